@@ -25,11 +25,11 @@ _BESIDE_BYTES = 64 << 10  # of the config and the header of the weights
 
 
 def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
-    """Writes a model's adapter, with an embedding or head that was trained whole (modules_to_save), and the tokenizer
-    into an empty folder, and verifies it. Returns `servers`' notes.
+    """Writes a model's adapter, an embedding or head that was trained whole (modules_to_save), and the tokenizer into
+    an empty folder, and verifies it. Returns `servers`' notes.
 
-    Raises ValueError for no adapter or one that PEFT cannot express, other trainable weights, values that are not
-    finite, or a full disk; ArithmeticError if the files do not verify.
+    Raises ValueError for no adapter or one that PEFT cannot express, values that are not finite, or a full disk;
+    ArithmeticError if the files do not verify.
     """
     config, arrays, metadata = adapter_content(model)
     require_space(folder, sum(array.nbytes for array in arrays.values()) + _BESIDE_BYTES)
@@ -110,11 +110,8 @@ def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, 
 
 
 def _peft_product(name: str, tensors: Mapping[str, np.ndarray], count: int) -> np.ndarray:
-    """float64[out, in], or [count, out, in] for experts: B A as PEFT computes it. If both matrices of a layer's experts
-    are adapted, PEFT wraps the module twice, gate_up_proj first, whose names then have base_layer.
-
-      name: PEFT's name of the module, or of the experts' parameter.
-      count: experts; 0 for a linear.
+    """float64[out, in], or [count, out, in] for experts (count 0: a linear): B A as PEFT computes it. If both matrices
+    of a layer's experts are adapted, PEFT wraps the module twice, gate_up_proj first, whose names then have base_layer.
     """
     if not count:
         a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"].astype(np.float64) for side in "AB")

@@ -1,6 +1,5 @@
-"""Exports a model, or its adapter alone, into a folder that another program loads; complete and verified before it gets
-its name. Each weight is made when it is written: an adapter is merged into it, and numbers that are not finite are
-refused.
+"""Exports a model, or its adapter alone, into a folder that another program loads. Each weight is made when it is
+written: an adapter is merged into it, and numbers that are not finite are refused.
 """
 
 from __future__ import annotations
@@ -58,10 +57,8 @@ def export_model(
     max_shard_bytes: int = 5_000_000_000,
 ) -> Exported:
     """Writes a model, or its adapter, in the format of another program. The model is not changed; nothing is
-    downloaded.
-
-    The folder is written under another name, read back, compared byte by byte and renamed: it appears complete or not
-    at all.
+    downloaded. The folder is written under another name, read back, compared byte by byte and renamed: it appears
+    complete or not at all.
 
     Args:
       path: a folder that does not exist or is empty.
@@ -69,8 +66,8 @@ def export_model(
       "nvfp4-nvfp4", "int8", "w4a16", "w4a8", "mxfp4", "mxfp4-mxfp4"); "gguf"; or "adapter" or "gguf-adapter", the
       adapter alone. In all others an adapter is merged.
       tokenizer: written too, but not by gguf-adapter; gguf needs it.
-      outtype: for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; None: the model's dtype. After QAT in q4_0 or q8_0
-      that type stores the numbers of the training. gguf-adapter is f32.
+      outtype: for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; None: the model's dtype. q4_0 or q8_0 after QAT in
+      that type stores the training's numbers.
       name: general.name of a GGUF file; None: the folder's. Changed, with a note, if llama.cpp would take the tokenizer
       for another kind.
       max_shard_bytes: larger weights are divided into several safetensors files.
@@ -78,7 +75,7 @@ def export_model(
       ValueError: an unknown format or outtype; a model that the format cannot represent, such as QAT on another grid;
       no adapter, tokenizer or gguf package where needed; a folder in use; a full disk.
       ArithmeticError: what was read back differs; a weight is not finite, decodes further off than rounding explains,
-      or is merged wrongly. The temporary folder is removed.
+      or is merged wrongly.
     """
     require_format(path, to, outtype)
     folder = Path(path).resolve()
@@ -127,8 +124,8 @@ def _merged(model: Decoder) -> Weights:
 
 
 def _whole(model: Decoder) -> Weights:
-    """_merged, with each weight checked when it is made. Raises ValueError for a model prepared for QAT without an
-    adapter, and ArithmeticError if merged logits are not those of the adapter.
+    """_merged, each weight checked when it is made. Raises ValueError for a model prepared for QAT without an adapter,
+    ArithmeticError if merged logits differ.
     """
     weights = _merged(model)
     variables, like = tensors_of(weights.model), _like(model)
@@ -142,7 +139,7 @@ def _whole(model: Decoder) -> Weights:
 
 
 def _compile_checks(tensors: Iterable[object], dtype: str, where: jax.sharding.Sharding | None) -> None:
-    """Begins to compile in threads what `_finite` runs, for each form of tensor. where: their sharding."""
+    """Begins to compile in threads what `_finite` runs. where: the tensors' sharding."""
     forms = {}
     for tensor in tensors:
         form = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tensor)
@@ -252,10 +249,7 @@ def _write_gguf(
     ready=lambda _: None,
     texts: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Exported:
-    """Writes a GGUF file, reads it back, and adds `texts`.
-
-    fields: metadata without general.architecture, which is `arch`.
-    sources: of the tensors, in the order of the file.
+    """Writes a GGUF file, reads it back, and adds `texts`. fields: metadata without general.architecture (`arch`).
     ready: see gguf_file.write.
     """
     tensors = gguf_tensors.all_tensors(sources)
@@ -270,9 +264,7 @@ def _write_gguf(
 
 
 def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
-    """An entry of FORMATS for a folder of safetensors and JSON. write: (model, temporary folder, tokenizer,
-    max_shard_bytes) -> notes.
-    """
+    """An entry of FORMATS. write: (model, temporary folder, tokenizer, max_shard_bytes) -> notes."""
 
     def export(model: Decoder, job: _Job) -> Exported:
         with new_folder(job.path, "export") as folder:

@@ -1,8 +1,6 @@
-"""What llama.cpp needs to know of a model, and what it would compute differently.
-
-It hard-codes much of an architecture that Hugging Face's configs can vary. A model that it would compute differently is
-refused; one that it computes only in a shorter context, or with slightly other logits, is written with a note. The
-rules are those of the oldest llama.cpp that reads the architecture.
+"""What llama.cpp needs to know of a model, and what it would compute differently, as it hard-codes much that Hugging
+Face's configs can vary. A model that it would compute differently is refused; one with a shorter context or slightly
+other logits is written with a note. The rules are those of the oldest llama.cpp that reads the architecture.
 """
 
 from __future__ import annotations
@@ -95,9 +93,8 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 
 
 def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
-    """Clauses on where layers differ from the pattern that llama.cpp hard-codes: sliding windows, position encodings
-    (the first layer of each that differs), and Gemma 3's unscaled local base of 10,000. A model without any windows
-    passes.
+    """Clauses on where layers differ from the pattern that llama.cpp hard-codes: windows, position encodings (the first
+    layer of each), and Gemma 3's local base. A model without any windows passes.
     """
     problems = []
     if arch.period is not None:

@@ -42,12 +42,10 @@ def write_stored(
     says: Callable[[Config], Config] | None = None,
     input_scales: Mapping[str, float] = types.MappingProxyType({}),
 ) -> list[str]:
-    """Writes linears and experts in a quantised format: notes on matrices that stay in the model's dtype.
+    """Writes linears and experts in a quantised format: notes on matrices that stay in the model's dtype. A model in
+    the format without `qat` is not quantised further. If the header contains values of weights (double-quantised NF4),
+    they are quantised twice, for header and data.
 
-    A model in the format without `qat` is not quantised further; its 16-bit linears stay so. If the header contains
-    values of weights (double-quantised NF4), they are quantised twice, for header and data.
-
-      to: its `export` says what readers cannot load.
       says: changes the entry quantization_config.
       input_scales: {linear: scale of activations} of NVFP4.
 
@@ -154,7 +152,7 @@ def write_planned(
 
       planned: {tensor of the model: Group}; None: the weights as they are.
       extra: entries that replace config.json's.
-      loads: whether jaxtune can load such a folder; else `extra` must have a quantization_config.
+      loads: whether jaxtune can load such a folder; else `extra` needs a quantization_config.
 
     Raises ValueError for a full disk or what hf.checkpoint_tensors cannot write, ArithmeticError for a difference.
     """

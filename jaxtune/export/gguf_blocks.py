@@ -84,9 +84,8 @@ def grid_of(grid: str | None, kind: str) -> str | None:
 
 def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterator[Callable[[], np.ndarray]]:
     """Encodes floats [..., columns] in runs of at most 2^26 numbers (2^24 in plain types), in the order of the file.
-    Every value is compared with its decoded bytes.
+    Columns must be whole blocks.
 
-      array: columns must be whole blocks of a quantised type.
       kind: gguf's name of the type.
       grid: the dtype in which QAT rounded the values to this type (Q8_0 or Q4_0), which shortened the scales; they are
       encoded exactly. None: rounded here.
@@ -147,8 +146,7 @@ def _parts(array: jax.Array) -> Iterator[jax.Array]:
 
 def _runs(numbers: int, kind: str) -> Iterator[tuple[int, int, int]]:
     """(start, size, how many of it are values) of each run. Sizes are of _RUNS, so that few encoders compile, each the
-    largest that the rest fills to two thirds, or the smallest: 3 * 2^24 values are one run of 2^26 in a quantised type,
-    three of 2^24 in a plain one.
+    largest that the rest fills to two thirds, or the smallest.
     """
     sizes, start = _RUNS if kind in BLOCK_TYPES else _RUNS[1:], 0
     while start < numbers:
@@ -186,9 +184,8 @@ def _fetched(
 ) -> np.ndarray:
     """A run's bytes without padding, uint8[n]; raises what `encode` says.
 
-    own: how many numbers are the tensor's.
+    value_count: how many numbers are the tensor's.
     answers, sample: of `_checked` and `_cut`.
-    exact: QAT rounded the values to the type, so no difference is allowed.
     """
     # Few copies, and all started at once: a thread that waits for one has to wait for Python's lock after it too.
     (finite, in_range, near), wide = jax.device_get((answers, sample))
@@ -238,9 +235,7 @@ def _encoded(array: jax.Array, kind: str) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=UNTUNED)
 def _exactly(array: jax.Array, kind: str, grid: str) -> jax.Array:
-    """uint8[rows, bytes of a block] of numbers that QAT made in the dtype `grid`; `_checked` checks that they are
-    exact.
-    """
+    """uint8[rows, bytes of a block] of numbers that QAT made in the dtype `grid`."""
     encode = BLOCK_TYPES[kind].exactly
     assert encode is not None, kind
     return encode(array.astype(jnp.float32), grid)
@@ -261,9 +256,7 @@ def _checked(array: jax.Array, coded: jax.Array, kind: str, exact: bool) -> jax.
 
 
 def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str, exact: bool) -> bool:
-    """Whether the gguf package decodes sampled blocks (coded) to the values float32[rows, block]: a check by other
-    code.
-    """
+    """Whether the gguf package decodes sampled blocks to the values float32[rows, block]: a check by other code."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 

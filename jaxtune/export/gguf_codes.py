@@ -33,7 +33,6 @@ def _bytes_of(scales: jax.Array) -> jax.Array:
 
 
 def _f16_of(pair: jax.Array) -> jax.Array:
-    """float32[n, 1] from the two bytes of an f16, the lower first."""
     return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
 
 
@@ -110,7 +109,6 @@ def allowed(
 ) -> jax.Array | np.ndarray:
     """float32[n, 1]: a bound on the error of rounding in each block, with what f16 adds.
 
-    numpy: numpy or jax.numpy.
     steps: a step between codes is M / steps, M the block's largest magnitude.
     worst: in steps: 0.5 for Q8_0; 1 for Q4_0 and Q5_0, which have no code for one of M and -M; 1 for Q5_1, whose
     steps divide a range of up to 2 M.

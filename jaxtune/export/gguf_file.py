@@ -67,10 +67,8 @@ def write(
 ) -> dict[str, Stored]:
     """Writes a GGUF file: {tensor: what was written}. The device has what one Source makes and a few encoded runs.
 
-      architecture: general.architecture, llama.cpp's name.
       fields: metadata; an int becomes uint32, a float float32, a list an array, whose ints are int32.
       sources: in the order of the file.
-      outtype: one of gguf_types.OUTTYPES.
       ready: called with each tensor's name before it is made; may wait for its programs.
 
     Raises ArithmeticError for a value that is not finite or not represented, another shape than planned, or a wrong
@@ -197,8 +195,7 @@ def _packed(values: list[str] | list[int] | list[float]) -> bytes:
 
 def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Mapping[str, Stored]) -> None:
     """Reads a file back with gguf's reader, and raises ArithmeticError unless keys, shapes, types, positions and every
-    byte (by checksum) are those written. Bytes are read while the reader processes keys, which takes seconds for a
-    large vocabulary.
+    byte (by checksum) are those written.
     """
     total = sum(sums.size_bytes for stored in written.values() for sums in stored.sums)
     try:
@@ -229,9 +226,9 @@ def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Ma
 
 
 def _reader(file: Path) -> Any:
-    """gguf's reader, faster. It makes several arrays of the memory map for each token, merge and number of a list: 11 s
-    for Llama 3's. Here texts are cut out of a memoryview, numbers are one array, and all is read from a plain array, of
-    which numpy makes others four times faster than of a map.
+    """gguf's reader makes several arrays of the memory map for each token, merge and number of a list: 11 s for Llama
+    3's. Here texts are cut out of a memoryview, numbers are one array, and all is read from a plain array, which is
+    four times faster than a map.
     """
     from gguf import GGUFReader, GGUFValueType
 
@@ -287,7 +284,6 @@ def _has_bytes(file: Path, advanced: Callable[[int], Any], written: Stored) -> b
 
 
 def _is_described(described: Any, written: Stored) -> bool:
-    """Whether gguf's reader describes the tensor as it was written."""
     shape = tuple(int(size) for size in described.shape[::-1])
     location = int(described.data_offset), int(described.n_bytes)
     size = sum(sums.size_bytes for sums in written.sums)

@@ -54,11 +54,10 @@ def decoder(bits: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, bits: int) -> jax.Array | np.ndarray:
-    """[n, 1]: the largest error that rounding explains in blocks float32[n, 256]. numpy: numpy or jax.numpy.
-
-    It is one and a half steps: the largest range of a part, 0 included, divided by the largest code; in Q6_K the
-    largest magnitude / 32. Half a step is rounding to a code; one, because the best scale may cut off what is largest,
-    and scales and least values are rounded. A little is added for blocks whose f16 scale is imprecise.
+    """[n, 1]: the largest error that rounding explains in blocks float32[n, 256]: one and a half steps, a step being
+    the largest range of a part, 0 included, divided by the largest code (Q6_K: the largest magnitude / 32). Half a step
+    is rounding to a code; one, because the best scale may cut off what is largest, and scales and least values are
+    rounded. numpy: numpy or jax.numpy.
     """
     if bits == 6:
         largest, steps = numpy.abs(blocks).max(-1, keepdims=True), 32
@@ -126,10 +125,8 @@ def _packed(scales: jax.Array, least: jax.Array) -> jax.Array:
 def _best_with_least(parts: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
     """(scales, negatives of least values), float32[n] of at least 0, for parts float32[n, 32] and codes 0 to `top`; a
     number is scale * code + least. The best of 21 candidates by squared errors weighted with magnitude plus root mean
-    square.
-
-    A candidate divides the range into top - 1 to top + 1 steps from the best least value so far. For the codes that
-    this gives, scale and least value, at most 0, solve two linear equations.
+    square. A candidate divides the range into top - 1 to top + 1 steps from the best least value so far; for these
+    codes, scale and least value solve two linear equations.
     """
     weights = jnp.sqrt((parts * parts).mean(-1, keepdims=True)) + jnp.abs(parts)
     smallest = jnp.minimum(parts.min(-1), 0)
@@ -195,7 +192,6 @@ def _best_signed(parts: jax.Array, middle: int) -> jax.Array:
 
 
 def _f16_of(pair: jax.Array) -> jax.Array:
-    """float32[n, 1] from the two bytes of an f16, the lower first."""
     return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
 
 

@@ -18,10 +18,8 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 class Compiling:
     """Traces the programs of all tensors in one thread, in order, and compiles them in others; leaving the context
-    drops what waits. One thread traces, because several would wait for Python's lock. An error is left to the call that
-    needs the program.
+    drops what waits. Several threads would wait for Python's lock. An error is left to the call that needs the program.
 
-      kinds: {tensor: gguf's name of its type}.
       like: dtype and sharding of most arrays; None: nothing is compiled ahead, as arrays on several devices must get
       their programs in one order.
     """
@@ -42,7 +40,6 @@ class Compiling:
                 self._of[tensor.name] = forms[form]
 
     def _traced(self, source: Source, tensor: Tensor, kind: str, like: jax.ShapeDtypeStruct) -> list[Future[object]]:
-        """Futures of a tensor's programs, done when they are compiled."""
         lowerings = _programs(source, tensor, kind, like)
         for key, lower in lowerings.items():
             if key not in self._programs:

@@ -107,7 +107,6 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
 
 
 def _rounded(model: Decoder) -> dict[str, str]:
-    """{Hugging Face's name: dtype of its numbers} of all weights that QAT rounded."""
     grid = model.qat
     if grid is None:
         return {}
@@ -164,10 +163,8 @@ def _expert_tensors(
 
 def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]:
     """(Sources of lora_a and lora_b, alpha) of a LoRA adapter. llama.cpp scales all products B A by alpha / rank with
-    one alpha, so B is multiplied by scale * rank / alpha.
-
-    Raises ValueError without an adapter, or for what llama.cpp lacks: DoRA, a trained embedding or head, an adapted
-    projection to per-layer embeddings, a tensor without a name.
+    one alpha, so B is multiplied by scale * rank / alpha. Raises ValueError without an adapter, or for what llama.cpp
+    lacks: DoRA, a trained embedding or head, an adapted projection to per-layer embeddings.
     """
     config, names = model.config, Names(arch, model.config.num_layers)
     adapted = [(name, linear, linear.lora) for name, linear in (*linears(model), *experts(model)) if linear.lora]

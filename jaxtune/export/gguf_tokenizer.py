@@ -1,8 +1,6 @@
-"""A Hugging Face tokenizer as GGUF metadata.
-
-llama.cpp implements tokenizers itself: "llama", which merges characters by scores as SentencePiece does, for those with
-byte_fallback, and "gpt2", which merges bytes within words by a fixed set of patterns. Any other tokenizer is refused:
-the model would read other tokens than in training.
+"""A Hugging Face tokenizer as GGUF metadata. llama.cpp implements "llama", which merges characters by scores as
+SentencePiece does (byte_fallback), and "gpt2", which merges bytes within words by a fixed set of patterns. Any other is
+refused: the model would read other tokens than in training.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ def tokenizer_fields(
     """{GGUF's key: value} of a fast tokenizer and its chat template.
 
       vocab_size: rows of the embedding; those without a token become unused tokens.
-      ends: (llama.cpp's key, text) of end tokens that it does not recognise. Tokens that the tokenizer lacks are
-      ignored.
+      ends: (llama.cpp's key, text) of end tokens that it does not recognise.
       shown: special tokens that llama.cpp is to write into answers, such as marks of tool calls.
 
     Raises ValueError without a tokenizer or tokenizer.json, for another type than BPE, no merges, one that llama.cpp

@@ -97,13 +97,11 @@ def quantized(weights: Weights, format: str) -> Weights:
 
 def exactly(name: str, format: str, weight: jax.Array) -> Stored:
     """Encodes a weight [..., out, in] that was rounded to a format, so that it decodes to the same numbers in its own
-    dtype. Raises ValueError if it is not on such a grid.
+    dtype. Raises ValueError if it is not on such a grid. Shapes without values are only encoded.
 
     The encoder's codes are right, because rounding to 16 bits moves numbers far less than the distance of two codes.
     Float32 scales (`scale_axes`) may differ, as they follow from rounded largest numbers: every number allows an
     interval of scales, and the middle of what all allow is taken, or a neighbour.
-
-      weight: shapes without values are only encoded.
     """
     stored = FORMATS[format].encode(weight)
     if isinstance(weight, core.Tracer):

@@ -11,11 +11,10 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
     it.
 
       repository: owner/name.
-      private: of a new repository; an existing one stays as it is.
+      private: of a new repository.
       api: huggingface_hub.HfApi or the like; None: with this machine's login.
 
-    Raises ValueError if nobody is logged in, the name is not valid, or the hub refuses or cannot be reached, OSError
-    for a file that cannot be read.
+    Raises ValueError if nobody is logged in, the name is not valid, or the hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError

@@ -1,7 +1,5 @@
-"""A Modelfile, of which `ollama create` makes a model.
-
-Ollama reads Go templates, and a GGUF file's Jinja only where it knows it. The texts around messages are read off
-conversations that the Jinja template writes, and become a Go template if that writes the same for every drawn
+"""A Modelfile, of which `ollama create` makes a model. Ollama reads Go templates. The texts around messages are read
+off conversations that the Jinja template writes, and become a Go template if that writes the same for every drawn
 conversation.
 """
 

@@ -1,9 +1,9 @@
 """Exports in four bits for vLLM: compressed-tensors' `pack-quantized` with 16-bit activations (w4a16), and
-`int-quantized` with activations that servers round to int8 by token (w4a8). jaxtune does not load such folders.
+`int-quantized` with activations rounded to int8 by token (w4a8). jaxtune does not load such folders.
 
-Numbers of a group within a row are codes of -8..7 times its scale, as QAT rounds them (fake_quant.int4). A linear X has
-`X.weight_packed` int32[out, in / 8], eight codes plus 8 each, the first in the lowest bits, `X.weight_scale` [out, in /
-group] in the model's dtype and `X.weight_shape` int64[2]; with w4a8 `X.weight` int8[out, in] and `X.weight_scale`.
+A group of a row is codes of -8..7 times its scale, as QAT rounds it (fake_quant.int4). A linear X has `X.weight_packed`
+int32[out, in / 8], eight codes plus 8 each, the first in the lowest bits, `X.weight_scale` [out, in / group] in the
+model's dtype and `X.weight_shape` int64[2]; with w4a8 `X.weight` int8[out, in] and `X.weight_scale`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ _PACKED = 8  # codes in an int32
 def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, activations: bool = False) -> list[str]:
     """Writes linears and experts in int4, those of QAT exactly in its groups, others rounded in groups of 128, and
     verifies the folder. SERVED_IN_16_BITS, rows that are not whole groups, routers, embeddings and head stay in the
-    model's dtype. Returns notes.
+    model's dtype. Returns notes. activations: w4a8.
 
-      activations: w4a8.
-
-    Raises ValueError for experts in one tensor, no whole groups, or weights that left QAT's grid; ArithmeticError for
-    codes that do not decode to the weights, or a difference read back.
+    Raises ValueError for experts in one tensor, no whole groups, or weights that left QAT's grid; ArithmeticError if
+    codes do not decode to the weights, or files differ.
     """
     weights = weights.dequantized()
     model = weights.model
@@ -117,10 +115,7 @@ def quantization_config(group: int, ignored: list[str], activations: bool) -> di
 
 def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, kind: str) -> Piece:
     """The tensors in place of a linear's weight [out, in], `in` a multiple of group; encoded and checked when they are
-    written.
-
-      exact: QAT rounded the weight to this grid; a number off it raises ValueError.
-      kind: "w4a16" or "w4a8".
+    written. exact: QAT rounded the weight to this grid; a number off it raises ValueError. kind: "w4a16" or "w4a8".
     """
 
     def cut(value: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,3 @@
-"""GPU kernels in Pallas and Triton, and operations on them with a reference in plain JAX that runs anywhere. Beside
-jaxtune.system only JAX and numpy are imported, and Triton and jax-triton for Triton kernels, so that operations can be
-used alone.
+"""GPU kernels in Pallas and Triton, and operations on them with a reference in plain JAX that runs anywhere. They can
+be used alone: beside jaxtune.system only JAX, numpy and, for Triton kernels, Triton and jax-triton are imported.
 """

@@ -26,9 +26,8 @@ class Parted(Protocol):
 class Arguments:
     """Checks the arguments of one call of the operation `op`; raises TypeError or ValueError that names both.
 
-    A shape is written as words: "B T heads D". The first array that has a word binds its size for the others. A number
-    stands for itself, a leading "..." for any axes. `sizes` is {word: (size, text on where it is from)}; operations may
-    add words.
+    A shape is written as words: "B T heads D". The first array that has a word binds its size. A number stands for
+    itself, a leading "..." for any axes. `sizes` is {word: (size, text on where it is from)}; operations may add words.
     """
 
     def __init__(self, op: str, **sizes: int):

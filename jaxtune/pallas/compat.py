@@ -47,10 +47,9 @@ def triton_call(
     aliases: Mapping[int, int] | None = None,
     **constants: int | float | tuple,
 ) -> list[jax.Array]:
-    """Calls a Triton kernel on pointers to `arguments` and outputs, and `constants`. In a shard_map each device calls
-    it on its arrays, on a mesh without one on whole arrays. Only where `triton_refusal` returns None.
+    """Calls a Triton kernel on pointers to `arguments` and outputs, and `constants`: in a shard_map on local arrays, on
+    a mesh without one on whole arrays. Only where `triton_refusal` returns None.
 
-      warps, stages: Triton's num_warps and num_stages.
       contract: products and sums may fuse into multiply-adds; False: each is rounded.
       aliases: {argument: output that takes its memory}, by index, for a kernel that works in place.
     """
@@ -95,8 +94,8 @@ def triton_graph_call(
     aliases: Mapping[int, int] | None = None,
     **constants: int | float | None,
 ) -> list[jax.Array]:
-    """Calls a Triton or Gluon kernel as a node of a CUDA graph, without time between kernels, unlike `triton_call`. Use
-    few in a program, because each contains the kernel's whole assembly. Meshes, aliases and `triton_refusal` as there.
+    """`triton_call` for a Triton or Gluon kernel as a node of a CUDA graph, without time between kernels. Use few in a
+    program, because each contains the kernel's whole assembly.
 
       arguments: they and outputs are bfloat16, float16, float32, int32 or float8_e4m3fn (else KeyError).
       constants: compile-time; None for an array that this call does not read.

@@ -35,9 +35,7 @@ record: dict[str, tuple[str, dict[str, str]]] = {}
 
 @functools.cache
 def _device_capability(platform: str) -> tuple[int, int] | None:
-    """The first GPU's compute capability, such as (9, 0); None if it is not NVIDIA's. Cached for each value of
-    `platform`, JAX's default backend.
-    """
+    """The first GPU's compute capability; None if it is not NVIDIA's. Cached for each of JAX's default backends."""
     if platform != "gpu":
         return None
     text = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", None)
@@ -73,8 +71,8 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
     GPU must not run it, or None.
 
     A pass is stored in the user's cache, a failure in this process. Nothing is compared without a GPU or while
-    compiling for another. May be called while JAX traces: the check runs in a thread of its own, outside any trace or
-    mesh, and is waited for. Within `built` and `unchecked` a check that is not done is queued, and None returned.
+    compiling for another. May be called while JAX traces: the check runs in a thread of its own and is waited for.
+    Within `built` and `unchecked` it is queued, and None returned.
 
       call: the kind of call, such as dtype and head dim; equal texts share one check.
       compare: () -> (the implementation's results, the reference's in float32).
@@ -125,11 +123,9 @@ def unchecked():
 
 
 def built[Built](build: Callable[[], Built]) -> Built:
-    """Calls `build`, which traces, lowers and may compile, beside the checks of `first_use`.
-
-    A start so need not wait for them first: a model of experts has a dozen, of up to 20 s. They start with
-    `begin_checks`, or at the end, where all are waited for. If one fails, JAX's caches are cleared and `build` runs
-    again, with that kernel refused.
+    """Calls `build`, which traces, lowers and may compile, beside the checks of `first_use`, of which a model of
+    experts has a dozen, of up to 20 s. They start with `begin_checks`, or at the end, where all are waited for. If one
+    fails, JAX's caches are cleared and `build` runs again, with that kernel refused.
     """
     queued: list[Future[str | None]] = []
     token = _beside.set(queued)
@@ -176,8 +172,8 @@ def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence
 
 
 def _pass(op: str, name: str, call: str) -> Path:
-    """The empty file that a pass leaves, named by a hash of the call, the GPU, the kernels' source and the versions of
-    all software, in $JAXTUNE_CACHE/first_uses or ~/.cache/jaxtune/first_uses.
+    """The empty file that a pass leaves, named by a hash of the call, the GPU, the kernels' source and all software's
+    versions, in $JAXTUNE_CACHE/first_uses or ~/.cache/jaxtune/first_uses.
     """
     device = jax.local_devices()[0]
     made_with = (device.device_kind, device.client.platform_version, *versions.of_kernels(), _sources())

@@ -1,6 +1,5 @@
-"""Random numbers of an array whose rows are divided over devices, independent of their number: each is a hash
-(threefry2x32) of the key and its position in the whole array, so any rows can be drawn alone, and again in the
-backward.
+"""Random numbers of an array whose rows are divided over devices: each is a hash (threefry2x32) of the key and its
+position in the whole array, so any rows can be drawn alone, and again in the backward.
 """
 
 from __future__ import annotations
@@ -46,12 +45,10 @@ def _hashes(key: jax.Array, shape: tuple[int, int], block: jax.Array | int) -> t
 
 
 def hashes_of_rows(key: jax.Array, rows: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """Two uint32[n, width], hashes of single rows' elements by their numbers, row * width + column.
+    """Two uint32[n, width], hashes of the elements of rows (uint32[n]) by their numbers, row * width + column. Raises
+    ValueError for 2^16 columns or more.
 
       key: typed or uint32[2]; of another kind than threefry2x32, two words are drawn and serve as the key.
-      rows: uint32[n], numbers in the whole array.
-
-    Raises ValueError for 2^16 columns or more.
     """
     if width >= 1 << 16:
         raise ValueError(f"the random numbers of a row need {width} hashes; the most is {(1 << 16) - 1}")

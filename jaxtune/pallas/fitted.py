@@ -33,10 +33,9 @@ def device_name() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Fitted[Numbers]:
-    """A table of fitted numbers by device and implementation.
-
-    A device without numbers gets those of the first row with its implementation, and an implementation without any the
-    first row's: an H200's numbers rank plans on every card until it is measured. The order of rows therefore matters.
+    """A table of fitted numbers by device and implementation. A device without numbers gets those of the first row with
+    its implementation, and an implementation without any the first row's: an H200's rank plans on every card until it
+    is measured. The order of rows therefore matters.
     """
 
     # {(a text that the device's name contains, such as "H200", implementation): (numbers, a remark on the measurements

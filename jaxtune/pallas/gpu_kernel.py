@@ -1,8 +1,6 @@
-"""Makes all Mosaic GPU kernels, in place of `plgpu.kernel`: gives them names for profiles, traces equal ones once, and
-makes XLA's compilation cache recognise them.
-
-jaxlib 0.11 numbers each kernel's module in the process. The number enters the cache's key, so a program whose kernels
-are lowered in another order than last time would be compiled again.
+"""Makes all Mosaic GPU kernels: gives them names for profiles, traces equal ones once, and makes XLA's compilation
+cache recognise them. jaxlib 0.11 numbers each kernel's module in the process, and the number enters the cache's key, so
+a program whose kernels are lowered in another order would be compiled again.
 """
 
 from __future__ import annotations
@@ -51,8 +49,8 @@ def interpreter() -> Any:
 
 
 def kernel(body, name: str, interpret=None, **options):
-    """A Mosaic GPU kernel as a function of arrays. In a shard_map each device runs it on its part, on a mesh without
-    one on whole arrays.
+    """A Mosaic GPU kernel as a function of arrays: in a shard_map of local arrays, on a mesh without one of whole
+    arrays.
 
       body: a module's function, or a partial of one. Its arguments and `options` must be hashable, or lists and dicts
       of hashables: they identify the kernel, which is traced once for equal shapes. A function defined anew for each

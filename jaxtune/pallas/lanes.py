@@ -114,14 +114,12 @@ def ir_permute(low, high, selector):
 
 
 def _signed(word: int) -> int:
-    """A 32-bit word as the signed number with the same bits, which MLIR constants take."""
     return word - (1 << 32) if word >> 31 else word
 
 
 def _entries(table: bytes, word):
-    """Looks up the eight 4-bit codes of an int32 in 16 float32 values (`table`, their bytes), lowest bits first, by
-    byte permutations alone, without memory or other lanes: for each byte of an entry and both halves of the table, one
-    permutation looks up four codes in eight bytes.
+    """Looks up eight 4-bit codes of an int32 in 16 float32 values (`table`, their bytes), lowest bits first, by byte
+    permutations alone: for each byte of an entry and both halves of the table, one looks up four codes in eight bytes.
     """
     values = np.frombuffer(table, np.float32).view(np.uint32)
     planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]
@@ -143,9 +141,8 @@ def _entries(table: bytes, word):
 
 
 def _shuffled_entries(lane_entry, word):
-    """Looks up the eight 4-bit codes of an int32 by warp shuffles, in which all lanes take part, lowest bits first.
-    Lanes i and i + 16 provide entry i. A shuffle within 16 lanes reads only the low four bits of an index, so codes
-    need no mask.
+    """Looks up eight 4-bit codes of an int32 by warp shuffles of all lanes, lowest bits first. Lanes i and i + 16
+    provide entry i. A shuffle within 16 lanes reads only the low four bits of an index, so codes need no mask.
     """
     shuffle = nvvm.ShflKind.idx
     return [
@@ -172,10 +169,9 @@ def table_values(
     codes: uint8[n], two codes each; a register has eight codes.
     scales: float32, one for each register of codes.
     table, table_ref: the bytes of float32[16], and the same in memory, from which shuffles load.
-    dtype: bfloat16 or float16.
     low_first: whether the first number of a byte is in its low four bits.
-    beside_products: looks up by byte permutations, which leave shared memory to tensor cores that read it at the same
-    time. Otherwise by warp shuffles, with fewer instructions (a pass that only decodes: 3.9 TB/s instead of 3.4).
+    beside_products: looks up by byte permutations, which leave shared memory to tensor cores. Otherwise by warp
+    shuffles, with fewer instructions (a pass that only decodes: 3.9 TB/s instead of 3.4).
     """
 
     @mosaic_types.inline_mgpu(
@@ -222,13 +218,13 @@ def fill_banks(table_ref, table_smem, warpgroups: int):
 def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
     """Loads this thread's share of the absmax (scales of a row's blocks) of a tile of rows into registers, for
     `keep_scales`. Two functions, so that one tile's absmax loads while the tile before is multiplied. All threads of
-    the program call it, each for other groups of four blocks; spare threads repeat the last group.
+    the program call it; spare ones repeat the last group of four blocks.
 
       absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks, a multiple of 4], in global memory.
       nested_ref: float32, of each 256 consecutive numbers of absmax_ref, or None.
       first_row, rows: int32[]; the rows of a tile.
 
-    Returns ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None) for n groups a thread.
+    Returns ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None).
     """
     blocks = absmax_ref.shape[1]
     groups = rows * blocks // 4
@@ -318,8 +314,8 @@ def x_fragments(chunk, x_ref, width: int, parts: int):
       width: columns of all right operands of the tensor cores, 8 or 16, at least tokens * parts.
       parts: 1 or 2, runs of 128 columns that each warp has in a chunk.
 
-    Of a right operand's eight columns, the first 8 / parts are tokens over the first run of a warp's columns; with two
-    parts the other four are the same tokens over the second run. Spare columns repeat the last token.
+    A right operand has eight columns: 8 / parts tokens over a warp's first run, with two parts the same tokens over the
+    second. Spare columns repeat the last token.
     """
     tokens_per_part = 8 // parts
     shape = (128 * 2 * width,)
@@ -358,12 +354,12 @@ def ir_products(words, rights, pair, name: str):
     """Multiplies 16 rows of a weight, 64 elements each, by 8 columns, for each of `rights`, on the tensor cores. All
     lanes of a warp call it.
 
-      words: this lane's codes, two words of a row of the first eight, then of the second; a byte encodes two elements.
+      words: this lane's codes, two words of a row of the first eight, then of the second.
       rights: for each product this lane's eight words of two 16-bit elements.
       pair: (word, byte) -> the two elements of that byte as one word.
       name: "bf16" or "f16".
 
-    Returns for each the lane's four float32 sums: two columns of a row of the first eight, then of the second.
+    Returns for each four float32 sums: two columns of a row of the first eight, then of the second.
     """
     f32 = ir.F32Type.get()
     zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
@@ -388,22 +384,20 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
     """Adds to acc the product of 16 rows of a 4-bit weight and x^T over one chunk of columns, on the tensor cores
     (mma.m16n8k16), by one warpgroup; `store_sums` adds up over warpgroups, warps and parts.
 
-      acc: float32[64 p, n] in registers. Of a row's codes in a chunk, each warp takes p parts of 64 bytes: 2 reads
-      whole memory lines, which is faster, but leaves room for 4 tokens in 8 columns. n is 8 or 16. The sum of warp w
-      over part h for row (2 s + i) (8 / p) + a and token e (8 / p) + t is at row (s, w, i, a, h) of [p, 4, 2, 8 / p, p]
-      and column (e, h, t) of [n / 8, p, 8 / p]; entries whose two h differ are meaningless.
+      acc: float32[64 p, n] in registers, n 8 or 16. Of a row's codes in a chunk, each warp takes p parts of 64 bytes: 2
+      reads whole memory lines, which is faster, but leaves room for 4 tokens in 8 columns. The sum of warp w over part
+      h for row (2 s + i) (8 / p) + a and token e (8 / p) + t is at row (s, w, i, a, h) of [p, 4, 2, 8 / p, p] and
+      column (e, h, t) of [n / 8, p, 8 / p]; entries whose two h differ are meaningless.
       codes: uint8[16, 256 p] in registers: 512 p elements of each row, 128 p for each warp.
       x: from `x_fragments`, with width n and p parts.
       chunk: int32[], its number within the row.
       pairs_smem: uint32[256, 32], from `fill_banks`: the two elements of each byte.
-      scales_smem: float32[16, at least the blocks of a row], from `keep_scales`.
+      scales_smem: float32[16, at least the blocks of a row].
       layouts: of acc and the result, and of codes.
-      dtype: bfloat16 or float16.
 
     A lane has 16 bytes of a row; four neighbouring lanes, a row to the tensor cores, have a part. With two parts, two
     sets of four lanes are two "rows", and each finds its part of x in four of the columns. Within a part, lanes
-    exchange bytes, so that each product is within one block, whose sum is then scaled. The order of k does not matter,
-    as long as x has the same.
+    exchange bytes, so that each product is within one block, whose sum is then scaled.
     """
     acc_layout, codes_layout = layouts
     parts = acc.shape[0] // 64
@@ -631,9 +625,9 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
 
       sources: in global memory, read as bytes.
       slots: for each source a shared array of several slots, each for a chunk.
-      sizes: for each source the bytes of a chunk, multiples of 16.
+      sizes: bytes of a chunk of each source, multiples of 16.
       full_smem: barriers from `begin_barriers`, one a slot, complete when all chunks have arrived.
-      number, slot: int32[], of the chunk and its slot, whose previous chunk must have been read.
+      number, slot: int32[]; the slot's previous chunk must have been read.
     """
     refs = (*sources, *slots, full_smem)
 

@@ -1,7 +1,6 @@
-"""Lets public operations run on a mesh of several devices. Kernels take the local arrays of a shard_map; within
-training's, which covers the mesh, this module does nothing. Elsewhere XLA divides plain JAX operations but no kernels,
-so `on_each_device` puts a shard_map around them. On Explicit axes (the default of jax.make_mesh) each operation must
-state its result's sharding, which `on_any_mesh` does.
+"""Lets public operations run on a mesh of several devices. XLA divides plain JAX operations but no kernels, so
+`on_each_device` puts a shard_map around them. On Explicit axes (the default of jax.make_mesh) each operation must state
+its result's sharding, which `on_any_mesh` does. Within training's shard_map neither does anything.
 """
 
 from __future__ import annotations
@@ -67,13 +66,13 @@ def _as_first(first: Sequence[Any], shape: tuple[int, ...]) -> PartitionSpec:
 def on_each_device[**Parameters, Result](
     function: Callable[Parameters, Result], rows: int = 0, results: int | None = None, axis: str = "data"
 ) -> Callable[Parameters, Result]:
-    """Wraps a function that calls a kernel, so that each device runs it on local arrays: without a mesh of several
-    devices, or within a shard_map, as it is; otherwise a shard_map divides rows (leading axes) over the mesh's `axis`,
-    if their number is divisible, and devices along other axes repeat the work. It cannot be differentiated.
+    """Wraps a function that calls a kernel, so that each device runs it on local arrays: as it is without a mesh of
+    several devices or within a shard_map; otherwise a shard_map divides rows (leading axes) over the mesh's `axis`, if
+    their number is divisible, and devices along other axes repeat the work. It cannot be differentiated.
 
       rows: the number of first arguments with rows; all others are whole.
-      results: the number of first results with rows; later ones are sums over rows, added up over devices, or None.
-      None: all have rows (none if `rows` is 0).
+      results: the number of first results with rows; later ones are added up over devices, or None. None: all have rows
+      (none if `rows` is 0).
     """
 
     @functools.wraps(function)

@@ -1,8 +1,6 @@
-"""Stochastic rounding to bfloat16, with which small updates of a weight are right on average.
-
-Rounded to nearest, a bf16 weight does not change under updates below 1/512 of it, which is most of fine-tuning.
-Rounding up with a probability equal to the relative distance from the lower neighbour loses none in expectation (arXiv
-1502.02551, 2010.06192).
+"""Stochastic rounding to bfloat16. Rounded to nearest, a bf16 weight does not change under updates below 1/512 of it,
+which is most of fine-tuning. Rounding up with a probability equal to the relative distance from the lower neighbour
+loses none in expectation (arXiv 1502.02551, 2010.06192).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Measured block sizes of kernels, an entry for each operation, dtype and class of shapes, a file for each kind of GPU.
-
-The user's measurements (`jaxtune tune`) come first if they were made with the installed jaxlib, then those packaged in
-`tuned/`, of any jaxlib; without either a kernel chooses by a rule. A damaged user's file only causes a line in the log.
+The user's (`jaxtune tune`) come first if they were made with the installed jaxlib, then those packaged in `tuned/`;
+without either a kernel chooses by a rule.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def measure(
     path: Path | None = None,
 ) -> dict[str, Any]:
     """Times an operation with every candidate of block sizes on this GPU, stores the fastest, and returns {"blocks",
-    "milliseconds", "tried": [[blocks, milliseconds or why not], ...]}. Candidates that fail or are wrong are skipped.
+    "milliseconds", "tried": [[blocks, milliseconds or why not], ...]}.
 
       prepare: compiles the operation within `forced`, and returns a function that runs it once. Several threads call
       it; all compile before the first runs.
@@ -208,7 +207,6 @@ def _own(path: Path) -> dict[str, Any]:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether a value has "blocks" of integers, booleans or strings."""
     blocks = entry.get("blocks") if isinstance(entry, dict) else None
     return isinstance(blocks, dict) and all(isinstance(value, int | str) for value in blocks.values())
 
@@ -230,8 +228,8 @@ def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
 
 
 def _milliseconds(programs: Sequence[Callable[[], Any]], rounds: int = 6, runs: int = 4) -> list[float]:
-    """Medians over rounds. Programs take turns, every second round backwards, because a GPU's clock falls while it
-    works: one after another, the first would seem the fastest. A round is the mean of `runs` launches.
+    """Medians over rounds of `runs` launches. Programs take turns, every second round backwards, because a GPU's clock
+    falls while it works: the first would seem the fastest.
     """
     samples: list[list[float]] = [[] for _ in programs]
     for number in range(rounds + 1):

@@ -1,5 +1,5 @@
-"""The versions of all software that compiles or runs kernels. A kernel that was right with one version may be wrong
-with another, so checks that passed are stored under these.
+"""The versions of all software that compiles or runs kernels, under which checks that passed are stored: a kernel that
+was right with one may be wrong with another.
 """
 
 from __future__ import annotations

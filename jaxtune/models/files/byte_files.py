@@ -26,7 +26,6 @@ class Sums:
     """Checksums of the bytes of one Writer.append, one for each chunk of about 16 MiB.
 
     sizes: bytes of each chunk; also an attribute, and size_bytes their sum.
-    futures: of each checksum, done when its chunk is written.
     """
 
     def __init__(self, sizes: list[int], futures: list[Future[int]]):
@@ -41,9 +40,9 @@ class Sums:
 
 
 class Writer:
-    """A new file to which threads append data, a context manager. Leaving it waits for all writes, closes the file and
-    raises the first error; if the block failed, waiting chunks are dropped. Data is then on its way to the disk:
-    readers see it, but flush the file (system.files.sync) before giving it its name.
+    """A new file to which threads append data. Leaving its context waits for all writes, closes it and raises the first
+    error; if the block failed, waiting chunks are dropped. Flush the file (system.files.sync) before giving it its
+    name.
 
       advanced: called with numbers of written bytes, from any thread.
     """
@@ -74,8 +73,8 @@ class Writer:
             self._flusher.shutdown(wait=False)
 
     def append(self, data: bytes | np.ndarray) -> Sums:
-        """Writes uint8[n] at the end of the file in the background, and returns its checksums. `data` must not change
-        until then. Waits while more than 256 MiB are in flight; raises the OSError of an earlier write.
+        """Writes uint8[n] at the end of the file in the background, and returns its checksums. `data` must not change.
+        Waits while more than 256 MiB are in flight; raises the OSError of an earlier write.
         """
         array = np.frombuffer(data, np.uint8)
         self._make_room(len(array))
@@ -83,9 +82,8 @@ class Writer:
         return self._submit([(len(chunk), functools.partial(_itself, chunk)) for chunk in chunks], None)
 
     def append_pieces(self, pieces: Sequence[Piece]) -> Sums:
-        """Writes pieces of a tensor (pieces_of), each a chunk, at the end of the file. Threads make them, so that
-        several copy from the device at a time; returns when all are made, and the tensor can be freed. Errors are
-        raised as by `append`.
+        """Writes pieces of a tensor, each a chunk, at the end of the file. Threads make them, so that several copy from
+        the device at a time; returns when all are made, and the tensor can be freed. Raises as `append` does.
         """
         ready = threading.Semaphore(0)
         sums = self._submit(pieces, ready)
@@ -94,7 +92,6 @@ class Writer:
         return sums
 
     def _make_room(self, size: int) -> None:
-        """Waits for the oldest writes until at most IN_FLIGHT_BYTES wait with `size` more."""
         while self._waiting and sum(self._sizes) + size > IN_FLIGHT_BYTES:
             self._collect()
 
@@ -120,9 +117,8 @@ class Writer:
             future.exception()
 
     def _write(self, make: list[Callable[[], np.ndarray]], offset: int, ready: threading.Semaphore | None) -> int:
-        """Makes a chunk, writes it at the byte `offset`, and returns its XXH3-64; 0 without writing after any failure,
-        because the file is useless then. make: the function is taken out of it, so that it holds no tensor during the
-        write.
+        """Makes a chunk, writes it at the byte `offset`, and returns its XXH3-64; 0 after any failure, because the file
+        is useless then. make: the function is taken out of it, so that it holds no tensor during the write.
         """
         try:
             if self._failed.is_set():

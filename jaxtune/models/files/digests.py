@@ -1,12 +1,9 @@
 """The identity of a base model: a digest of its config and of every byte of its weights, which adapters record.
 
-Tensors are digested as they are read, and joined in the order of their names, so that other shards of one checkpoint
-give the same digest. Bytes that a load reads anyway are always digested (13 GB/s a thread). A tensor divided over
-devices would be read whole only for its digest, which is therefore cached while the files' path, size, times and inode
-stay.
-
-`Digest.sampled`, which covers 64 blocks of 4 KiB of each tensor and nothing of the config, is all that older versions
-recorded; it stays so that records can be compared.
+Tensors are digested as they are read, and joined in the order of their names, so that other shards give the same
+digest. A tensor divided over devices would be read whole only for its digest, which is therefore cached while the
+files' path, size, times and inode stay. `Digest.sampled`, of 64 blocks of 4 KiB of each tensor, is all that older
+versions recorded, and stays for comparison.
 """
 
 from __future__ import annotations
@@ -67,9 +64,8 @@ class Digest:
     ) -> Digest:
         """Of a tensor that is not in memory, equal to `of`.
 
-        size: in bytes.
         read: (start, stop) -> these bytes, uint8.
-        known: its `whole` digest, if cached; then only the sampled blocks are read.
+        known: its cached `whole` digest; then only the sampled blocks are read.
         """
         label = f"{name} {dtype.name} {shape}"
         if known is None:
@@ -115,7 +111,6 @@ def _said(config: DecoderConfig) -> bytes:
     """
 
     def plain(value: Any) -> Any:
-        """A dataclass becomes [class's name, {field: value}], a tuple a list."""
         if dataclasses.is_dataclass(value):
             fields = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
             values = {_FIRST_NAMES.get(name, name): plain(v) for name, (v, default) in fields.items() if v != default}
@@ -159,7 +154,7 @@ class DigestCache:
 
     def _look(self) -> list[list[Any]]:
         """[path, bytes, modification and change time in ns, inode, device] of each file. Writing sets the change time,
-        which no program can set back. Raises OSError if a file is missing.
+        which no program can set back.
         """
         stats = [(os.path.abspath(file), os.stat(file)) for file in self._files]
         return [[path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev] for path, s in stats]
@@ -174,8 +169,8 @@ class DigestCache:
         self._known[name] = whole.hex()
 
     def save(self) -> None:
-        """Writes added digests, unless the files changed meanwhile, or less than two seconds before the load, when a
-        further change might not show in their times. Failures are ignored.
+        """Writes added digests, unless the files changed meanwhile, or less than two seconds before the load, when
+        another change might not show in their times. Failures are ignored.
         """
         if self._known == self._before:
             return

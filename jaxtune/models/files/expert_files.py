@@ -1,8 +1,6 @@
-"""Translates between a model's expert matrices and the way checkpoints store them.
-
-A model, like transformers 5's classes, has one gate_up_proj and one down_proj with the matrices of all experts.
-Checkpoints have one linear per expert and matrix (Qwen3-MoE, Mixtral, and quantised experts as vLLM loads them), or all
-experts in MXFP4 (gpt-oss). Quantised linears become one tensor, so no block may cross from one into the next.
+"""Translates between a model's expert matrices and the way checkpoints store them. A model, like transformers 5's
+classes, has one gate_up_proj and one down_proj of all experts. Checkpoints have one linear per expert and matrix
+(Qwen3-MoE, Mixtral, and quantised experts as vLLM loads them), or all experts in MXFP4 (gpt-oss).
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ _FUSED = re.compile(r"(model\.layers\.\d+\.(?:mlp\.)?experts)\.(gate_up_proj|dow
 
 @dataclasses.dataclass(frozen=True)
 class StackedEntry(headers.TensorEntry):
-    """An unquantised expert matrix [E, rows, in] that files store as a tensor for each expert and matrix, whose
-    concatenated bytes are its own. `file` and `offset` are the first tensor's.
+    """An unquantised expert matrix [E, rows, in] whose bytes are those of its tensors, one for each expert and matrix.
+    `file` and `offset` are the first one's.
     """
 
     parts: tuple[headers.TensorEntry, ...]  # the tensors by expert; of each expert, gate is before up
@@ -36,13 +34,12 @@ def gather_experts(
     entries: Mapping[str, headers.TensorEntry], files: ExpertFiles | None, num_experts: int
 ) -> dict[str, headers.TensorEntry]:
     """{name: entry} of a checkpoint with one StackedEntry, or StoredEntry if quantised, for each of the model's expert
-    matrices. In all keys the family's module of experts becomes `mlp`; other entries keep the files' names in `name`.
+    matrices. In keys the family's module of experts becomes `mlp`.
 
       entries: of the files, quantised weights combined (stored_weights.gather).
       files: the family's names; None: its files store a layer's experts in one tensor, and nothing changes.
-      num_experts: of each layer, by the config.
 
-    Raises ValueError if an expert's matrix is missing, one too many, does not fit the others or cannot be read.
+    Raises ValueError if an expert's matrix is missing, one too many, does not fit or cannot be read.
     """
     if files is None:
         return dict(entries)

@@ -51,7 +51,7 @@ class Group:
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
         """Yields (name, array) in order. The model's tensor is computed with the first and released with the last, so
-        that one is in memory at a time. All processes must iterate, because each has only parts of a divided tensor.
+        that one is in memory at a time. All processes must iterate.
         """
         value = self.make()
         for number, piece in enumerate(self.pieces):

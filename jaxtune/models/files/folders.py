@@ -15,7 +15,7 @@ from jaxtune.system.files import hold, remove_left, sync, temporary_path
 
 def require_new(path: str | os.PathLike, what: str) -> Path:
     """The absolute path, symbolic links resolved. Raises ValueError for a file, a folder that is not empty or a mount
-    point; creates nothing. what: the caller, for errors.
+    point. what: the caller, for errors.
     """
     path = Path(path).resolve()
     if path.is_mount():
@@ -41,10 +41,9 @@ def require_space(folder: Path, need_bytes: int) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
-    """Context manager that yields a temporary folder beside `path`. If the block succeeds it is flushed and renamed to
-    `path`, otherwise removed. Missing parents are created, and leftovers of killed processes removed.
-
-    Raises ValueError as require_new does. what: the caller, for errors.
+    """Yields a temporary folder beside `path`. If the block succeeds it is flushed and renamed to `path`, otherwise
+    removed. Missing parents are created, and leftovers of killed processes removed. Raises ValueError as require_new
+    does.
     """
     path = require_new(path, what)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,6 @@ def config_of(data: Metadata) -> Fields:
 
 
 def _scaling(data: Metadata, head_dim: int) -> Fields:
-    """rope_scaling, from metadata or fitted to the file's factors."""
     kind = data.get("rope.scaling.type", "none")
     if ROPE_FREQUENCIES in data.shapes and data.architecture != "gemma4":
         return _llama3(data, head_dim)

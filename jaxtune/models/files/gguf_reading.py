@@ -180,7 +180,6 @@ def _turned(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _joined(arrays: list[np.ndarray], rows: tuple[slice, slice], turned: bool) -> np.ndarray:
-    """gate_up_proj of all experts from gate and up, each [E, half, ...]."""
     gate, up = arrays
     gate_up = np.empty((gate.shape[0], 2 * gate.shape[1], *gate.shape[2:]), np.result_type(gate, up))
     gate_up[:, rows[0]], gate_up[:, rows[1]] = gate, up

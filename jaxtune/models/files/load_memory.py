@@ -31,9 +31,9 @@ def load_bytes(
 ) -> int:
     """Bytes on a device that has all of each tensor in `shapes`.
 
-    encoded: {name: format} of tensors that are quantised on loading.
-    kept: quantised tensors that stay so, with the bytes of their entries; others are decoded.
-    dtypes: {name: dtype} of tensors cast to another dtype than `dtype`.
+    encoded: {name: format} of tensors to quantise.
+    kept: quantised tensors that stay so; others are decoded.
+    dtypes: {name: dtype} of tensors with another dtype than `dtype`.
     """
     total = 0
     for name, shape in shapes.items():
@@ -54,11 +54,11 @@ def encoded_shapes(shape: tuple[int, ...], dtype: str, load_in: str) -> Stored:
 
 
 def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None) -> None:
-    """Raises ValueError if the weights exceed the free memory of this process's first device, if it reports any.
-    Otherwise XLA would retry the allocation for seconds, and its error would not say what fits.
+    """Raises ValueError if the weights exceed the free memory of this process's first device. XLA would retry the
+    allocation for seconds, and not say what fits.
 
       how: the dtype or format, for the error.
-      nf4_bytes: in NF4, which the error recommends if it fits; None: NF4 is no remedy.
+      nf4_bytes: in NF4, which the error recommends if it fits, or None.
     """
     device = jax.local_devices()[0]
     limit, free = _memory(device)

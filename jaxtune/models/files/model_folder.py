@@ -66,7 +66,6 @@ def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer:
 
 
 def _complete(folder: Path) -> bool:
-    """Whether a snapshot has config.json and all weights. Raises ValueError for a damaged index."""
     if not (folder / "config.json").exists():
         return False
     if (folder / WEIGHTS).exists():
@@ -80,8 +79,8 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """{tensor: file name} of a model.safetensors.index.json. Raises ValueError if it has none, or names a file outside
-    its folder; files need not exist.
+    """{tensor: file name} of an index. Raises ValueError if it has none, or names a file outside its folder; files need
+    not exist.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -100,7 +99,6 @@ def is_gguf(path: Path) -> bool:
 
 
 def _in_folder(folder: Path) -> Path:
-    """The folder, or the only GGUF file of one without config.json."""
     if (folder / "config.json").exists() or not (files := sorted(folder.glob("*.gguf"))):
         return folder
     if len(files) > 1:
@@ -112,9 +110,9 @@ def resolve_folder(path: str | os.PathLike) -> Path:
     """The local folder or GGUF file of a model: a folder, a GGUF file itself or alone in its folder, or a hub name such
     as "org/model".
 
-    A complete snapshot with a tokenizer in the local cache is used without asking the hub. Otherwise missing files are
+    A complete snapshot with a tokenizer in the cache is used without asking the hub. Otherwise missing files are
     downloaded, but no pickles; if that fails, a snapshot that lacks only the tokenizer is used. Raises ValueError if
-    there is none of them.
+    there is none.
     """
     name = os.fspath(path)
     folder = Path(name).expanduser()
@@ -181,7 +179,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def find_config(path: str | os.PathLike) -> dict[str, Any]:
     """config.json of a model whose weights are not needed: of a folder, a GGUF or JSON file, a name in PUBLISHED, or a
-    hub name, of which this one file is fetched. The caller may change it. Raises ValueError if there is none.
+    hub name, of which this one file is fetched. Raises ValueError if there is none.
     """
     name = os.fspath(path)
     local = Path(name).expanduser()
@@ -202,10 +200,9 @@ def find_config(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def weight_entries(folder: Path) -> dict[str, headers.TensorEntry]:
-    """{name: entry} of every tensor in model.safetensors, or in the shards of the index, from the headers. Rotary
-    buffers of older transformers are left out.
-
-    Raises ValueError for missing or damaged files, an index that contradicts them, or pickles, which can run code.
+    """{name: entry} of every tensor in model.safetensors, or in the shards of the index. Rotary buffers of older
+    transformers are left out. Raises ValueError for missing or damaged files, an index that contradicts them, or
+    pickles, which can run code.
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.exists():
@@ -296,10 +293,10 @@ def require_tokenizer(folder: Path) -> None:
 
 def load_tokenizer(folder: Path):
     """The Hugging Face tokenizer of a folder, or None without its files. Code in the folder is never run. Raises
-    ValueError for files that make no tokenizer, or a value of the wrong type.
+    ValueError for files that make no tokenizer.
 
-    The first call imports transformers (seconds) and changes the process: it sets TRANSFORMERS_NO_ADVISORY_WARNINGS,
-    and removes a None for torch from sys.modules.
+    The first call imports transformers (seconds), sets TRANSFORMERS_NO_ADVISORY_WARNINGS, and removes a None for torch
+    from sys.modules.
     """
     if (folder := _in_folder(folder)).is_file():
         return _of_gguf(folder)

@@ -26,13 +26,11 @@ SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # quant
 def divide(
     entries: Mapping[str, headers.TensorEntry], config: DecoderConfig, hf: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> tuple[dict[str, headers.TensorEntry], Passthrough | None]:
-    """({name: entry} of the text model's tensors, a Passthrough with the others or None).
+    """({name: entry} of the text model's tensors, a Passthrough with the others or None). Raises ValueError for a
+    passthrough tensor that cannot be copied.
 
       hf, whole: config.json of the text part and of the folder, one object for a text model. Otherwise the Passthrough
-      also has the text of `whole` and the configs of image and video processors.
-
-    Raises ValueError for a passthrough tensor that cannot be copied: another dtype than 16- or 32-bit floats in no
-    known format, a size that does not fit, missing codes or scales.
+      also has `whole` and the configs of image and video processors.
     """
     passthrough_entries = tuple(entry for name, entry in entries.items() if is_passthrough(name, config.family))
     if not passthrough_entries:
@@ -58,22 +56,17 @@ def stored_in(beside: Passthrough | None) -> set[str]:
 
 
 def _gathered(tensors: tuple[headers.TensorEntry, ...]) -> Iterable[headers.TensorEntry]:
-    """The entries, with codes and scales of each quantised weight combined. Raises ValueError if some are missing or do
-    not fit.
-    """
     return stored_weights.gather({entry.name: entry for entry in tensors}).values()
 
 
 def _in_16_bits(entry: StoredEntry) -> jax.Array:
-    """A quantised passthrough tensor, decoded to bfloat16 on the default device."""
     weight, _ = stored_weights.read(entry, "bfloat16")
     return jax.tree.map(jnp.asarray, weight).decode("bfloat16")
 
 
 def with_passthrough(planned: Planned, passthrough: Passthrough | None) -> Planned:
-    """A plan of tensors to write with the passthrough tensors after the text model's. They keep names and dtypes,
-    quantised ones become bfloat16; a nested text model's tensors get their names in the whole model. Raises ValueError
-    if the original file has changed.
+    """A plan of tensors to write with the passthrough tensors after the text model's, quantised ones in bfloat16; a
+    nested text model's get their names in the whole model. Raises ValueError if the original file has changed.
     """
     if passthrough is None:
         return dict(planned)
@@ -101,12 +94,10 @@ def whole_config(
     hf: Mapping[str, Any], own: Mapping[str, Any], config: DecoderConfig, passthrough: Passthrough | None
 ) -> dict[str, Any]:
     """config.json of a saved model with its passthrough tensors: `hf`, or, of a nested text model, the original
-    folder's with what changed: the text part, dtypes, quantisation, "qat", auto_map, tie_word_embeddings. Lists of
-    unquantised modules also name the passthrough tensors.
+    folder's with what changed. Lists of unquantised modules also name the passthrough tensors.
 
       hf: config.json of the text model as saved alone.
-      own: keys that the family writes for `config` (Family.to_hf). If the text part's config has changed they replace
-      the folder's, but not architectures and special tokens.
+      own: keys that the family writes (Family.to_hf), for a text part whose config has changed.
     """
     if passthrough is None:
         return dict(hf)
@@ -136,11 +127,11 @@ def _module(name: str) -> str:
 
 
 def _with_skipped(config: dict[str, Any], passthrough: Passthrough, name_of: Callable[[str], str]) -> dict[str, Any]:
-    """Lists the passthrough modules as unquantised in quantization_config, and returns `config`, which is changed.
+    """Lists the passthrough modules as unquantised in quantization_config of `config`, which is changed.
 
-    Only lists (SKIPPED) that are there are extended. Readers match whole names of linears, prefixes, or in "ignore"
-    (compressed-tensors) whole names and regular expressions, so each list gets modules, as expressions in "ignore", and
-    then every passthrough matrix.
+    Readers match whole names of linears, prefixes, or in "ignore" (compressed-tensors) whole names and regular
+    expressions, so each list (SKIPPED) that is there gets modules, as expressions in "ignore", and every passthrough
+    matrix.
 
       name_of: maps names in the lists to those in the saved model.
     """

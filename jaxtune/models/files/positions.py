@@ -19,10 +19,9 @@ _SCALING = frozenset(
 
 
 def stretched(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
-    """A config.json with `scaling`, such as {"rope_type": "yarn", "factor": 4.0}, in place of its own rope_scaling, for
-    `positions` or `factor` times the original context. Of several rotary bases, full attention's changes.
-
-    Raises ValueError for a scaling that cannot be read, or fewer positions than the model has.
+    """A config.json with `scaling`, such as {"rope_type": "yarn", "factor": 4.0}, for its rope_scaling, and
+    `positions`, or `factor` times the original context. Of several rotary bases, full attention's changes. Raises
+    ValueError for a scaling that cannot be read, or fewer positions than before.
     """
     if scaling is None and positions is None:
         return dict(hf)
@@ -65,12 +64,10 @@ def _text(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
 
 
 def _by_type(parameters: object) -> bool:
-    """Whether rope_parameters has an object for each type of layer."""
     return isinstance(parameters, Mapping) and any(isinstance(value, Mapping) for value in parameters.values())
 
 
 def _scaled(hf: Fields, scaling: Fields, original: int, nested: bool) -> Fields:
-    """The config with the scaling under the key that it uses already."""
     if scaling["rope_type"] in _BY_ORIGINAL:
         scaling.setdefault(ORIGINAL_POSITIONS, original)
         if hf.get(ORIGINAL_POSITIONS) is not None:  # which takes precedence

@@ -1,6 +1,5 @@
 """Changes how the weights of a whole model are represented: quantisation, FP8 products, and quantisation-aware training
-(QAT), which computes with weights rounded to the grid of a low-bit format. Functions of a model return a new one and
-leave the given one as it was.
+(QAT), which rounds weights to the grid of a low-bit format. Functions of a model return a new one.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ def encode(array: jax.Array, load_in: str) -> Stored:
 
 
 def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] = ()) -> Decoder:
-    """A new model with quantised linears and experts, all tensors frozen, `qat` None; other arrays are shared.
-    Embeddings, head, norms, routers, biases and already quantised weights keep their dtype.
+    """A new model with quantised linears and experts, all tensors frozen, `qat` None. Other arrays, already quantised
+    weights among them, are shared.
 
       load_in: a value of model.load_in, such as "nf4" (double quantisation) or "fp8" (a scale per row).
       skip_modules: names, or their last parts, of linears or experts to leave ("o_proj").
 
-    Raises ValueError for another format, or one in which weights only stay ("mxfp4"); adapters; a name that matches
-    nothing; a matrix that the format cannot store.
+    Raises ValueError for another format, adapters, a name that matches nothing, or a matrix that the format cannot
+    store.
     """
     check_load_in(load_in)
     if load_in in KEPT:
@@ -100,9 +99,8 @@ def dequantize(model: Decoder, modules: Sequence[str] | None = None) -> Decoder:
 
 
 def compute_in_fp8(model: Decoder) -> Decoder:
-    """A new model whose FP8 linears and experts multiply in FP8, forward and backward: stored weights by activations
-    and gradients that are rounded for each product. All else computes as before. Raises ValueError if no weight is in
-    FP8.
+    """A new model whose FP8 linears and experts multiply in FP8, forward and backward; activations and gradients are
+    rounded for each product. Raises ValueError if no weight is in FP8.
     """
     model = copy_structure(model)
     for _, matrix in matrices(model):
@@ -126,7 +124,6 @@ def stored_in(model: Decoder) -> str | None:
 
 
 def _stored(model: Decoder) -> dict[str, Stored]:
-    """{name of its linear or experts: weight} of all quantised weights."""
     weights = ((name, matrix.stored_weight) for name, matrix in matrices(model))
     return {name: weight for name, weight in weights if isinstance(weight, Stored)}
 
@@ -142,18 +139,16 @@ def prepare_qat(
     input_scales: Mapping[str, float] | None = None,
 ) -> Decoder:
     """A new model over the same arrays that rounds weights, and activations where the format has them, in each forward;
-    gradients pass to the stored weights.
-
-    With adapters the merged weight is rounded. Routers, embeddings, head, norms, and matrices whose input size is not a
-    multiple of the group are not rounded. Values are in model.dtype.
+    gradients pass to the stored weights. With adapters the merged weight is rounded. Only linears and experts are
+    rounded, and only those that the group divides.
 
       format: a key of fake_quant.ROUNDINGS, such as "int4".
       group_size: consecutive weights that share a scale; None: the format's default.
       gradients: "straight_through", or "clipped": none to numbers outside the range of their scale.
       input_scales: {linear: scale of its activations} (observed_scales) for nvfp4-nvfp4; None: those of an earlier QAT.
 
-    Raises ValueError for another format, size or `gradients`, a size that divides no input, or a format that observes
-    scales with a linear without one or with experts.
+    Raises ValueError for another format, size or `gradients`, a size that divides no input, or without the scales that
+    the format needs, which experts cannot have.
     """
     size = QAT_GROUPS[format][-1] if group_size is None and format in QAT_GROUPS else group_size
     scales = tuple((known_scales(model) if input_scales is None else input_scales).items())
@@ -191,11 +186,9 @@ def unrounded(model: Decoder) -> Decoder:
 
 
 def convert_qat(model: Decoder) -> Decoder:
-    """A new, plain model with the rounded weights of a prepared one. Logits stay the same, unless the format rounds
-    activations.
-
-    Weights keep their dtype, but quantised ones become arrays in model.dtype. `qat` records the grid. Raises ValueError
-    if the model is not prepared, or a rounded matrix has an adapter (see merge_adapter).
+    """A new, plain model with the rounded weights of a prepared one, and its grid in `qat`. Logits stay the same,
+    unless the format rounds activations. Quantised weights become arrays in model.dtype. Raises ValueError if the model
+    is not prepared, or a rounded matrix has an adapter (see merge_adapter).
     """
     spec = qat_spec(model)
     if spec is None:
@@ -241,8 +234,8 @@ def not_quantized(model: Decoder, spec: FakeQuant) -> list[str]:
 
 
 def qat_config(model: Decoder) -> dict[str, Any] | None:
-    """config.json's entry "qat" for weights that QAT rounded, or None. With `quantization_config` instead, loaders
-    would look for packed tensors. Raises ValueError if model.dtype cannot represent the grid's values.
+    """config.json's entry "qat" for weights that QAT rounded, or None; `quantization_config` would make loaders look
+    for packed tensors. Raises ValueError if model.dtype cannot represent the grid.
     """
     if model.qat is None:
         return None
@@ -278,10 +271,8 @@ def check_stored(
     load_in: str | None,
     beside: Set[str] = frozenset(),
 ) -> None:
-    """Raises ValueError if weights are not stored as load_in or config.json says: quantised in another format than
-    load_in, or none in the format of quantization_config. The latter is allowed if that format is load_in, is decoded
-    on loading, or is a passthrough tensor's. Weights without quantization_config may be in any format, and plain ones
-    may have any load_in.
+    """Raises ValueError if weights are quantised in another format than load_in, or none is in the format of
+    quantization_config, unless that is load_in, decoded on loading, or a passthrough tensor's.
 
       formats: {weight that files store quantised: format}.
       packed: those that stay quantised in the model.

@@ -46,8 +46,8 @@ def _all_finite(tensor: jax.Array | Stored, dtype: str | None) -> jax.Array:
 
 
 def are_finite(tensor: jax.Array | np.ndarray | Stored, dtype: str | None = None) -> list[jax.Array | bool]:
-    """Whether all numbers are finite, a bool for each part that this process has. Those of device arrays are still
-    being computed. A host tensor goes to the device in parts of 256 MiB, or one larger row, and is waited for.
+    """Whether all numbers are finite, a bool for each part that this process has; those of device arrays are still
+    being computed. A host tensor goes to the device in parts of 256 MiB, or one larger row.
 
       dtype: in which a plain tensor's numbers must be finite; None: its own.
     """
@@ -104,9 +104,7 @@ def _moved_into(zeros: jax.Array | Stored, tensor: jax.Array | Stored) -> jax.Ar
 def _read_plain(
     name: str, entry: headers.TensorEntry, sharding: jax.sharding.Sharding | None, digest_cache: DigestCache
 ) -> tuple[np.ndarray | jax.Array, Digest]:
-    """(array in its stored dtype, digest) of an unquantised tensor, in host memory or divided by `sharding`. name: the
-    model's.
-    """
+    """(array in its stored dtype, digest), in host memory or divided by `sharding`. name: the model's."""
     if isinstance(entry, gguf_reading.GgufEntry):
         read = gguf_reading.reader(entry)
     else:
@@ -122,8 +120,8 @@ def _read_plain(
 
 
 def _checked(load: Callable, name: str, entry: headers.TensorEntry) -> tuple:
-    """(tensor, digest, are_finite). The check is compiled in the reading threads; None for a tensor on several devices,
-    which must get their programs in one order, from one thread.
+    """(tensor, digest, are_finite(tensor)), so that reading threads compile the check; None for a tensor on several
+    devices, which must get their programs in one order, from one thread.
     """
     tensor, digest = load(name, entry)
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if isinstance(leaf, jax.Array)]
@@ -131,7 +129,6 @@ def _checked(load: Callable, name: str, entry: headers.TensorEntry) -> tuple:
 
 
 def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
-    """Waits for `finite`, and raises ValueError that names tensors and files with values that are not finite."""
     if broken := [name for name, flags in jax.device_get(finite).items() if not all(flags)]:
         files = sorted({entries[name].file.name for name in broken})
         raise ValueError(
@@ -153,13 +150,12 @@ def read_tensors(
     """({name: array or quantised weight}, digest of all as stored). Eight threads read; at most 1 GiB, or one larger
     tensor, is on its way.
 
-      dtype: of tensors that are not kept quantised.
       encoded: {name: format} of tensors to quantise on the device, one at a time.
       kept: quantised tensors that stay so; others are decoded.
       cancelled: once set, CancelledError is raised before the next tensor.
       where: (name, tensor or its shape) -> sharding, called in threads; None: the default device. Other processes'
-      parts of a divided tensor are read only for a digest that is not cached.
-      dtypes: {name: dtype} of tensors cast to another dtype.
+      parts of a tensor are read only for a digest that is not cached.
+      dtypes: {name: dtype} of tensors with another dtype than `dtype`.
       stay: plain tensors that stay in host memory.
 
     Raises ValueError for files that end early, values that are not finite after the cast, or impossible scales.

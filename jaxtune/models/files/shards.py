@@ -107,8 +107,7 @@ def write_file(
     the first one writes. Equal tensors and metadata give equal bytes. After an error an incomplete file is left.
 
       tensors: (name, shape, dtype), in file order.
-      fetch: name -> array of that shape and dtype, possibly divided over processes; called once each, in order.
-      metadata: for the header, beside "format": "pt".
+      fetch: name -> that array, possibly divided over processes; called once each, in order.
       advanced: called with numbers of written bytes, from any thread.
 
     Raises ValueError for another shape or dtype than planned, OSError for a failed write.

@@ -21,10 +21,8 @@ from jaxtune.pallas.formats.layout import FileTensor, Found
 @dataclasses.dataclass(frozen=True)
 class StoredEntry(headers.TensorEntry):
     """A quantised weight in files, [out, in] or an experts' [E, rows, in]: in pieces, one matrix for each expert and
-    projection, or whole in gpt-oss's files.
-
-    `shape` is the decoded weight's in the model, [E, in, out] for gpt-oss's experts. `dtype`, `file` and `offset` are
-    the first codes', `size_bytes` is the sum over all tensors.
+    projection, or whole in gpt-oss's files. `shape` is the decoded weight's. `dtype`, `file` and `offset` are the first
+    codes'.
     """
 
     layout: Layout  # how its format stores it
@@ -37,9 +35,8 @@ class StoredEntry(headers.TensorEntry):
 
 
 def gather(entries: Mapping[str, headers.TensorEntry]) -> dict[str, headers.TensorEntry]:
-    """A checkpoint's entries with the tensors of each quantised weight combined to a StoredEntry, and tensors of no
-    weight removed. Reads only small tensors that say how others are stored. Raises ValueError for tensors that are
-    missing or do not fit, or scales without codes.
+    """A checkpoint's entries with the tensors of each quantised weight combined to a StoredEntry. Reads only small
+    tensors that say how others are stored. Raises ValueError for tensors that are missing or do not fit.
     """
     left_out = tuple(key for layout in layouts() for key in layout.left_out)
     result = {name: entry for name, entry in entries.items() if not name.endswith(left_out)}
@@ -85,12 +82,10 @@ def _entry(layout: Layout, name: str, tensors: Mapping[str, headers.TensorEntry]
 
 
 def stacked(name: str, parts: Sequence[headers.TensorEntry], shape: tuple[int, ...], per_expert: int) -> StoredEntry:
-    """The entry of an expert matrix (E, rows, in) that files store as quantised matrices.
+    """The entry of an expert matrix (E, rows, in) that files store as quantised matrices (`parts`, by rows). Raises
+    ValueError for different formats or shapes, or blocks that cannot form one tensor.
 
-      parts: by rows.
       per_expert: matrices an expert: 2 for gate_up_proj, 1 for down_proj.
-
-    Raises ValueError for different formats or shapes, or blocks that cannot form one tensor.
     """
     packed = [entry for entry in parts if isinstance(entry, StoredEntry)]
     first = parts[0]
@@ -117,9 +112,9 @@ def require_alike(parts: Sequence[headers.TensorEntry]) -> None:
 
 
 def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
-    """(the weight with numpy leaves, the digest of its tensors); experts are joined to [E, rows, in]. dtype_name: the
-    model's, to which the weight is decoded if its file names no other. Raises ValueError for impossible values, or a
-    file that ends early.
+    """(the weight with numpy leaves, the digest of its tensors); experts are joined to [E, rows, in]. dtype_name: to
+    which the weight is decoded if its file names no other. Raises ValueError for impossible values, or a file that ends
+    early.
     """
     layout, weights, digests = entry.layout, [], []
     for piece in entry.pieces:
@@ -141,8 +136,7 @@ def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[i
     the layout has an expert_note.
 
       weight: may have jax.ShapeDtypeStructs.
-      make: returns it with numbers; called for writing, and before that once if the header needs one (NF4) and `weight`
-      lacks it or is cut.
+      make: returns it with numbers; also called once for the header if that needs one (NF4).
       pieces: for experts [E, rows, in], as pieces_of returns them; None: a single matrix.
 
     Raises ValueError for blocks that cross from one piece into the next.
@@ -169,6 +163,6 @@ def _piece(experts: Stored, expert: int, start: int, rows: int) -> Stored:
 
 
 def _named(layout: Layout, name: str, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-    """{name in the file: FileTensor}. number: of Layout.header_number; one for all pieces of an experts' weight."""
+    """number: of Layout.header_number."""
     module = name.removesuffix(layout.weight)
     return {module + key: tensor for key, tensor in layout.tensors(weight, number).items()}

@@ -61,14 +61,12 @@ def _same_content(first: headers.TensorEntry, second: headers.TensorEntry) -> bo
 
 
 def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, folder: Path) -> dict:
-    """{name: entry} of every tensor that the model needs, in the order of `wanted`. Only a separate head that is tied
-    is read, with the embedding.
+    """{name: entry} of every tensor that the model needs, in the order of `wanted` ({name: shape}).
 
-      wanted: {name: shape}.
-      tied: the head is the embedding; a separate one must equal it, or stands for a missing embedding.
+      tied: the head is the embedding; a separate one is read and must equal it, or stands for a missing embedding.
 
-    Raises ValueError for tensors that are missing, unexpected or of another shape, all in one list, a tied head that
-    differs, or a tensor that cannot be read.
+    Raises ValueError for tensors that are missing, unexpected, of another shape or not readable, or a tied head that
+    differs.
     """
     entries = dict(entries)
     if tied and "lm_head.weight" in entries:

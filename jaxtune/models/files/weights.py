@@ -22,8 +22,8 @@ from jaxtune.pallas.formats import FORMATS, Stored, dense
 
 
 def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
-    """{Hugging Face name: variable} of a model in the order of files: embedding, per-layer embeddings, layers, norm,
-    head unless it is the embedding. Values may be shapes. Raises ValueError for adapters, or a model prepared for QAT.
+    """{Hugging Face name: variable} of a model in the order of files. No head if it is the embedding; values may be
+    shapes. Raises ValueError for adapters, or a model prepared for QAT.
     """
     norms = family(model.config.family).norms
     flat = list(nnx.to_flat_state(nnx.state(model)))
@@ -86,9 +86,8 @@ class Weights:
         return self.changed({name: decode for name in quantised_names if is_selected(name)})
 
     def quantized(self, load_in: str) -> Weights:
-        """Quantises linears and experts to `load_in`, but not routers and matrices whose rows are not whole blocks;
-        `qat` becomes None. A model stored in that format stays as it is, with its other weights. Raises ValueError as
-        tensors_of does.
+        """Quantises linears and experts to `load_in`, but not routers and rows that are not whole blocks; `qat` becomes
+        None. A model stored in that format stays as it is. Raises ValueError as tensors_of does.
         """
         if quant.stored_in(self.model) == load_in:
             return self

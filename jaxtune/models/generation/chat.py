@@ -19,16 +19,14 @@ _INCOMPLETE = "\ufffd"  # the decoder's text for the first bytes of a character 
 
 
 class Conversation:
-    """A conversation in which the model sees all earlier questions and answers.
+    """A conversation in which the model sees all earlier questions and answers. Needs a chat template.
 
-      template_arguments: variables of the chat template, such as {"enable_thinking": False}.
-      settings: of `generate` for every answer; not eos_token_ids, streamer and tokenizer.
+      template_arguments: variables of the template, such as {"enable_thinking": False}.
+      settings: of `generate`; not eos_token_ids, streamer and tokenizer.
 
     Attributes:
-      messages: for the chat template, with an answer's thoughts as `reasoning_content`.
+      messages: for the chat template, thoughts as `reasoning_content`.
       adapter: whether the next answer uses the model's adapter; may be set at any time.
-
-    Raises ValueError without a tokenizer or chat template.
     """
 
     def __init__(
@@ -52,6 +50,7 @@ class Conversation:
 
     @property
     def has_adapter(self) -> bool:
+        """Whether `adapter` can be switched."""
         return self._with is not self._without
 
     def reset(self) -> None:
@@ -59,13 +58,10 @@ class Conversation:
         self.messages: list[dict[str, Any]] = list(self._system)
 
     def ask(self, text: str, show: Callable[[str], None] = lambda piece: None) -> str:
-        """The model's answer, as text without thoughts. Question and answer become messages unless an error ends the
-        answer.
+        """The model's answer, without thoughts. Question and answer become messages unless an error ends the answer.
+        Raises ValueError for messages that the template refuses, too few positions, and as `generate` does.
 
-          show: called with each piece of the thoughts and, after an empty line, the answer, in whole characters.
-
-        Raises ValueError if the chat template refuses the messages, they and max_new_tokens exceed the model's
-        positions, or `generate` refuses a setting.
+          show: gets each piece of the thoughts and, after an empty line, the answer, in whole characters.
         """
         messages = read_messages([*self.messages, {"role": "user", "content": text}])
         try:

@@ -1,9 +1,8 @@
 """Weights that a sampler converts once instead of in each step, for as many leading layers as memory allows.
 
-It decodes quantised linears, and casts and pads adapters of experts. Quantised experts, and linears in FP8 or with
-rounded weights (QAT), stay as they are. A step of some dozen rows multiplies 16-bit weights at the speed of reading
-them, which no product that decodes reaches. A layer's linears are all decoded, because a step has the fewest kernels
-then. Tokens are those of the quantised model, up to the rounding of products.
+It decodes quantised linears, and casts and pads adapters of experts; FP8 products, QAT and quantised experts stay. A
+step of some dozen rows multiplies 16-bit weights at the speed of reading them, which no product that decodes reaches. A
+layer's linears are all decoded, because a step has the fewest kernels then.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class Convertible:
 
     @classmethod
     def of(cls, model: Decoder, prefill_tokens: int, most: int | None = None) -> Convertible:
-        """Measures `model`, arrays or jax.ShapeDtypeStructs, for programs that prefill at most `prefill_tokens`. most:
-        the most layers to convert; None: all.
+        """Measures a model, arrays or shapes, for programs that prefill at most `prefill_tokens`. most: layers; None:
+        all.
         """
         itemsize = jnp.dtype(model.dtype).itemsize
         sizes = [sum(weight.size for _, weight in layer) * itemsize for layer in _quantised(model)]
@@ -86,7 +85,7 @@ def _quantised(model: Decoder) -> list[list[tuple[Linear, Stored]]]:
 
 
 def _adapted(model: Decoder) -> list[list[ExpertLinear]]:
-    """For each layer, the experts' matrices whose adapters each product would cast and pad. QAT also uses their float32
+    """For each layer, the experts' matrices whose adapters each product would cast and pad. QAT needs their float32
     numbers.
     """
     layers = [[matrix for *_, matrix in layer.matrices() if matrix.num_experts] for layer in model.layers]
@@ -130,12 +129,11 @@ def head_of_step(model: Decoder, head: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _decoded(weight: Stored, dtype: str) -> jax.Array:
-    """The weight [out, in], decoded as in a product with activations of `dtype`."""
     return decoded(weight, jnp.zeros((), dtype))[0]
 
 
 class _Form(NamedTuple):
-    """How a converted model's arrays follow from the model's. A place is an index in its jax.tree.leaves."""
+    """How a converted model's arrays follow from the model's. A place is an index in the model's jax.tree.leaves."""
 
     structure: Structure  # of the model with converted weights
     dtype: str  # in which weights are decoded
@@ -149,7 +147,6 @@ class _Form(NamedTuple):
 
 @functools.lru_cache(32)
 def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers: int) -> _Form:
-    """How the first `layers` layers of models of one structure are converted."""
     marks = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
     index_of = {id(mark): index for index, mark in enumerate(marks)}
     model, form = structure.model(marks), _Form(structure, "", [], [], [])
@@ -183,7 +180,7 @@ def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers
 
 class Converted:
     """Converts the first `layers` layers of models that share quantised weights, such as one model between training
-    steps: each weight is decoded once, and experts' adapters are cast each time.
+    steps.
     """
 
     def __init__(self, layers: int) -> None:
@@ -191,9 +188,7 @@ class Converted:
         self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def of(self, structure: Structure, leaves: Sequence[jax.Array]) -> tuple[Structure, list[jax.Array]]:
-        """(structure, arrays) of the converted model. Weights that the last call decoded too are reused, and others are
-        freed.
-        """
+        """(structure, arrays) of the converted model. Weights that the last call decoded are reused, or freed."""
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         form, arrays, cache = _form(structure, shapes, self._layers), list(leaves), {}
         for tree, indices in form.weights:

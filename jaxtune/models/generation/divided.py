@@ -33,11 +33,11 @@ def copy_on(model: Decoder, device: Device) -> Decoder:
 
 
 class DividedSampler:
-    """A Sampler on each device. The first `rows` rows are divided into consecutive shares; a later row goes to the
-    device with the fewest pending ones.
+    """A Sampler on each device. The first `rows` rows are divided into consecutive shares; a later one goes to the
+    device with the fewest pending.
 
       model: whole on each device.
-      make: makes a device's sampler from the model on that device.
+      make: model on one device -> its sampler.
     """
 
     def __init__(self, model: Decoder, devices: Sequence[Device], rows: int, make: Callable[[Decoder], Sampler]):
@@ -49,9 +49,7 @@ class DividedSampler:
         self._numbers: list[dict[int, int]] = [{} for _ in devices]  # of each device: {its number of a request: ours}
 
     def submit(self, prompt: Sequence[int], *arguments, **settings) -> int:
-        """Submits token ids with Sampler.submit's arguments. Returns the request's number, from 0 in the order of
-        submission.
-        """
+        """Submits token ids. Returns the request's number, from 0 in the order of submission."""
         number, self._submitted = self._submitted, self._submitted + 1
         count = len(self._samplers)
         device_index = number * count // self._rows
@@ -78,9 +76,7 @@ class DividedSampler:
         return sum(sampler.pending for sampler in self._samplers)
 
     def step(self) -> list[Piece]:
-        """Makes about one round of progress (a few tokens of each row) on every device that has work, and returns the
-        new Pieces.
-        """
+        """Makes about one round of progress on every device that has work, and returns the new Pieces."""
         renumbered = []
         for device, sampler, numbers in zip(self._devices, self._samplers, self._numbers, strict=True):
             if sampler.pending:

@@ -22,8 +22,8 @@ def end_token_ids(model: Decoder) -> list[int]:
 
 
 def with_end_token_ids(model: Decoder, tokens: Sequence[int]) -> Decoder:
-    """Adds ids of tokens that end the model's texts, also in the generation_config.json that it is saved with; in
-    place. Ids beyond the vocabulary are left out, and a model made from no files stays as it is.
+    """Adds end tokens to the model, and to the generation_config.json that it is saved with; in place. Ids beyond the
+    vocabulary are left out; a model made from no files stays as it is.
     """
     source, ends = model.source, end_token_ids(model)
     new_ends = [token for token in dict.fromkeys(tokens) if token not in ends and token < model.config.vocab_size]
@@ -43,8 +43,8 @@ def ends_of(model: Decoder, tokenizer: Tokenizer) -> list[int]:
 
 
 def with_end_tokens(model: Decoder, tokenizer: Tokenizer) -> Decoder:
-    """Makes the model's texts, also after saving, end where `ends_of` says; in place. Without a tokenizer or
-    config.json, or for a model that scores texts, nothing changes.
+    """Makes the model's texts end where `ends_of` says, also after saving; in place. Needs a tokenizer, a config.json
+    and a head for text, else nothing changes.
     """
     if tokenizer is None or model.source is None or not model.config.head.is_text:
         return model

@@ -66,21 +66,19 @@ def generate(
       top_k: only this many most likely tokens remain; 0: all.
       top_p: the fewest most likely tokens with at least this total probability remain.
       min_p: tokens remain that are at least this many times as likely as the likeliest.
-      repetition_penalty: divides the positive logits of tokens that the row contains, and multiplies the negative ones.
-      seed: a row's draws depend only on it, the row's index and the step; a sequence has one a prompt, which then draws
-      as if alone.
-      stop_strings: a row ends with the token that completes one in its new text; needs `tokenizer`.
-      streamer: called with a row's index and its new tokens, one token at a time.
-      eos_token_ids: tokens that end a row. None: those of the model's files; empty: none.
+      repetition_penalty: divides positive logits of tokens that the row contains, and multiplies negative ones.
+      seed: one, or one a prompt, which then draws as if alone.
+      stop_strings: a row ends with the token that completes one; needs `tokenizer`.
+      streamer: gets a row's index and its new tokens, one at a time.
+      eos_token_ids: None: those of the model's files.
       output_logprobs: also returns each new token's log softmax, in nats, without temperature, penalty or filters.
-      deterministic: a row has the same bits whatever the other prompts are, from 32 slots, and log-probabilities come
-      from `training_logprobs`. Otherwise they are the decoding steps', which differ by rounding.
+      deterministic: a row has the same bits whatever the other prompts are, and log-probabilities come from
+      `training_logprobs`, not from the decoding steps.
 
     Returns each prompt's new tokens, with the one that ended it; with output_logprobs (tokens, log-probabilities).
 
-    Raises ValueError for no prompts or an empty one, ids outside the vocabulary, too few positions, a setting out of
-    range, stop_strings without a tokenizer, weights divided over devices, a model that scores texts, or too little
-    memory.
+    Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, divided
+    weights, a model that scores texts, or too little memory.
     """
     config = model.config
     if not config.head.is_text:
@@ -132,17 +130,15 @@ def generate(
 
 
 def _bucket(size: int, smallest: int) -> int:
-    """The next power of two, at least `smallest`, so that few programs are compiled."""
+    """The next power of two, so that few programs are compiled."""
     return max(smallest, 1 << (size - 1).bit_length())
 
 
 def training_logprobs(
     model: Decoder, rows: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[list[float]]:
-    """Log-probabilities of each answer's tokens, in nats, as training with `deterministic: true` computes them.
-
-    rows: prompts; answers: their new tokens. Texts are padded to another shape than a training step's, so the bits may
-    differ from a step's.
+    """Log-probabilities of each answer's tokens, in nats, as training with `deterministic: true` computes them. Texts
+    are padded to other shapes than a step's, so bits may differ from a step's.
     """
     width = _bucket(max(map(len, rows)), _SMALLEST_LENGTH) + _bucket(max_new_tokens, _SMALLEST_LENGTH)
     tokens, lengths = np.zeros((_bucket(len(rows), 1), width), np.int32), np.ones(_bucket(len(rows), 1), np.int32)
@@ -156,10 +152,8 @@ def training_logprobs(
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=AS_TRAINED)
 def _token_logprobs(graph, state, tokens, lengths) -> jax.Array:
-    """float32[B, T]: each token's log-probability as training computes it; 0 for a row's first, without meaning on
-    padding.
-
-    tokens: int32[B, T], the first lengths[i] of row i real.
+    """float32[B, T]: each token's log-probability as training computes it; 0 for a row's first. tokens: int32[B, T],
+    the first lengths[i] of row i real.
     """
     model = nnx.merge(graph, state)
     real = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)

@@ -1,11 +1,9 @@
 """Evaluates models with EleutherAI's lm-eval, an optional package (the extra lm-eval).
 
-    import lm_eval
-    from jaxtune.models.generation.harness import JaxtuneLM
+import lm_eval
+from jaxtune.models.generation.harness import JaxtuneLM
 
-    results = lm_eval.simple_evaluate(JaxtuneLM(model, tokenizer), tasks=["arc_easy"])
-
-Scores are computed from the model's own logits, with its adapters and quantised weights.
+results = lm_eval.simple_evaluate(JaxtuneLM(model, tokenizer), tasks=["arc_easy"])
 """
 
 from __future__ import annotations
@@ -44,14 +42,12 @@ _SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 class JaxtuneLM(TemplateLM):
     """A Decoder as a model of lm-eval.
 
-      pretrained: a model, or a path for from_pretrained, which `dtype` and `load_in` are for.
-      tokenizer: None: the path's.
-      batch_size: rows of a forward pass, and most slots for prompts; also text, such as "8".
-      max_length: the most tokens of a row; None: the model's positions. Longer rows lose their first tokens.
-      max_gen_toks: the most new tokens if a task names no number.
-      others: "device" and "max_batch_size" have no effect.
-
-    Raises ValueError for other options, a model that scores texts, no tokenizer, or a number out of range.
+    pretrained: a model, or a path for from_pretrained, with `dtype` and `load_in`.
+    tokenizer: None: the path's.
+    batch_size: rows of a forward pass, and most slots; also text, such as "8".
+    max_length: None: the model's positions. Longer rows lose their first tokens.
+    max_gen_toks: the most new tokens if a task names no number.
+    others: "device" and "max_batch_size" have no effect.
     """
 
     def __init__(
@@ -102,7 +98,6 @@ class JaxtuneLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The name of lm-eval's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -130,7 +125,7 @@ class JaxtuneLM(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """(log-probability of the continuation in nats, whether it is greedy) for each request (cache key or None,
-        context ids, continuation ids). Tokens beyond max_length + 1 are cut off at the front and not scored.
+        context ids, continuation ids). Tokens beyond max_length + 1 are cut off at the front.
         """
         scores: list[Any] = [None] * len(requests)
         # The longest first, so that a row that needs too much memory fails at once, and neighbours have one length.
@@ -179,9 +174,7 @@ class JaxtuneLM(TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Answers, cut off before their first stop string or at an end token. A prompt that leaves no room in
-        max_length loses its first tokens.
-
-        Raises ValueError for a generation setting that is not supported, or no room for a prompt.
+        max_length loses its first tokens. Raises ValueError for a setting that is not supported.
         """
         eos = self.tokenizer.eos_token_id
         ends = end_token_ids(self.model) or ([] if eos is None else [eos])
@@ -228,9 +221,7 @@ class JaxtuneLM(TemplateLM):
 @functools.partial(jax.jit, static_argnums=0)
 def _scored(graph, state, tokens: jax.Array, targets: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(each target's log-probability in nats float32[B, T], whether it is the most likely token bool[B, T]), in chunks
-    to save memory; without meaning on padding.
-
-    tokens, targets (each token's successor), segments (0: padding): int32[B, T].
+    to save memory. tokens, targets (each token's successor), segments (0: padding): int32[B, T].
     """
     model = nnx.merge(graph, state)
     hidden = model.hidden_states(tokens, segments)

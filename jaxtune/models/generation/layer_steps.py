@@ -29,7 +29,7 @@ def through_layers(
 ) -> tuple[jax.Array, States]:
     """(hidden states [N, C, hidden] after the final norm, new states) for C new tokens in each of N rows.
 
-    tokens: int32[N, C]; where `real` (bool[N]) is False the row has none.
+    tokens: int32[N, C]; none where `real` (bool[N]) is False.
     states: a pytree for each layer.
     at: int32[N], the position of each row's first token; -1 for none.
     tables: rotary tables, one for each rotary base.
@@ -66,8 +66,6 @@ def through_layers(
 def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, state, positions, real, inputs):
     """Runs one layer: (output [N, C, hidden], new state, {name: value} for later layers). Jitted, so that layers of one
     kind are traced once.
-
-      inputs: {name: value} from the decoder and earlier layers (Block.step).
     """
     context = _context(spec, layer_input.shape[1], tables, real)
     return nnx.merge(graph, trainable, frozen).step(layer_input, state, positions, context, inputs)
@@ -94,8 +92,8 @@ def _plain_step(
     real,
     next_weight,
 ):
-    """Runs one layer for one new token a row in fewer kernels: (output Stream, new state). next_weight: [hidden], of
-    the next norm, which the same kernel applies.
+    """_layer_step in fewer kernels, for one token a row: (output Stream, new state). next_weight: [hidden], of the next
+    norm.
     """
     context = _context(spec, 1, tables, real)
     layer = nnx.merge(graph, trainable, frozen)

@@ -1,7 +1,6 @@
-"""A decoding step of a plain layer, attention and a feed-forward after RMS norms, in as few kernels as possible.
-
-A step of few rows is bound by the bytes of the weights and the number of kernels. One kernel adds up and norms the
-residual stream, also across layers; another norms, rotates and caches a token's heads.
+"""A decoding step of a plain layer, attention and a feed-forward after RMS norms, in as few kernels as possible: a step
+of few rows is bound by the bytes of the weights and the number of kernels. One kernel adds up and norms the residual
+stream, also across layers; another norms, rotates and caches a token's heads.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class Stream(NamedTuple):
 
 def is_plain(block: Block, spec: LayerSpec) -> bool:
     """Whether `step` can run a layer: attention without gates, then a feed-forward, each between an RMS norm and a
-    plain residual sum, without exchange with other layers; no norm has a dtype of its own; queries and keys have no
-    norm or one a head, and are rotated over the whole head in halves without a scale by position, or not at all; values
-    have no norm and are not the keys. If one layer is not plain, a model runs none so.
+    plain residual sum; no exchange with other layers; no norm with a dtype of its own; queries and keys with no norm or
+    one a head, rotated over the whole head in halves without a scale by position, or not at all; values without a norm
+    that are not the keys.
     """
     stage_layout = [[(part.name, part.norm, part.post_norm) for part in stage.parts] for stage in spec.stages]
     if stage_layout != [[("mixer", True, False)], [("mlp", True, False)]] or any(
@@ -96,8 +95,8 @@ def step(
 
       stream: [N, hidden], with the norm before attention.
       state: {"mixer": (keys, values)}, each [N, kv_heads, capacity, head_dim].
-      at: int32[N], positions; -1 for a row that does not decode, whose caches stay as they are.
-      next_weight: [hidden], of the norm before the next layer or the head, which rounds as this layer's norms do.
+      at: int32[N], positions; -1 for a row that does not decode.
+      next_weight: [hidden], of the next norm, which rounds as this layer's do.
       batch_invariant: a row must have the same bits in any batch.
     """
     attention, norm = block.parts["mixer"], norm_before(block, "mlp")
@@ -155,16 +154,14 @@ def _of_experts(moe: MoE, x: jax.Array, context: Context) -> jax.Array | None:
 
 
 def _are_plain(matrix: ExpertLinear, dtype) -> bool:
-    """Whether few_rows' kernels can multiply by the matrices: plain arrays [E, out, in] of `dtype`, at most with
-    adapters.
-    """
+    """Whether few_rows' kernels can multiply by the matrices: plain arrays [E, out, in], at most with adapters."""
     weight, extras = matrix.stored_weight, (matrix.bias, matrix.fake_quant, matrix.compute)
     plain = not matrix.transposed and all(extra is None for extra in extras)
     return plain and isinstance(weight, jax.Array) and weight.dtype == dtype
 
 
 def _is_plain(linear: Linear, dtype) -> bool:
-    """Whether few_rows' kernels can multiply by the weight: a plain array of `dtype`, at most with LoRA, not DoRA."""
+    """Whether few_rows' kernels can multiply by the weight: a plain array, at most with LoRA, not DoRA."""
     extras = (linear.bias, linear.fake_quant, linear.compute, None if linear.lora is None else linear.lora.magnitude)
     weight = linear.stored_weight
     return all(extra is None for extra in extras) and isinstance(weight, jax.Array) and weight.dtype == dtype

@@ -1,5 +1,5 @@
 """Prefills prompts, once for all waiting rows with the same prompt, and keeps their states until slots take them. Of
-more than four batches the oldest is dropped; prompts in it for which rows still wait are prefilled again.
+more than four batches the oldest is dropped; its prompts are prefilled again if rows wait for them.
 """
 
 from __future__ import annotations
@@ -61,15 +61,13 @@ class Prefills:
     """Prefills the prompts of waiting requests before a slot is free, and keeps their states.
 
     If all mixers are attention and layers exchange nothing, one program packs prompts into one row of `chunk` tokens,
-    or half as many, or `at_once` while most slots are free. They must fill at least half of it, and round up to the
-    same power of two, from 128 to half of `chunk`. Other prompts are padded rows. A prompt longer than `chunk` takes a
-    forward pass over its first tokens, then a program for each whole chunk. States fit into the slots' caches of that
-    time, and so into all later ones.
+    or half as many, or `at_once` while most slots are free. They must fill half of it, and round up to the same power
+    of two. Other prompts are padded rows; one longer than `chunk` takes a program for its first tokens and one for each
+    whole chunk.
 
     A program also takes prompts that get no slot yet, unless `one`: slots become free one at a time, and a program of
     few tokens takes about as long as one of several times as many.
 
-      at_once: tokens of a packed row while most slots are free, at least `chunk`.
       one: each prompt is prefilled alone, so that its states do not depend on other prompts.
 
     Attributes:
@@ -103,15 +101,15 @@ class Prefills:
         self._long: _Long | None = None
 
     def wanted(self, request: Request) -> bytes:
-        """Counts a request among those that wait for its prompt. Returns the key of the prompt, which the caller stores
-        as request.key; equal prompts share it.
+        """Counts a request among those that wait for its prompt. Returns the prompt's key for request.key; equal
+        prompts share it.
         """
         key = np.asarray(request.tokens, np.int32).tobytes()
         self._wanted[key] += 1
         return key
 
     def unwanted(self, request: Request) -> None:
-        """Registers that a request was cancelled or gets a slot. Drops prompts for which nobody waits."""
+        """Registers that a request no longer waits. Drops prompts for which nobody waits."""
         self._wanted[request.key] -= 1
         if self._wanted[request.key] <= 0:
             del self._wanted[request.key]
@@ -124,8 +122,8 @@ class Prefills:
         return next((batch for batch in reversed(self._batches) if request.key in batch.rows), None)
 
     def take(self, request: Request) -> int:
-        """Registers that a request with a ready prompt gets a slot; returns the prompt's row in its batch. May drop the
-        batch, so call `ready` first, and copy the row (Batch.insert) before the slot decodes.
+        """Registers that a request with a ready prompt gets a slot; returns its row in the batch, which may be dropped.
+        Call `ready` first, and copy the row (Batch.insert) before the slot decodes.
         """
         batch = self.ready(request)
         assert batch is not None
@@ -147,8 +145,8 @@ class Prefills:
 
           waiting: in the order of slots; the first is not ready.
           free: how many of them get a slot now, at least one.
-          left: how many tokens may be prefilled before the next round, or infinity.
-          capacity: tokens of the slots' caches, enough for the first request.
+          left: tokens that may be prefilled before the next round.
+          capacity: tokens of the slots' caches.
         """
         if self._long is not None:
             return self._next_chunk(leaves, self._long)
@@ -209,12 +207,10 @@ class Prefills:
         return self._programs.prefill(self._structure, capacity, leaves, tokens, lengths, totals)
 
     def _fitting(self, requests: Sequence[Request], most: int, size: int) -> list[Request]:
-        """The first requests, at most `most`, whose prompts without their newest tokens fit into `size` tokens."""
         lengths = itertools.accumulate(len(request.tokens) - 1 for request in requests)
         return [r for r, end in zip(requests[:most], lengths, strict=False) if end <= size]
 
     def _pack(self, leaves, requests: Sequence[Request], width: int, size: int) -> device.States:
-        """States, with room for `width` tokens a row, of prompts in one row of `size` tokens."""
         tokens = np.zeros((1, size), np.int32)
         room = 2 * size // _power(width)
         starts, lengths, totals = np.full(room, size, np.int32), *np.zeros((2, room), np.int32)
@@ -227,7 +223,6 @@ class Prefills:
         return self._programs.pack(self._structure, width, leaves, tokens, starts, lengths, totals)
 
     def _next_chunk(self, leaves, long: _Long) -> int:
-        """Prefills the next chunk of a long prompt, which becomes a Batch with the last one."""
         tokens = np.array([long.request.tokens[long.done : long.done + self._chunk]], np.int32)
         start, totals = np.array([long.done], np.int32), np.array([len(long.request.tokens)], np.int32)
         long.states = self._programs.extend(self._structure, leaves, long.states, tokens, start, totals)

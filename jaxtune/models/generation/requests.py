@@ -22,8 +22,8 @@ class Decodes(Protocol):
 
 
 def text_of(tokenizer: Decodes, ids: Sequence[int]) -> str:
-    """The text of an answer, without special tokens. Spaces before punctuation stay, which some tokenizers drop: text
-    shown while tokens arrive must be how the whole text begins.
+    """The text of an answer, without special tokens. Spaces before punctuation stay, so that text shown while tokens
+    arrive is how the whole text begins.
     """
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
@@ -61,12 +61,10 @@ class Piece:
 
 
 class StopStrings:
-    """Finds the token that completes one of several strings in the new text of a row; the prompt is not searched.
+    """Finds the token that completes one of several strings in the new text of a row. Raises ValueError without a
+    tokenizer or for an empty string.
 
-      strings: at least one.
       what: the caller's name, for errors.
-
-    Raises ValueError without a tokenizer, or for an empty string.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Decodes | None, what: str = "generate"):
@@ -80,8 +78,7 @@ class StopStrings:
     def end(self, new: Sequence[int], looked_at: int) -> int | None:
         """The number of new tokens up to and including the first that completes a string, or None.
 
-        looked_at: how many of `new` were searched before; only later ones are, with those in which a string may
-        start.
+        looked_at: how many of `new` were searched before.
         """
         if not self._in(new[max(0, looked_at - self._reach) :]):
             return None
@@ -148,11 +145,10 @@ def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[in
 
 
 def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions: int, name: str, whose: str) -> int:
-    """The row's length at which it ends: the prompt's + max_new_tokens, or without it `positions`.
+    """The length at which a row ends: the prompt's + max_new_tokens, or without it `positions`. Raises ValueError for
+    too few positions.
 
       name, whose: for errors, such as "generate: prompt 3" and "the model has".
-
-    Raises ValueError if max_new_tokens is not a positive integer, or for more tokens than positions.
     """
     if max_new_tokens is None:
         max_new_tokens = max(positions - len(prompt), 1)
@@ -167,8 +163,8 @@ def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions:
 
 
 def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int, int]]:
-    """(seed, index) for each of `count` rows: one seed for all with the rows' indices, or a seed a row with index 0, so
-    that it draws as if alone. Raises ValueError for another number of seeds. what: the caller, for errors.
+    """(seed, index) for each of `count` rows: one seed with the rows' indices, or a seed a row with index 0, so that it
+    draws as if alone. Raises ValueError for another number. what: the caller, for errors.
     """
     if isinstance(seed, int | np.integer):
         return [(int(seed), index) for index in range(count)]

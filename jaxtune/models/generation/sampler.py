@@ -1,14 +1,13 @@
 """The sampler: rows decode in a fixed number of slots, and when a row ends, the next prompt takes its slot.
 
-The device does not wait for the host: a round of a few tokens is dispatched while the round before it runs, and only
-then does the host read that earlier round. What it decides then (a stop string, a free slot) takes effect in the round
-after the next one.
+The device does not wait for the host: a round of a few tokens is dispatched while the one before runs, which the host
+reads only then. What it decides (a stop string, a free slot) takes effect in the round after the next one.
 
     with jaxtune.Sampler(model, slots=64) as sampler:
         for row in sampler.run(prompts, max_new_tokens=512, temperature=1.0):
             print(row.index, row.ids, row.finish_reason)
 
-A server, or a trainer that learns from samples, can call `submit`, `step` and `cancel` itself.
+Servers and trainers can call `submit`, `step` and `cancel` themselves.
 """
 
 from __future__ import annotations
@@ -80,31 +79,28 @@ def _wait_for(rounds: collections.deque[_Round], prefills: Prefills) -> None:
 class Sampler:
     """Continues prompts of token ids, up to `slots` rows in one batch; for one thread at a time.
 
-    A row's tokens depend on other rows only by rounding, as the number of prompts that are prefilled at once changes
-    the shapes of products; with `deterministic` not at all. Programs are compiled for each bucket of capacity and
-    prompt length and each Kind of sampling settings, and shared by samplers of equal models and slots. Closing or
-    freeing a sampler waits for the device.
+    Programs are compiled for each bucket of capacity and prompt length and each Kind of sampling settings, and shared
+    by samplers of equal models and slots. Closing or freeing a sampler waits for the device.
 
       model: its arrays are used, not copied, apart from plain adapters and converted weights.
       slots: None: `most_slots`, halved until there is memory.
-      length: tokens of a row with its prompt. None: as many as there is memory for, at most the model's positions.
-      Caches grow in buckets up to the longest requested row.
+      length: tokens of a row with its prompt. None: as many as there is memory for. Caches grow in buckets up to the
+      longest requested row.
       most_converted: the most layers whose weights are converted once (converted.py); None: as many as fit.
       memory_share: of the free memory; the rest is for samplers made next.
       deterministic: a row has the same bits whatever else is sampled, in any slot and process, for equal `slots` and
-      devices. It is slower: prompts are prefilled one at a time, no weights are converted, and products use the
-      vendor's first algorithm.
+      devices; otherwise other rows change its rounding. Slower: prompts are prefilled one at a time, no weights are
+      converted, products use the vendor's first algorithm.
       tokens_per_round: fewer stream more smoothly and free slots earlier, but need more dispatches; each value
       compiles.
-      prefill_tokens: the most that one program prefills (four times as many while most slots are free, if memory is
-      left), and about the most between two rounds while at least half of the slots decode.
-      prefills_alone: a row's bits do not depend on other prompts (`deterministic` implies it).
+      prefill_tokens: the most that one program prefills (four times as many while most slots are free), and about the
+      most between two rounds.
+      prefills_alone: a row's bits do not depend on other prompts.
 
     Attributes:
       plan: the SlotPlan in use.
 
-    Raises ValueError for a number that is not a positive integer, a model that scores texts, divided weights, or too
-    little memory or positions.
+    Raises ValueError for a model that scores texts, divided weights, or too little memory or positions.
     """
 
     def __init__(
@@ -172,7 +168,7 @@ class Sampler:
         self.close()
 
     def close(self) -> None:
-        """Cancels all requests, waits for the device and frees the slots; nothing can be submitted afterwards."""
+        """Cancels all requests, waits for the device and frees the slots."""
         for number in list(self._requests):
             self.cancel(number)
         self._closed, self._states, self._seen = True, None, None
@@ -198,17 +194,15 @@ class Sampler:
         scaled_logprobs: bool = False,
         top_logprobs: int = 0,
     ) -> int:
-        """Appends a prompt to the queue, also while rows decode. Returns the request's number. Sampling settings are
-        those of `generate`.
+        """Appends a prompt to the queue, also while rows decode. Returns the request's number. Settings are those of
+        `generate`.
 
           max_new_tokens: None: as many as the row has room for.
           seed, index: with the step they determine what the row draws.
-          scaled_logprobs: log-probabilities are of the logits divided by the temperature.
-          top_logprobs: how many of the most likely tokens come with each new token, from 0 to 20.
-          eos_token_ids: tokens that end the row. None: those of the model's files; empty: none.
+          scaled_logprobs: of the logits divided by the temperature.
+          top_logprobs: how many of the most likely tokens come with each new token, 0 to 20.
 
-        Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, filters
-        with temperature 0, stop_strings without a tokenizer, or while `run` has rows to yield.
+        Raises ValueError as `generate` does, for filters with temperature 0, or while `run` has rows to yield.
         """
         if self._closed:
             raise ValueError("Sampler: submit after close: make a new Sampler")
@@ -248,9 +242,8 @@ class Sampler:
         return len(self._requests)
 
     def step(self) -> list[Piece]:
-        """Makes about one round of progress: fills free slots, dispatches a round if a row needs it, and reads the
-        oldest if two are dispatched or none was needed. Returns the new pieces, at most one a request, in any order; []
-        does not mean done.
+        """Makes about one round of progress: fills slots, dispatches a round if a row needs it, and reads the oldest if
+        two are dispatched or none was needed. Returns new pieces, at most one a request; [] does not mean done.
         """
         waiting.look()
         self._fill()
@@ -277,12 +270,10 @@ class Sampler:
         be submitted before the last row. Closing it, or an error, cancels the rest.
 
           prompts: equal ones are best consecutive.
-          max_new_tokens, seed: for all rows, or a sequence with one a prompt; a prompt with its own seed draws as if
-          alone.
+          max_new_tokens, seed: for all rows, or one a prompt, which then draws as if alone.
           in_order: whether rows come in the order of the prompts, or as they end.
-          settings: further arguments of submit, the same for all rows.
 
-        Raises ValueError if requests are not done, for a wrong number of limits or seeds, and as submit does.
+        Raises ValueError while requests are not done, for a wrong number of limits or seeds, and as submit does.
         """
         if self._requests:
             raise ValueError(f"Sampler: run while {len(self._requests)} requests are not done; use submit and step")
@@ -323,9 +314,8 @@ class Sampler:
                 yield row
 
     def update(self, model: Decoder) -> None:
-        """Sets the weights to those of a model with the same structure. Its arrays must not be deleted while the
-        sampler uses them. Raises ValueError while requests are not done, for another structure, and for divided
-        weights.
+        """Sets the weights to those of a model with the same structure, whose arrays must not be deleted meanwhile.
+        Raises ValueError while requests are not done, for another structure, and for divided weights.
         """
         if self._requests:
             raise ValueError(f"Sampler: update while {len(self._requests)} requests are not done")
@@ -340,15 +330,15 @@ class Sampler:
     # ---- filling slots
 
     def _wait(self, request: Request, first: bool = False) -> None:
-        """Queues a request and asks for its prefill. first: before all others, for a row whose states are computed anew
-        because a longrope model changed its factors.
+        """Queues a request and asks for its prefill. first: before all others, for a row whose states are computed
+        anew.
         """
         request.slot, request.key = None, self._prefills.wanted(request)
         (self._waiting.appendleft if first else self._waiting.append)(request)
 
     def _fill(self) -> None:
-        """Prefills prompts and gives ready requests free slots, in the queue's order. While at least half of the slots
-        are taken, a call prefills about prefill_tokens tokens, so a long prompt may take several calls.
+        """Prefills prompts and gives ready requests free slots, in order. While at least half of the slots are taken, a
+        call prefills about prefill_tokens tokens, so a long prompt may take several.
         """
         free = [slot for slot, request in enumerate(self._slots) if request is None]
         if not free or not self._waiting:
@@ -370,9 +360,7 @@ class Sampler:
             self._states = batch.insert(self._programs, self._states, placed)
 
     def _place(self, request: Request, slot: int) -> None:
-        """Sets a free slot's numbers and settings for the next round, and marks the row's tokens as seen; the caller
-        copies the states.
-        """
+        """Sets a slot's numbers and settings for the next round; the caller copies the states."""
         self._slots[slot], request.slot = request, slot
         request.placed += 1
         self._change(slot, request.tokens[-1], len(request.tokens), True)
@@ -395,7 +383,6 @@ class Sampler:
             self._seen = device.mark_seen(self._seen, np.int32(slot), padded, np.int32(len(request.tokens)))
 
     def _widen_ends(self, columns: int) -> None:
-        """Gives the array of end tokens at least `columns` columns, padded with -1."""
         present_columns = self._rows.ends.shape[1]
         if columns > present_columns:
             added_columns = (1 << (columns - 1).bit_length()) - present_columns
@@ -415,8 +402,8 @@ class Sampler:
         return slot_bytes(self._structure, self._shapes, slots, length)
 
     def _reserve(self, nearest: Sequence[Request]) -> None:
-        """Allocates or grows the slots' caches if a row of `nearest` needs it, to the bucket of the longest row that
-        waits or decodes, because each capacity compiles programs; with `deterministic` to plan.length from the start.
+        """Allocates or grows the slots' caches if `nearest` need it, to the bucket of the longest row, because each
+        capacity compiles programs; with `deterministic` to plan.length.
         """
         if all(request.limit <= self._capacity for request in nearest):
             return
@@ -457,8 +444,8 @@ class Sampler:
         self._rounds.append(_Round(emitted, requests))
 
     def _changes(self) -> tuple[device.Array, device.Live]:
-        """(bool[slots]: those that the host changed since the last call, their new numbers). Numbers are copied, as
-        they are read late. Without changes nothing is sent: the device would wait for it.
+        """(bool[slots]: changed since the last call, new numbers), copied, as they are read late. Without changes
+        nothing is sent: the device would wait for it.
         """
         if not self._changed.any():
             return self._unchanged
@@ -466,8 +453,8 @@ class Sampler:
         return changed, device.Live(*(array.copy() for array in self._given))
 
     def _look(self) -> None:
-        """Reads the oldest round: makes pieces of its tokens and ends complete rows. A row that paused, because a
-        longrope model changes its factors at its length, waits again at the head of the queue.
+        """Reads the oldest round: makes pieces and ends complete rows. A row that paused, because a longrope model
+        changes its factors at its length, waits again at the head of the queue.
         """
         oldest = self._rounds.popleft()
         tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, oldest.emitted)

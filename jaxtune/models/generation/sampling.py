@@ -1,6 +1,4 @@
-"""How the next token is chosen from the logits, with the names and definitions of Hugging Face's generate. Programs get
-the settings of all rows as arrays (Numbers), and as a static argument the operations that they contain (Kind).
-"""
+"""How the next token is chosen from the logits, with the definitions of Hugging Face's generate."""
 
 from __future__ import annotations
 
@@ -43,10 +41,8 @@ class Kind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The sampling settings of one row. They apply in the order repetition_penalty, temperature, top_k, top_p, min_p;
-    the defaults take the most likely token.
-
-    Raises ValueError for a setting out of range, or filters with temperature 0, where they have no effect.
+    """The sampling settings of one row, applied in the order repetition_penalty, temperature, top_k, top_p, min_p.
+    Raises ValueError for one out of range, or filters with temperature 0, where they have no effect.
     """
 
     # the logits are divided by it, and a token is drawn at random; 0: the most likely token is taken
@@ -103,9 +99,8 @@ def penalised(logits: jax.Array, seen: jax.Array, penalty: Any) -> jax.Array:
 
 def filtered(logits: jax.Array, numbers: Numbers) -> jax.Array:
     """The logits [B, V], already divided by the temperature, with -inf for tokens that top_k, top_p and min_p remove.
-
-    Each filter takes what the one before left as the whole distribution. The most likely token remains, and of equally
-    likely tokens all or none.
+    Each filter takes what the one before left as the whole distribution. The most likely token remains; of equally
+    likely ones all or none.
     """
     top_k, top_p, min_p = (jnp.reshape(a, (-1, 1)) for a in (numbers.top_k, numbers.top_p, numbers.min_p))
     descending = -jnp.sort(-logits, axis=-1)
@@ -120,10 +115,8 @@ def filtered(logits: jax.Array, numbers: Numbers) -> jax.Array:
 
 
 def uniform_of(seed: jax.Array | np.ndarray, index: jax.Array | np.ndarray, made: jax.Array | np.ndarray) -> jax.Array:
-    """float32[N] from 0 to 1: jax.random.key(seed) folded with index, then `made`, so that a row's draws depend neither
-    on its slot nor on other rows.
-
-      seed, index: uint32[N]. made: int32[N], tokens that each row has made.
+    """float32[N] from 0 to 1: jax.random.key(seed) folded with index and `made` (tokens that the row has made), so that
+    draws depend neither on slots nor on other rows.
     """
     keys = jax.random.wrap_key_data(jnp.stack([jnp.zeros_like(seed), seed], axis=-1), impl="threefry2x32")
     for number in (index, made):

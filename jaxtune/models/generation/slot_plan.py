@@ -22,10 +22,8 @@ _SPARED = 0.1  # the share of free memory that is left for activations of prefil
 
 
 def length_bucket(tokens: int, least: int = _SHORTEST_CACHE) -> int:
-    """The length to which `tokens` are padded: a power of two, or three quarters of one from 384 on. There are few,
-    because each compiles programs.
-
-    It never falls as `tokens` rises, so that a padded prompt fits into the cache of its row.
+    """The length to which `tokens` are padded: a power of two, or three quarters of one from 384 on. Few, because each
+    compiles programs. It never falls as `tokens` rises, so that a padded prompt fits into its row's cache.
 
     >>> [length_bucket(tokens) for tokens in (1, 129, 300, 513, 800)], length_bucket(20, least=16)
     ([128, 256, 384, 768, 1024], 32)
@@ -55,8 +53,8 @@ class SlotPlan:
 
 
 def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], slots: int, length: int) -> int:
-    """Device bytes of the states of slots with `length` tokens each, and of the values around a step's logits (16 bytes
-    for each slot and token of the vocabulary). shapes: of jax.tree.leaves(nnx.state(model)).
+    """Device bytes of the slots' states, and of the values around a step's logits (16 bytes for each slot and token of
+    the vocabulary).
     """
     states = device.states_shape(structure, shapes, slots, length_bucket(length))
     state_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
@@ -64,9 +62,8 @@ def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], s
 
 
 def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, deterministic: bool = False) -> SlotPlan:
-    """The slots with which a sampler would run for rows of `length` tokens, at most `most_slots`, in `room_bytes` of
-    device memory. `model` may have jax.ShapeDtypeStructs. Raises ValueError if no slot fits or the model has too few
-    positions.
+    """The slots with which a sampler would run rows of `length` tokens in `room_bytes`. `model` may have
+    jax.ShapeDtypeStructs. Raises ValueError if no slot fits or the model has too few positions.
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -90,17 +87,13 @@ def plan_slots(
     convertible: Convertible | None = None,
 ) -> SlotPlan:
     """Chooses the slots, then the length of rows: `most_slots`, halved until rows of 256 tokens (or of `length`) fit;
-    256 tokens, doubled as long as they fit and the model has positions.
-
-    If enough slots decode (converted.LEAST_ROWS), as many layers as fit beside them are converted once; slots never
-    become fewer for that. A planned length leaves room for all converted layers if these take at most half of the free
-    memory.
+    256 tokens, doubled as long as they fit and the model has positions. If enough slots decode (converted.LEAST_ROWS),
+    as many layers as fit beside them are converted; a planned length leaves room for all if these take at most half of
+    the free memory.
 
       bytes_of: (slots, tokens of a row) -> bytes of their states and of a step's logits.
-      positions: the most tokens of a row.
       room_bytes: free device memory, a tenth of it for other buffers; None: unknown, which limits and converts nothing.
       slots, length: fixed; None: planned.
-      convertible: None: nothing is converted.
 
     Raises ValueError for a number that is not a positive integer, a length above `positions`, or no room.
     """
@@ -126,7 +119,7 @@ def plan_slots(
 
 def prefilled_at_once(plan: SlotPlan, room_bytes: float | None, prefill_tokens: int) -> int:
     """The most tokens that one program prefills while most slots are free: four times `prefill_tokens` if memory is
-    left beside `plan`, because prompts fill a longer row better.
+    left.
     """
     if room_bytes is None:
         return prefill_tokens

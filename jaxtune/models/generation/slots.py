@@ -1,8 +1,8 @@
 """The device side of the sampler: its arrays and its compiled programs.
 
 A slot is one row of fixed arrays: each mixer's state (caches of keys and values, or states of delta nets) and a few
-numbers. The states of a row of n tokens cover its first n - 1 tokens: the newest is the input of the next decoding
-step. A prompt's last token is therefore decoded too, and a prefill computes no logits.
+numbers. States of a row of n tokens cover its first n - 1: the newest is the input of the next step. So a prompt's last
+token is decoded, too, and a prefill computes no logits.
 """
 
 from __future__ import annotations
@@ -116,10 +116,8 @@ def programs_of(deterministic: bool, slots: int) -> Programs:
 
 @functools.cache
 def programs(same_choices: bool, many_rows: bool) -> Programs:
-    """The sampler's jitted functions, one object for equal arguments, so that samplers share what is compiled.
-
-    same_choices: a row gets the same bits in every process and beside any other rows.
-    many_rows: as for sampler_options.
+    """The sampler's jitted functions, one object for equal arguments, so that samplers share them. Arguments as of
+    sampler_options; with same_choices a row also has the same bits beside any other rows.
     """
     jit = functools.partial(jax.jit, compiler_options=sampler_options(same_choices, many_rows))
     of_prompts = functools.partial(jax.jit, compiler_options=prompt_options(same_choices))
@@ -174,7 +172,7 @@ def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, tot
 
       width: the most tokens of a prompt.
       tokens: int32[1, T], prompts without their last token.
-      starts, lengths: int32[G], each prompt's first index, ascending, and tokens; T and 0 for none.
+      starts, lengths: int32[G], first indices, ascending, and tokens; T and 0 for none.
       totals: int32[G], as for `_prefill`.
     """
     model, length = structure.model(leaves), tokens.shape[1]
@@ -197,7 +195,7 @@ def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, tot
 
 
 def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals) -> PackedLayout:
-    """The layout of `shape` (R, T) rows with one prompt each. lengths, totals: int32[R], as for `_prefill`."""
+    """The layout of `shape` (R, T) rows with one prompt each."""
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     layout = packed_layout(shape, (index < lengths[:, None]).astype(jnp.int32), max_documents=1)
     return dataclasses.replace(layout, rotary=rotary_tables(config, index, totals[:, None]))
@@ -221,11 +219,8 @@ def _forward(model: Decoder, tokens, layout: PackedLayout, first_state: Callable
 
 
 def _extend(structure: Structure, leaves, states, tokens, starts, totals) -> States:
-    """The states (donated) after C more tokens of each row, a chunk of long prompts.
-
-    tokens: int32[R, C], without padding.
-    starts: int32[R], tokens that the states contain.
-    totals: int32[R], as for `_prefill`.
+    """The states (donated) after C more tokens of each row, a chunk of long prompts. tokens: int32[R, C], without
+    padding. starts: int32[R], tokens that the states contain. totals: int32[R], as for `_prefill`.
     """
     model = structure.model(leaves)
     with jax.named_scope("extend"):
@@ -283,9 +278,9 @@ def _decode(
     """Makes `steps` tokens in each active slot, fewer where a row ends or pauses (Rows.pause). Returns (states, live,
     seen, Emitted); the first three are the next call's, and donated.
 
-      batch_invariant: a row has the same bits beside any other rows, so their number chooses no kernel.
+      batch_invariant: a row has the same bits beside any other rows.
       seen: bool[N, V], whether each row contains a token; None without Kind.penalises.
-      changed, new_live: bool[N], slots in which the host started or ended a row; their new `live`.
+      changed, new_live: bool[N], slots in which the host started or ended a row; their `live`.
     """
     live = Live(*(jnp.where(changed, new, old) for new, old in zip(new_live, live, strict=True)))
     model = structure.model(leaves)
@@ -341,7 +336,6 @@ def _of_step(uniform: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def _position(length, active) -> jax.Array:
-    """int32[N], the newest token's position, -1 for a slot that does not decode."""
     return jnp.where(active, length - 1, -1)
 
 
@@ -355,11 +349,10 @@ def _uniform(rows: Rows, lengths, steps: int) -> jax.Array:
 
 
 def _chosen(model: Decoder, kind: Kind, hidden, seen, numbers: Numbers, uniform):
-    """(tokens int32[N], their log-probabilities float32[N] of logits / logprob_temperature without penalty and filters,
+    """(tokens int32[N], log-probabilities float32[N] of logits / logprob_temperature without penalty and filters,
     Emitted.ranked of this step).
 
       hidden: [N, 1, hidden], after the final norm.
-      seen: bool[N, V]; None without Kind.penalises.
       uniform: float32[N]; None without Kind.draws.
     """
     vocab_size = model.config.vocab_size

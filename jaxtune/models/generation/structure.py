@@ -40,9 +40,9 @@ def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) 
 
 
 def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
-    """(Structure, arrays). The A and B of linears' plain adapters are cast to the compute dtype, others are the model's
-    own arrays. Done once for weights, because flattening a deep model takes the host as long as many tokens take the
-    device. Raises ValueError for divided weights.
+    """(Structure, arrays), the model's own but for plain adapters, which are cast to the compute dtype. Done once,
+    because flattening a deep model takes the host as long as many tokens take the device. Raises ValueError for divided
+    weights.
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -64,8 +64,8 @@ def rounded_places(structure: Structure, shapes: tuple[tuple[int, ...], ...]) ->
 
 
 def _rounded_sides(model: Decoder) -> list[nnx.Variable]:
-    """The A and B of linears' adapters that products only read in the compute dtype. DoRA and QAT also use float32
-    numbers; a precision map may give another dtype; experts' adapters are not cast here.
+    """The A and B of linears' adapters that products read in the compute dtype only. DoRA, QAT and precision maps need
+    float32 or another dtype.
     """
     plain = [linear for _, linear in linears(model) if linear.fake_quant is None and linear.compute is None]
     loras = [linear.lora for linear in plain if linear.lora is not None and linear.lora.magnitude is None]

@@ -20,13 +20,12 @@ from jaxtune.models.placement.partition import TENSORS, Shard, shards
 def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
     """take(table, index) of a variable [n, ...], which the devices may divide; its gradient is a Shard then.
 
-    A divided table is not gathered for a few rows: each device takes its own rows for the indices of all devices, and
-    they exchange them. It is gathered if all devices look up more rows than it has, or if it is divided along another
-    axis than the first.
+    Devices exchange rows of a divided table: each takes its own rows for the indices of all. It is gathered instead if
+    all look up more rows than it has, or if it is divided along another axis than the first.
 
       index: int32[...] in [0, n), this device's.
-      take: (table, index) -> table[index], with the derivative that the lookup is to have. Where rows are exchanged, it
-      gets this device's part and row numbers in it, int32[devices, ...].
+      take: (table, index) -> table[index], with its derivative. Where rows are exchanged, it gets this device's part
+      and row numbers in it, int32[devices, ...].
     """
     value = variable.get_value()
     if not isinstance(value, Shard):
@@ -40,9 +39,6 @@ def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array,
 def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
     """Rows of a table that devices divide along its first axis. The derivative exchanges gradients as the forward
     exchanges rows.
-
-      take: (part of the table, row numbers in it, int32[devices, ...]) -> rows.
-      index: int32[...], this device's row numbers in the whole table.
     """
     return _rows_of_fwd(take, shard, index)[0]
 
@@ -70,10 +66,9 @@ _rows_of.defvjp(_rows_of_fwd, _rows_of_bwd)
 
 
 def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(whole array, x), where a variable such as the head's weight is not needed before x is computed.
-
-    A Shard is gathered only after x is there, and its gradient is scattered before x's is passed on. Otherwise XLA
-    keeps the whole array and its gradient for as long as it can combine collectives.
+    """(whole array, x), for a variable such as the head's weight that is not needed before x. A Shard is gathered after
+    x is there, and its gradient scattered before x's is passed on; otherwise XLA keeps the whole array and gradient for
+    as long as it can combine collectives.
     """
     value = variable.get_value()
     if not isinstance(value, Shard):
@@ -112,12 +107,9 @@ def gather(shard: Shard) -> jax.Array:
 
 
 def scatter(shard: Shard, gradient: jax.Array) -> Shard:
-    """Sums the devices' gradients of a divided tensor: this device's part, a Shard in the gradient's dtype.
-
-    They are sent in the format `sync` and added in float32, or sent in float32. Two devices send 16-bit gradients as
-    they are, because a sum of two numbers is rounded only once either way.
-
-      shard: of which axis, count and `sync` are read.
+    """Sums the devices' gradients of a divided tensor: this device's part, a Shard in the gradient's dtype. They are
+    sent in the format `sync` and added in float32, or sent in float32. Two devices send 16-bit gradients as they are,
+    because a sum of two numbers is rounded only once either way.
     """
     if shard.sync is not None:
         total = low_format.part_of_sum(gradient, TENSORS, shard.axis, shard.count, shard.sync)

@@ -19,10 +19,9 @@ Piece = tuple[int, Callable[[], np.ndarray]]  # (its bytes, a function that retu
 
 def pieces_of(array: Array, piece_bytes: int) -> list[Piece]:
     """Divides a tensor into pieces of consecutive bytes in row-major order, whole rows of at most `piece_bytes` or one
-    larger row. A piece's function copies it to the host; they are called in any order, each once.
+    larger row. A piece's function copies it to the host; call each once, in any order.
 
-    An array on one device is cut there. A small one is copied whole, and so is one that is divided over devices or
-    processes, here and not by the functions: all processes must call this.
+    An array on one device is cut there. One that is divided is copied here, whole: all processes must call this.
     """
     if not isinstance(array, jax.Array) or len(array.sharding.device_set) > 1 or not array.is_fully_addressable:
         array = np.asarray(partition.on_host(array), order="C")
@@ -39,8 +38,8 @@ def pieces_of(array: Array, piece_bytes: int) -> list[Piece]:
 
 
 def copied(array: Array) -> np.ndarray:
-    """A host copy of an array that one device has whole, without a cached one in the array; on a GPU in pinned memory.
-    XLA's pool of it never shrinks, so copy a few pieces at a time. numpy's arrays are returned as they are.
+    """A host copy of an array that one device has whole, not cached in the array; on a GPU in pinned memory. XLA's pool
+    of it never shrinks, so copy a few pieces at a time.
     """
     if isinstance(array, np.ndarray) or next(iter(array.devices())).platform != "gpu":
         return partition.on_host(array)

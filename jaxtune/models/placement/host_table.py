@@ -1,9 +1,6 @@
-"""Tables of embeddings in host memory (token and per-layer embeddings), of which a device gets the rows of a batch's
-tokens. A token needs one row of each, and they are the largest tensors of their models (1.1 GB of an 8B, 5.6 GB of
-Gemma 4 E4B).
-
-A table has the name of the Decoder's attribute that holds its `weight`, and is a numpy array on the host. A program
-gets a state in which such tables have no rows.
+"""Tables of embeddings in host memory, of which a device gets the rows of a batch's tokens. They are the largest
+tensors of their models (1.1 GB of an 8B, 5.6 GB of Gemma 4 E4B). A table has the name of the Decoder's attribute that
+holds its `weight`, and is a numpy array on the host. Programs get a state in which it has no rows.
 """
 
 from __future__ import annotations
@@ -31,12 +28,11 @@ def rows_of(
     take: Callable[[jax.Array, jax.Array], jax.Array],
     rows: jax.Array | None = None,
 ) -> jax.Array:
-    """The rows [B, T, size] of a table for tokens int32[B, T], in the table's dtype.
-
-    A numpy table is looked up on the host without `take`, but becomes a constant of a traced program.
+    """The rows [B, T, size] of a table for tokens int32[B, T], in the table's dtype. A numpy table is looked up on the
+    host without `take`, but becomes a constant of a traced program.
 
       variable: [vocabulary, size]; without rows in a program whose table is on the host.
-      take: (table, tokens) -> rows on the device; decides how the gradient is computed.
+      take: (table, tokens) -> rows, with its derivative.
       rows: the result, if it is known.
 
     Raises ValueError if the table has no rows and `rows` is None.

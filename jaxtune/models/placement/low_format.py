@@ -1,16 +1,14 @@
-"""Sums of arrays over devices that exchange numbers of 16, 8 or 4 bits (mesh.gradient_sync).
-
-A sum has two legs, as in NCCL's all-reduce: `reduce_scatter` and `all_gather`. Both send the low format and add in
-float32.
+"""Sums of arrays over devices that exchange numbers of 16, 8 or 4 bits (mesh.gradient_sync), with two legs as in NCCL's
+all-reduce: `reduce_scatter` and `all_gather`. Both send the low format and add in float32.
 
 - `bf16`: bfloat16, 2 bytes each.
 - `int8`: -127 to 127 with a float32 scale, max |x| / 127, for each block of 64; 1.06 bytes each.
 - `int4`: codes k from -7 to 7 for k |k| / 49 of a scale for each block of 16; 0.56 bytes each. Steps grow with the
-  number, so that small numbers beside a large one keep some digits. The scale is a byte e, for 2^(-e / 8) of the row's
+  number, so that small numbers beside a large one keep digits. The scale is a byte e, for 2^(-e / 8) of the row's
   largest number in float32: the smallest that is at least the block's max |x|, or 2^-31.9 of the row's.
 
-Rounding is to the nearest, or stochastic with a seed: then the expected result is the number. A block with a number
-that is not finite (in int4 its row) decodes to infinities or NaN, so every device learns of the overflow of one.
+Rounding is to the nearest, or stochastic with a seed. A block with a number that is not finite (in int4 its row)
+decodes to infinities or NaN, so every device learns of the overflow of one.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ def encode(x: jax.Array, format: SyncFormat, seed: jax.Array | None = None, stre
       seed: uint32[2], for stochastic rounding; None: to the nearest.
       stream: differs between arrays that share a seed.
 
-    Returns {"codes": uint16[..., n], the bits of bfloat16; int8[..., n]; or uint8[..., n / 2]}, for int8 also "scales":
-    float32[..., n / 64], for int4 "scales": uint8[..., n / 16] and "largest": float32[..., 1].
+    Returns {"codes": uint16[..., n] (bits of bfloat16), int8[..., n] or uint8[..., n / 2]}, with "scales": float32[...,
+    n / 64] for int8, for int4 uint8[..., n / 16] and "largest": float32[..., 1].
     """
     if format == "bf16":
         rounded = x.astype(jnp.bfloat16) if seed is None else stochastic_round(x, seed, stream)
@@ -54,16 +52,13 @@ def encode(x: jax.Array, format: SyncFormat, seed: jax.Array | None = None, stre
 
 
 def _encode_int8(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Array]:
-    """blocks: float32[..., blocks, 64]. draws: uniform from 0 to 1, or None."""
     scales = jnp.abs(blocks).max(-1) / 127
     codes = jnp.clip(_rounded(blocks * _inverse(scales)[..., None], draws), -127, 127).astype(jnp.int8)
     return {"codes": codes.reshape(*scales.shape[:-1], -1), "scales": scales}
 
 
 def _encode_int4(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Array]:
-    """Two codes a byte: of each 64 numbers, the first half is in the low bits. blocks: float32[..., blocks, 16], rows
-    of a multiple of 64 numbers. draws: uniform from 0 to 1, or None.
-    """
+    """Two codes a byte: of each 64 numbers, the first half is in the low bits. blocks: float32[..., blocks, 16]."""
     of_blocks = jnp.abs(blocks).max(-1)
     largest = of_blocks.max(-1, keepdims=True)
     scales = jnp.clip(jnp.floor(-_STEPS * jnp.log2(of_blocks * _inverse(largest))), 0, 255).astype(jnp.uint8)
@@ -87,19 +82,19 @@ def _int4_scales(scales: jax.Array, largest: jax.Array) -> jax.Array:
 
 
 def _inverse(scales: jax.Array) -> jax.Array:
-    """1 / scales; 0 for scales that are infinite, NaN, 0 or subnormal, which some devices take for 0. Codes of numbers
-    that are not finite have no meaning; the scale shows the overflow.
+    """1 / scales; 0 for scales that are infinite, NaN, 0 or subnormal, which some devices take for 0. The scale alone
+    shows an overflow.
     """
     return jnp.where(scales >= jnp.finfo(jnp.float32).tiny, 1 / scales, 0)
 
 
 def weights_in_blocks(usual: jax.Array) -> jax.Array:
     """Weights float32[n], 1/8 to 1, that divide numbers before int4 and multiply them after, so that usually small ones
-    keep digits beside large ones. 1 in blocks of zeros.
+    keep digits beside large ones.
 
-    A weight is the root of a number's usual size relative to its block's largest: midway between equal weights, with
-    the least total error, and errors in proportion to each number. At least 1/8, so that one unusually large number
-    does not cost its block their digits.
+    A weight is the root of a number's usual size relative to its block's largest: midway between the least total error
+    and errors in proportion to each number. At least 1/8, so that one unusually large number does not cost its block
+    their digits.
 
       usual: float32[n], usual sizes in any unit; n is a multiple of 16.
     """
@@ -145,11 +140,9 @@ def all_gather(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: 
 
 
 def part_of_sum(gradient: jax.Array, axes: Axes, axis: int, count: int, format: SyncFormat) -> jax.Array:
-    """This device's part, float32, of an array's sum over `axes`: psum_scatter along `axis`, of which `count` devices
-    get equal parts, in a low format with stochastic rounding.
-
-    The seed is a checksum of the bits, so that equal arrays give equal sums and no key is passed to each layer's
-    backward.
+    """This device's part, float32, of an array's sum over `axes`: psum_scatter along `axis` in a low format, rounded
+    stochastically. The seed is a checksum of the bits, so that equal arrays give equal sums and no key is passed to
+    each layer's backward.
     """
     wide = gradient.astype(jnp.float32)
     shape = (*wide.shape[:axis], count, wide.shape[axis] // count, *wide.shape[axis + 1 :])

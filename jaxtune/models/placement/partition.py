@@ -1,11 +1,10 @@
 """How tensors and the rows of a batch are divided over a mesh with the axes `data` and `fsdp`.
 
 Models train in a shard_map over all of it (`divided`), so that they and their kernels see plain local arrays; XLA
-divides the optimizer's update, which is outside. Rows are divided over both axes. Tensors are whole along `data`; along
-`fsdp` each device has a Shard of those that declare an axis to divide, `nnx.Param(value, axes=("out", "in"))`, and
-gathers them before use, apart from frozen ones that a plan keeps whole. Small tensors (norms, biases, routers) and
-adapters declare none: exchanges would cost more than they save. Sums over rows, such as gradients, are each device's
-own until they are added up: a Shard's over `fsdp` at once, others once a step.
+divides the optimizer's update, which is outside. Rows are divided over both axes. Along `fsdp` each device has a Shard
+of tensors that declare an axis to divide, `nnx.Param(value, axes=("out", "in"))`, and gathers them before use, apart
+from frozen ones that a plan keeps whole. Small tensors and adapters declare none: exchanges would cost more than they
+save.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class MeshShape(tuple[int, ...]):
 
     @property
     def copies(self) -> int:
-        """The number of groups of `parts` devices, each with a copy of the model."""
+        """The number of copies of the model."""
         return self.size // self.parts
 
     def to_record(self) -> dict[str, int]:
@@ -105,8 +104,8 @@ def mesh_shape(*sizes: int) -> MeshShape:
 
 
 def make_mesh(*sizes: int) -> Mesh:
-    """A mesh of mesh_shape(*sizes) with the run's first devices. Raises ValueError if there are fewer, or if a run of
-    several processes has more.
+    """A mesh with the run's first devices. Raises ValueError if there are fewer, or if a run of several processes has
+    more.
     """
     devices, shape = jax.devices(), mesh_shape(*sizes)
     requested = " and ".join(_keys(shape)) or f"mesh.{AXES[0].name} = 1"
@@ -145,9 +144,8 @@ def compiling(mesh: Mesh) -> Iterator[None]:
 
 
 def put(tree: Any, where: Any) -> Any:
-    """jax.device_put for arrays that every process has whole, or that are on the mesh, without the collective in which
-    device_put compares values over processes. where: a sharding, a tree or prefix of them, or None: this process's
-    default device.
+    """jax.device_put for arrays that every process has whole or that are on the mesh, without its collective comparison
+    of values. where: a sharding, a tree or prefix of them, or None: this process's default device.
     """
     if jax.process_count() == 1 or where is None:
         return jax.device_put(tree, where)
@@ -155,9 +153,7 @@ def put(tree: Any, where: Any) -> Any:
 
 
 def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """`put` in several processes: each places its devices' parts of a whole array; one on the mesh is copied between
-    devices.
-    """
+    """`put` in several processes: each places its parts of a whole array; one on the mesh is copied between devices."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return array if array.sharding == sharding else _moves(sharding)(array)
     if isinstance(array, jax.Array) and sharding.is_fully_replicated:  # does not copy on a device that has it
@@ -175,8 +171,8 @@ def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
-    """Places a run's trained tensors and the rest of its model on the same devices: in several processes on one device
-    if each has all of every array, otherwise by `shardings` on their mesh.
+    """Places a run's trained tensors and the rest of its model on the same devices: on one if each process has all of
+    every array, otherwise by `shardings`.
     """
     arrays = [leaf for leaf in jax.tree.leaves((trained, rest)) if isinstance(leaf, jax.Array)]
     elsewhere = [array for array in arrays if not array.is_fully_addressable]
@@ -238,9 +234,8 @@ def part_of_rows() -> jax.Array | int:
 
 
 def total(sums: Any) -> Any:
-    """Sums over this device's rows become sums over all rows; Shards, already summed over `fsdp`, are summed over the
-    other axes. Unchanged outside `divided`. The gradient passes unchanged to this device's share, so that gradients add
-    up once.
+    """Sums over this device's rows become sums over all rows (Shards: over the axes but `fsdp`). Unchanged outside
+    `divided`. The gradient passes unchanged to this device's share, so that gradients add up once.
     """
     return _total(sums) if _row_axes() else sums
 
@@ -304,7 +299,7 @@ def _is_shard(leaf: Any) -> bool:
 
 def divide(tree: Any, mesh: Mesh | None, sync: SyncFormat | None = None) -> Any:
     """Wraps the arrays of nnx variables that the mesh divides in Shards; no array is cut. Quantised tensors are divided
-    between blocks, with their scales; what does not divide evenly stays whole. sync: that of the Shards.
+    between blocks; what does not divide evenly stays whole.
     """
     return divided_into(tree, 1 if mesh is None else MeshShape.of(mesh).parts, sync)
 
@@ -383,7 +378,7 @@ def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
 
 def divide_like(divided_tree: Any, tree: Any) -> Any:
     """`tree`, such as sums of gradients, with Shards like those of `divided_tree`; `divide` could misjudge sums with a
-    leading axis of devices. No array is cut.
+    leading axis of devices.
     """
 
     def marked(leaf, array):
@@ -411,7 +406,6 @@ def unsummed_specs(tree: Any) -> Any:
 
 
 def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
-    """`specs` with further axes in front."""
 
     def spec_of(leaf):
         if not isinstance(leaf, Shard):
@@ -439,8 +433,8 @@ def require_undivided(states: Any, what: str) -> None:
 
 def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
     """NamedShardings of an optimizer's states. In parts with a state for each tensor of `trainable`, those of divided
-    tensors are divided if evenly: a state of its tensor's shape along the same axis, others (8-bit blocks, factors)
-    along their first. All others are whole. Any would give equal results.
+    tensors are divided if evenly: along the same axis if the shape is the tensor's, else (8-bit blocks, factors) along
+    the first. All others are whole.
     """
     structure = jax.tree.structure(trainable)
     tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)

@@ -1,13 +1,9 @@
 """Schedules copies between device and host memory while a layer computes, so that offloaded residuals cost little time.
 
-A stage is one segment of a layer. Optimization barriers bind each copy to a window of stages of another layer than its
-own. Copies to the device are as late as possible and copies to the host end as early as possible, to use little memory
-in both places.
-
-Without this, XLA's scheduler starts a copy five kernels before its end, whatever their sizes, and allows two at a time;
-an 8B step in 24 GB then waited for 91 ms. Therefore a layer's kernels count as nothing (`copies_start_at_once`), and
-more copies run at a time (IN_FLIGHT). Without that scheduler every copy is waited for, and with the analytical latency
-estimator twice as much.
+Optimization barriers bind each copy to a window of stages (segments) of another layer than its own, as late as possible
+to the device and as early as possible to the host, to use little memory in both places. XLA's scheduler alone starts a
+copy five kernels before its end, whatever their sizes, and allows two at a time; an 8B step in 24 GB then waited for 91
+ms. Therefore a layer's kernels count as nothing (`copies_start_at_once`), and more copies run at a time (IN_FLIGHT).
 """
 
 from __future__ import annotations
@@ -42,9 +38,8 @@ NO_REMATERIALIZATION = {"xla_disable_hlo_passes": "rematerialization"}
 
 def copies_start_at_once() -> contextlib.AbstractContextManager:
     """A context in which XLA's scheduler takes every traced kernel to last a microsecond, so that copies start at once.
-
-    Layers without copies need it, too: XLA chooses a product's algorithm by the text of its instruction, which this
-    setting is part of. With equal texts, different plans give the same bits.
+    Layers without copies need it, too: XLA chooses a product's algorithm by the text of its instruction, and equal
+    texts give different plans the same bits.
     """
     return set_xla_metadata(latency_metadata="1000")
 
@@ -82,14 +77,13 @@ def join(pieces: Pieces) -> jax.Array:
 
 def windows(sizes: Sequence[int], stages: Sequence[float], late: bool = False) -> list[tuple[int, int]]:
     """(first stage, last stage) for each copy; consecutive copies may share a window, and windows follow one another.
-
-    Minimises the time that the device waits for copies and, with a hundredth of that weight, the byte-time for which
-    they occupy memory in both places.
+    Minimises the time that the device waits and, with a hundredth of that weight, the byte-time for which copies occupy
+    memory in both places.
 
       sizes: bytes of the copies, in order.
       stages: durations, in multiplications that large products do in that time; stretched if the copies take longer.
-      late: True for copies to the device, whose destination is occupied from the window's beginning; False to the host,
-      whose source is occupied until its end.
+      late: True to the device, whose memory is occupied from the window's beginning; False to the host, whose source is
+      occupied until its end.
     """
     count = len(sizes)
     copy_times = [size * _MULTIPLICATIONS_PER_BYTE * _ROOM for size in sizes]
@@ -127,9 +121,9 @@ class TransferSchedule:
     """Copies arrays to device or host memory while a layer computes, in a traced program. Call `start` before and
     `finish` after each stage, and read `arrays` at the end. Large arrays go to the host first and to the device last.
 
-      arrays: a pytree, such as Pieces of residuals.
+      arrays: a pytree, such as Pieces.
       stages: durations, in multiplications that large products do in that time.
-      space: jax.memory.Space.Host or .Device, the destination.
+      space: jax.memory.Space.Host or .Device.
       last_is_thin: the last stage has only thin products (a backward's adapter gradients) and gets copies only if the
       others lack time.
     """

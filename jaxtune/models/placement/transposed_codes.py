@@ -1,6 +1,6 @@
-"""Transposed codes beside a run's frozen FP8 weights (Stored.transposed), so that a step copies none: the backward of
-an FP8 product reads them, and experts' forward if their weights are [E, in, out]. They are given up if memory runs out,
-and what is saved, exported, merged or sampled from lacks them.
+"""Transposed codes beside a run's frozen FP8 weights, which the backward of an FP8 product reads, and experts' forward
+if weights are [E, in, out], so that a step copies none. They are given up if memory runs out; what is saved, exported
+or sampled from lacks them.
 """
 
 from __future__ import annotations
