@@ -108,7 +108,6 @@ def _tokens(content: Fields, vocab_size: int) -> tuple[list[str], list[int]]:
 
 
 def _sequence(section: Fields | None, kinds: str) -> list[Fields]:
-    """The steps of a normalizer or pre-tokenizer. kinds: a sequence's key for them."""
     if section is None:
         return []
     return section[kinds] if section["type"] == "Sequence" else [section]

@@ -72,7 +72,7 @@ def _served(grid: FakeQuant) -> str:
 
 
 def _storing(grid: FakeQuant) -> tuple[str, ...]:
-    """Quantised exports that store a grid's codes and scales exactly, such as "w4a16" or "gguf --outtype q4_0"."""
+    """Quantised exports that store a grid exactly, such as "w4a16" or "gguf --outtype q4_0"."""
     return (*grid.exports, *([f"gguf --outtype {grid.outtype}"] if grid.outtype else []))
 
 
@@ -125,8 +125,8 @@ def exactly(name: str, format: str, weight: jax.Array) -> Stored:
 
 def _fitting(stored: Stored, middle: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """Factors for the scales with which a weight decodes to `numbers`: `middle` (float64, 1 along `scale_axes`), or for
-    each the neighbour within 12 * 2^-24 with the fewest wrong numbers. Training may have rounded a product that float32
-    had rounded to the middle between two 16-bit numbers; then very few scales give all numbers.
+    each the neighbour within 12 * 2^-24 with the fewest wrong numbers. Training may have rounded a product that lay in
+    the middle between two 16-bit numbers; then very few scales give all numbers.
     """
 
     def wrong(factors: np.ndarray) -> np.ndarray:

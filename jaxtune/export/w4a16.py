@@ -148,10 +148,9 @@ def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, k
 
 
 def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.Array, int]:
-    """(codes int8[out, in], scales [out, in / group] in dtype, groups in which codes * scales are not the weight).
-
-    On a grid, the scale follows from the group's extreme values (int4_scales), which were rounded themselves, so a
-    neighbour is taken where it is exact. Not jitted: XLA would remove the rounding to dtype.
+    """(codes int8[out, in], scales [out, in / group] in dtype, groups in which codes * scales are not the weight). The
+    scale follows from the group's extreme values (int4_scales), which QAT rounded, so a neighbour is taken where it is
+    exact. Not jitted: XLA would remove the rounding to dtype.
     """
     groups = weight.astype(jnp.float32).reshape(len(weight), -1, group)
     first = int4_scales(groups, dtype)

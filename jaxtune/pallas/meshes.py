@@ -47,13 +47,11 @@ def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) ->
 
 
 def _mesh(arrays: list[Any]) -> AbstractMesh | None:
-    """The mesh in force if it has several devices, or that of the first array whose mesh has; else None."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
     return next((mesh for mesh in meshes if not mesh.empty and mesh.size > 1), None)
 
 
 def _as_first(first: Sequence[Any], shape: tuple[int, ...]) -> PartitionSpec:
-    """The spec of the first array (its type, or []) up to the first axis whose sizes differ."""
     spec = []
     for array in first:
         for axis, size, result_size in zip(array.sharding.spec, array.shape, shape, strict=False):

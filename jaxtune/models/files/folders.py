@@ -74,7 +74,6 @@ def _make_locked(path: Path) -> tuple[Path, int]:
 
 
 def _remove_left(path: Path) -> None:
-    """Removes temporary folders of `path` that killed processes left; those in use are locked."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         if leftover.is_dir() and not leftover.is_symlink():
             remove_left(leftover)

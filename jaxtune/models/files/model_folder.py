@@ -110,8 +110,8 @@ def resolve_folder(path: str | os.PathLike) -> Path:
     """The local folder or GGUF file of a model: a folder, a GGUF file itself or alone in its folder, or a hub name such
     as "org/model".
 
-    A complete snapshot with a tokenizer in the cache is used without asking the hub. Otherwise missing files are
-    downloaded, but no pickles; if that fails, a snapshot that lacks only the tokenizer is used. Raises ValueError if
+    A complete snapshot with a tokenizer in the cache is used without asking the hub; otherwise missing files are
+    downloaded, but no pickles. If that fails, a snapshot that lacks only the tokenizer is used. Raises ValueError if
     there is none.
     """
     name = os.fspath(path)

@@ -32,8 +32,8 @@ def weight_name(module: str) -> str:
 
 
 def is_kept_packed(entry: headers.TensorEntry, load_in: str | None) -> bool:
-    """Whether a tensor is a quantised weight that can stay quantised. Loading decodes others, such as gpt-oss's MXFP4
-    experts, unless `load_in` names their format.
+    """Whether a quantised weight can stay quantised. Loading decodes others, such as gpt-oss's MXFP4 experts, unless
+    `load_in` names their format.
     """
     if not isinstance(entry, StoredEntry):
         return False

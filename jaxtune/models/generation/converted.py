@@ -68,8 +68,8 @@ def convertible_of(
 
 
 def _quantised(model: Decoder) -> list[list[tuple[Linear, Stored]]]:
-    """For each layer, the linears whose quantised weight a product would decode, with that weight. Experts stay
-    quantised: a step reads nearly all of them, faster in fewer bits.
+    """For each layer, the linears whose quantised weight a product would decode. Experts stay quantised: a step reads
+    nearly all of them, faster in fewer bits.
     """
     layers = [[matrix for *_, matrix in layer.matrices() if not matrix.num_experts] for layer in model.layers]
     if model.per_layer is not None:
