@@ -63,19 +63,19 @@ def export_model(
     Args:
       path: a folder that does not exist or is empty.
       to: "merged", a Hugging Face folder in the model's dtype; a quantised one ("bnb-4bit", "fp8", "nvfp4",
-      "nvfp4-nvfp4", "int8", "w4a16", "w4a8", "mxfp4", "mxfp4-mxfp4"); "gguf"; or "adapter" or "gguf-adapter", the
-      adapter alone. In all others an adapter is merged.
+        "nvfp4-nvfp4", "int8", "w4a16", "w4a8", "mxfp4", "mxfp4-mxfp4"); "gguf"; or "adapter" or "gguf-adapter", the
+        adapter alone. In all others an adapter is merged.
       tokenizer: written too, but not by gguf-adapter; gguf needs it.
       outtype: for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; None: the model's dtype. q4_0 or q8_0 after QAT in
-      that type stores the training's numbers.
+        that type stores the training's numbers.
       name: general.name of a GGUF file; None: the folder's. Changed, with a note, if llama.cpp would take the tokenizer
-      for another kind.
+        for another kind.
       max_shard_bytes: larger weights are divided into several safetensors files.
     Raises:
       ValueError: an unknown format or outtype; a model that the format cannot represent, such as QAT on another grid;
-      no adapter, tokenizer or gguf package where needed; a folder in use; a full disk.
+        no adapter, tokenizer or gguf package where needed; a folder in use; a full disk.
       ArithmeticError: what was read back differs; a weight is not finite, decodes further off than rounding explains,
-      or is merged wrongly.
+        or is merged wrongly.
     """
     require_format(path, to, outtype)
     folder = Path(path).resolve()

@@ -79,7 +79,7 @@ _traced_once: dict[Hashable, Callable[..., Any]] = {}
 
 
 def _jitted(function, name: str) -> Callable[..., Any]:
-    """An inlined jit, by which JAX traces and lowers the kernel once for equal shapes."""
+    """An inlined jit, by which JAX lowers the kernel once for equal shapes."""
 
     def call(*operands):
         with jax.enable_x64(False):  # with it, numbers created in a kernel would have 64 bits
@@ -93,8 +93,8 @@ _TARGET = "mosaic_gpu_v2"
 
 
 def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> list[Future[None]]:
-    """Compiles the Mosaic kernels of a lowered program in parallel; futures raise what compilation raises. XLA would
-    compile them one by one, also for a program from its cache; Mosaic compiles no kernel twice in a process.
+    """Starts to compile the Mosaic kernels of a lowered program in parallel. XLA would compile them one by one, also
+    for a program from its cache; Mosaic compiles no kernel twice in a process.
     """
     module: Any = program.compiler_ir()
     kernels: dict[bytes, dict[str, Any]] = {}

@@ -414,7 +414,7 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
         lane = arith.andi(ir_thread(), ir_const(31))
         warp = ir_shift_right(ir_thread(), 5)
         group, quad = ir_shift_right(lane, 2), arith.andi(lane, ir_const(3))
-        # Of its half: whether the lane's bytes are.
+        # Whether the lane's bytes are those of its half's first block.
         first_block = arith.cmpi(arith.CmpIPredicate.ult, quad, ir_const(2))
         own_column = ir_mul(lane, 4)
 

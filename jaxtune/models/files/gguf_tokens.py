@@ -134,7 +134,7 @@ def _pieces(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
 
 
 def merges_of(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """The merges, by the score of the resulting piece, then by the longest beginning."""
+    """The merges that make the pieces of a vocabulary, by the piece's score, then by the longest beginning."""
     ordinary = {token: scores[number] for number, token in enumerate(tokens) if types[number] == NORMAL}
     merges = [
         (score, split, len(token) - split, token)

@@ -271,8 +271,8 @@ def check_stored(
     load_in: str | None,
     beside: Set[str] = frozenset(),
 ) -> None:
-    """Raises ValueError if weights are quantised in another format than load_in, or none is in the format of
-    quantization_config, unless that is load_in, decoded on loading, or a passthrough tensor's.
+    """Raises ValueError if weights stay quantised in another format than load_in, or if none is in the format that
+    quantization_config names and that is neither load_in, nor decoded on loading, nor a passthrough tensor's.
 
       formats: {weight that files store quantised: format}.
       packed: those that stay quantised in the model.

@@ -21,6 +21,7 @@ _INCOMPLETE = "\ufffd"  # the decoder's text for the first bytes of a character 
 class Conversation:
     """A conversation in which the model sees all earlier questions and answers. Needs a chat template.
 
+    Args:
       template_arguments: variables of the template, such as {"enable_thinking": False}.
       settings: of `generate`; not eos_token_ids, streamer and tokenizer.
 
@@ -61,6 +62,7 @@ class Conversation:
         """The model's answer, without thoughts. Question and answer become messages unless an error ends the answer.
         Raises ValueError for messages that the template refuses, too few positions, and as `generate` does.
 
+        Args:
           show: gets each piece of the thoughts and, after an empty line, the answer, in whole characters.
         """
         messages = read_messages([*self.messages, {"role": "user", "content": text}])

@@ -43,8 +43,8 @@ class Convertible:
 
     @classmethod
     def of(cls, model: Decoder, prefill_tokens: int, most: int | None = None) -> Convertible:
-        """Measures a model, arrays or shapes, for programs that prefill at most `prefill_tokens`. most: layers; None:
-        all.
+        """Measures a model, arrays or shapes, for programs that prefill at most `prefill_tokens`. most: the most
+        layers.
         """
         itemsize = jnp.dtype(model.dtype).itemsize
         sizes = [sum(weight.size for _, weight in layer) * itemsize for layer in _quantised(model)]

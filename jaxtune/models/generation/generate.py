@@ -62,6 +62,7 @@ def generate(
     outgrows the original context, its cache is computed anew with the long factors, as transformers does for a single
     row.
 
+    Args:
       temperature: divides the logits; 0 takes the most likely token.
       top_k: only this many most likely tokens remain; 0: all.
       top_p: the fewest most likely tokens with at least this total probability remain.
@@ -73,7 +74,7 @@ def generate(
       eos_token_ids: None: those of the model's files.
       output_logprobs: also returns each new token's log softmax, in nats, without temperature, penalty or filters.
       deterministic: a row has the same bits whatever the other prompts are, and log-probabilities come from
-      `training_logprobs`, not from the decoding steps.
+        `training_logprobs`, not from the decoding steps.
 
     Returns each prompt's new tokens, with the one that ended it; with output_logprobs (tokens, log-probabilities).
 

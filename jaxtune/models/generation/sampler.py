@@ -82,19 +82,20 @@ class Sampler:
     Programs are compiled for each bucket of capacity and prompt length and each Kind of sampling settings, and shared
     by samplers of equal models and slots. Closing or freeing a sampler waits for the device.
 
+    Args:
       model: its arrays are used, not copied, apart from plain adapters and converted weights.
       slots: None: `most_slots`, halved until there is memory.
       length: tokens of a row with its prompt. None: as many as there is memory for. Caches grow in buckets up to the
-      longest requested row.
+        longest requested row.
       most_converted: the most layers whose weights are converted once (converted.py); None: as many as fit.
       memory_share: of the free memory; the rest is for samplers made next.
       deterministic: a row has the same bits whatever else is sampled, in any slot and process, for equal `slots` and
-      devices; otherwise other rows change its rounding. Slower: prompts are prefilled one at a time, no weights are
-      converted, products use the vendor's first algorithm.
+        devices; otherwise other rows change its rounding. Slower: prompts are prefilled one at a time, no weights are
+        converted, products use the vendor's first algorithm.
       tokens_per_round: fewer stream more smoothly and free slots earlier, but need more dispatches; each value
-      compiles.
+        compiles.
       prefill_tokens: the most that one program prefills (four times as many while most slots are free), and about the
-      most between two rounds.
+        most between two rounds.
       prefills_alone: a row's bits do not depend on other prompts.
 
     Attributes:
@@ -197,6 +198,7 @@ class Sampler:
         """Appends a prompt to the queue, also while rows decode. Returns the request's number. Settings are those of
         `generate`.
 
+        Args:
           max_new_tokens: None: as many as the row has room for.
           seed, index: with the step they determine what the row draws.
           scaled_logprobs: of the logits divided by the temperature.
@@ -269,6 +271,7 @@ class Sampler:
         """Continues all prompts and yields each row that has ended. It begins with the first `next`; nothing else can
         be submitted before the last row. Closing it, or an error, cancels the rest.
 
+        Args:
           prompts: equal ones are best consecutive.
           max_new_tokens, seed: for all rows, or one a prompt, which then draws as if alone.
           in_order: whether rows come in the order of the prompts, or as they end.

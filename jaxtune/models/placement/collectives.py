@@ -36,8 +36,8 @@ def compiler_options() -> dict[str, Any]:
 
 
 def first_exchange(mesh: Mesh) -> Callable[[jax.Array], Any]:
-    """Compiles a program, called with a whole float32[], that makes NCCL connect the devices for each group over which
-    a step's collectives run.
+    """Compiles a program that makes NCCL connect the devices of each group over which a step's collectives run. Call it
+    with a float32[] that every device has whole.
     """
     axes = tuple(axis.name for axis in AXES if mesh.shape[axis.name] > 1)
     groups = [axes] if len(axes) == 1 else [axes, *((axis,) for axis in axes)]

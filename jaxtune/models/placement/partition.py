@@ -104,8 +104,8 @@ def mesh_shape(*sizes: int) -> MeshShape:
 
 
 def make_mesh(*sizes: int) -> Mesh:
-    """A mesh with the run's first devices. Raises ValueError if there are fewer, or if a run of several processes has
-    more.
+    """A mesh of mesh_shape(*sizes) with the run's first devices. Raises ValueError if there are too few, or in several
+    processes too many.
     """
     devices, shape = jax.devices(), mesh_shape(*sizes)
     requested = " and ".join(_keys(shape)) or f"mesh.{AXES[0].name} = 1"
@@ -406,6 +406,7 @@ def unsummed_specs(tree: Any) -> Any:
 
 
 def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
+    """`specs` for arrays with leading axes, which are divided as `front` says, those of Shards as front_of_shards."""
 
     def spec_of(leaf):
         if not isinstance(leaf, Shard):
