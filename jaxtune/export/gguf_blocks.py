@@ -88,7 +88,7 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
 
       kind: gguf's name of the type.
       grid: the dtype in which QAT rounded the values to this type (Q8_0 or Q4_0), which shortened the scales; they are
-      encoded exactly. None: rounded here.
+        encoded exactly. None: rounded here.
 
     Yields functions that copy a run's bytes to the host, uint8[n]; threads may call them while the next run is encoded.
     They raise ArithmeticError for values that are not finite, too large for F16, or further off than rounding explains;

@@ -21,7 +21,7 @@ class Compiling:
     drops what waits. Several threads would wait for Python's lock. An error is left to the call that needs the program.
 
       like: dtype and sharding of most arrays; None: nothing is compiled ahead, as arrays on several devices must get
-      their programs in one order.
+        their programs in one order.
     """
 
     def __init__(self, sources: Sequence[Source], kinds: Mapping[str, str], like: jax.ShapeDtypeStruct | None):

@@ -53,8 +53,8 @@ def kernel(body, name: str, interpret=None, **options):
     arrays.
 
       body: a module's function, or a partial of one. Its arguments and `options` must be hashable, or lists and dicts
-      of hashables: they identify the kernel, which is traced once for equal shapes. A function defined anew for each
-      call would be traced each time, and kept.
+        of hashables: they identify the kernel, which is traced once for equal shapes. A function defined anew for each
+        call would be traced each time, and kept.
       name: its scope in op_names, by which jaxtune.profile recognises it.
       interpret: from `interpreter()`; not jitted then.
       options: of plgpu.kernel, such as grid and out_type.

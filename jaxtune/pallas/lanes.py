@@ -385,9 +385,9 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
     (mma.m16n8k16), by one warpgroup; `store_sums` adds up over warpgroups, warps and parts.
 
       acc: float32[64 p, n] in registers, n 8 or 16. Of a row's codes in a chunk, each warp takes p parts of 64 bytes: 2
-      reads whole memory lines, which is faster, but leaves room for 4 tokens in 8 columns. The sum of warp w over part
-      h for row (2 s + i) (8 / p) + a and token e (8 / p) + t is at row (s, w, i, a, h) of [p, 4, 2, 8 / p, p] and
-      column (e, h, t) of [n / 8, p, 8 / p]; entries whose two h differ are meaningless.
+        reads whole memory lines, which is faster, but leaves room for 4 tokens in 8 columns. The sum of warp w over
+        part h for row (2 s + i) (8 / p) + a and token e (8 / p) + t is at row (s, w, i, a, h) of [p, 4, 2, 8 / p, p]
+        and column (e, h, t) of [n / 8, p, 8 / p]; entries whose two h differ are meaningless.
       codes: uint8[16, 256 p] in registers: 512 p elements of each row, 128 p for each warp.
       x: from `x_fragments`, with width n and p parts.
       chunk: int32[], its number within the row.

@@ -70,7 +70,7 @@ def on_each_device[**Parameters, Result](
 
       rows: the number of first arguments with rows; all others are whole.
       results: the number of first results with rows; later ones are added up over devices, or None. None: all have rows
-      (none if `rows` is 0).
+        (none if `rows` is 0).
     """
 
     @functools.wraps(function)

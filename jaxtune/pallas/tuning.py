@@ -86,7 +86,7 @@ def measure(
     "milliseconds", "tried": [[blocks, milliseconds or why not], ...]}.
 
       prepare: compiles the operation within `forced`, and returns a function that runs it once. Several threads call
-      it; all compile before the first runs.
+        it; all compile before the first runs.
       wrong: a candidate's result -> why it is wrong, or None; called in order.
       say: gets text for the user.
       path: None: the user's cache, whose errors are only logged.

@@ -30,7 +30,7 @@ def divide(
     passthrough tensor that cannot be copied.
 
       hf, whole: config.json of the text part and of the folder, one object for a text model. Otherwise the Passthrough
-      also has `whole` and the configs of image and video processors.
+        also has `whole` and the configs of image and video processors.
     """
     passthrough_entries = tuple(entry for name, entry in entries.items() if is_passthrough(name, config.family))
     if not passthrough_entries:

@@ -154,7 +154,7 @@ def read_tensors(
       kept: quantised tensors that stay so; others are decoded.
       cancelled: once set, CancelledError is raised before the next tensor.
       where: (name, tensor or its shape) -> sharding, called in threads; None: the default device. Other processes'
-      parts of a tensor are read only for a digest that is not cached.
+        parts of a tensor are read only for a digest that is not cached.
       dtypes: {name: dtype} of tensors with another dtype than `dtype`.
       stay: plain tensors that stay in host memory.
 

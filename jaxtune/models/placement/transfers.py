@@ -83,7 +83,7 @@ def windows(sizes: Sequence[int], stages: Sequence[float], late: bool = False) -
       sizes: bytes of the copies, in order.
       stages: durations, in multiplications that large products do in that time; stretched if the copies take longer.
       late: True to the device, whose memory is occupied from the window's beginning; False to the host, whose source is
-      occupied until its end.
+        occupied until its end.
     """
     count = len(sizes)
     copy_times = [size * _MULTIPLICATIONS_PER_BYTE * _ROOM for size in sizes]
@@ -125,7 +125,7 @@ class TransferSchedule:
       stages: durations, in multiplications that large products do in that time.
       space: jax.memory.Space.Host or .Device.
       last_is_thin: the last stage has only thin products (a backward's adapter gradients) and gets copies only if the
-      others lack time.
+        others lack time.
     """
 
     def __init__(self, arrays: Any, stages: Sequence[float], space: Any, last_is_thin: bool = False):
