@@ -50,7 +50,7 @@ class Compiling:
         return self
 
     def __exit__(self, *error) -> None:
-        """Drops what waits, and does not wait for what has begun."""
+        """Drops what waits, and does not wait for what has started."""
         self._tracer.shutdown(wait=False, cancel_futures=True)
         self._compilers.shutdown(wait=False, cancel_futures=True)
 

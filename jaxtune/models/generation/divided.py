@@ -23,7 +23,7 @@ def devices_of(model: Decoder) -> list[Device]:
 
 
 def copy_on(model: Decoder, device: Device) -> Decoder:
-    """The model on one device, from arrays that lie there whole; nothing is copied."""
+    """The model on one device, from the arrays that it has whole; nothing is copied."""
 
     def on_device(array: jax.Array) -> jax.Array:
         return next(shard.data for shard in array.addressable_shards if shard.device == device)

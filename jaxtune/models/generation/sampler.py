@@ -410,8 +410,8 @@ class Sampler:
         """
         if all(request.limit <= self._capacity for request in nearest):
             return
-        unfinished = [*self._waiting, *(request for request in self._slots if request is not None)]
-        most = self.plan.length if self._deterministic else max(request.limit for request in unfinished)
+        live_requests = [*self._waiting, *(request for request in self._slots if request is not None)]
+        most = self.plan.length if self._deterministic else max(request.limit for request in live_requests)
         capacity = length_bucket(most)
         if self._states is None:
             self._states = device.empty_states(self._structure, self._shapes, len(self._slots), capacity)

@@ -292,9 +292,9 @@ def _decode(
     order = jnp.arange(steps, dtype=jnp.int32)
     uniform = _uniform(rows, live.length, steps) if kind.draws else None
 
-    def decode_step(carry, step):
-        """Makes a token in each active slot: (the next carry, Emitted.ranked of this step)."""
-        states, live, positions, draws, seen, tokens, logprobs = carry
+    def decode_step(step_state, step):
+        """Makes a token in each active slot: (the next step_state, Emitted.ranked of this step)."""
+        states, live, positions, draws, seen, tokens, logprobs = step_state
         with jax.named_scope("decode"):
             tables = rotary_tables(
                 model.config, jnp.maximum(positions, 0)[:, None], jnp.maximum(live.length, 1)[:, None]
@@ -316,7 +316,7 @@ def _decode(
         return (states, live, _position(length, continues), draws, seen, tokens, logprobs), ranked
 
     blank = jnp.zeros((steps, len(live.token)), jnp.int32), jnp.zeros((steps, len(live.token)), jnp.float32)
-    first_carry = (
+    first_state = (
         states,
         live,
         _position(live.length, live.active),
@@ -324,7 +324,7 @@ def _decode(
         seen,
         *blank,
     )
-    (states, after, _, _, seen, tokens, logprobs), ranked = jax.lax.scan(decode_step, first_carry, order)
+    (states, after, _, _, seen, tokens, logprobs), ranked = jax.lax.scan(decode_step, first_state, order)
     return states, after, seen, Emitted(tokens, logprobs, jnp.subtract(after.length, live.length), ranked)
 
 

@@ -40,7 +40,7 @@ def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) 
 
 
 def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
-    """(Structure, arrays), the model's own but for plain adapters, which are cast to the compute dtype. Done once,
+    """(Structure, arrays), the model's own except for plain adapters, which are cast to the compute dtype. Done once,
     because flattening a deep model takes the host as long as many tokens take the device. Raises ValueError for divided
     weights.
     """
