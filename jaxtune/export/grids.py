@@ -20,8 +20,8 @@ _GGUF_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # by ou
 
 
 def grid_of_export(model: Decoder) -> FakeQuant | None:
-    """The grid of the weights that an export writes, or None. With an adapter it is the grid of its own training,
-    whatever an earlier QAT rounded the base to.
+    """The grid of the weights that an export writes, or None. With an adapter it is its own training's, whatever the
+    base was rounded to.
     """
     return qat_spec(model) if has_adapter(model) else model.qat
 

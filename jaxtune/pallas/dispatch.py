@@ -225,8 +225,8 @@ def device_kind() -> str | None:
 
 
 def multiprocessors() -> int:
-    """Of the GPU that is compiled for; 132, as an H100 or H200 has, within `compile_for`. Raises RuntimeError without a
-    GPU.
+    """Multiprocessors of the GPU that is compiled for; 132 (H100, H200) within `compile_for`. Raises RuntimeError
+    without a GPU.
     """
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
@@ -238,7 +238,7 @@ def multiprocessors() -> int:
 
 @contextlib.contextmanager
 def compile_for(capability: tuple[int, int]):
-    """A context in which all threads choose implementations as for a GPU of this capability, unchecked, for tests."""
+    """A context in which all threads choose implementations as for a GPU of this capability, unchecked."""
     global _target
     before, _target = _target, capability
     try:

@@ -217,9 +217,7 @@ def _say_once(text: str) -> None:
 
 
 def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
-    """Adds or replaces an entry. Those of another jaxlib are dropped, because other blocks may be faster with its
-    compiler.
-    """
+    """Adds or replaces an entry, and drops those of another jaxlib, with whose compiler other blocks may be faster."""
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = {**_own(path), key: entry}
     record = {"device": kind, "jaxlib": metadata.version("jaxlib"), "entries": entries}
@@ -228,8 +226,8 @@ def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
 
 
 def _milliseconds(programs: Sequence[Callable[[], Any]], rounds: int = 6, runs: int = 4) -> list[float]:
-    """Medians over rounds of `runs` launches. Programs take turns, every second round backwards, because a GPU's clock
-    falls while it works: the first would seem the fastest.
+    """Medians over rounds. Programs take turns, every second round backwards, because a GPU's clock falls while it
+    works: the first would seem the fastest.
     """
     samples: list[list[float]] = [[] for _ in programs]
     for number in range(rounds + 1):

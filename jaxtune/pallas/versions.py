@@ -19,9 +19,7 @@ _LIBRARIES = ("cudnn", "cublas", "cuda_runtime")
 
 @functools.cache
 def of_kernels() -> tuple[str, ...]:
-    """Versions of installed packages, of loaded NVIDIA libraries, which may come from elsewhere, and of the driver;
-    cached.
-    """
+    """Versions of installed packages, loaded NVIDIA libraries (perhaps from elsewhere) and the driver; cached."""
     named = {
         (package.metadata["Name"] or "").lower().replace("_", "-"): package.version
         for package in metadata.distributions()

@@ -46,7 +46,7 @@ class Digest:
 
     @classmethod
     def of(cls, name: str, array: np.ndarray) -> Digest:
-        """Of a tensor in host memory. name: the model's, or in a quantised weight the layout's label."""
+        """Digests a tensor in host memory. name: the model's, or in a quantised weight the layout's label."""
         label, data = f"{name} {array.dtype.name} {array.shape}", array.reshape(-1).view(np.uint8)
         hasher = xxhash.xxh3_128(label.encode())
         hasher.update(data)
@@ -62,7 +62,7 @@ class Digest:
         read: Callable[[int, int], np.ndarray],
         known: bytes | None = None,
     ) -> Digest:
-        """Of a tensor that is not in memory, equal to `of`.
+        """Digests a tensor that is not in memory, as `of` does.
 
         read: (start, stop) -> these bytes, uint8.
         known: its cached `whole` digest; then only the sampled blocks are read.
@@ -77,7 +77,7 @@ class Digest:
 
     @classmethod
     def joined(cls, parts: Iterable[Digest]) -> Digest:
-        """Of several tensors, SHA-256 over their digests in this order, which the result depends on."""
+        """SHA-256 over the digests of several tensors, in this order."""
         parts = list(parts)
         sampled, whole = (b"".join(getattr(digest, key) for digest in parts) for key in ("sampled", "whole"))
         return cls(hashlib.sha256(sampled).digest(), hashlib.sha256(whole).digest())

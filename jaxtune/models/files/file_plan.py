@@ -16,8 +16,8 @@ from jaxtune.pallas.formats.layout import FileTensor
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tensors of a file that are computed from the same part of one of the model's tensors, such as one expert, so that
-    it is cut once for its codes and its scales.
+    """Tensors of a file that are computed from one section of the model's tensor, such as one expert, which is cut once
+    for its codes and its scales.
     """
 
     # {name in the file: its FileTensor: the shape, the dtype, and the function that computes it from the part}

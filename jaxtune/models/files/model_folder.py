@@ -43,8 +43,8 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer: Any) -> None:
-    """Writes (name, content) of `files` and a Hugging Face tokenizer's files, or None, over files of these names.
-    Raises OSError, which names the file.
+    """Writes (name, content) of `files` and the files of a Hugging Face tokenizer, or None. Raises OSError, which names
+    the file.
     """
     for name, content in files:
         atomic_write(folder / name, content, durable=False)

@@ -47,9 +47,7 @@ def divide(
 
 
 def stored_in(beside: Passthrough | None) -> set[str]:
-    """Formats, such as "fp8", of quantised passthrough tensors. quantization_config may name them although no weight of
-    the model is in them.
-    """
+    """Formats, such as "fp8", of quantised passthrough tensors, which quantization_config may name."""
     return {
         entry.format_name for entry in _gathered(beside.tensors if beside else ()) if isinstance(entry, StoredEntry)
     }

@@ -31,8 +31,8 @@ def check_load_in(name: str | None) -> None:
 
 
 def require_kept(where: str, load_in: str | None, there: bool) -> None:
-    """Raises ValueError if weights are to stay in `load_in` (format_names.KEPT), to which loading quantises nothing,
-    and the checkpoint stores none so (`there`).
+    """Raises ValueError if weights are to stay in `load_in` (format_names.KEPT) and the checkpoint stores none so
+    (`there`).
     """
     layout = kept_layout(load_in) if load_in in KEPT else None
     if layout is not None and not there:
@@ -222,8 +222,8 @@ def round_to_grid(weight: jax.Array, spec: FakeQuant, transposed: bool = False) 
 
 
 def qat_spec(model: Decoder) -> FakeQuant | None:
-    """The grid to which a prepared model rounds, without observed scales (observed_inputs.recorded adds them); None
-    also for weights rounded for good, whose grid is `qat`.
+    """The grid to which a prepared model rounds, without observed scales; None for weights rounded for good, whose grid
+    is `qat`.
     """
     return next((matrix.fake_quant for _, matrix in matrices(model) if matrix.fake_quant is not None), None)
 

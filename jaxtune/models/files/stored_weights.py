@@ -1,5 +1,5 @@
 """Quantised weights in checkpoints: finds their tensors by name, reads them and plans how they are written, by each
-format's layouts (pallas/formats/layout.py).
+format's layouts.
 """
 
 from __future__ import annotations

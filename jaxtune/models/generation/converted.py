@@ -121,8 +121,8 @@ def _buffer_bytes(model: Decoder, tokens: int) -> int:
 
 
 def head_of_step(model: Decoder, head: jax.Array) -> jax.Array:
-    """The stored head [vocab, hidden] as decoding steps multiply by it: cast to its compute dtype and, in 16 bits,
-    padded with rows of zeros to a multiple of 8.
+    """The stored head [vocab, hidden] cast to its compute dtype and, in 16 bits, padded with rows of zeros to a
+    multiple of 8.
     """
     return filled_up(head.astype(model.head_compute or model.dtype))
 

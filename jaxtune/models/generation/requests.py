@@ -85,7 +85,6 @@ class StopStrings:
         return next((count for count in range(looked_at + 1, len(new) + 1) if self._in(new[:count])), None)
 
     def _in(self, tokens: Sequence[int]) -> bool:
-        """Whether the text contains a stop string. Spaces before punctuation count, as in `text_of`."""
         text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         return any(string in text for string in self._strings)
 
@@ -114,8 +113,8 @@ class Request:
     done: bool = False  # whether it has ended
 
     def take(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Adds the device's new tokens, up to the one that completes a stop string. Returns (the added ids, "stop" or
-        "length" if the row ends with them).
+        """Adds the device's new tokens, up to the one that completes a stop string. Returns (these, why the row ends or
+        None).
         """
         count_before = len(self.tokens) - self.start
         self.tokens += tokens

@@ -406,7 +406,7 @@ class Sampler:
 
     def _reserve(self, nearest: Sequence[Request]) -> None:
         """Allocates or grows the slots' caches if `nearest` need it, to the bucket of the longest row, because each
-        capacity compiles programs; with `deterministic` to plan.length.
+        capacity compiles.
         """
         if all(request.limit <= self._capacity for request in nearest):
             return
@@ -447,8 +447,8 @@ class Sampler:
         self._rounds.append(_Round(emitted, requests))
 
     def _changes(self) -> tuple[device.Array, device.Live]:
-        """(bool[slots]: changed since the last call, new numbers), copied, as they are read late. Without changes
-        nothing is sent: the device would wait for it.
+        """(bool[slots]: changed since the last call, new numbers). Without changes nothing is sent: the device would
+        wait for it.
         """
         if not self._changed.any():
             return self._unchanged

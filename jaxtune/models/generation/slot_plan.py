@@ -35,7 +35,7 @@ def length_bucket(tokens: int, least: int = _SHORTEST_CACHE) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class SlotPlan:
-    """The slots and the most tokens of a row for which there is memory; str() is a line for reports."""
+    """The slots and the most tokens of a row; str() is a line for reports."""
 
     slots: int  # the number of rows that decode in one batch
     length: int  # the most tokens that a row may have, its prompt included

@@ -154,7 +154,7 @@ def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, total
     of training.
 
       tokens: int32[R, T], prompts without their last token, padded at the end.
-      lengths, totals: int32[R], from 1 to T; tokens with the last one, from which a longrope model chooses its factors.
+      lengths, totals: int32[R], from 1 to T; tokens of the whole prompt, which choose a longrope model's factors.
     """
     model = structure.model(leaves)
     layout = _rows_layout(model.config, tokens.shape, lengths, totals)
@@ -202,8 +202,8 @@ def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals)
 
 
 def _forward(model: Decoder, tokens, layout: PackedLayout, first_state: Callable[..., object]) -> States:
-    """Runs prompts, int32[R, T], through all layers as training does: a state for each layer. first_state: (layer, its
-    spec, {name: residual}) -> state; residuals are those that `state_reads` and `gives` name.
+    """Runs prompts, int32[R, T], through all layers as training does: a state for each. first_state: (layer, its spec,
+    {name: residual} of `state_reads` and `gives`) -> state.
     """
     x = model.embed(tokens)
     states, shared = [], {}

@@ -194,9 +194,7 @@ def addressable(tree: Any) -> list[Any]:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """A whole numpy copy; all processes of the mesh must call it. Unlike jax.device_get it leaves no cached copy with
-    the array.
-    """
+    """A whole numpy copy; all processes of the mesh must call it. Unlike jax.device_get it leaves no cached copy."""
     if not isinstance(array, jax.Array):
         return np.asarray(array)
     if not array.is_fully_addressable and not array.is_fully_replicated:
@@ -241,9 +239,7 @@ def total(sums: Any) -> Any:
 
 
 def largest(value: jax.Array) -> jax.Array:
-    """The maximum over the whole batch from that over this device's rows, without a gradient; unchanged outside
-    `divided`.
-    """
+    """The maximum over the whole batch from this device's, without a gradient; unchanged outside `divided`."""
     axes = _row_axes()
     value = jax.lax.stop_gradient(value)
     return jax.lax.pmax(value, axes) if axes else value
