@@ -394,7 +394,6 @@ class Sampler:
             )
 
     def _change(self, slot: int, token: int, length: int, active: bool) -> None:
-        """Sets a slot's newest token, its row's length and whether it decodes, for the next round."""
         self._changed[slot] = True
         for array, value in zip(self._given, (token, length, active), strict=True):
             array[slot] = value
@@ -428,7 +427,6 @@ class Sampler:
     # ---- rounds
 
     def _has_work(self) -> bool:
-        """Whether some row may need more tokens than the dispatched rounds will make."""
         return any(r is not None and len(r.tokens) + r.rounds * self._steps < r.limit for r in self._slots)
 
     def _dispatch(self) -> None:
