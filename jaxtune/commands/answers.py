@@ -165,13 +165,13 @@ def read_answer(tokenizer: Tokenizer, row: Row, prompt: Sequence[int], ids: Sequ
 
 
 def prompt_ids(
-    row: Row, tokenizer: Tokenizer, raw: bool, place: str, template_arguments: Row | None = None
+    row: Row, tokenizer: Tokenizer, raw: bool, location: str, template_arguments: Row | None = None
 ) -> list[int]:
-    """Token ids of a row's prompt; ValueError, with `place`, if it cannot be asked.
+    """Token ids of a row's prompt; ValueError, with `location`, if it cannot be asked.
 
     A conversation loses a last message of the assistant; a text is a user's message. With `raw`, or without a chat
     template, a text is tokenised as it is, and a conversation is an error.
-      place: "FILE:LINE" or "--prompt", for errors.
+      location: "FILE:LINE" or "--prompt", for errors.
     """
     column = next(name for name in CONVERSATIONS if name in row)
     plain = raw or not tokenizer.chat_template
@@ -196,9 +196,9 @@ def prompt_ids(
         name = next((name for name in TOOLS if row.get(name) is not None), TOOLS[0])
         return prompt_tokens(tokenizer, messages, tools=read_tools(row.get(name), name), arguments=template_arguments)
     except TemplateError as error:
-        raise ValueError(f"{place}: the chat template refuses these messages: {error.__cause__ or error}") from error
+        raise ValueError(f"{location}: the chat template refuses these messages: {error.__cause__ or error}") from error
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
+        raise ValueError(f"{location}: {error}") from None
 
 
 def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: int) -> int:

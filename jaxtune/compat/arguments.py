@@ -28,7 +28,7 @@ _printed: set[tuple[str, str]] = set()
 
 
 def settle(
-    where: str, others: Mapping[str, Any], table: Mapping[str, Argument], callee: Callable | None = None
+    where: str, arguments: Mapping[str, Any], table: Mapping[str, Argument], callee: Callable | None = None
 ) -> None:
     """Accepts, reports or refuses the arguments that a function does not follow.
 
@@ -36,7 +36,7 @@ def settle(
       where: the called function, for messages.
       callee: its parameters are proposed in place of an unknown argument.
     """
-    for name, value in others.items():
+    for name, value in arguments.items():
         if name not in table:
             parameter_names = [*inspect.signature(callee).parameters] if callee is not None else []
             if dataclasses.is_dataclass(callee):  # its __init__ may take fields by **

@@ -240,7 +240,7 @@ class Events(Callback):
         self._prints = not any(kind.__name__ in _PRINTERS for callback in callbacks for kind in type(callback).__mro__)
         self._left = 0  # the step of the last checkpoint-N folder
 
-    def tell(self, event: str, **more: Any) -> None:
+    def tell(self, event: str, **event_arguments: Any) -> None:
         """Calls the method `event` of every callback; ValueError if one set should_epoch_stop."""
         for callback in self._callbacks:
             method = getattr(callback, event, None)
@@ -258,7 +258,7 @@ class Events(Callback):
                     lr_scheduler=None,
                     train_dataloader=None,
                     eval_dataloader=None,
-                    **more,
+                    **event_arguments,
                 )
             self.control = self.control if answer is None else answer
         if self.control.should_epoch_stop:
@@ -366,13 +366,13 @@ class Events(Callback):
             self._leave(step)
         self.tell("on_save")
 
-    def note_better(self, metrics: Path, done: int) -> None:
+    def note_better(self, metrics: Path, steps_done: int) -> None:
         """Prints a note if an evaluation before an interruption was better than that of the current weights.
 
         metrics: the run's metrics.jsonl.
-        done: the steps done.
+        steps_done: the steps done.
         """
-        current_step = done if self.state.best_global_step is None else self.state.best_global_step
+        current_step = steps_done if self.state.best_global_step is None else self.state.best_global_step
         name = best_name(self.args)
         evaluations = {
             line["step"]: line[name] for line in read_metrics(metrics) if not np.isnan(line.get(name, np.nan))

@@ -100,20 +100,20 @@ def replace_run(output: Path, overwrite: bool) -> bool:
     return True
 
 
-def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool, int | None]:
+def resumed(resume_from: bool | str | os.PathLike | None, output: Path) -> tuple[bool, int | None]:
     """(whether a run is continued, from which step; None: the last); ValueError for a path that names no saved step."""
-    if given in (None, False):
+    if resume_from in (None, False):
         return False, None
     steps = saved_steps(output / CHECKPOINTS)
-    if given is True:
+    if resume_from is True:
         return bool(steps), None
-    folder = Path(given).expanduser()
+    folder = Path(resume_from).expanduser()
     step_name = _NAME.fullmatch(folder.name)
     if step_name is not None and folder.parent.resolve() == output.resolve() and int(step_name[1]) in steps:
         return True, int(step_name[1])
     available = ", ".join(str(output / f"checkpoint-{step}") for step in steps[-8:])
     raise ValueError(
-        f"train: resume_from_checkpoint = {os.fspath(given)!r} is not a checkpoint of the run in output_dir = "
+        f"train: resume_from_checkpoint = {os.fspath(resume_from)!r} is not a checkpoint of the run in output_dir = "
         f"{str(output)!r}. Instead: "
         + (
             f"True, or one of {available}"

@@ -142,25 +142,27 @@ class TrainingArguments(SFTConfig):
     library: ClassVar[Library] = "transformers"
 
 
-def settled(args: Any, kind: type[SFTConfig], model: object, more: Mapping[str, object] | None = None) -> SFTConfig:
+def settled(
+    args: Any, kind: type[SFTConfig], model: object, overriding: Mapping[str, object] | None = None
+) -> SFTConfig:
     """The arguments of a trainer as a `kind`, with Unsloth's defaults if a Fast class made the model, else TRL's; those
     of TrainingArguments stay. ValueError: `args` is of another class.
 
-      more: arguments of the trainer that replace those of `args`.
+      overriding: arguments of the trainer that replace those of `args`.
     """
     library: Library = "Unsloth" if getattr(model, "fast", False) else "TRL"
     config = args or kind()
     if not isinstance(config, SFTConfig):
         source = "TRL" if type(config).__module__.startswith("trl.") else "transformers"
-        return _of(kind, library, _foreign(config, kind) | dict(more or {}), source)
+        return _of(kind, library, _foreign(config, kind) | dict(overriding or {}), source)
     named: Library = vars(config).get("library", library)  # settled before
     names = [field.name for field in dataclasses.fields(kind)]
     values = {name: getattr(config, name) for name in names if name in config.given}
     if isinstance(config, TrainingArguments):
         of_transformers = defaults("transformers", config.section).keys() - _MODELS
         values |= {name: getattr(config, name) for name in names if name in of_transformers}
-        return _of(kind, library, values | dict(more or {}), "transformers")
-    return _of(kind, library, values | dict(more or {}), named)
+        return _of(kind, library, values | dict(overriding or {}), "transformers")
+    return _of(kind, library, values | dict(overriding or {}), named)
 
 
 def _of(kind: type[SFTConfig], library: Library, values: Mapping[str, Any], named: Library) -> SFTConfig:
@@ -189,9 +191,9 @@ def _foreign(args: Any, kind: type[SFTConfig]) -> dict[str, Any]:
     return arguments
 
 
-def quantised_by(args: SFTConfig, others: dict[str, object], model: object) -> None:
+def quantised_by(args: SFTConfig, trainer_arguments: dict[str, object], model: object) -> None:
     """Moves the trainer's quantization_config to the arguments that load its model; ValueError for a loaded model."""
-    config = others.pop("quantization_config", None)
+    config = trainer_arguments.pop("quantization_config", None)
     if config is None:
         return
     if not isinstance(model, str | os.PathLike):

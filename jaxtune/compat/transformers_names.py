@@ -119,18 +119,18 @@ def load_plain(
     max_length: int | None,
     random_state: int,
     full: bool,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> CompatModel:
     """Loads a model as transformers' from_pretrained does: in the given dtype, else bfloat16 (an adapter's base: the
-    recorded one), quantised only if `given` says so.
+    recorded one), quantised only if `arguments` says so.
 
       where: the called function, for messages.
       name: a folder or hub name, or the local folder of an adapter.
       max_length: the most tokens of a row; None: the trainer's.
       full: whether all weights train, unless they are quantised; False for an adapter's folder.
-      given: as in plain_arguments.
+      arguments: as in plain_arguments.
     """
-    loading = plain_arguments(where, **given)
+    loading = plain_arguments(where, **arguments)
     full = full and not any(loading.get(flag) for flag in ("load_in_4bit", "load_in_8bit", "load_in_fp8"))
     model, _ = FastLanguageModel.from_pretrained(
         os.fspath(name), max_length, full_finetuning=full, random_state=random_state, **loading

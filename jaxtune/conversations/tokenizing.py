@@ -42,10 +42,10 @@ class Tokens:
         return Tokens(self.ids[selected], self.starts[selected] + shift, self.ends[selected] + shift, cut)
 
     @classmethod
-    def joined(cls, parts: list[Tokens]) -> Tokens:
+    def joined(cls, pieces: list[Tokens]) -> Tokens:
         """The tokens of consecutive pieces with positions in the whole text."""
-        fields = (np.concatenate([getattr(tokens, name) for tokens in parts]) for name in ("ids", "starts", "ends"))
-        return cls(*fields, cut=parts[-1].cut)
+        fields = (np.concatenate([getattr(tokens, name) for tokens in pieces]) for name in ("ids", "starts", "ends"))
+        return cls(*fields, cut=pieces[-1].cut)
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:

@@ -73,21 +73,21 @@ def packing(recipe: Translation, packs: bool, *sources: str) -> None:
         recipe.notes.append("data.packing: step: an update has as many documents as there; true makes fewer updates")
 
 
-def columns(recipe: Translation, names: Mapping[str, str], of: str) -> None:
+def columns(recipe: Translation, names: Mapping[str, str], source_name: str) -> None:
     """data.columns, one map for all rows: {our column: its name in the rows}; other maps are lacking."""
     names = {ours: source for ours, source in names.items() if ours != source}
     current = recipe.get("data.columns")
     if current is not None and current != names:
-        recipe.lack(f"columns of {of}", names, "data.columns is one map for all rows")
+        recipe.lack(f"columns of {source_name}", names, "data.columns is one map for all rows")
     elif names:
         recipe.set("data.columns", names)
 
 
-def template(recipe: Translation, name: str, of: str) -> None:
+def template(recipe: Translation, name: str, source_name: str) -> None:
     """data.template, one for all rows; another one is lacking."""
     current = recipe.get("data.template")
     if current not in (None, name):
-        recipe.lack(f"template of {of}", name, f"data.template is one for all rows, and {current} already")
+        recipe.lack(f"template of {source_name}", name, f"data.template is one for all rows, and {current} already")
     else:
         recipe.set("data.template", name)
 

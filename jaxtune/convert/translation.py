@@ -65,8 +65,8 @@ class Translation:
             inner = inner.get(section) if isinstance(inner, Mapping) else None
         return inner
 
-    def lack(self, what: str, value: Any, fix: str = "") -> None:
-        line = f"{what}: {short(value)}" + (f" ({fix})" if fix else "")
+    def lack(self, subject: str, value: Any, fix: str = "") -> None:
+        line = f"{subject}: {short(value)}" + (f" ({fix})" if fix else "")
         if line not in self.lacking:
             self.lacking.append(line)
 
@@ -77,7 +77,7 @@ class Translation:
                 continue
             self.set(ours, value, *(() if key in config else (key,)))
 
-    def leftovers(self, section: Section, config: Mapping[str, Any], of: str = "") -> None:
+    def leftovers(self, section: Section, config: Mapping[str, Any], section_name: str = "") -> None:
         """Lists keys that change training and are not translated; ConfigError for a method that no recipe can mean."""
         for key, value in config.items():
             if key in section.read or key in section.same or not _is_set(key, value):
@@ -85,7 +85,7 @@ class Translation:
             default = section.defaults.get(key)
             if value == default or (default is None and value in (False, "", [], {})):
                 continue
-            name = f"{key} of {of}" if of else key
+            name = f"{key} of {section_name}" if section_name else key
             if key in section.refused:
                 raise ConfigError(f"{name} = {short(value)}: a method of {self.program} that jaxtune does not have")
             if key in section.neutral:

@@ -85,15 +85,15 @@ def servers(model: Decoder) -> list[str]:
     return notes or ["PEFT, vLLM, SGLang and TGI load this adapter; llama.cpp does as --to gguf-adapter writes it"]
 
 
-def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, np.ndarray]) -> None:
-    """Raises ArithmeticError unless tensors were read back (`found`) bit for bit, and each product B A, as PEFT
+def verify(model: Decoder, read_back: Mapping[str, np.ndarray], written: Mapping[str, np.ndarray]) -> None:
+    """Raises ArithmeticError unless tensors were read back (`read_back`) bit for bit, and each product B A, as PEFT
     computes it from the files, is close to the model's (np.allclose). Neither alpha / r nor DoRA's magnitudes are
     checked.
     """
     wrong = [
         key
-        for key in sorted(found.keys() | meant.keys())
-        if key not in found or key not in meant or found[key].tobytes() != meant[key].tobytes()
+        for key in sorted(read_back.keys() | written.keys())
+        if key not in read_back or key not in written or read_back[key].tobytes() != written[key].tobytes()
     ]
     if wrong:
         raise ArithmeticError(
@@ -104,7 +104,7 @@ def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, 
             continue
         a, b = (np.asarray(side[...], np.float64) for side in (matrix.lora.a, matrix.lora.b))
         expected = b @ a
-        product = _peft_product(peft_name(model, name), found, matrix.num_experts)
+        product = _peft_product(peft_name(model, name), read_back, matrix.num_experts)
         if not np.allclose(product, expected, rtol=1e-5, atol=1e-8):
             raise ArithmeticError(f"{WEIGHTS_NAME}: {name}, merged as PEFT does it, is not what the model computes")
 

@@ -34,48 +34,50 @@ def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes
 
 
 def write_stored(
-    to: Format,
+    format: Format,
     weights: Weights,
     folder: Path,
     tokenizer: Any,
     max_shard_bytes: int,
-    says: Callable[[Config], Config] | None = None,
+    edit_config: Callable[[Config], Config] | None = None,
     input_scales: Mapping[str, float] = types.MappingProxyType({}),
 ) -> list[str]:
     """Writes linears and experts in a quantised format: notes on matrices that stay in the model's dtype. A model in
     the format without `qat` is not quantised further. If the header contains values of weights (double-quantised NF4),
     they are quantised twice, for header and data.
 
-      says: changes the entry quantization_config.
+      edit_config: changes the entry quantization_config.
       input_scales: {linear: scale of activations} of NVFP4.
 
     Raises ValueError for experts that readers do not support, no matrix of whole blocks, or weights that left QAT's
     grid, and as write_planned does.
     """
-    assert to.export is not None
-    if to.export.without_experts is not None and weights.model.config.moe is not None:
-        raise ValueError(f"{to.export.name}: {to.export.without_experts}")
-    changed, odd_rows = grids.quantized(weights, to.name), not_whole(weights, to.name)
+    assert format.export is not None
+    if format.export.without_experts is not None and weights.model.config.moe is not None:
+        raise ValueError(f"{format.export.name}: {format.export.without_experts}")
+    changed, odd_rows = grids.quantized(weights, format.name), not_whole(weights, format.name)
     changed = changed.changed(
-        {name: functools.partial(to.kinds[0].with_input_scale, scale=scale) for name, scale in input_scales.items()}
+        {name: functools.partial(format.kinds[0].with_input_scale, scale=scale) for name, scale in input_scales.items()}
     )
     plain = [
         name
         for name, matrix in matrices(changed.model)
         if matrix.quantizable and not isinstance(matrix.stored_weight, Stored) and name not in odd_rows
     ]
-    plain = [name for name in plain if not any(name_matches(name, pattern) for pattern in to.export.keeps)]
-    changed = changed.dequantized(to.export.keeps) if to.export.keeps else changed
+    plain = [name for name in plain if not any(name_matches(name, pattern) for pattern in format.export.keeps)]
+    changed = changed.dequantized(format.export.keeps) if format.export.keeps else changed
     if odd_rows and stored_in(changed.model) is None:
-        raise ValueError(f"{to.export.name}: no linear has rows of whole blocks of {to.kinds[0].row_block}; take fp8")
-    config = hf.hf_config_of(changed.model, tokenizer) if says is not None else {}
-    extra = {"quantization_config": says(config["quantization_config"])} if says is not None else None
+        raise ValueError(
+            f"{format.export.name}: no linear has rows of whole blocks of {format.kinds[0].row_block}; take fp8"
+        )
+    config = hf.hf_config_of(changed.model, tokenizer) if edit_config is not None else {}
+    extra = {"quantization_config": edit_config(config["quantization_config"])} if edit_config is not None else None
     write_planned(changed, folder, tokenizer, max_shard_bytes, extra=extra)
     reasons = (
-        (odd_rows, f"their rows are not whole blocks of {to.kinds[0].row_block}"),
+        (odd_rows, f"their rows are not whole blocks of {format.kinds[0].row_block}"),
         (
             plain,
-            f"the model has them so beside its weights in {to.name} (the first is {plain[0] if plain else ''})",
+            f"the model has them so beside its weights in {format.name} (the first is {plain[0] if plain else ''})",
         ),
     )
     return [f"{len(names)} matrices are kept in {weights.model.dtype}: {why}" for names, why in reasons if names]

@@ -33,13 +33,13 @@ def strips_as_phi3(tokenizer: Any) -> bool:
 
 
 def tokenizer_fields(
-    tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, str]] = (), shown: Iterable[str] = ()
+    tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, str]] = (), shown_tokens: Iterable[str] = ()
 ) -> Fields:
     """{GGUF's key: value} of a fast tokenizer and its chat template.
 
       vocab_size: rows of the embedding; those without a token become unused tokens.
       ends: (llama.cpp's key, text) of end tokens that it does not recognise.
-      shown: special tokens that llama.cpp is to write into answers, such as marks of tool calls.
+      shown_tokens: special tokens that llama.cpp is to write into answers, such as marks of tool calls.
 
     Raises ValueError without a tokenizer or tokenizer.json, for another type than BPE, no merges, one that llama.cpp
     lacks, or a token beyond vocab_size.
@@ -57,7 +57,7 @@ def tokenizer_fields(
     if not merges:
         raise ValueError("gguf: the tokenizer has no merges, and llama.cpp loads no BPE tokenizer without any")
     tokens, types = _tokens(content, vocab_size)
-    for number in (tokens.index(text) for text in shown if text in tokens):
+    for number in (tokens.index(text) for text in shown_tokens if text in tokens):
         types[number] = USER_DEFINED
     if model.get("byte_fallback"):
         fields = {

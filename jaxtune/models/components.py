@@ -48,27 +48,29 @@ def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
         yield Component(name, kind, (config.head.name,) if tied else (), in_format), path, module
 
 
-def resolved(model: Decoder, words: Mapping[str, str], rest: str | None = None) -> dict[str, str]:
+def resolved(model: Decoder, words: Mapping[str, str], default_format: str | None = None) -> dict[str, str]:
     """`precision.resolve` for a model, whose arrays may be abstract: {module's name in checkpoints: dtype or format},
     without modules that keep the model's dtype.
 
-      rest: the format of linears and experts that no pattern matches; of experts alone for a format in which weights
+      default_format: the format of linears and experts that no pattern matches; of experts alone for a format in which weights
         only stay as they are stored ("mxfp4").
 
     Raises ValueError for a pattern or word that does not fit.
     """
-    if rest not in KEPT:
-        return resolve([component for component, *_ in components(model)], words, rest)
-    experts = {component.name: rest for component, _, module in components(model) if isinstance(module, ExpertLinear)}
+    if default_format not in KEPT:
+        return resolve([component for component, *_ in components(model)], words, default_format)
+    experts = {
+        component.name: default_format for component, _, module in components(model) if isinstance(module, ExpertLinear)
+    }
     return experts | resolve([component for component, *_ in components(model)], words)
 
 
-def set_compute(model: Decoder, found: Mapping[str, str]) -> None:
+def set_compute(model: Decoder, words: Mapping[str, str]) -> None:
     """Sets in place the dtype in which each module computes (`compute`); weights stay as they are. A module that
-    `found` ({module's name: word}) does not name, or names with a format or the model's dtype, gets None.
+    `words` ({module's name: word}) does not name, or names with a format or the model's dtype, gets None.
     """
     for component, _, module in components(model):
-        compute = DTYPES.get(found.get(component.name, ""))
+        compute = DTYPES.get(words.get(component.name, ""))
         compute = None if compute == model.dtype else compute
         if compute != module.compute:
             module.compute = compute
@@ -107,17 +109,17 @@ def of_tensors(model: Decoder, words: Mapping[str, str], paths: Mapping[str, tup
     return {name: word for name, (word, last) in tensor_words.items() if word in DTYPES or last == "weight"}
 
 
-def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None) -> Decoder:
+def stored_as(model: Decoder, words: Mapping[str, str], default_format: str | None = None) -> Decoder:
     """A new model whose modules are stored and computed as a precision map says. Quantised weights stay as they are. If
     any module gets a format, all tensors are frozen and `qat` is None.
 
-      rest: the format of linears and experts that no pattern matches.
+      default_format: the format of linears and experts that no pattern matches.
 
     Raises ValueError for a pattern or word that does not fit, or a model with adapters.
     """
     if has_adapter(model):
         raise ValueError("precision: this model has adapters: store the base as you want it, then add them")
-    resolved_words = resolved(model, words, rest)
+    resolved_words = resolved(model, words, default_format)
     packed = any(word in FORMATS for word in resolved_words.values())
     model = freeze(model) if packed else copy_structure(model)
     for component, _, module in components(model):

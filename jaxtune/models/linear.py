@@ -315,7 +315,7 @@ def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> 
         biases,
         dropout_rate=rate,
         dropout_key=key,
-        dropout_part=partition.part_of_rows(),
+        dropout_run=partition.part_of_rows(),
         fp8=any(linear.fp8 for linear in linears),
     )
     dropped = rounded_x
@@ -347,7 +347,7 @@ def _with_adapter(out: jax.Array, linear: Linear, x: jax.Array, dropped: jax.Arr
     lora, clips = linear.lora.weights(linear.stored_weight), linear.fake_quant.clips
     b = lora.b if lora.row_scale is None else jax.lax.stop_gradient(lora.row_scale)[:, None] * lora.b
     if dropped is not x:
-        out = out + adapter_noise(x, dropped, lora.a, b, lora.scale, both=clips)
+        out = out + adapter_noise(x, dropped, lora.a, b, lora.scale, both_terms=clips)
     elif not clips:
         out = adapter_gradients(out, x, lora.a, b, lora.scale)
     if linear.lora.magnitude is not None and not clips:

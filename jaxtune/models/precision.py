@@ -49,12 +49,14 @@ def check_words(key: str, words: Mapping[str, str]) -> None:
             raise ValueError(f"{key}: {pattern!r}: {word!r}: is no precision; a module can have {choices}")
 
 
-def resolve(components: Sequence[Component], words: Mapping[str, str], rest: str | None = None) -> dict[str, str]:
+def resolve(
+    components: Sequence[Component], words: Mapping[str, str], default_format: str | None = None
+) -> dict[str, str]:
     """Decides the precision of modules, {module's name: word}, without those that keep the model's dtype. The first
     pattern that matches a module decides. A pattern with a format skips modules that cannot be quantised; later ones
     can name them.
 
-      rest: the format of quantizable modules that no pattern matches.
+      default_format: the format of quantizable modules that no pattern matches.
 
     Raises ValueError for an unknown word, a pattern that matches nothing new, or a format that fits none of its
     modules.
@@ -76,9 +78,11 @@ def resolve(components: Sequence[Component], words: Mapping[str, str], rest: str
                 f"can; take one of {', '.join(DTYPES)}"
             )
         decided |= {component.name: word for component in fitting}
-    if rest is not None:
+    if default_format is not None:
         decided |= {
-            component.name: rest for component in components if component.quantizable and component.name not in decided
+            component.name: default_format
+            for component in components
+            if component.quantizable and component.name not in decided
         }
     return decided
 

@@ -111,13 +111,13 @@ magnitude_gradients.defvjp(lambda out, magnitude: (out, (out, magnitude)), _magn
 
 
 def adapter_noise(
-    x: jax.Array, dropped: jax.Array, a: jax.Array, b: jax.Array, scale: float, both: bool = False
+    x: jax.Array, dropped: jax.Array, a: jax.Array, b: jax.Array, scale: float, both_terms: bool = False
 ) -> jax.Array:
     """What dropout adds to a product with a rounded merged weight: the term `scale b a x` with dropout minus the term
     without, [..., out] in x's dtype. Its mean over masks is zero. x and `dropped` get gradients.
 
       dropped: x [..., in] after dropout; a: [r, in]; b: [out, r].
-      both: True: a and b get the gradients of both terms, for clipped gradients; False: those of the term with dropout.
+      both_terms: True: a and b get the gradients of both terms, for clipped gradients; False: those of the term with dropout.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
@@ -125,4 +125,4 @@ def adapter_noise(
         inner = jnp.matmul(x, a.astype(x.dtype).T, precision=precision)
         return scale * jnp.matmul(inner, b.astype(x.dtype).T, precision=precision)
 
-    return term(dropped, a, b) - term(x, *((a, b) if both else jax.lax.stop_gradient((a, b))))
+    return term(dropped, a, b) - term(x, *((a, b) if both_terms else jax.lax.stop_gradient((a, b))))

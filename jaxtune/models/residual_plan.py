@@ -130,9 +130,9 @@ def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
     return tuple(residuals.values())
 
 
-def unknown_residual(name: str, known: Iterable[str]) -> str:
+def unknown_residual(name: str, names: Iterable[str]) -> str:
     """The text of the error for a residual that a plan names and no layer has."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, 1)
+    names = list(names)
+    near = difflib.get_close_matches(name, names, 1)
     hint = f" (nearest: {near[0]})" if near else ""
-    return f"no layer has a residual {name!r}{hint}; there are: {', '.join(known)}"
+    return f"no layer has a residual {name!r}{hint}; there are: {', '.join(names)}"

@@ -94,7 +94,7 @@ def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Calla
 def layer_forward(
     graph,
     spec: LayerSpec,
-    wanted: tuple[str, ...],
+    returned_names: tuple[str, ...],
     trainable,
     frozen,
     layer_input,
@@ -110,17 +110,17 @@ def layer_forward(
     Returns (layer_output, {name: value} for the wanted names, copies of `to_host`, `gathers` whole).
 
       graph, trainable, frozen: the layer's Block, for nnx.merge.
-      wanted: names of residuals and auxiliary values; the layer may lack some.
+      returned_names: names of residuals and auxiliary values; the layer may lack some.
       layer_input: [B, T, hidden].
       to_host: Pieces (arrays cut into slices) of the previous layer's residuals.
       gathers: Shards (this device's parts) of weights that the next layer needs whole.
       tile: tokens of each row that tokenwise segments process at a time; None: whole rows.
-      in_fp8: those of `wanted` that are returned rounded to e4m3.
+      in_fp8: those of `returned_names` that are returned rounded to e4m3.
       taken: {name: value} that the layer takes from outside (Block.takes).
     """
     with jax.named_scope("layer"), copies_start_at_once():
         block = nnx.merge(graph, trainable, frozen)
-        segments = block.segments(tile, aux=wanted)
+        segments = block.segments(tile, aux=returned_names)
         context_of = _contexts(block, spec, layout, key)
         values: dict[str, Any] = {LAYER_INPUT: layer_input, **(taken or {})}
         work = _work(segments, block, layer_input)
@@ -132,7 +132,7 @@ def layer_forward(
             outputs, low_rank = run_segment(segment, block, context, inputs)
             outputs = collectives.finish(stage, copies.finish(stage, outputs))
             values |= {**dict(zip(segment.outputs, outputs, strict=True)), **low_rank}
-        returned = {name: values[name] for name in wanted if name in values}
+        returned = {name: values[name] for name in returned_names if name in values}
         output = values[LAYER_OUTPUT]
         rounded = {name: in_e4m3(returned[name]) for name in in_fp8 if name in returned}
         if rounded:  # before the next layer begins; otherwise XLA may keep the values before rounding
@@ -392,10 +392,10 @@ def run_stack(
     dropout_key: jax.Array | None = None,
     gradient_sums=None,
     aux: tuple[str, ...] = (),
-    given: Sequence[Mapping[str, jax.Array]] | None = None,
+    layer_inputs: Sequence[Mapping[str, jax.Array]] | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """Runs all layers of a decoder on x [B, T, hidden], with residuals placed by `plan`: (the last layer's output,
-    {name: sum over the layers} of auxiliary values). Differentiable by x, `given` and `nnx.Param`s; TypeError for
+    {name: sum over the layers} of auxiliary values). Differentiable by x, `layer_inputs` and `nnx.Param`s; TypeError for
     `Frozen` tensors.
 
       layers, specs: the Blocks, and the LayerSpec of each.
@@ -405,7 +405,7 @@ def run_stack(
         so that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s get
         none.
       aux: names of auxiliary values, such as router_sums.
-      given: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes).
+      layer_inputs: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes).
 
     Raises ValueError for a plan that does not fit, tiles that do not divide the rows or go with dropout, a name in
     `aux` that no layer has, or a layer that takes what nothing gives.
@@ -428,11 +428,13 @@ def run_stack(
         if dropout_key is not None:
             raise ValueError("a tiled MLP has no dropout: leave tile_tokens out of the residual plan")
     splits = [nnx.split(layer, nnx.Param, ...) for layer in layers]
-    given = tuple(map(dict, given or [{}] * len(layers)))
+    layer_inputs = tuple(map(dict, layer_inputs or [{}] * len(layers)))
     short = any(layer != KEEP for layer in plan.layers)
     layers_of_program = tuple(
         described(layer, split[0], spec, layer_plan, plan.tile_tokens, tuple(layer_given))
-        for layer, split, spec, layer_plan, layer_given in zip(layers, splits, specs, plan.layers, given, strict=True)
+        for layer, split, spec, layer_plan, layer_given in zip(
+            layers, splits, specs, plan.layers, layer_inputs, strict=True
+        )
     )
     require_given(layers_of_program)
     keys = None if dropout_key is None else jax.random.split(dropout_key, len(layers))
@@ -440,4 +442,4 @@ def run_stack(
         gradient_sums = tuple(gradient_sums.get(index, nnx.State({})) for index in range(len(layers)))
     static = StackProgram(layers_of_program, aux, short, max(plan.whole_weights, 1))
     frozens = not_differentiated(tuple(s[2] for s in splits))
-    return _stack(static, tuple(s[1] for s in splits), frozens, x, layout, keys, gradient_sums, given)
+    return _stack(static, tuple(s[1] for s in splits), frozens, x, layout, keys, gradient_sums, layer_inputs)

@@ -51,11 +51,11 @@ class StackLayer:
     def gives(self) -> dict[str, str]:
         return dict(self.given)
 
-    def taken(self, given: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The values that the layer takes from outside: all of `given`, the decoder's, and its own of `shared`, earlier
+    def taken(self, decoder_values: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The values that the layer takes from outside: all of `decoder_values`, the decoder's, and its own of `shared`, earlier
         layers'.
         """
-        return {**given, **{name: shared[name] for name in self.shared}}
+        return {**decoder_values, **{name: shared[name] for name in self.shared}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +86,13 @@ def require_given(layers: Sequence[StackLayer]) -> None:
 
 
 def described(
-    block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None, given: tuple[str, ...]
+    block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None, decoder_names: tuple[str, ...]
 ) -> StackLayer:
     """The static description of a layer under a plan. Residuals that later layers take are always kept.
 
       tile: tokens of each row in a tile of tokenwise segments; without effect unless the plan recomputes every value
         inside them.
-      given: names of what the decoder gives the layer; the others that it takes come from earlier layers.
+      decoder_names: names of what the decoder gives the layer; the others that it takes come from earlier layers.
 
     Raises ValueError for a placement that a residual cannot have.
     """
@@ -114,7 +114,7 @@ def described(
         tuple(block.aux),
         tile if tiled else None,
         block.order.free,
-        tuple(name for name in block.takes if name not in given),
+        tuple(name for name in block.takes if name not in decoder_names),
         tuple(gives.items()),
     )
 

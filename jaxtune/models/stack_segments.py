@@ -22,15 +22,15 @@ def scope_of(segment: Segment) -> contextlib.AbstractContextManager:
 
 
 def run_segment(
-    segment: Segment, block: Block, context: Context, values, given=None, normed=()
+    segment: Segment, block: Block, context: Context, values, kept_low_rank=None, normed=()
 ) -> tuple[tuple, dict[str, low_rank.Made]]:
     """(one result for each of the segment's outputs, {name: its low-rank inputs}, empty if it has none).
 
     values: one for each of the segment's reads.
-    given: low-rank inputs of an earlier run; None: they are computed.
+    kept_low_rank: low-rank inputs of an earlier run; None: they are computed.
     normed: pairs of one of `values` and its Factors (low_rank.py).
     """
-    with scope_of(segment), low_rank.kept(given, normed) as low_rank_values:
+    with scope_of(segment), low_rank.kept(kept_low_rank, normed) as low_rank_values:
         outputs = segment.run(block, context, *values)
     return outputs, {low_rank_inputs(segment): tuple(low_rank_values)} if jax.tree.leaves(low_rank_values) else {}
 
@@ -67,16 +67,16 @@ def low_rank_of(segment: Segment, segments: Sequence[Segment], values: Mapping) 
 
 
 def pullback_of_segment(
-    block_of, trainable, segment: Segment, context: Context, inputs, given=None, factors=()
+    block_of, trainable, segment: Segment, context: Context, inputs, kept_low_rank=None, factors=()
 ) -> tuple[tuple, Callable]:
     """(outputs, the function from their gradients to those of the trainable tensors and of each input).
 
-    given: low-rank inputs of an earlier run; None: they are computed.
+    kept_low_rank: low-rank inputs of an earlier run; None: they are computed.
     factors: for each input its Factors (low_rank.py) or None; (): there are none.
     """
 
     def run(trainable, *values):
         normed = [pair for pair in zip(values, factors, strict=bool(factors)) if pair[1] is not None]
-        return tuple(run_segment(segment, block_of(trainable), context, values, given, normed)[0])
+        return tuple(run_segment(segment, block_of(trainable), context, values, kept_low_rank, normed)[0])
 
     return jax.vjp(run, trainable, *inputs)

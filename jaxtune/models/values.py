@@ -63,12 +63,12 @@ def mapping(key: str, value: Any) -> None:
         raise ValueError(f"{key} = {_shown(value)}: must be an object with keys of its own")
 
 
-def items(key: str, value: Any, of: Callable[[str, Any], None]) -> None:
-    """A list or tuple of which every item passes the check `of`, under the name key[index]."""
+def items(key: str, value: Any, check: Callable[[str, Any], None]) -> None:
+    """A list or tuple of which every item passes the check `check`, under the name key[index]."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"{key} = {_shown(value)}: must be a list")
     for index, item in enumerate(value):
-        of(f"{key}[{index}]", item)
+        check(f"{key}[{index}]", item)
 
 
 def texts(key: str, value: Any) -> None:

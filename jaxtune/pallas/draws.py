@@ -11,24 +11,24 @@ from jax.extend.random import threefry2x32_p
 _CHOICES = 1 << 16  # values of a mask's random number: a hash has 64 bits, enough for four numbers
 
 
-def uniform(key: jax.Array, shape: tuple[int, int], part: jax.Array | int = 0) -> jax.Array:
-    """float32[shape] in [0, 1), multiples of 2^-23, for block `part` of rows of an array of such blocks. With a
+def uniform(key: jax.Array, shape: tuple[int, int], block: jax.Array | int = 0) -> jax.Array:
+    """float32[shape] in [0, 1), multiples of 2^-23, for block `block` of rows of an array of such blocks. With a
     threefry2x32 key, block 0 is jax.random.uniform(key, shape). Raises ValueError for 2^16 columns or more.
 
-      part: 0 or more, such as the device's number.
+      block: 0 or more, such as the device's number.
     """
-    hash_a, hash_b = _hashes(key, shape, part)
+    hash_a, hash_b = _hashes(key, shape, block)
     digits = ((hash_a ^ hash_b) >> 9) | jnp.uint32(0x3F800000)  # as jax.random.uniform: 1 to 2
     return jax.lax.bitcast_convert_type(digits, jnp.float32) - 1.0
 
 
-def mask(key: jax.Array, shape: tuple[int, int], rate: float, part: jax.Array | int = 0) -> jax.Array:
-    """A dropout mask bool[shape], False with the probability `rate`, for block `part` of rows of an array of such
+def mask(key: jax.Array, shape: tuple[int, int], rate: float, block: jax.Array | int = 0) -> jax.Array:
+    """A dropout mask bool[shape], False with the probability `rate`, for block `block` of rows of an array of such
     blocks. Nothing is scaled. Raises ValueError for more than 4 (2^16 - 1) columns.
 
       rate: rounded to a multiple of 2^-16.
     """
-    hash_a, hash_b = _hashes(key, (shape[0], -(-shape[1] // 4)), part)
+    hash_a, hash_b = _hashes(key, (shape[0], -(-shape[1] // 4)), block)
     numbers = (hash_a & 0xFFFF, hash_a >> 16, hash_b & 0xFFFF, hash_b >> 16)
     least = jnp.uint32(round(rate * _CHOICES))
     # The barrier computes hashes once: fused with the mask's reader, a hash would be computed for each of its numbers.

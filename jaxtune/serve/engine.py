@@ -79,14 +79,14 @@ class Answers:
             self.left -= 1
         return index, piece
 
-    def put(self, index: int, made: Piece | _Failed) -> None:
+    def put(self, index: int, piece: Piece | _Failed) -> None:
         """Queues a row's tokens or its error, from the engine's thread; nothing happens after the event loop's end."""
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._made.put_nowait, (index, made))
+            self._loop.call_soon_threadsafe(self._made.put_nowait, (index, piece))
 
-    def fail(self, why: ApiError) -> None:
+    def fail(self, error: ApiError) -> None:
         """Ends the rows with an error; in the event loop."""
-        self._made.put_nowait((0, _Failed(why)))
+        self._made.put_nowait((0, _Failed(error)))
 
     def close(self) -> None:
         """Cancels the rows that have not ended and frees their slots; a second call does nothing."""
@@ -179,14 +179,14 @@ class Engine:
         self._open.discard(answers)
         self._commands.put(lambda: self._forget(answers))
 
-    def end(self, why: ApiError) -> None:
+    def end(self, error: ApiError) -> None:
         """Ends all answers at once, whatever the engine's thread does, and refuses later ones."""
-        self._ended = why
+        self._ended = error
         for answers in self._open:
-            answers.fail(why)
+            answers.fail(error)
         for future in self._awaited:
             if not future.done():
-                future.set_exception(why)
+                future.set_exception(error)
         self._commands.put(self._cancel_all)
 
     def close(self, seconds: float) -> bool:

@@ -25,14 +25,14 @@ class _Choice:
       reason: OpenAI's finish_reason; None: the row has not ended.
     """
 
-    def __init__(self, asked: Asked, index: int):
-        self._asked, self.index = asked, index
-        self._tokenizer = asked.served.decoder
-        reader, tokenizer = asked.reader, self._tokenizer
-        stops, stream, decode = asked.rows[index].stop_strings, None, functools.partial(text_of, tokenizer)
+    def __init__(self, request_values: Asked, index: int):
+        self._asked, self.index = request_values, index
+        self._tokenizer = request_values.served.decoder
+        reader, tokenizer = request_values.reader, self._tokenizer
+        stops, stream, decode = request_values.rows[index].stop_strings, None, functools.partial(text_of, tokenizer)
         if reader is not None:
-            stream = reader.stream(asked.schemas, asked.opening)
-            decode = functools.partial(reader.text, calls=asked.schemas is not None)
+            stream = reader.stream(request_values.schemas, request_values.opening)
+            decode = functools.partial(reader.text, calls=request_values.schemas is not None)
         self._text = Text(decode, stops, stream)
         self._ids: list[int] = []  # whose log-probabilities were not given yet
         self._logprobs: list[float] = []
@@ -113,16 +113,16 @@ class Answer:
     `first_chunks`, `chunks` for each Piece, `last_chunks`.
     """
 
-    def __init__(self, asked: Asked):
-        self._asked = asked
-        self._choices = [_Choice(asked, index) for index in range(len(asked.rows))]
-        self._pieces: list[Pieces] = [[] for _ in asked.rows]
-        kind = "chat.completion" if asked.chat else "text_completion"
+    def __init__(self, request_values: Asked):
+        self._asked = request_values
+        self._choices = [_Choice(request_values, index) for index in range(len(request_values.rows))]
+        self._pieces: list[Pieces] = [[] for _ in request_values.rows]
+        kind = "chat.completion" if request_values.chat else "text_completion"
         self._head: dict[str, object] = {
-            "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": f"{kind}.chunk" if asked.chat and asked.stream else kind,
+            "id": f"{'chatcmpl' if request_values.chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": f"{kind}.chunk" if request_values.chat and request_values.stream else kind,
             "created": int(time.time()),
-            "model": asked.served.name,
+            "model": request_values.served.name,
         }
 
     def add(self, index: int, piece: Piece) -> None:

@@ -154,12 +154,12 @@ def sync(path: str | os.PathLike) -> None:
         os.close(descriptor)
 
 
-def start_flush(descriptor: int, at: int, size_bytes: int) -> None:
+def start_flush(descriptor: int, offset: int, size_bytes: int) -> None:
     """Has the kernel begin to write bytes of a file, so that the final flush, which stays needed and raises errors, is
     short. It may wait while the disk is busy. Linux only.
     """
     if _SYNC_FILE_RANGE is not None:
-        _SYNC_FILE_RANGE(descriptor, at, size_bytes, _START_ONLY)
+        _SYNC_FILE_RANGE(descriptor, offset, size_bytes, _START_ONLY)
 
 
 def fingerprints(paths: Iterable[Path]) -> dict[Path, dict[str, Any]]:

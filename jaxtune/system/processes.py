@@ -371,16 +371,16 @@ def smallest(value: float | None) -> float | None:
     return min(numbers, default=None)
 
 
-def require_same(what: dict[str, Any], fix: str) -> None:
+def require_same(values: dict[str, Any], fix: str) -> None:
     """Raises ValueError in all processes if one has other settings, versions, rows or weights than the first: each
     would silently compute another run. Collective.
 
-      what: {name: JSON value}.
+      values: {name: JSON value}.
       fix: what to do, the end of the message.
     """
     if count() == 1:
         return
-    own_values = json.loads(json.dumps(what))
+    own_values = json.loads(json.dumps(values))
     expected = of_first(lambda: own_values)
     names = (name for name in sorted(own_values.keys() | expected.keys()) if own_values.get(name) != expected.get(name))
     own_difference = next(([name, own_values.get(name), expected.get(name)] for name in names), None)

@@ -188,7 +188,7 @@ def _console_class() -> type[Console]:
 
 
 @contextlib.contextmanager
-def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+def progress(description: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """A context with a progress bar on stderr, if it is a terminal and the process not silent. Yields a function that
     takes, from any thread, the bytes done since its last call.
     """
@@ -205,13 +205,13 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task(printable(what), total=total_bytes)
+        task = bar.add_task(printable(description), total=total_bytes)
         yield lambda count: bar.advance(task, count)
 
 
 @contextlib.contextmanager
-def counted(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """As `progress`, for items, with a bar that stays. done: items done before."""
+def counted(description: str, total: int, completed: int = 0) -> Iterator[Callable[[int], None]]:
+    """As `progress`, for items, with a bar that stays. completed: items done before."""
     if _silent or not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -226,7 +226,7 @@ def counted(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], No
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console(stderr=True)) as bar:
-        task = bar.add_task(printable(what), total=total, completed=done)
+        task = bar.add_task(printable(description), total=total, completed=completed)
         yield lambda count: bar.advance(task, count)
 
 

@@ -98,22 +98,22 @@ def look() -> None:
         _listeners[-1].looks()
 
 
-def result[T](future: Future[T], what: str, timeout_seconds: float | None = None) -> T:
-    """What the future returns or raises. what: such as "rows of step 3", for a line after ten seconds. Raises
+def result[T](future: Future[T], description: str, timeout_seconds: float | None = None) -> T:
+    """What the future returns or raises. description: such as "rows of step 3", for a line after ten seconds. Raises
     TimeoutError; `future.done()` tells it from the future's own.
     """
-    began, reported, kind = time.monotonic(), False, re.sub(r"\d+", "#", what)
+    began, reported, kind = time.monotonic(), False, re.sub(r"\d+", "#", description)
     while True:
         waited = time.monotonic() - began
         seconds = _SLICE_SECONDS if timeout_seconds is None else min(_SLICE_SECONDS, timeout_seconds - waited)
         if wait([future], max(seconds, 0.0)).done:
             return future.result()
         if seconds <= 0:
-            raise TimeoutError(f"{what}: not there after {timeout_seconds} s")
+            raise TimeoutError(f"{description}: not there after {timeout_seconds} s")
         look()
         if not reported and waited > (limit := _silent.get(kind, SILENT_SECONDS)):
             reported, _silent[kind] = True, 2 * limit  # a wait of every step is not reported at every step
-            logger.warning("waiting for %s, for %.0f s now", what, waited)
+            logger.warning("waiting for %s, for %.0f s now", description, waited)
 
 
 @contextlib.contextmanager

@@ -43,28 +43,30 @@ class Profile:
     meta: Callable[[], dict[str, Any]]
     """Facts about the run, stored with the profile."""
 
-    def lacking(self, left: int) -> str | None:
-        """A warning if `left` steps are too few to trace all, else None."""
-        traced = min(self.steps, max(left - self.start, 0))
+    def lacking(self, steps_left: int) -> str | None:
+        """A warning if `steps_left` steps are too few to trace all, else None."""
+        traced = min(self.steps, max(steps_left - self.start, 0))
         if traced == self.steps:
             return None
         words = f"only {traced} of profile.steps = {self.steps}" if traced else "no step"
-        remedy = "" if traced or left == 1 else f"; set it below {left}"
+        remedy = "" if traced or steps_left == 1 else f"; set it below {steps_left}"
         return (
-            f"warning: the profile will hold {words}: {left} {'step is' if left == 1 else 'steps are'} left, of which "
+            f"warning: the profile will hold {words}: {steps_left} {'step is' if steps_left == 1 else 'steps are'} left, of which "
             f"the first profile.start = {self.start} are not traced{remedy}"
         )
 
 
-def is_evaluation_due(wanted: EvaluationConfig, start: int, total_steps: int, output: Path, rows: str | None) -> bool:
+def is_evaluation_due(
+    evaluation: EvaluationConfig, start: int, total_steps: int, output: Path, rows: str | None
+) -> bool:
     """Whether a process evaluates before its first step: a new run if at_start, a resumed one if the evaluation after
     step `start` is due and metrics.jsonl lacks it for these rows. rows: None: there are none. Collective.
     """
     if rows is None:
         return False
     if start == 0:
-        return wanted.at_start
-    due = wanted.after_last(start) if start >= total_steps else wanted.between(start)
+        return evaluation.at_start
+    due = evaluation.after_last(start) if start >= total_steps else evaluation.between(start)
     return due and not processes.of_first(lambda: start in _evaluated_steps(output / m.JSONL, rows))
 
 

@@ -156,14 +156,18 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
 
 
 def evaluate(
-    config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (), taken: float = 0, load_in: str | None = None
+    config: TrainConfig,
+    recipe: str = "",
+    overrides: Sequence[str] = (),
+    eval_rows: float = 0,
+    load_in: str | None = None,
 ) -> dict[str, Any]:
     """Scores weights on the held-out rows, prints the results on stderr and returns them: {"weights", "eval_loss" (not
     if rows have only questions), "eval_UNIT", the objective's "eval_NAME"}, what `answer` returns, and metrics of
     evaluation.generate (NaN as None) with "eval_samples". A checkpoint's folder is locked meanwhile, and incomplete
     saves of a dead run go.
 
-      taken: the recipe's data.eval_rows if data.eval was overridden: they stay out of data.train, as a run's checkpoint
+      eval_rows: the recipe's data.eval_rows if data.eval was overridden: they stay out of data.train, as a run's checkpoint
       is known by its training rows.
       load_in: format of the frozen weights; "stored"; None: as configured or trained over.
 
@@ -178,8 +182,8 @@ def evaluate(
     config = scored.config
     model, tokenizer = load_model(config)
     held_out, data = None, config.data
-    if taken:
-        held_out, data = data.eval, replace(data, eval=None, eval_rows=taken)
+    if eval_rows:
+        held_out, data = data.eval, replace(data, eval=None, eval_rows=eval_rows)
     of_run = replace(config, data=data)
     trainer = Trainer(model, tokenizer, of_run, eval_rows=held_out, keeps_model=False, trains=False)
     if scored.result is not None and config.data.eval_rows:

@@ -122,7 +122,7 @@ class Sensitivity:
         """Matrices to measure."""
         return len(self._names)
 
-    def measure(self, done: Callable[[int], None] = lambda count: None) -> list[Matrix]:
+    def measure(self, progress: Callable[[int], None] = lambda count: None) -> list[Matrix]:
         """Measures each matrix by a forward pass over all rows; the callback gets 1 after each."""
         matrices = []
         for component, module in _quantizable(self._model):
@@ -130,7 +130,7 @@ class Sensitivity:
             packed = jax.eval_shape(FORMATS[self.format].encode, weight)
             size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(packed))
             matrices.append(Matrix(component.name, self.divergence([component.name]), weight.nbytes, size))
-            done(1)
+            progress(1)
         return matrices
 
     def divergence(self, names: Sequence[str] | None = None) -> float:

@@ -493,7 +493,7 @@ class Trainer:
             teacher=self.stored.digest or self.model.teacher_digest,
             data=self.batches.identity(),
             total_steps=self.total_steps,
-            own=self.own,
+            user_parts=self.own,
             code=self.code,
             numerics={
                 **self.engine.planner.plan.to_record(),

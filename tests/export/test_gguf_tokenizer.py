@@ -80,7 +80,7 @@ def test_added_tokens_that_are_not_special_are_the_users(tokenizer):
 
 def test_special_tokens_that_answers_show(tokenizer):
     """Such as Gemma 4's marks of tool calls, which llama.cpp's parsers look for in the text; others stay hidden."""
-    fields = tokenizer_fields(tokenizer, 128, shown=("<|end|>", "<|tool_call>"))
+    fields = tokenizer_fields(tokenizer, 128, shown_tokens=("<|end|>", "<|tool_call>"))
     types = dict(zip(fields[key("tokens")], fields[key("token_type")], strict=True))
     assert (types["<|end|>"], types["<|pad|>"]) == (4, 3)
 

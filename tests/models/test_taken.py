@@ -72,7 +72,7 @@ def loss_and_gradients(model, plan):
         if plan is None:
             out = run_plainly(model, x, layout, given)
         else:
-            out = run_stack(model.layers, model.config.layers, x, layout, plan, given=given)[0]
+            out = run_stack(model.layers, model.config.layers, x, layout, plan, layer_inputs=given)[0]
         return (out * probe * (SEGMENTS > 0)[..., None]).sum()
 
     return jax.jit(jax.value_and_grad(total))(trainable)
@@ -106,7 +106,7 @@ def test_a_layer_that_takes_what_nothing_gives_is_refused(model):
     layout, x = model.layout((1, 4)), jnp.zeros((1, 4, 64))
     given = model.given(jnp.ones((1, 4), jnp.int32), x)
     with pytest.raises(ValueError, match="layer 0 takes full_attention_key.*which no earlier layer gives"):
-        run_stack(list(model.layers)[3:], model.config.layers[3:], x, layout, given=given[3:])
+        run_stack(list(model.layers)[3:], model.config.layers[3:], x, layout, layer_inputs=given[3:])
     with pytest.raises(ValueError, match="layer 0 takes per_layer_input, which no earlier layer gives"):
         run_stack(list(model.layers)[:1], model.config.layers[:1], x, layout)
 

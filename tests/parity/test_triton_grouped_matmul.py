@@ -66,7 +66,7 @@ def test_narrow_tiles_and_bands_change_nothing():
     weight = jnp.asarray(draw.standard_normal((4, 160, 64)), jnp.float16)
     with interpreted():
         want = triton.product(x, weight, groups, 2)
-        got = triton.product(x, weight, groups, 2, cut=triton.Tile(64, 32, 32, 4, 2, band=3))
+        got = triton.product(x, weight, groups, 2, tile_sizes=triton.Tile(64, 32, 32, 4, 2, band=3))
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=2e-3, atol=2e-2)
 
 

@@ -184,7 +184,7 @@ def _last_layer(tokens: jax.Array, model: Decoder) -> jax.Array:
     single operations it would be thirty.
     """
     x, layout, layer_inputs = _before_layers(*nnx.split(model), tokens)
-    return run_stack(model.layers, model.config.layers, x, layout, given=layer_inputs)[0]
+    return run_stack(model.layers, model.config.layers, x, layout, layer_inputs=layer_inputs)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -53,7 +53,7 @@ FAMILY = Family(
         Key(
             "no_rope_layers",
             (),
-            functools.partial(values.items, of=_bit),
+            functools.partial(values.items, check=_bit),
             None,
             written=lambda config: [int(layer.rotary is not None) for layer in config.layers],
         ),

@@ -60,26 +60,26 @@ class Digest:
         shape: tuple[int, ...],
         size: int,
         read: Callable[[int, int], np.ndarray],
-        known: bytes | None = None,
+        cached: bytes | None = None,
     ) -> Digest:
         """Digests a tensor that is not in memory, as `of` does.
 
         read: (start, stop) -> these bytes, uint8.
-        known: its cached `whole` digest; then only the sampled blocks are read.
+        cached: its cached `whole` digest; then only the sampled blocks are read.
         """
         label = f"{name} {dtype.name} {shape}"
-        if known is None:
+        if cached is None:
             hasher = xxhash.xxh3_128(label.encode())
             for start in range(0, size, _READ_BYTES):
                 hasher.update(read(start, min(start + _READ_BYTES, size)))
-            known = hasher.digest()
-        return cls(_sampled(label, size, read), known)
+            cached = hasher.digest()
+        return cls(_sampled(label, size, read), cached)
 
     @classmethod
-    def joined(cls, parts: Iterable[Digest]) -> Digest:
+    def joined(cls, digests: Iterable[Digest]) -> Digest:
         """SHA-256 over the digests of several tensors, in this order."""
-        parts = list(parts)
-        sampled, whole = (b"".join(getattr(digest, key) for digest in parts) for key in ("sampled", "whole"))
+        digests = list(digests)
+        sampled, whole = (b"".join(getattr(digest, key) for digest in digests) for key in ("sampled", "whole"))
         return cls(hashlib.sha256(sampled).digest(), hashlib.sha256(whole).digest())
 
 

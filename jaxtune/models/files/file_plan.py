@@ -69,9 +69,9 @@ class Group:
 Planned = dict[str, Group]  # by the model's tensor names, in the order in which they are written
 
 
-def one(name: str, shape: Iterable[int], dtype: Any, make: Callable[[], Any], of: Callable[[Any], Any]) -> Group:
-    """The Group of a model's tensor that is one tensor of a file. of: the model's tensor -> the array to write."""
-    return Group(make, (Piece({name: FileTensor(tuple(shape), np.dtype(dtype), of)}),))
+def one(name: str, shape: Iterable[int], dtype: Any, make: Callable[[], Any], compute: Callable[[Any], Any]) -> Group:
+    """The Group of a model's tensor that is one tensor of a file. compute: the model's tensor -> the array to write."""
+    return Group(make, (Piece({name: FileTensor(tuple(shape), np.dtype(dtype), compute)}),))
 
 
 def size_bytes(planned: Planned) -> int:

@@ -13,16 +13,18 @@ from jaxtune.system import processes
 from jaxtune.system.files import hold, remove_left, sync, temporary_path
 
 
-def require_new(path: str | os.PathLike, what: str) -> Path:
+def require_new(path: str | os.PathLike, caller: str) -> Path:
     """The absolute path, symbolic links resolved. Raises ValueError for a file, a folder that is not empty or a mount
-    point. what: the caller, for errors.
+    point. caller: the caller, for errors.
     """
     path = Path(path).resolve()
     if path.is_mount():
-        raise ValueError(f"{what}: {path} is where a disk is mounted, which no new folder can replace; name one in it")
+        raise ValueError(
+            f"{caller}: {path} is where a disk is mounted, which no new folder can replace; name one in it"
+        )
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         kind = "folder that is not empty" if path.is_dir() else "file"
-        raise ValueError(f"{what}: {path} is a {kind}; choose another path or remove it")
+        raise ValueError(f"{caller}: {path} is a {kind}; choose another path or remove it")
     return path
 
 
@@ -40,12 +42,12 @@ def require_space(folder: Path, need_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
+def new_folder(path: str | os.PathLike, caller: str) -> Iterator[Path]:
     """Yields a temporary folder beside `path`. If the block succeeds it is flushed and renamed to `path`, otherwise
     removed. Missing parents are created, and leftovers of killed processes removed. Raises ValueError as require_new
     does.
     """
-    path = require_new(path, what)
+    path = require_new(path, caller)
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_left(path)
     temporary, lock = _make_locked(path)

@@ -126,7 +126,7 @@ def _decoded(tensor: ReaderTensor) -> np.ndarray:
 
 
 def gguf_entries(
-    file: Path, config: DecoderConfig, wanted: Mapping[str, tuple[int, ...]]
+    file: Path, config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, headers.TensorEntry]:
     """{Hugging Face's name: entry} of the model's tensors. Raises ValueError for tensors that are missing, not the
     model's, of another shape, or in a type that gguf does not decode.
@@ -137,7 +137,7 @@ def gguf_entries(
     if config.tie_embeddings:
         used_names.add(HEADS[1])
     entries: dict[str, headers.TensorEntry] = {}
-    for name, shape in wanted.items():
+    for name, shape in shapes.items():
         sources, combine = _sources(name, shape, config, arch, names)
         used_names |= set(sources)
         if absent := [source for source in sources if source not in parsed.tensors]:

@@ -26,18 +26,18 @@ def load_bytes(
     entries: Mapping[str, headers.TensorEntry],
     dtype: str,
     encoded: Mapping[str, str],
-    kept: Collection[str] = (),
+    kept_quantised: Collection[str] = (),
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
 ) -> int:
     """Bytes on a device that has all of each tensor in `shapes`.
 
     encoded: {name: format} of tensors to quantise.
-    kept: quantised tensors that stay so; others are decoded.
+    kept_quantised: quantised tensors that stay so; others are decoded.
     dtypes: {name: dtype} of tensors with another dtype than `dtype`.
     """
     total = 0
     for name, shape in shapes.items():
-        if name in kept:
+        if name in kept_quantised:
             total += entries[name].size_bytes
         elif name in encoded:
             stored = encoded_shapes(shape, dtype, encoded[name])
@@ -53,11 +53,11 @@ def encoded_shapes(shape: tuple[int, ...], dtype: str, load_in: str) -> Stored:
     return jax.eval_shape(lambda array: quant.encode(array, load_in), jax.ShapeDtypeStruct(shape, dtype))
 
 
-def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None) -> None:
+def require_room(folder: Path, need_bytes: int, storage: str, nf4_bytes: int | None) -> None:
     """Raises ValueError if the weights exceed the free memory of this process's first device. XLA would retry the
     allocation for seconds, and not say what fits.
 
-      how: the dtype or format, for the error.
+      storage: the dtype or format, for the error.
       nf4_bytes: in NF4, which the error recommends if it fits, or None.
     """
     device = jax.local_devices()[0]
@@ -77,7 +77,7 @@ def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None)
         )
     elif nf4_bytes is not None:
         remedy = f"in four bits, too, they take {nf4_bytes / _GB:.1f} GB; {remedy}"
-    format_text = FORMATS[how].title if how in FORMATS else f"in {how}"
+    format_text = FORMATS[storage].title if storage in FORMATS else f"in {storage}"
     raise ValueError(
         f"{folder}: its weights take {need_bytes / _GB:.1f} GB {format_text}, and the device "
         f"({device.device_kind}) has {limit / _GB:.1f} GB{free_text}; {remedy}"

@@ -24,13 +24,16 @@ SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # quant
 
 
 def divide(
-    entries: Mapping[str, headers.TensorEntry], config: DecoderConfig, hf: Mapping[str, Any], whole: Mapping[str, Any]
+    entries: Mapping[str, headers.TensorEntry],
+    config: DecoderConfig,
+    hf: Mapping[str, Any],
+    folder_config: Mapping[str, Any],
 ) -> tuple[dict[str, headers.TensorEntry], Passthrough | None]:
     """({name: entry} of the text model's tensors, a Passthrough with the others or None). Raises ValueError for a
     passthrough tensor that cannot be copied.
 
       hf, whole: config.json of the text part and of the folder, one object for a text model. Otherwise the Passthrough
-        also has `whole` and the configs of image and video processors.
+        also has `folder_config` and the configs of image and video processors.
     """
     passthrough_entries = tuple(entry for name, entry in entries.items() if is_passthrough(name, config.family))
     if not passthrough_entries:
@@ -39,17 +42,19 @@ def divide(
         if not isinstance(entry, StoredEntry):
             headers.check_entry(entry)
     text_entries = {name: entry for name, entry in entries.items() if not is_passthrough(name, config.family)}
-    if hf is whole:
+    if hf is folder_config:
         return text_entries, Passthrough(passthrough_entries, None)
     files = [passthrough_entries[0].file.parent / name for name in _PROCESSORS]
     processors = tuple((file.name, file.read_bytes()) for file in files if file.exists())
-    return text_entries, Passthrough(passthrough_entries, json.dumps(whole), processors)
+    return text_entries, Passthrough(passthrough_entries, json.dumps(folder_config), processors)
 
 
-def stored_in(beside: Passthrough | None) -> set[str]:
+def stored_in(passthrough: Passthrough | None) -> set[str]:
     """Formats, such as "fp8", of quantised passthrough tensors, which quantization_config may name."""
     return {
-        entry.format_name for entry in _gathered(beside.tensors if beside else ()) if isinstance(entry, StoredEntry)
+        entry.format_name
+        for entry in _gathered(passthrough.tensors if passthrough else ())
+        if isinstance(entry, StoredEntry)
     }
 
 
@@ -89,13 +94,13 @@ def with_passthrough(planned: Planned, passthrough: Passthrough | None) -> Plann
 
 
 def whole_config(
-    hf: Mapping[str, Any], own: Mapping[str, Any], config: DecoderConfig, passthrough: Passthrough | None
+    hf: Mapping[str, Any], family_keys: Mapping[str, Any], config: DecoderConfig, passthrough: Passthrough | None
 ) -> dict[str, Any]:
     """config.json of a saved model with its passthrough tensors: `hf`, or, of a nested text model, the original
     folder's with what changed. Lists of unquantised modules also name the passthrough tensors.
 
       hf: config.json of the text model as saved alone.
-      own: keys that the family writes (Family.to_hf), for a text part whose config has changed.
+      family_keys: keys that the family writes (Family.to_hf), for a text part whose config has changed.
     """
     if passthrough is None:
         return dict(hf)
@@ -106,7 +111,9 @@ def whole_config(
     if config_from_hf(folder_config) != config:
         for name in ("rope_parameters", "per_layer_config"):  # what `own` says in another spelling
             text.pop(name, None)
-        text |= {key: value for key, value in own.items() if key != "architectures" and not key.endswith("_token_id")}
+        text |= {
+            key: value for key, value in family_keys.items() if key != "architectures" and not key.endswith("_token_id")
+        }
     dtypes = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
     folder_config |= {key: value for key, value in dtypes.items() if key in folder_config or key not in text}
     text |= {key: value for key, value in dtypes.items() if key in text}

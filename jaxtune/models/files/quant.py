@@ -30,12 +30,12 @@ def check_load_in(name: str | None) -> None:
         raise ValueError(f"load_in {name!r} is not supported; supported: None, {', '.join(map(repr, load_in()))}")
 
 
-def require_kept(where: str, load_in: str | None, there: bool) -> None:
+def require_kept(where: str, load_in: str | None, is_stored: bool) -> None:
     """Raises ValueError if weights are to stay in `load_in` (format_names.KEPT) and the checkpoint stores none so
-    (`there`).
+    (`is_stored`).
     """
     layout = kept_layout(load_in) if load_in in KEPT else None
-    if layout is not None and not there:
+    if layout is not None and not is_stored:
         raise ValueError(
             f"{where}: load_in = {load_in!r} keeps experts in the codes of their files, and no experts are stored so "
             f"here (as {layout.title}): take load_in = 'nf4', to which 16-bit weights are converted, or leave it out"
@@ -269,14 +269,14 @@ def check_stored(
     formats: Mapping[str, str],
     packed: Set[str],
     load_in: str | None,
-    beside: Set[str] = frozenset(),
+    passthrough_formats: Set[str] = frozenset(),
 ) -> None:
     """Raises ValueError if weights stay quantised in another format than load_in, or if none is in the format that
     quantization_config names and that is neither load_in, nor decoded on loading, nor a passthrough tensor's.
 
       formats: {weight that files store quantised: format}.
       packed: those that stay quantised in the model.
-      beside: formats of passthrough tensors.
+      passthrough_formats: formats of passthrough tensors.
     """
     stored = {formats[name] for name in packed}
     if load_in is not None and stored - {load_in}:
@@ -290,12 +290,12 @@ def check_stored(
         return
     stated = format_of(layout).name
     where = f"{folder}: config.json: quantization_config says that the weights are stored in {stated}"
-    if stored and stated not in {*beside, *formats.values()}:
+    if stored and stated not in {*passthrough_formats, *formats.values()}:
         raise ValueError(
             f"{where}, but they are stored in {' and '.join(sorted(stored))}: fetch config.json again, or take "
             "quantization_config out of it to load the weights as they are"
         )
-    if not stored and not layout.decoded_on_load and load_in != stated and stated not in beside:
+    if not stored and not layout.decoded_on_load and load_in != stated and stated not in passthrough_formats:
         raise ValueError(
             f"{where}, but none is: set load_in = {stated!r} to quantise them, or take quantization_config out of "
             "config.json to load them as they are"

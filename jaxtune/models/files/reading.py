@@ -141,27 +141,27 @@ def read_tensors(
     entries: Mapping[str, headers.TensorEntry],
     dtype: str,
     encoded: Mapping[str, str] = types.MappingProxyType({}),
-    kept: Collection[str] = (),
+    kept_quantised: Collection[str] = (),
     cancelled: threading.Event | None = None,
     where: Callable[[str, Any], Any] = lambda name, tensor: None,
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
-    stay: Collection[str] = (),
+    on_host: Collection[str] = (),
 ) -> tuple[dict[str, jax.Array | np.ndarray | Stored], Digest]:
     """({name: array or quantised weight}, digest of all as stored). Eight threads read; at most 1 GiB, or one larger
     tensor, is on its way.
 
       encoded: {name: format} of tensors to quantise on the device, one at a time.
-      kept: quantised tensors that stay so; others are decoded.
+      kept_quantised: quantised tensors that stay so; others are decoded.
       cancelled: once set, CancelledError is raised before the next tensor.
       where: (name, tensor or its shape) -> sharding, called in threads; None: the default device. Other processes'
         parts of a tensor are read only for a digest that is not cached.
       dtypes: {name: dtype} of tensors with another dtype than `dtype`.
-      stay: plain tensors that stay in host memory.
+      on_host: plain tensors that stay in host memory.
 
     Raises ValueError for files that end early, values that are not finite after the cast, or impossible scales.
     """
     one_at_a_time, digest_cache = threading.Lock(), DigestCache(entry.file for entry in entries.values())
-    moved = {name: entry for name, entry in entries.items() if name not in kept and name not in stay}
+    moved = {name: entry for name, entry in entries.items() if name not in kept_quantised and name not in on_host}
     computed = _computed(moved, dtype, encoded, dtypes)
     zeros = {name: _zeros(shapes, where(name, shapes)) for name, shapes in computed.items()}
 
@@ -172,7 +172,7 @@ def read_tensors(
         else:
             sharding = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, tensor_dtype))
             tensor, digest = _read_plain(name, entry, sharding, digest_cache)
-        if name in stay:
+        if name in on_host:
             assert isinstance(tensor, np.ndarray)
             return tensor.astype(tensor_dtype, copy=False), digest
         if name not in computed:

@@ -52,15 +52,15 @@ def read_tensor(entry: TensorEntry) -> np.ndarray:
 
 
 def entry_digest(
-    name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray], known: bytes | None = None
+    name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray], cached: bytes | None = None
 ) -> Digest:
     """The digest of a tensor in files.
 
     name: the model's.
     read: (start, stop) -> these bytes, uint8.
-    known: its cached `Digest.whole`, trusted; None: every byte is read.
+    cached: its cached `Digest.whole`, trusted; None: every byte is read.
     """
-    return Digest.read(name, STORED[entry.dtype], entry.shape, entry.size_bytes, read, known)
+    return Digest.read(name, STORED[entry.dtype], entry.shape, entry.size_bytes, read, cached)
 
 
 def over_devices(

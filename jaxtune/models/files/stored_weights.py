@@ -81,29 +81,29 @@ def _entry(layout: Layout, name: str, tensors: Mapping[str, headers.TensorEntry]
     return StoredEntry(name, first.dtype, description.shape, first.file, first.offset, total, layout, (description,))
 
 
-def stacked(name: str, parts: Sequence[headers.TensorEntry], shape: tuple[int, ...], per_expert: int) -> StoredEntry:
-    """The entry of an expert matrix (E, rows, in) that files store as quantised matrices (`parts`, by rows). Raises
+def stacked(name: str, entries: Sequence[headers.TensorEntry], shape: tuple[int, ...], per_expert: int) -> StoredEntry:
+    """The entry of an expert matrix (E, rows, in) that files store as quantised matrices (`entries`, by rows). Raises
     ValueError for different formats or shapes, or blocks that cannot form one tensor.
 
       per_expert: matrices an expert: 2 for gate_up_proj, 1 for down_proj.
     """
-    packed = [entry for entry in parts if isinstance(entry, StoredEntry)]
-    first = parts[0]
-    if len(packed) < len(parts) or len({entry.layout for entry in packed}) > 1:
-        kinds = sorted({entry.format_name if isinstance(entry, StoredEntry) else entry.dtype for entry in parts})
+    packed = [entry for entry in entries if isinstance(entry, StoredEntry)]
+    first = entries[0]
+    if len(packed) < len(entries) or len({entry.layout for entry in packed}) > 1:
+        kinds = sorted({entry.format_name if isinstance(entry, StoredEntry) else entry.dtype for entry in entries})
         raise ValueError(f"{first.file}: {name}: its experts' matrices are stored in different formats: {kinds}")
-    require_alike(parts)
+    require_alike(entries)
     layout, pieces = packed[0].layout, tuple(piece for entry in packed for piece in entry.pieces)
     if (problem := layout.joining(pieces, per_expert)) is not None:
         raise ValueError(f"{first.file}: {name}: {problem}")
-    total = sum(entry.size_bytes for entry in parts)
+    total = sum(entry.size_bytes for entry in entries)
     return StoredEntry(name, first.dtype, shape, first.file, first.offset, total, layout, pieces)
 
 
-def require_alike(parts: Sequence[headers.TensorEntry]) -> None:
+def require_alike(entries: Sequence[headers.TensorEntry]) -> None:
     """Raises ValueError unless all are matrices of one shape and dtype."""
-    first = parts[0]
-    for entry in parts:
+    first = entries[0]
+    for entry in entries:
         if (entry.shape, entry.dtype) != (first.shape, first.dtype) or len(entry.shape) != 2:
             raise ValueError(
                 f"{entry.file}: {entry.name} is {entry.dtype}{list(entry.shape)}, "

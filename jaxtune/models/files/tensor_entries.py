@@ -60,8 +60,8 @@ def _same_content(first: headers.TensorEntry, second: headers.TensorEntry) -> bo
     return np.array_equal(shards.read_tensor(first).view(np.uint8), shards.read_tensor(second).view(np.uint8))
 
 
-def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, folder: Path) -> dict:
-    """{name: entry} of every tensor that the model needs, in the order of `wanted` ({name: shape}).
+def match(expected_shapes: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, folder: Path) -> dict:
+    """{name: entry} of every tensor that the model needs, in the order of `expected_shapes` ({name: shape}).
 
       tied: the head is the embedding; a separate one is read and must equal it, or stands for a missing embedding.
 
@@ -80,20 +80,20 @@ def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fold
                 'model.embed_tokens.weight; set "tie_word_embeddings": false in config.json to keep both'
             )
     problems = []
-    if missing := set(wanted) - set(entries):
+    if missing := set(expected_shapes) - set(entries):
         problems.append(f"missing: {listed(missing)}")
-    if unexpected := set(entries) - set(wanted):
+    if unexpected := set(entries) - set(expected_shapes):
         problems.append(f"unexpected: {listed(unexpected)}")
     shapes = [
         f"{name} {list(entries[name].shape)} (expected {list(shape)})"
-        for name, shape in wanted.items()
+        for name, shape in expected_shapes.items()
         if name in entries and entries[name].shape != shape
     ]
     if shapes:
         problems.append(f"of another shape: {listed(shapes)}")
     if problems:
         raise ValueError(f"{folder}: the weights do not fit config.json; tensors {'; '.join(problems)}")
-    for name in wanted:
+    for name in expected_shapes:
         if not isinstance(entries[name], StoredEntry | StackedEntry):
             headers.check_entry(entries[name])
-    return {name: entries[name] for name in wanted}
+    return {name: entries[name] for name in expected_shapes}

@@ -25,13 +25,13 @@ def split_layers(model: Decoder) -> list[tuple]:
 
 
 def through_layers(
-    model: Decoder, splits, tokens, states, at, tables, real, batch_invariant: bool = True
+    model: Decoder, splits, tokens, states, positions, tables, real, batch_invariant: bool = True
 ) -> tuple[jax.Array, States]:
     """(hidden states [N, C, hidden] after the final norm, new states) for C new tokens in each of N rows.
 
     tokens: int32[N, C]; none where `real` (bool[N]) is False.
     states: a pytree for each layer.
-    at: int32[N], the position of each row's first token; -1 for none.
+    positions: int32[N], the position of each row's first token; -1 for none.
     tables: rotary tables, one for each rotary base.
     batch_invariant: a row must have the same bits beside any other rows.
     """
@@ -44,7 +44,7 @@ def through_layers(
         for (graph, *state), (_, spec), layer_state, norm in zip(splits, layers, states, norms[1:], strict=True):
             weight = norm.weight[...]
             stream, layer_state = _plain_step(
-                graph, spec, batch_invariant, *state, stream, tables, layer_state, at, real, weight
+                graph, spec, batch_invariant, *state, stream, tables, layer_state, positions, real, weight
             )
             stream = jax.lax.optimization_barrier(stream)
             new_states.append(layer_state)
@@ -54,7 +54,7 @@ def through_layers(
         splits, layers, states, decoder_values, strict=True
     ):
         inputs = layer_values | {name: shared[name] for name in layer.takes if name not in layer_values}
-        x, layer_state, outputs = _layer_step(graph, spec, *state, x, tables, layer_state, at, real, inputs)
+        x, layer_state, outputs = _layer_step(graph, spec, *state, x, tables, layer_state, positions, real, inputs)
         shared |= outputs
         # Otherwise XLA lets each reader of the residual stream add up all layers below it again.
         x = jax.lax.optimization_barrier(x)

@@ -85,7 +85,7 @@ def step(
     block: Block,
     stream: Stream,
     state: Mapping[str, tuple[jax.Array, jax.Array]],
-    at: jax.Array,
+    positions: jax.Array,
     context: Context,
     next_weight: jax.Array,
     batch_invariant: bool,
@@ -95,7 +95,7 @@ def step(
 
       stream: [N, hidden], with the norm before attention.
       state: {"mixer": (keys, values)}, each [N, kv_heads, capacity, head_dim].
-      at: int32[N], positions; -1 for a row that does not decode.
+      positions: int32[N], positions; -1 for a row that does not decode.
       next_weight: [hidden], of the next norm, which rounds as this layer's do.
       batch_invariant: a row must have the same bits in any batch.
     """
@@ -108,7 +108,7 @@ def step(
     partial_sums = _parts(stream.normed, [getattr(attention, name) for name in attention.in_matrices])
     masking = attention.options(context.spec.window)
     masking["batch_invariant"] = batch_invariant
-    out, keys, values = attended(partial_sums, *state["mixer"], at, table, norms, **head_options, **masking)
+    out, keys, values = attended(partial_sums, *state["mixer"], positions, table, norms, **head_options, **masking)
     x, normed = added_norm(stream.x, _parts(out.reshape(len(out), -1), [attention.o_proj]), norm.weight[...], **options)
     partial_sums = _feed_forward(block.parts["mlp"], Stream(x, normed), context)
     return Stream(*added_norm(x, partial_sums, next_weight, **options)), {"mixer": (keys, values)}

@@ -65,10 +65,10 @@ class Prefills:
     of two. Other prompts are padded rows; one longer than `chunk` takes a program for its first tokens and one for each
     whole chunk.
 
-    A program also takes prompts that get no slot yet, unless `one`: slots become free one at a time, and a program of
+    A program also takes prompts that get no slot yet, unless `one_at_a_time`: slots become free one at a time, and a program of
     few tokens takes about as long as one of several times as many.
 
-      one: each prompt is prefilled alone, so that its states do not depend on other prompts.
+      one_at_a_time: each prompt is prefilled alone, so that its states do not depend on other prompts.
 
     Attributes:
       switch: the row length above which a longrope model needs other states, or slots.NEVER.
@@ -81,14 +81,14 @@ class Prefills:
         shapes: Sequence[jax.ShapeDtypeStruct],
         chunk: int,
         at_once: int,
-        one: bool,
+        one_at_a_time: bool,
     ):
-        self._programs, self._structure, self._shapes, self._one = programs, structure, shapes, one
+        self._programs, self._structure, self._shapes, self._one = programs, structure, shapes, one_at_a_time
         self._chunk, self._at_once = chunk, at_once
         layers = structure.model(shapes).layers
         mixers = [mixer for layer in layers for mixer in layer.mixers.values()]
         alone = not any(layer.takes or layer.gives for layer in layers)
-        self._packs = not one and alone and all(type(mixer) is Attention for mixer in mixers)
+        self._packs = not one_at_a_time and alone and all(type(mixer) is Attention for mixer in mixers)
         config = structure.config
         originals = (
             rope.original_max_position_embeddings or config.max_position_embeddings
@@ -138,14 +138,14 @@ class Prefills:
         self._batches, self._long = [], None
 
     def advance(
-        self, leaves: Sequence[jax.Array], waiting: Iterable[Request], free: int, left: float, capacity: int
+        self, leaves: Sequence[jax.Array], waiting: Iterable[Request], free: int, budget: float, capacity: int
     ) -> int:
         """Dispatches one program: the next chunk of a long prompt, or the first waiting prompt and others alike.
         Returns its tokens with padding; 1 for a prompt of one token, which needs none.
 
           waiting: in the order of slots; the first is not ready.
           free: how many of them get a slot now, at least one.
-          left: tokens that may be prefilled before the next round.
+          budget: tokens that may be prefilled before the next round.
           capacity: tokens of the slots' caches.
         """
         if self._long is not None:
@@ -168,7 +168,7 @@ class Prefills:
         candidates = [request for request in candidates.values() if self.ready(request) is None]
         if self._packs and _SHORTEST_PACKED <= _power(count) <= self._chunk // 2:
             alike = [request for request in candidates if _power(len(request.tokens) - 1) == _power(count)]
-            if (size := self._packed(leaves, alike, _power(count), left)) is not None:
+            if (size := self._packed(leaves, alike, _power(count), budget)) is not None:
                 return size
             candidates = [first]
         alike = [request for request in candidates if _padded(len(request.tokens) - 1) == width]

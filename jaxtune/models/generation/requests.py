@@ -64,25 +64,25 @@ class StopStrings:
     """Finds the token that completes one of several strings in the new text of a row. Raises ValueError without a
     tokenizer or for an empty string.
 
-      what: the caller's name, for errors.
+      caller: the caller's name, for errors.
     """
 
-    def __init__(self, strings: Sequence[str], tokenizer: Decodes | None, what: str = "generate"):
+    def __init__(self, strings: Sequence[str], tokenizer: Decodes | None, caller: str = "generate"):
         if tokenizer is None or not all(strings):
             lacks = "give the tokenizer that turns tokens into text" if tokenizer is None else "one of them is empty"
-            raise ValueError(f"{what}: stop_strings = {list(strings)!r}: {lacks}")
+            raise ValueError(f"{caller}: stop_strings = {list(strings)!r}: {lacks}")
         self._strings, self._tokenizer = list(strings), tokenizer
         # A string can start in earlier tokens. A character has at most four tokens (its bytes); some tokens have none.
         self._reach = 4 * max(map(len, strings)) + 8
 
-    def end(self, new: Sequence[int], looked_at: int) -> int | None:
+    def end(self, new: Sequence[int], searched_count: int) -> int | None:
         """The number of new tokens up to and including the first that completes a string, or None.
 
-        looked_at: how many of `new` were searched before.
+        searched_count: how many of `new` were searched before.
         """
-        if not self._in(new[max(0, looked_at - self._reach) :]):
+        if not self._in(new[max(0, searched_count - self._reach) :]):
             return None
-        return next((count for count in range(looked_at + 1, len(new) + 1) if self._in(new[:count])), None)
+        return next((count for count in range(searched_count + 1, len(new) + 1) if self._in(new[:count])), None)
 
     def _in(self, tokens: Sequence[int]) -> bool:
         text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
@@ -161,13 +161,13 @@ def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions:
     return len(prompt) + int(max_new_tokens)
 
 
-def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int, int]]:
+def seeds_of(seed: int | Sequence[int], count: int, caller: str) -> list[tuple[int, int]]:
     """(seed, index) for each of `count` rows: one seed with the rows' indices, or a seed a row with index 0, so that it
-    draws as if alone. Raises ValueError for another number. what: the caller, for errors.
+    draws as if alone. Raises ValueError for another number. caller: the caller, for errors.
     """
     if isinstance(seed, int | np.integer):
         return [(int(seed), index) for index in range(count)]
     seeds = np.asarray(seed)
     if seeds.shape != (count,) or not np.issubdtype(seeds.dtype, np.integer):
-        raise ValueError(f"{what}: seed = {seed!r}: must be an integer, or {count} of them, one a prompt")
+        raise ValueError(f"{caller}: seed = {seed!r}: must be an integer, or {count} of them, one a prompt")
     return [(int(row_seed), 0) for row_seed in seeds]

@@ -144,7 +144,9 @@ class Sampler:
         self._deterministic, self._steps, self._room_per_round = deterministic, tokens_per_round, prefill_tokens
         count, alone = self.plan.slots, deterministic or prefills_alone
         at_once = prefilled_at_once(self.plan, room, prefill_tokens)
-        self._prefills = Prefills(self._programs, self._structure, self._shapes, prefill_tokens, at_once, one=alone)
+        self._prefills = Prefills(
+            self._programs, self._structure, self._shapes, prefill_tokens, at_once, one_at_a_time=alone
+        )
         self._waiting: collections.deque[Request] = collections.deque()
         self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count

@@ -114,11 +114,13 @@ def filtered(logits: jax.Array, numbers: Numbers) -> jax.Array:
     return jnp.where(logits >= lowest, logits, -jnp.inf)
 
 
-def uniform_of(seed: jax.Array | np.ndarray, index: jax.Array | np.ndarray, made: jax.Array | np.ndarray) -> jax.Array:
-    """float32[N] from 0 to 1: jax.random.key(seed) folded with index and `made` (tokens that the row has made), so that
+def uniform_of(
+    seed: jax.Array | np.ndarray, index: jax.Array | np.ndarray, token_counts: jax.Array | np.ndarray
+) -> jax.Array:
+    """float32[N] from 0 to 1: jax.random.key(seed) folded with index and `token_counts` (tokens that the row has made), so that
     draws depend neither on slots nor on other rows.
     """
     keys = jax.random.wrap_key_data(jnp.stack([jnp.zeros_like(seed), seed], axis=-1), impl="threefry2x32")
-    for number in (index, made):
+    for number in (index, token_counts):
         keys = jax.vmap(jax.random.fold_in)(keys, number)
     return jax.vmap(jax.random.uniform)(keys)

@@ -305,10 +305,10 @@ class Attention(nnx.Module):
         capacity = cache_capacity(key.shape[1] + new_tokens, context.spec.window)
         return cache_of(key, lengths, capacity), cache_of(value, lengths, capacity)
 
-    def step(self, x: jax.Array, state, at: jax.Array, context: Context):
-        return self.step_giving(x, state, at, context)[:2]
+    def step(self, x: jax.Array, state, positions: jax.Array, context: Context):
+        return self.step_giving(x, state, positions, context)[:2]
 
-    def step_giving(self, x: jax.Array, state, at: jax.Array, context: Context):
+    def step_giving(self, x: jax.Array, state, positions: jax.Array, context: Context):
         """As `step`, with a third result: {name under which later layers take them: (cache, new)} of keys and values;
         {} if the layer gives none. If N is 1, `cache` contains the new token and `new` is None. Otherwise `cache` is
         the one before the N tokens, because a window's cache has no room for them and all that they see, and `new` is
@@ -324,13 +324,13 @@ class Attention(nnx.Module):
             query, key, value, *gates = self.project(x, context.rotary)
             keys, values = state
             write = chunk_written if chunk else _written_one
-            state = tuple(write(cache, new, at) for cache, new in zip(state, (key, value), strict=True))
+            state = tuple(write(cache, new, positions) for cache, new in zip(state, (key, value), strict=True))
         if chunk:
-            out = chunk_attention(query, key, value, keys, values, at, **options)
+            out = chunk_attention(query, key, value, keys, values, positions, **options)
         else:
             keys, values = (keys, values) if self.takes else state
             key = value = None
-            out = decode_attention(query[:, 0], keys, values, at + 1, **options)[:, None]
+            out = decode_attention(query[:, 0], keys, values, positions + 1, **options)[:, None]
         given_caches = dict(zip(self.gives.values(), ((keys, key), (values, value)), strict=True)) if self.gives else {}
         return self.output(out, *gates), state, given_caches
 

@@ -272,7 +272,7 @@ class Block(nnx.Module):
         self,
         layer_input: jax.Array,
         state: Mapping[str, object],
-        at: jax.Array,
+        positions: jax.Array,
         context: Context,
         taken: Mapping[str, object] | None = None,
     ):
@@ -290,10 +290,10 @@ class Block(nnx.Module):
                 place = places[part]
                 x = self.normed(part, values[place.reads])
                 if getattr(module, "gives", {}):
-                    out, after[part], shared_values = module.step_giving(x, state[part], at, context)
+                    out, after[part], shared_values = module.step_giving(x, state[part], positions, context)
                     given_values |= shared_values
                 else:
-                    out, after[part] = module.step(x, state[part], at, context)
+                    out, after[part] = module.step(x, state[part], positions, context)
                 values[place.makes] = self.added(part, None if place.adds_to is None else values[place.adds_to], out)
                 segments = segments[-1:] if part in norms else ()
             for segment in segments:

@@ -235,7 +235,7 @@ class DeltaNet(nnx.Module):
         window = jnp.take_along_axis(qkv, jnp.maximum(indices, 0)[..., None], axis=1)
         return jnp.where((indices >= 0)[..., None], window, 0), delta_rule_state(key, value, decay, beta, lengths)
 
-    def step(self, x: jax.Array, state, at: jax.Array, context: Context):
+    def step(self, x: jax.Array, state, positions: jax.Array, context: Context):
         window, state = state
         qkv, gate, rates = self.project(x)
         if x.shape[1] > 1:

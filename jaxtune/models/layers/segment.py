@@ -268,12 +268,12 @@ class Mixer(LayerPart, Protocol):
         """
         ...
 
-    def step(self, x: jax.Array, state: Any, at: jax.Array, context: Context) -> tuple[jax.Array, Any]:
+    def step(self, x: jax.Array, state: Any, positions: jax.Array, context: Context) -> tuple[jax.Array, Any]:
         """Runs the next N tokens of each row in generation: (output [B, N, hidden], the state after them). N is 1 while
         rows decode; a long prompt is prefilled in chunks.
 
           x: [B, N, hidden], the part's input after the norm.
-          at: int32[B], the position of the first of them, also the number of tokens in the state; negative for a row
+          positions: int32[B], the position of the first of them, also the number of tokens in the state; negative for a row
             that is not decoding, whose results are ignored.
           context: its layout has the rotary tables of these positions; `taken` what the layer takes.
         """
@@ -284,7 +284,7 @@ class GivingMixer(Mixer, Protocol):
     """A mixer that gives values, such as keys and values, to later layers."""
 
     def step_giving(
-        self, x: jax.Array, state, at: jax.Array, context: Context
+        self, x: jax.Array, state, positions: jax.Array, context: Context
     ) -> tuple[jax.Array, object, dict[str, object]]:
         """As Mixer.step, with a third result: {name: value, any pytree} of what later layers take in this step."""
         ...

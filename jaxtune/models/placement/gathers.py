@@ -17,22 +17,22 @@ from jaxtune.models.placement import low_format
 from jaxtune.models.placement.partition import TENSORS, Shard, shards
 
 
-def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+def rows_of(variable: nnx.Variable, index: jax.Array, lookup: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
     """take(table, index) of a variable [n, ...], which the devices may divide; its gradient is a Shard then.
 
     Devices exchange rows of a divided table: each takes its own rows for the indices of all. It is gathered instead if
     all look up more rows than it has, or if it is divided along another axis than the first.
 
       index: int32[...] in [0, n), this device's.
-      take: (table, index) -> table[index], with its derivative. Where rows are exchanged, it gets this device's part
+      lookup: (table, index) -> table[index], with its derivative. Where rows are exchanged, it gets this device's part
         and row numbers in it, int32[devices, ...].
     """
     value = variable.get_value()
     if not isinstance(value, Shard):
-        return take(variable[...], index)
+        return lookup(variable[...], index)
     if value.axis != 0 or value.count * index.size > value.shape[0]:
-        return take(_gathered(value), index)
-    return _rows_of(take, value, index)
+        return lookup(_gathered(value), index)
+    return _rows_of(lookup, value, index)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -25,14 +25,14 @@ def rows_of(
     name: str,
     variable: nnx.Variable,
     tokens: jax.Array,
-    take: Callable[[jax.Array, jax.Array], jax.Array],
+    lookup: Callable[[jax.Array, jax.Array], jax.Array],
     rows: jax.Array | None = None,
 ) -> jax.Array:
     """The rows [B, T, size] of a table for tokens int32[B, T], in the table's dtype. A numpy table is looked up on the
-    host without `take`, but becomes a constant of a traced program.
+    host without `lookup`, but becomes a constant of a traced program.
 
       variable: [vocabulary, size]; without rows in a program whose table is on the host.
-      take: (table, tokens) -> rows, with its derivative.
+      lookup: (table, tokens) -> rows, with its derivative.
       rows: the result, if it is known.
 
     Raises ValueError if the table has no rows and `rows` is None.
@@ -44,7 +44,7 @@ def rows_of(
     table = variable.get_value()
     if isinstance(table, np.ndarray) and not isinstance(tokens, Tracer):
         return jnp.asarray(table[np.asarray(tokens)])
-    return gathers.rows_of(variable, tokens, take)
+    return gathers.rows_of(variable, tokens, lookup)
 
 
 def has_no_rows(variable: nnx.Variable) -> bool:

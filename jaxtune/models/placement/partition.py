@@ -143,13 +143,13 @@ def compiling(mesh: Mesh) -> Iterator[None]:
 # ---- placing arrays
 
 
-def put(tree: Any, where: Any) -> Any:
+def put(tree: Any, sharding: Any) -> Any:
     """jax.device_put for arrays that every process has whole or that are on the mesh, without its collective comparison
-    of values. where: a sharding, a tree or prefix of them, or None: this process's default device.
+    of values. sharding: a sharding, a tree or prefix of them, or None: this process's default device.
     """
-    if jax.process_count() == 1 or where is None:
-        return jax.device_put(tree, where)
-    return jax.tree.map(_put, tree, jax.tree.broadcast(where, tree))
+    if jax.process_count() == 1 or sharding is None:
+        return jax.device_put(tree, sharding)
+    return jax.tree.map(_put, tree, jax.tree.broadcast(sharding, tree))
 
 
 def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -170,18 +170,18 @@ def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     return _moves(sharding)(array)
 
 
-def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
+def colocated(trained: Any, other_variables: Any) -> tuple[Any, Any]:
     """Places a run's trained tensors and the rest of its model on the same devices: on one if each process has all of
     every array, otherwise by `shardings`.
     """
-    arrays = [leaf for leaf in jax.tree.leaves((trained, rest)) if isinstance(leaf, jax.Array)]
+    arrays = [leaf for leaf in jax.tree.leaves((trained, other_variables)) if isinstance(leaf, jax.Array)]
     elsewhere = [array for array in arrays if not array.is_fully_addressable]
     if all(array.is_fully_replicated for array in elsewhere):
         local_copies = {id(array): array.addressable_data(0) for array in elsewhere}
-        return jax.tree.map(lambda leaf: local_copies.get(id(leaf), leaf), (trained, rest))
+        return jax.tree.map(lambda leaf: local_copies.get(id(leaf), leaf), (trained, other_variables))
     meshes = (array.sharding.mesh for array in elsewhere if isinstance(array.sharding, NamedSharding))
     mesh = next(mesh for mesh in meshes if isinstance(mesh, Mesh))
-    return put(trained, shardings(trained, mesh)), put(rest, shardings(rest, mesh))
+    return put(trained, shardings(trained, mesh)), put(other_variables, shardings(other_variables, mesh))
 
 
 def addressable(tree: Any) -> list[Any]:
@@ -305,19 +305,19 @@ def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
     return [_is_shard(leaf) for leaf in jax.tree.leaves(divide(tree, mesh), is_leaf=_is_shard)]
 
 
-def bytes_per_device(tree: Any, parts: int) -> float:
-    """Bytes of a tree of nnx variables (also abstract) on each of `parts` devices that divide tensors."""
+def bytes_per_device(tree: Any, shard_count: int) -> float:
+    """Bytes of a tree of nnx variables (also abstract) on each of `shard_count` devices that divide tensors."""
 
     def bytes_of(leaf):
         size = float(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize)
         return size / leaf.count**2 if isinstance(leaf, Shard) else size  # a Shard's shape is of `count` such arrays
 
-    return sum(map(bytes_of, jax.tree.leaves(divided_into(tree, parts), is_leaf=_is_shard)))
+    return sum(map(bytes_of, jax.tree.leaves(divided_into(tree, shard_count), is_leaf=_is_shard)))
 
 
-def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
-    """(bytes, elements) of the arrays that `parts` devices would divide, each counted whole."""
-    arrays = [shard.array for shard in shards(divided_into(tree, parts))]
+def divided_sizes(tree: Any, shard_count: int) -> tuple[float, float]:
+    """(bytes, elements) of the arrays that `shard_count` devices would divide, each counted whole."""
+    arrays = [shard.array for shard in shards(divided_into(tree, shard_count))]
     counts = [float(math.prod(array.shape)) for array in arrays]
     return sum(n * jnp.dtype(a.dtype).itemsize for n, a in zip(counts, arrays, strict=True)), sum(counts)
 
@@ -417,12 +417,12 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), undivided(specs(divide(tree, mesh))))
 
 
-def require_undivided(states: Any, what: str) -> None:
-    """Raises ValueError if an array is divided over devices. what: the caller, for the message."""
+def require_undivided(states: Any, caller: str) -> None:
+    """Raises ValueError if an array is divided over devices. caller: the caller, for the message."""
     for leaf in jax.tree.leaves(states):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_replicated:
             raise ValueError(
-                f"{what}: the model's weights are divided over {len(leaf.devices())} devices, as a run with "
+                f"{caller}: the model's weights are divided over {len(leaf.devices())} devices, as a run with "
                 f"mesh.{TENSORS} leaves them: save the model and load it (from_pretrained), or train with "
                 f"mesh.{TENSORS}=1"
             )

@@ -63,16 +63,16 @@ HEURISTIC = {"forward": FORWARD, "dquery": BACKWARD_QUERY, "dkey": BACKWARD_KEY,
 _SHORT_WINDOW = 1024
 
 
-def bucket(dim: int, whole: bool, window: int | None) -> str:
+def bucket(dim: int, whole_rows: bool, window: int | None) -> str:
     """Name of the class of calls for which the tuner stores blocks, such as "head_dim=128, whole rows".
 
     Windows up to 1,024 keys are named by the next power of two ("head_dim=128, window up to 256"), whatever the
-    documents: visits are short anyway. Longer ones have no effect. dim: that of the kernels. whole: every row is one
+    documents: visits are short anyway. Longer ones have no effect. dim: that of the kernels. whole_rows: every row is one
     document.
     """
     if window is not None and window <= _SHORT_WINDOW:
         return f"head_dim={dim}, window up to {max(128, 1 << (window - 1).bit_length())}"
-    return f"head_dim={dim}, whole rows" if whole else f"head_dim={dim}"
+    return f"head_dim={dim}, whole rows" if whole_rows else f"head_dim={dim}"
 
 
 def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blocks:

@@ -40,11 +40,11 @@ class Softmax:
         self.unit = (scale if soft_cap is None else soft_cap) * LOG2E
         self.lean = lean and self.unit > 0  # a negative factor would turn the maximum into the minimum
 
-    def start(self, own, layout):
-        """The state of `own` queries before the first block: a large negative but finite maximum, so that no difference
+    def start(self, own_tokens, layout):
+        """The state of `own_tokens` queries before the first block: a large negative but finite maximum, so that no difference
         is NaN, and 0.
         """
-        return filled((own,), _UNSEEN if self.lean else MASKED, layout), filled((own,), 0.0, layout)
+        return filled((own_tokens,), _UNSEEN if self.lean else MASKED, layout), filled((own_tokens,), 0.0, layout)
 
     def step(self, scores, state, mask):
         """Takes one block of raw scores float32[own, step]. Returns (weights, factor float32[own] for earlier blocks'

@@ -38,18 +38,18 @@ def columns_of(number, size: int):
     return pl.ds(number * size, size)
 
 
-def bring_pieces(ref, place, number, ring, full, free, which=None):
+def bring_pieces(ref, block_index, number, ring, full, free, piece_numbers=None):
     """Starts the copies of a block (a run of tokens, 512 columns), piece by piece, each once its slot is free.
 
-    place: (row, slice of tokens, head) in `ref` [B, T, heads, 512].
+    block_index: (row, slice of tokens, head) in `ref` [B, T, heads, 512].
     number: int32[], blocks loaded into `ring` before.
     ring: [slots, tokens, 128 or 256 columns].
-    which: pieces to copy; None: all.
+    piece_numbers: pieces to copy; None: all.
     """
-    row, tokens, head = place
+    row, tokens, head = block_index
     size = ring.shape[-1]
     pieces = 2 * HALF // size
-    for piece in range(pieces) if which is None else which:
+    for piece in range(pieces) if piece_numbers is None else piece_numbers:
         source = ref.at[row, tokens, head, columns_of(piece, size)]
         bring(number * pieces + piece, ((source, ring, full, free),))
 
@@ -61,14 +61,14 @@ def bring_both(pieces, halves):
     none.
     """
     for ring, piece_numbers in ((pieces, (0, 1)), (halves, (0,)), (pieces, (2,)), (halves, (1,)), (pieces, (3,))):
-        bring_pieces(*ring, which=piece_numbers)
+        bring_pieces(*ring, piece_numbers=piece_numbers)
 
 
-def multiply(acc, own, first, ring, full, number, release=None):
+def multiply(acc, left_halves, first, ring, full, number, release=None):
     """Adds left block^T to acc over all 512 columns, piece by piece as they arrive. The last products still run on
     return: the caller waits for them, and releases the last piece's slot (`last_slot`).
 
-      own: [halves, rows, 256]; left is the two halves from index `first` on.
+      left_halves: [halves, rows, 256]; left is the two halves from index `first` on.
       number: int32[], the block's number among those loaded into `ring`.
       release: frees a slot once its product is done; None: nothing is freed or waited for.
     """
@@ -78,7 +78,7 @@ def multiply(acc, own, first, ring, full, number, release=None):
         slot = slot_of(number, piece, ring)
         plgpu.barrier_wait(full.at[slot])
         half, offset = divmod(piece * size, HALF)
-        left = own.at[first + half]
+        left = left_halves.at[first + half]
         right = ring.at[slot + unknown_zero(number)].transpose((1, 0))
         plgpu.wgmma(acc, left if size == HALF else left.at[:, pl.ds(offset, size)], right)
         if before is not None and release is not None:
@@ -174,7 +174,7 @@ def half_forward_kernel(
       q_smem: both halves of each warpgroup's queries, later results; k_smem, v_smem: pieces of keys, halves of values.
     """
     wg = lax.axis_index("wg")
-    side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg, parts=2)
+    side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg, column_sections=2)
     own_tokens = blocks.own
     shape, rows = (own_tokens, blocks.step), plgpu.Layout.WGMMA.reduce(1)
     softmax = Softmax(scale, soft_cap, blocks.lean)

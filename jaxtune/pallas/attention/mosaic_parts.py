@@ -131,8 +131,8 @@ class Turns:
     step, `end` after its last; both must make equally many steps.
     """
 
-    def __init__(self, barrier, wg, wanted: bool):
-        self.barrier, self.wg, self.wanted = barrier, wg, wanted
+    def __init__(self, barrier, wg, enabled: bool):
+        self.barrier, self.wg, self.wanted = barrier, wg, enabled
 
     def swap(self):
         """Passes the tensor cores to the other warpgroup and waits until it passes them back."""
@@ -244,14 +244,14 @@ def bring(number, copies):
         plgpu.copy_gmem_to_smem(source, target.at[slot], full.at[slot])
 
 
-def drain(done, *rings):
+def drain(step_count, *rings):
     """Waits until everything loaded was read, as a barrier must not end with an arrival that nobody waited for.
 
     rings: (slots, their `free` barriers) each.
     """
     for target, free in rings:
         for slot in range(target.shape[0]):
-            pl.when(slot < done)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
+            pl.when(slot < step_count)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
 
 
 class QuerySide:
@@ -260,14 +260,20 @@ class QuerySide:
 
       q_ref, k_ref: only shapes are read.
       shared: both warpgroups take the same queries of one head (dq of heads of 512); `pairs` then has no effect.
-      parts: items into which a tile's result is divided by columns: 2 in the forward for heads of 512, else 1.
+      column_sections: items into which a tile's result is divided by columns: 2 in the forward for heads of 512, else 1.
     """
 
-    def __init__(self, q_ref, k_ref, table_ref, blocks: Blocks, pairs: bool, wg, *, shared=False, parts=1):
+    def __init__(self, q_ref, k_ref, table_ref, blocks: Blocks, pairs: bool, wg, *, shared=False, column_sections=1):
         heads, self.length = q_ref.shape[2], q_ref.shape[1]
-        self.blocks, self.pairs, self.wg, self.shared, self.parts = blocks, pairs and not shared, wg, shared, parts
+        self.blocks, self.pairs, self.wg, self.shared, self.parts = (
+            blocks,
+            pairs and not shared,
+            wg,
+            shared,
+            column_sections,
+        )
         self.group = heads // k_ref.shape[2]
-        self.items = Items(table_ref, parts * (heads // WARPGROUPS if self.pairs else heads))
+        self.items = Items(table_ref, column_sections * (heads // WARPGROUPS if self.pairs else heads))
 
     def part(self, item):
         """Which of the `parts` column ranges the item computes, int32[]."""

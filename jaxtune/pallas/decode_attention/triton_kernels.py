@@ -50,7 +50,7 @@ def decode_split_kernel(
     lengths,
     firsts,
     tiles,
-    parts,
+    split_outputs,
     lses,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -69,7 +69,7 @@ def decode_split_kernel(
 
       query: [B, HEADS, DIM].
       firsts, tiles: int32[B, SPLITS] of splits.live_tiles.
-      parts: float32[B, KV_HEADS, SPLITS, heads of a group, DIM], normalised over the split; lses: log-sum-exps in log2,
+      split_outputs: float32[B, KV_HEADS, SPLITS, heads of a group, DIM], normalised over the split; lses: log-sum-exps in log2,
         without DIM.
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -99,7 +99,7 @@ def decode_split_kernel(
             acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None])
             top = new_top
         split_row = ((row * KV_HEADS + head) * SPLITS + split).to(tl.int64) * OWN
-        tl.store(parts + split_row * DIM + offsets, acc / total[:, None], mask=real)
+        tl.store(split_outputs + split_row * DIM + offsets, acc / total[:, None], mask=real)
         tl.store(lses + split_row + members, top + tl.log2(total), mask=members < OWN)
 
 
@@ -159,7 +159,7 @@ def decode_whole_kernel(
 
 @triton.jit
 def decode_combine_kernel(
-    parts,
+    split_outputs,
     lses,
     order,
     counts,
@@ -194,7 +194,9 @@ def decode_combine_kernel(
         new_top = tl.maximum(top, lse)
         fade, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
         total = total * fade + weight
-        acc = acc * fade[:, None] + weight[:, None] * tl.load(parts + split_row * DIM + offsets, mask=real, other=0.0)
+        acc = acc * fade[:, None] + weight[:, None] * tl.load(
+            split_outputs + split_row * DIM + offsets, mask=real, other=0.0
+        )
         top = new_top
     acc = acc / tl.maximum(total, 1e-30)[:, None]
     tl.store(out + (row * HEADS + head * OWN) * DIM + offsets, acc.to(out.dtype.element_ty), mask=real)

@@ -148,11 +148,11 @@ def short_convolution_parts(
     x: jax.Array,
     weight: jax.Array,
     layout: PackedLayout,
-    parts: Sequence[int],
+    part_sizes: Sequence[int],
     *,
     implementation: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """short_convolution divided along channels: arrays [B, T, size] for each of `parts`, which add up to C. Their
+    """short_convolution divided along channels: arrays [B, T, size] for each of `part_sizes`, which add up to C. Their
     gradients need not be joined into one array.
 
       implementation: "triton" (16 bits, four taps, three parts), "reference", or None: the first that supports the
@@ -162,15 +162,15 @@ def short_convolution_parts(
     check.array("x", x, "B T C", FLOATS)
     check.array("weight", weight, "C k", FLOATS)
     _check_layout(check, layout)
-    if sum(parts) != x.shape[-1]:
-        raise ValueError(f"short_convolution_parts: parts = {tuple(parts)} must add up to C = {x.shape[-1]}")
+    if sum(part_sizes) != x.shape[-1]:
+        raise ValueError(f"short_convolution_parts: parts = {tuple(part_sizes)} must add up to C = {x.shape[-1]}")
     table: dispatch.Table = {
-        "triton": lambda: convolution.refusal(x, weight, parts),
+        "triton": lambda: convolution.refusal(x, weight, part_sizes),
         "reference": lambda: None,
     }
     if dispatch.choose("short_convolution", table, implementation) == "triton":
-        return convolution.in_parts(x, weight, layout, tuple(parts))
-    return convolution.divided(convolution.forward(x, weight, layout), parts)
+        return convolution.in_parts(x, weight, layout, tuple(part_sizes))
+    return convolution.divided(convolution.forward(x, weight, layout), part_sizes)
 
 
 @meshes.on_any_mesh

@@ -37,11 +37,11 @@ def forward(x, weight, layout):
     return jnp.where((index < layout.doc_end)[..., None], jax.nn.silu(total), 0.0).astype(x.dtype)
 
 
-def divided(out, parts):
-    return tuple(jnp.split(out, list(itertools.accumulate(parts))[:-1], axis=-1))
+def divided(out, part_sizes):
+    return tuple(jnp.split(out, list(itertools.accumulate(part_sizes))[:-1], axis=-1))
 
 
-def refusal(x, weight, parts) -> str | None:
+def refusal(x, weight, part_sizes) -> str | None:
     """Why the kernels cannot compute the parts of x [B, T, C] and their gradient, or None; it may run their check at
     first use.
     """
@@ -50,10 +50,10 @@ def refusal(x, weight, parts) -> str | None:
         return reason
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype}"
-    if weight.shape[1] != _TAPS or len(parts) != 3:
-        return f"{weight.shape[1]} taps and {len(parts)} parts; it serves {_TAPS} and 3"
-    if any(size % _WIDTH for size in parts):
-        return f"parts of {', '.join(map(str, parts))} channels; they must be multiples of {_WIDTH}"
+    if weight.shape[1] != _TAPS or len(part_sizes) != 3:
+        return f"{weight.shape[1]} taps and {len(part_sizes)} parts; it serves {_TAPS} and 3"
+    if any(size % _WIDTH for size in part_sizes):
+        return f"parts of {', '.join(map(str, part_sizes))} channels; they must be multiples of {_WIDTH}"
     return _first_use(jnp.dtype(x.dtype))
 
 
@@ -83,10 +83,10 @@ def _first_use(dtype) -> str | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def in_parts(x, weight, layout, parts):
+def in_parts(x, weight, layout, part_sizes):
 
     def run(x, start, end, weight):
-        return tuple(_call("convolution_kernel", x, start, end, weight, (), parts, parts))
+        return tuple(_call("convolution_kernel", x, start, end, weight, (), part_sizes, part_sizes))
 
     return meshes.on_each_device(run, rows=3)(x, layout.doc_start, layout.doc_end, weight)
 

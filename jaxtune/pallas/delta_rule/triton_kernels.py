@@ -447,7 +447,7 @@ def dquery_kernel(
     read,
     to_weights,
     dquery,
-    asked,
+    query_flow,
     LENGTH: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -461,7 +461,7 @@ def dquery_kernel(
     """dquery of a chunk, before normalisation, summed over a key head's value heads. Factors per token are applied to
     rows of a product's result, so that its operands are used as they are in memory. Grid: (key_heads, chunks, B).
 
-      asked: for each token and value head, the query times the gradient that it gets from reading the states.
+      query_flow: for each token and value head, the query times the gradient that it gets from reading the states.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -484,7 +484,7 @@ def dquery_kernel(
             state = _matrix(states + (line * VALUE_DIM + column) * KEY_DIM, WIDTH, KEY_DIM)
             member_dq = tl.dot(do, state, member_dq)
         member_dq *= tl.load(read + offsets)[:, None]
-        tl.store(asked + offsets, _along(member_dq, query, first, KEYS, KEY_DIM, LENGTH, CHUNK))
+        tl.store(query_flow + offsets, _along(member_dq, query, first, KEYS, KEY_DIM, LENGTH, CHUNK))
         dq += member_dq
         k = _tokens(key + keys, first, KEYS, KEY_DIM, LENGTH, CHUNK)
         dq = tl.dot(_matrix(to_weights + line * CHUNK * CHUNK, CHUNK, CHUNK), k, dq)
@@ -562,7 +562,7 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
 
 
 @triton.jit
-def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, asked, lost, gained, fading,
+def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, query_flow, lost, gained, fading,
                  ddecay, dbeta,
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
@@ -586,7 +586,7 @@ def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, 
     through = tl.load(gained + offsets) * tl.load(reach + offsets)
     token_flow = (
         tl.load(flow + offsets)
-        + tl.load(asked + offsets)
+        + tl.load(query_flow + offsets)
         - tl.load(lost + offsets) * tl.load(kept + offsets)
         - through * b
     )

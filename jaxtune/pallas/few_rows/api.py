@@ -219,7 +219,7 @@ def _activated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
 
 def added_norm(
     x: jax.Array,
-    parts: jax.Array,
+    partial_sums: jax.Array,
     weight: jax.Array,
     *,
     eps: float,
@@ -230,7 +230,7 @@ def added_norm(
     """(x plus a product, the RMS norm of that), [N, hidden] each in x's dtype, in one kernel. Not differentiable.
 
     x: [N, hidden], the residual stream.
-    parts: [splits, N, hidden], partial sums of `products` or `experts_down`; their sum is rounded to x's dtype first.
+    partial_sums: [splits, N, hidden], partial sums of `products` or `experts_down`; their sum is rounded to x's dtype first.
     weight: [hidden], any floating dtype.
     offset: added to the weight, such as 1 for Gemma; ignored unless float32.
     float32: the normed numbers times the weight are rounded once; otherwise both are rounded first, and the product.
@@ -238,7 +238,7 @@ def added_norm(
     """
     check = Arguments("added_norm")
     check.array("x", x, "N hidden", FLOATS)
-    check.array("parts", parts, "splits N hidden", FLOATS)
+    check.array("partial_sums", partial_sums, "splits N hidden", FLOATS)
     check.array("weight", weight, "hidden", FLOATS)
     options = dict(eps=eps, offset=offset, float32=float32)
 
@@ -251,11 +251,11 @@ def added_norm(
         return dispatch.first_use("added_norm", "triton", f"{x.dtype}, {options}", compare)
 
     implementation_name = _chosen("added_norm", lambda: triton.added_norm_refusal(x), first_use, implementation)
-    return IMPLEMENTATIONS[implementation_name].added_norm(x, parts, weight, **options)
+    return IMPLEMENTATIONS[implementation_name].added_norm(x, partial_sums, weight, **options)
 
 
 def placed(
-    parts: jax.Array,
+    partial_sums: jax.Array,
     keys: jax.Array,
     values: jax.Array,
     positions: jax.Array,
@@ -273,7 +273,7 @@ def placed(
     Returns (query [N, heads, D] in the caches' dtype, keys, values). XLA changes the caches in place, unless the
     program reads the old ones again or they are arguments that are not donated.
 
-      parts: [splits, N, (heads + 2 kv_heads) D], partial sums of query, key and value side by side.
+      partial_sums: [splits, N, (heads + 2 kv_heads) D], partial sums of query, key and value side by side.
       keys, values: caches [N, kv_heads, capacity, D]; a token goes to its position modulo capacity.
       positions: int32[N]; for a negative one nothing is written, and the row's query means nothing.
       table: (cos, sin) at these positions, float32[N, D / 2] (RoPE); None: no rotation.
@@ -282,7 +282,7 @@ def placed(
       implementation: "triton" (16-bit caches, D a power of two from 32 to 512), "reference", or None.
     """
     check = Arguments("placed")
-    check.array("parts", parts, "splits N width", FLOATS)
+    check.array("partial_sums", partial_sums, "splits N width", FLOATS)
     check.array("keys", keys, "N kv_heads capacity D", FLOATS)
     check.array("values", values, "N kv_heads capacity D", keys.dtype)
     check.array("positions", positions, "N", INTEGERS)
@@ -311,4 +311,4 @@ def placed(
         return dispatch.first_use("placed", "triton", call, compare)
 
     implementation_name = _chosen("placed", lambda: triton.placed_refusal(keys), first_use, implementation)
-    return IMPLEMENTATIONS[implementation_name].placed(parts, keys, values, positions, table, norms, **options)
+    return IMPLEMENTATIONS[implementation_name].placed(partial_sums, keys, values, positions, table, norms, **options)

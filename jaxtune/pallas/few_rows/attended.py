@@ -37,7 +37,7 @@ _MANY_CAPACITY = 3072
 
 
 def attended(
-    parts: jax.Array,
+    partial_sums: jax.Array,
     keys: jax.Array,
     values: jax.Array,
     positions: jax.Array,
@@ -67,7 +67,7 @@ def attended(
         64, 128, 256 or 512), "apart" (`placed` and decode_attention), or None: the first that supports the call.
     """
     check = Arguments("attended")
-    check.array("parts", parts, "splits N width", FLOATS)
+    check.array("partial_sums", partial_sums, "splits N width", FLOATS)
     check.array("keys", keys, "N kv_heads capacity D", FLOATS)
     check.array("values", values, "N kv_heads capacity D", keys.dtype)
     check.array("positions", positions, "N", INTEGERS)
@@ -78,41 +78,43 @@ def attended(
     positions = jnp.asarray(positions, jnp.int32)
     rounding = dict(eps=eps, offset=offset, float32=float32)
     masking = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-    reason = refusal(parts, keys, batch_invariant)
+    reason = refusal(partial_sums, keys, batch_invariant)
     if reason is not None and implementation is None:
         implementation = "apart"  # whose two parts say why they have no kernel, if they have none
 
     def first_use():
-        tile = _tile(parts, keys, batch_invariant)
-        return _first_use(parts, keys, table, norms, window, soft_cap, rounding, tile, _shares(keys, tile))
+        tile = _tile(partial_sums, keys, batch_invariant)
+        return _first_use(partial_sums, keys, table, norms, window, soft_cap, rounding, tile, _shares(keys, tile))
 
     reasons = {"triton": lambda: reason or first_use()}
     implementation_name = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
     if implementation_name == "triton":
-        tile = _tile(parts, keys, batch_invariant)
+        tile = _tile(partial_sums, keys, batch_invariant)
         how: dict = dict(tile=tile, shares=_shares(keys, tile), rounding=rounding, masking=masking)
-        return _by_kernel(parts, keys, values, positions, table, norms, **how)
-    query, keys, values = placed(parts, keys, values, positions, table, norms, eps=eps, offset=offset, float32=float32)
+        return _by_kernel(partial_sums, keys, values, positions, table, norms, **how)
+    query, keys, values = placed(
+        partial_sums, keys, values, positions, table, norms, eps=eps, offset=offset, float32=float32
+    )
     out = decode_attention(
         query, keys, values, positions + 1, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
     )
     return out, keys, values
 
 
-def refusal(parts, keys, batch_invariant: bool) -> str | None:
+def refusal(partial_sums, keys, batch_invariant: bool) -> str | None:
     """Why the kernels of `attended` do not support a call on this GPU, or None."""
     reason = placed_refusal(keys)
     if reason is not None:
         return reason
     kv_heads, capacity, dim = keys.shape[1:]
-    if capacity > WHOLE and not _by_single_warps(parts, keys, batch_invariant):
+    if capacity > WHOLE and not _by_single_warps(partial_sums, keys, batch_invariant):
         return f"a cache of {capacity} keys; up to {WHOLE}"
     if dim not in WHOLE_TILES:
         return f"head dim {dim}; {', '.join(map(str, WHOLE_TILES))}"
     if capacity % WHOLE_TILES[dim].step:
         return f"capacity {capacity}, no multiple of {WHOLE_TILES[dim].step}"
-    if (parts.shape[2] // dim) % kv_heads:
-        return f"{parts.shape[2] // dim - 2 * kv_heads} query heads and {kv_heads} key/value heads"
+    if (partial_sums.shape[2] // dim) % kv_heads:
+        return f"{partial_sums.shape[2] // dim - 2 * kv_heads} query heads and {kv_heads} key/value heads"
     return None
 
 

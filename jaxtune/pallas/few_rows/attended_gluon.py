@@ -182,7 +182,7 @@ def _own_parts(
 
 @gluon.jit
 def many_kernel(
-    parts,
+    partial_sums,
     q_weight,
     k_weight,
     turns,
@@ -255,7 +255,7 @@ def many_kernel(
             ahead = gl.where(ahead + STEP == CAPACITY, 0, ahead + STEP)
 
         query = _own_parts(
-            parts,
+            partial_sums,
             q_weight,
             k_weight,
             turns,

@@ -157,7 +157,7 @@ def _added_shares(
 
 @triton.jit
 def attended_kernel(
-    parts,
+    partial_sums,
     q_weight,
     k_weight,
     turns,
@@ -227,7 +227,7 @@ def attended_kernel(
         q_low, q_high = tl.full([GROUP, HALF], 0.0, DTYPE), tl.full([GROUP, HALF], 0.0, DTYPE)
     else:
         q_low, q_high, top, total, acc = _own_parts(
-            parts,
+            partial_sums,
             q_weight,
             k_weight,
             turns,
@@ -264,7 +264,7 @@ def attended_kernel(
         if WITHIN:
             if begin == first:
                 q_low, q_high, top, total, acc = _own_parts(
-                    parts, q_weight, k_weight, turns, sinks, keys, values, row + later, later, head, share,
+                    partial_sums, q_weight, k_weight, turns, sinks, keys, values, row + later, later, head, share,
                     position, newest, COUNT, HEADS, KV_HEADS, DIM, CAPACITY, SPLITS, NORMS, ROTATES, EPS, OFFSET,
                     FLOAT32, SCALE, CAP, GROUP, DTYPE, SHARES,
                 )  # fmt: skip

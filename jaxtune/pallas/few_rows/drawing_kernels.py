@@ -15,7 +15,7 @@ def chunk_kernel(
     temperature,
     logprob_temperature,
     tops,
-    places,
+    top_tokens,
     sums,
     blocks,
     STRIDE: tl.constexpr,
@@ -41,7 +41,7 @@ def chunk_kernel(
     least = tl.where(top == float("-inf"), 0.0, top)
     cell = row * CHUNKS + chunk
     tl.store(tops + cell, top)
-    tl.store(places + cell, top_token)
+    tl.store(top_tokens + cell, top_token)
     # Instructions decide here beside memory: a division for each number would cost as much as all else.
     logprob_temp = tl.load(logprob_temperature + row)
     weights = tl.exp2((chunk_logits - least) * (_LOG2E / logprob_temp))
@@ -61,7 +61,7 @@ def token_kernel(
     logprob_temperature,
     uniform,
     tops,
-    places,
+    top_tokens,
     sums,
     blocks,
     token,
@@ -89,7 +89,7 @@ def token_kernel(
     real = chunks < CHUNKS
     highs = tl.load(tops + row * CHUNKS + chunks, mask=real, other=float("-inf"))
     top, chunk = tl.max(highs, 0, return_indices=True)
-    likeliest = tl.minimum(tl.load(places + row * CHUNKS + chunk), VOCAB - 1)
+    likeliest = tl.minimum(tl.load(top_tokens + row * CHUNKS + chunk), VOCAB - 1)
     logprob_temp = tl.load(logprob_temperature + row)
     total_weight = tl.sum(
         tl.load(sums + row * CHUNKS + chunks, mask=real, other=0.0) * tl.exp((highs - top) / logprob_temp), 0

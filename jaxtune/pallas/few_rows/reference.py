@@ -84,15 +84,15 @@ def _sum(partial_sums, dtype):
     return total.astype(dtype)
 
 
-def added_norm(x, parts, weight, *, eps, offset, float32):
-    added = x + _sum(parts, x.dtype)
+def added_norm(x, partial_sums, weight, *, eps, offset, float32):
+    added = x + _sum(partial_sums, x.dtype)
     return added, normed(added, weight, eps, offset, float32)
 
 
-def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
-    kv_heads, dim, rows = keys.shape[1], keys.shape[3], parts.shape[1]
-    heads = parts.shape[2] // dim - 2 * kv_heads
-    projected = _sum(parts, keys.dtype).reshape(rows, -1, dim)
+def placed(partial_sums, keys, values, positions, table, norms, *, eps, offset, float32):
+    kv_heads, dim, rows = keys.shape[1], keys.shape[3], partial_sums.shape[1]
+    heads = partial_sums.shape[2] // dim - 2 * kv_heads
+    projected = _sum(partial_sums, keys.dtype).reshape(rows, -1, dim)
     query, key, value = jnp.split(projected, (heads, heads + kv_heads), axis=1)
     if norms is not None:
         query, key = (

@@ -256,13 +256,13 @@ def added_norm_refusal(x) -> str | None:
     return None if x.shape[1] <= 16384 else f"{x.shape[1]} numbers; up to 16,384"
 
 
-def added_norm(x, parts, weight, *, eps, offset, float32):
+def added_norm(x, partial_sums, weight, *, eps, offset, float32):
     from jaxtune.pallas.few_rows import triton_kernels
 
     count, size = x.shape
     added, normed = compat.triton_graph_call(
         triton_kernels.added_norm_kernel,
-        (x, parts, weight),
+        (x, partial_sums, weight),
         [jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
         (count,),
         warps=8 if size > 2048 else 4,
@@ -270,7 +270,7 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
         COUNT=count,
         SIZE=size,
         WIDTH=1 << (size - 1).bit_length(),
-        SPLITS=parts.shape[0],
+        SPLITS=partial_sums.shape[0],
         EPS=float(eps),
         OFFSET=float(offset),
         FLOAT32=int(float32),
@@ -291,17 +291,17 @@ def placed_refusal(keys) -> str | None:
     return None
 
 
-def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
+def placed(partial_sums, keys, values, positions, table, norms, *, eps, offset, float32):
     from jaxtune.pallas.few_rows import triton_kernels
 
-    splits, count, width = parts.shape
+    splits, count, width = partial_sums.shape
     kv_heads, capacity, dim = keys.shape[1:]
     heads = width // dim - 2 * kv_heads
-    weights = (parts, parts) if norms is None else norms
-    cos, sin = (parts, parts) if table is None else table
+    weights = (partial_sums, partial_sums) if norms is None else norms
+    cos, sin = (partial_sums, partial_sums) if table is None else table
     query, keys, values = compat.triton_graph_call(
         triton_kernels.placed_kernel,
-        (parts, *weights, cos, sin, positions, keys, values),
+        (partial_sums, *weights, cos, sin, positions, keys, values),
         [jax.ShapeDtypeStruct((count, heads, dim), keys.dtype)]
         + [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)],
         (heads + 2 * kv_heads, count),

@@ -237,7 +237,7 @@ def _loaded(low, high, offsets, READS: tl.constexpr):
 @triton.jit
 def added_norm_kernel(
     x,
-    parts,
+    partial_sums,
     weight,
     added,
     normed,
@@ -260,7 +260,7 @@ def added_norm_kernel(
     # Read before the sum over the row, for which a program waits.
     factors = tl.load(weight + columns, mask=real, other=0.0)
     stream = tl.load(x + offsets, mask=real, other=0.0).to(tl.float32)
-    stream += _sum(parts, offsets, real, COUNT * SIZE, SPLITS, DTYPE)
+    stream += _sum(partial_sums, offsets, real, COUNT * SIZE, SPLITS, DTYPE)
     stream = stream.to(DTYPE).to(tl.float32)
     tl.store(added + offsets, stream.to(DTYPE), mask=real)
     stream = stream * tl.rsqrt(tl.sum(stream * stream) / SIZE + EPS)
@@ -270,7 +270,7 @@ def added_norm_kernel(
 
 @triton.jit
 def placed_kernel(
-    parts,
+    partial_sums,
     q_weight,
     k_weight,
     cos,
@@ -297,7 +297,7 @@ def placed_kernel(
     `keys` [COUNT, KV_HEADS, CAPACITY, DIM] at its position modulo CAPACITY; a value as it is to `values`. Sums over
     splits, and results of norm and rotation, are rounded to the caches' dtype. Grid: (HEADS + 2 KV_HEADS, COUNT).
 
-      parts: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM].
+      partial_sums: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM].
       q_weight, k_weight: [DIM], if NORMS. cos, sin: float32[COUNT, DIM / 2], if ROTATES.
       positions: int32[COUNT]; nothing is written to the caches for a negative one.
       old_keys, old_values: the caches as inputs, in the same memory; not read.
@@ -309,8 +309,8 @@ def placed_kernel(
     columns = tl.arange(0, HALF)
     real = columns < HALF
     offsets = (row * ALL + head) * DIM + columns
-    low = _sum(parts, offsets, real, COUNT * ALL * DIM, SPLITS, DTYPE)
-    high = _sum(parts, offsets + HALF, real, COUNT * ALL * DIM, SPLITS, DTYPE)
+    low = _sum(partial_sums, offsets, real, COUNT * ALL * DIM, SPLITS, DTYPE)
+    high = _sum(partial_sums, offsets + HALF, real, COUNT * ALL * DIM, SPLITS, DTYPE)
     if head < HEADS + KV_HEADS:
         inverse = tl.rsqrt((tl.sum(low * low) + tl.sum(high * high)) / DIM + EPS)
         weight = q_weight

@@ -369,19 +369,19 @@ class BitsAndBytes(Layout):
                 )
         return Found(name, tensors, shape, _State(quant_type, dtype_name, offset))
 
-    def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FourBit:
+    def read(self, weight: Found, arrays: Arrays, dtype_name: str) -> FourBit:
         """As Layout.read; dtype_name is not used, because quant_state has the dtype. ValueError if quant_map is not the
         type's table.
         """
-        state = found.details
+        state = weight.details
         assert isinstance(state, _State)
         kind = _KINDS[state.quant_type]
         if not np.allclose(arrays[".weight.quant_map"], kind.table, rtol=0, atol=1e-6):
-            raise ValueError(f"{found.where}.quant_map is not the table of {state.quant_type}")
+            raise ValueError(f"{weight.where}.quant_map is not the table of {state.quant_type}")
         nested = map(arrays.get, (".weight.nested_absmax", ".weight.nested_quant_map"))
         offset = None if state.offset is None else np.float32(state.offset)
         leaves: list[Any] = [arrays[self.codes], arrays[".weight.absmax"], *nested, offset]
-        return kind(*leaves, shape=found.shape, dtype_name=state.dtype_name)
+        return kind(*leaves, shape=weight.shape, dtype_name=state.dtype_name)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
         first = pieces[0]
@@ -394,12 +394,12 @@ class BitsAndBytes(Layout):
             )
         return None
 
-    def digested(self, found: Found) -> list[tuple[str, str]]:
+    def digested(self, weight: Found) -> list[tuple[str, str]]:
         """As Layout.digested: the weight's name labels the codes; the others follow in alphabetical order, without
         ".weight.".
         """
-        companion_keys = sorted(key for key in found.tensors if key != self.codes)
-        return [(found.name, self.codes), *((key.removeprefix(".weight."), key) for key in companion_keys)]
+        companion_keys = sorted(key for key in weight.tensors if key != self.codes)
+        return [(weight.name, self.codes), *((key.removeprefix(".weight."), key) for key in companion_keys)]
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
         if rows * weight.shape[2] % BLOCK == 0:

@@ -263,11 +263,11 @@ class FP8Files(Layout):
             )
         return Found(name, tensors, codes.shape, block)
 
-    def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FP8:
+    def read(self, weight: Found, arrays: Arrays, dtype_name: str) -> FP8:
         """As Layout.read. ValueError for a scale that is out of range in `dtype_name` (`_check_scales`)."""
         codes, (key,) = arrays[self.codes], [key for key in self.others if key in arrays]
-        block: Any = found.details
-        _check_scales(found.tensors[key], arrays[key].astype(np.float32), codes, block, dtype_name)
+        block: Any = weight.details
+        _check_scales(weight.tensors[key], arrays[key].astype(np.float32), codes, block, dtype_name)
         leaves: list[Any] = [codes, arrays[key].reshape(scale_shape(codes.shape, block))]
         return FP8(*leaves, block=block, dtype_name=dtype_name)
 

@@ -78,9 +78,9 @@ class Int8(Stored):
     def largest(self) -> jax.Array:
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, _LARGEST)).decode("float32")
 
-    def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
+    def divided(self, axis: int, shards: int) -> tuple[int | None, ...] | None:
         """As Stored.divided; along `in`, which cuts every row, each device keeps all of absmax: (axis, None)."""
-        if self.shape[axis] % parts:
+        if self.shape[axis] % shards:
             return None
         axis = axis % self.ndim
         return (axis, None if axis == self.ndim - 1 else axis)
@@ -144,10 +144,10 @@ class LLMInt8(Layout):
             )
         return Found(name, tensors, codes.shape)
 
-    def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Int8:
+    def read(self, weight: Found, arrays: Arrays, dtype_name: str) -> Int8:
         absmax = arrays[".SCB"]
         if (absmax < 0).any():
-            raise ValueError(f"{found.where}: SCB has {absmax.min():.4g}; magnitudes are not negative: fetch it again")
+            raise ValueError(f"{weight.where}: SCB has {absmax.min():.4g}; magnitudes are not negative: fetch it again")
         leaves: list = [arrays[self.codes], absmax]
         return Int8(*leaves, dtype_name=dtype_name)
 

@@ -80,23 +80,23 @@ class FileTensor(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-def file_tensor(like: jax.Array | np.ndarray | None, of: Of) -> FileTensor:
+def file_tensor(like: jax.Array | np.ndarray | None, array_of: Of) -> FileTensor:
     """The FileTensor with the shape and dtype of `like`: an array that is written as the weight has it, or its
     jax.ShapeDtypeStruct. None fails an assertion; the type allows it because optional fields of weights have it.
     """
     assert like is not None
-    return FileTensor(tuple(like.shape), np.dtype(like.dtype), of)
+    return FileTensor(tuple(like.shape), np.dtype(like.dtype), array_of)
 
 
-def check_weights(settings: Settings, wanted: Mapping[str, object]) -> None:
+def check_weights(settings: Settings, supported: Mapping[str, object]) -> None:
     """Raises ValueError, with key and value, for a quantization_config of compressed-tensors whose groups store weights
-    in another way than `wanted` says, or with a quantised key/value cache. Settings of activations are not checked.
+    in another way than `supported` says, or with a quantised key/value cache. Settings of activations are not checked.
 
-      wanted: {key, such as "num_bits": the only supported value}, which a missing key is taken to have.
+      supported: {key, such as "num_bits": the only supported value}, which a missing key is taken to have.
     """
     for name, group in (settings.get("config_groups") or {}).items():
         weights = group.get("weights") or {}
-        for key, value in wanted.items():
+        for key, value in supported.items():
             if weights.get(key, value) != value:
                 raise ValueError(
                     f"config.json: quantization_config.config_groups.{name}.weights.{key} = {weights[key]!r}: of "
@@ -200,11 +200,11 @@ class Layout:
         """
         raise NotImplementedError
 
-    def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Stored:
+    def read(self, weight: Found, arrays: Arrays, dtype_name: str) -> Stored:
         """Makes the quantised weight, with numpy arrays as leaves.
 
-          found: what `describe` returned.
-          arrays: {key: array}, the content of the tensors in `found`.
+          weight: what `describe` returned.
+          arrays: {key: array}, the content of the tensors in `weight`.
           dtype_name: the compute dtype, to which the weight is decoded by default.
         Raises:
           ValueError: an array has values that cannot be right, such as a negative scale.
@@ -231,12 +231,12 @@ class Layout:
         del pieces, per_expert
         return None
 
-    def digested(self, found: Found) -> list[tuple[str, str]]:
+    def digested(self, weight: Found) -> list[tuple[str, str]]:
         """(label, key) of each tensor of the weight, in the order of the base model's digest; the label enters the
         digest beside the content. Adapters record the digest to recognise their base, so a layout must never change it.
         """
-        keys = [key for key in (self.codes, *self.others) if key in found.tensors]
-        return [(found.tensors[key].name, key) for key in keys]
+        keys = [key for key in (self.codes, *self.others) if key in weight.tensors]
+        return [(weight.tensors[key].name, key) for key in keys]
 
     # ---- writing
 

@@ -124,8 +124,8 @@ class MXFP4(Stored):
     def cut(self, axis: int) -> int | None:
         return BLOCK if axis == self.ndim - (2 if self.swapped else 1) else 1
 
-    def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
-        axes = super().divided(axis, parts)
+    def divided(self, axis: int, shards: int) -> tuple[int | None, ...] | None:
+        axes = super().divided(axis, shards)
         if axes is None or not self.swapped or axis < self.ndim - 2:
             return axes
         return (2 * self.ndim - 3 - axis,) * len(axes)
@@ -234,9 +234,9 @@ class Published(Layout):
         experts, out_size, groups = scales.shape
         return Found(name, tensors, (experts, groups * BLOCK, out_size))
 
-    def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
+    def read(self, weight: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
         """As Layout.read: the result is `swapped`. ValueError for a scale of 255, NaN in e8m0."""
-        scales = _checked_scales(found, "_scales", arrays)
+        scales = _checked_scales(weight, "_scales", arrays)
         leaves: list = [arrays["_blocks"].reshape(*scales.shape[:-1], -1), scales]
         return MXFP4(*leaves, dtype_name=dtype_name, swapped=True)
 
@@ -244,8 +244,8 @@ class Published(Layout):
         """Quantises the model's experts [E, in, out], `in` a multiple of 32; the result is `swapped`."""
         return dataclasses.replace(MXFP4.encode(array.swapaxes(1, 2)), swapped=True)
 
-    def digested(self, found: Found) -> list[tuple[str, str]]:
-        return [(found.name, "_blocks"), ("scales", "_scales")]
+    def digested(self, weight: Found) -> list[tuple[str, str]]:
+        return [(weight.name, "_blocks"), ("scales", "_scales")]
 
     def can_store(self, weight: Stored) -> bool:
         """Whether `weight` is `swapped`, as gpt-oss's experts are."""
@@ -313,9 +313,9 @@ class CompressedTensors(Layout):
             )
         return Found(name, tensors, (codes.shape[0], 2 * codes.shape[1]))
 
-    def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
+    def read(self, weight: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
         """As Layout.read. ValueError for a scale of 255, NaN in e8m0."""
-        leaves: list = [arrays[self.codes], _checked_scales(found, ".weight_scale", arrays)]
+        leaves: list = [arrays[self.codes], _checked_scales(weight, ".weight_scale", arrays)]
         return MXFP4(*leaves, dtype_name=dtype_name)
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:

@@ -147,11 +147,11 @@ class NVFP4(Stored):
     def largest(self) -> jax.Array:
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST_CODES)).decode("float32")
 
-    def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
+    def divided(self, axis: int, shards: int) -> tuple[int | None, ...] | None:
         """As Stored.divided. The scales of the tensor and of activations are divided only if they have an entry for
         each index of the axis, such as each expert; otherwise each device has all of them.
         """
-        axes = super().divided(axis, parts)
+        axes = super().divided(axis, shards)
         if axes is None:
             return None
         tensor_scale_axis = axis if self.tensor_scale.shape[axis] == self.shape[axis] else None
@@ -277,7 +277,7 @@ class _Files(Layout):
                 )
         return Found(name, tensors, (rows, 2 * pairs))
 
-    def read(self, found: Found, arrays: Arrays, dtype_name: str) -> NVFP4:
+    def read(self, weight: Found, arrays: Arrays, dtype_name: str) -> NVFP4:
         """As Layout.read. ValueError unless the scales of the tensor and of activations, if any, are positive and
         finite.
         """
@@ -287,7 +287,7 @@ class _Files(Layout):
             value = arrays[key].reshape(1, 1) if key in arrays else None
             if value is not None and not (np.isfinite(value) & (value > 0)).all():
                 raise ValueError(
-                    f"{found.where}: {key} is {value.item():.4g}; it must be positive: fetch the file again"
+                    f"{weight.where}: {key} is {value.item():.4g}; it must be positive: fetch the file again"
                 )
             leaves.append(value)
         return NVFP4(*leaves, divides=self.divides, dtype_name=dtype_name)

@@ -79,13 +79,13 @@ class Stored:
         """
         raise NotImplementedError
 
-    def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
-        """The axis along which each leaf, in order, is divided when the tensor is divided into `parts` equal parts
+    def divided(self, axis: int, shards: int) -> tuple[int | None, ...] | None:
+        """The axis along which each leaf, in order, is divided when the tensor is divided into `shards` equal parts
         along `axis` (from 0); an entry is None for a leaf that every device needs whole (`shared`). None: it cannot be
         divided so.
         """
         whole_blocks = self.cut(axis)
-        if whole_blocks is None or self.shape[axis] % (whole_blocks * parts):
+        if whole_blocks is None or self.shape[axis] % (whole_blocks * shards):
             return None
         fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
         arrays = [f.name for f in fields if not f.metadata.get("static") and getattr(self, f.name) is not None]

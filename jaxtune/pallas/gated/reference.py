@@ -20,11 +20,11 @@ def gated_backward(gate, up, dgated, activation: str):
     return gated, *pullback(dgated)
 
 
-def thin_product(one, other, contract: tuple[int, int], dtype) -> jax.Array:
-    """`one` times `other` over one axis of each, `contract`, with float32 sums, in `dtype`; float32 without TF32."""
-    precision = jax.lax.Precision.HIGHEST if one.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+def thin_product(left, right, contract: tuple[int, int], dtype) -> jax.Array:
+    """`left` times `right` over one axis of each, `contract`, with float32 sums, in `dtype`; float32 without TF32."""
+    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     axes = (contract[:1], contract[1:]), ((), ())
-    return jax.lax.dot_general(one, other, axes, precision=precision, preferred_element_type=dtype)
+    return jax.lax.dot_general(left, right, axes, precision=precision, preferred_element_type=dtype)
 
 
 def gated_thin(gate, up, a, activation: str):

@@ -47,14 +47,14 @@ class Groups:
         return _first_tiles(self.sizes, self.tile_rows) * self.tile_rows
 
 
-def divided(numbers: jax.Array, by: int) -> jax.Array:
+def divided(numbers: jax.Array, denominator: int) -> jax.Array:
     """numbers // by, for integers that are not negative. `//` tests every number's sign, of which XLA makes six
     operations.
     """
-    divisor = jnp.asarray(by, numbers.dtype)
-    if by & (by - 1):
+    divisor = jnp.asarray(denominator, numbers.dtype)
+    if denominator & (denominator - 1):
         return jax.lax.div(numbers, divisor)
-    return jax.lax.shift_right_logical(numbers, jnp.asarray(by.bit_length() - 1, numbers.dtype))
+    return jax.lax.shift_right_logical(numbers, jnp.asarray(denominator.bit_length() - 1, numbers.dtype))
 
 
 def _tiles(sizes, tile_rows):

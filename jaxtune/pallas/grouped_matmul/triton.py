@@ -57,14 +57,14 @@ def refusal(dtype, tile_rows: int) -> str | None:
     return None
 
 
-def product(x, weight, groups: Groups, contract: int, extra=None, *, cut: Tile | None = None):
+def product(x, weight, groups: Groups, contract: int, extra=None, *, tile_sizes: Tile | None = None):
     """Each row of x times the weight of its expert: [rows, n] in x's dtype; arguments as of reference.product.
 
-    cut: the sizes of tiles; None: `tile()`.
+    tile_sizes: the sizes of tiles; None: `tile()`.
     """
     from jaxtune.pallas.grouped_matmul import triton_kernels
 
-    cut = cut or tile()
+    tile_sizes = tile_sizes or tile()
     inner, columns = weight.shape[contract], weight.shape[3 - contract]
     rank = 0
     u, side = x, weight
@@ -72,24 +72,24 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, cut: Tile |
         u, side = extra
         side = side.astype(x.dtype)
         rank = u.shape[1]
-    row_tiles, column_tiles = groups.rows // cut.rows, math.ceil(columns / cut.columns)
+    row_tiles, column_tiles = groups.rows // tile_sizes.rows, math.ceil(columns / tile_sizes.columns)
     (out,) = compat.triton_call(
         triton_kernels.product_kernel,
         (x, weight, u, side, groups.tile_expert, groups.count[None]),
         (jax.ShapeDtypeStruct((groups.rows, columns), x.dtype),),
         (row_tiles * column_tiles,),
-        warps=cut.warps,
-        stages=cut.stages,
+        warps=tile_sizes.warps,
+        stages=tile_sizes.stages,
         ROW_TILES=row_tiles,
-        GROUP_TILES=groups.tile_rows // cut.rows,
+        GROUP_TILES=groups.tile_rows // tile_sizes.rows,
         INNER=inner,
         OUTER=columns,
         RANK=rank,
         RANK_STEP=max(16, 1 << (rank - 1).bit_length()) if rank else 16,
         FAST=int(contract == 2),
-        ROWS=cut.rows,
-        COLUMNS=cut.columns,
-        STEP=cut.step,
-        BAND=cut.band,
+        ROWS=tile_sizes.rows,
+        COLUMNS=tile_sizes.columns,
+        STEP=tile_sizes.step,
+        BAND=tile_sizes.band,
     )
     return out

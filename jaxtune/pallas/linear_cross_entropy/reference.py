@@ -185,7 +185,7 @@ def in_chunks(
     arrays: tuple,
     chunk_length: int,
     head: jax.Array,
-    filled: jax.Array | None,
+    padded_head: jax.Array | None,
     gradients: bool,
 ) -> Results:
     """Results of all tokens from those of chunks, the same chunk_length neighbouring tokens of each row.
@@ -194,7 +194,7 @@ def in_chunks(
     arrays: [B, T] or [B, T, n], hidden states first; others may be None. Zeros fill up the last chunk.
     chunk_length: from T on `compute` is called once, with `arrays` as they are.
     head: [V, D], gives dtype and rows of the head's gradient.
-    filled: the head as `compute` uses it, or None without a head's gradient; chunks' gradients are added in float32,
+    padded_head: the head as `compute` uses it, or None without a head's gradient; chunks' gradients are added in float32,
       in order.
     gradients: whether `compute` returns dhidden; it is written over the chunk's hidden states and needs no memory.
     """
@@ -223,7 +223,7 @@ def in_chunks(
     def joined(chunks):  # [count, B, t] -> [B, T]
         return jnp.moveaxis(chunks, 0, 1).reshape(rows, -1)[:, :length]
 
-    dhead = None if filled is None else jnp.zeros(filled.shape, jnp.float32)
+    dhead = None if padded_head is None else jnp.zeros(padded_head.shape, jnp.float32)
     (dhead, hidden), results = jax.lax.scan(run_chunk, (dhead, hidden), jnp.arange(count))
     dhidden = hidden[:, :length] if gradients else None
     return _cut(jax.tree.map(joined, results)._replace(dhidden=dhidden, dhead=dhead), head)

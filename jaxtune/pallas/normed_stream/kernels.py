@@ -9,7 +9,7 @@ def normed_stream_gradient_kernel(
     x,
     weight,
     dnormed,
-    passed,
+    stream_gradient,
     dx,
     dweight,
     COUNT: tl.constexpr,
@@ -28,7 +28,7 @@ def normed_stream_gradient_kernel(
 
       x, dnormed, dx: [COUNT, SIZE]; dnormed: gradient of the normed x.
       weight: [SIZE]; FLOAT32: OFFSET is added; else it is rounded to x's dtype.
-      passed: a gradient that is added to dx, if PASSED.
+      stream_gradient: a gradient that is added to dx, if PASSED.
       dweight: float32[programs, SIZE], if TRAINED.
     """
     DTYPE: tl.constexpr = dx.dtype.element_ty
@@ -47,7 +47,7 @@ def normed_stream_gradient_kernel(
         x_tile = tl.load(x + offsets, mask=real, other=0.0)
         gradient = tl.load(dnormed + offsets, mask=real, other=0.0)
         if PASSED:
-            added = tl.load(passed + offsets, mask=real, other=0.0)
+            added = tl.load(stream_gradient + offsets, mask=real, other=0.0)
         normed_x = x_tile.to(tl.float32)
         inverse = tl.rsqrt(tl.sum(normed_x * normed_x, 1) / SIZE + EPS)[:, None]
         normed_x = normed_x * inverse

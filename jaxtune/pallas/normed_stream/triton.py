@@ -104,10 +104,10 @@ def _is_zero(gradient) -> bool:
     return isinstance(gradient, jax.custom_derivatives.SymbolicZero)
 
 
-def gradient(x, dnormed, passed, weight, eps, offset, float32, trained: bool) -> list[jax.Array]:
+def gradient(x, dnormed, stream_gradient, weight, eps, offset, float32, trained: bool) -> list[jax.Array]:
     """Runs the kernel: [gradient of x, and if `trained` the programs' shares float32[programs, size] of the weight's].
 
-    passed: like x, added to its gradient, or None.
+    stream_gradient: like x, added to its gradient, or None.
     """
     from jaxtune.pallas.normed_stream import kernels
 
@@ -121,7 +121,7 @@ def gradient(x, dnormed, passed, weight, eps, offset, float32, trained: bool) ->
     outputs.append(jax.ShapeDtypeStruct((programs, size) if trained else (1,), jnp.float32))
     results = compat.triton_call(
         kernels.normed_stream_gradient_kernel,
-        (x, weight, dnormed, dnormed if passed is None else passed),
+        (x, weight, dnormed, dnormed if stream_gradient is None else stream_gradient),
         outputs,
         (programs,),
         warps=warps,
@@ -132,7 +132,7 @@ def gradient(x, dnormed, passed, weight, eps, offset, float32, trained: bool) ->
         EPS=float(eps),
         OFFSET=float(offset),
         FLOAT32=int(float32),
-        PASSED=int(passed is not None),
+        PASSED=int(stream_gradient is not None),
         TRAINED=int(trained),
         BLOCK=rows,
         STEPS=steps,

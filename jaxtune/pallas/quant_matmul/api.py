@@ -46,7 +46,7 @@ def quant_matmul(
     *,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
-    dropout_part: jax.Array | int = 0,
+    dropout_run: jax.Array | int = 0,
     fp8: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, ...]:
@@ -62,7 +62,7 @@ def quant_matmul(
       loras, biases: for each weight, or None; a row_scale multiplies both products before the bias.
       dropout_rate, dropout_key: dropout of the adapters' input, one mask for all weights (PEFT draws one for each
       module).
-      dropout_part: int32[], x's run if tokens are divided over devices in equal runs, so that the mask does not depend
+      dropout_run: int32[], x's run if tokens are divided over devices in equal runs, so that the mask does not depend
       on the division.
       fp8: multiply FP8 weights undecoded, by x and gradients rounded to e4m3. Adapters multiply x unrounded.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call. Without quantised
@@ -94,9 +94,9 @@ def quant_matmul(
     if dropout_key is not None and not typed:
         check.array("dropout_key", dropout_key, "2", jnp.uint32)  # of jax.random.PRNGKey
     kernels, as_stored = chosen(weights, x.dtype, fp8, implementation)
-    if not (isinstance(dropout_part, int) and dropout_part == 0):
-        check.array("dropout_part", jnp.asarray(dropout_part), "", INTEGERS)
-    return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels, as_stored)
+    if not (isinstance(dropout_run, int) and dropout_run == 0):
+        check.array("dropout_run", jnp.asarray(dropout_run), "", INTEGERS)
+    return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_run, kernels, as_stored)
 
 
 def chosen(

@@ -16,7 +16,7 @@ def rounded_pair_kernel(
     sides,
     codes,
     scales,
-    parts,
+    block_products,
     dbs,
     ROWS: tl.constexpr,
     WIDTHS: tl.constexpr,
@@ -38,7 +38,7 @@ def rounded_pair_kernel(
 
       a, b, c, d: [ROWS, width] of up to four outputs.
       inner, sides: low-rank inputs side by side [ROWS, JOINED]; B's one below the other [TOTAL, RANK].
-      parts: float32[blocks of columns, ROWS, RANK], the products with B.
+      block_products: float32[blocks of columns, ROWS, RANK], the products with B.
       dbs: float32[ranges of rows, TOTAL, RANK], the transposed products.
       PLACES, FIRST, THINS: each output's first column, first block of columns, and first column in `inner`.
     """
@@ -78,7 +78,7 @@ def rounded_pair_kernel(
         tl.store(
             scales + scale_offsets, tl.reshape(scale, [BLOCK, COLUMNS // 128]), mask=real_rows & (scaled < size // 128)
         )
-        target = parts + (block.to(tl.int64) * ROWS + first) * RANK + number * RANK + ranks
+        target = block_products + (block.to(tl.int64) * ROWS + first) * RANK + number * RANK + ranks
         tl.store(target, tl.dot(tile, side), mask=real_rows & real_ranks)
         sums = computed(sums)
     tl.store(dbs + tl.program_id(1).to(tl.int64) * (RANK * TOTAL) + wide, sums, mask=real_wide)

@@ -220,7 +220,7 @@ def normed_refusal(x, rank: int, blocks: bool) -> str | None:
 
 
 def forward(
-    coded: tuple[jax.Array, jax.Array], weight: FP8, more: More | None, dtype, implementation: str | None = None
+    coded: tuple[jax.Array, jax.Array], weight: FP8, adapter: More | None, dtype, implementation: str | None = None
 ) -> jax.Array:
     """x W^T [n, out] in `dtype`, plus an adapter's product. A row of x that is not finite affects only that row.
 
@@ -230,13 +230,13 @@ def forward(
     scales = weight.scales.astype(jnp.float32)
     if not in_blocks(weight):
         scales = jnp.broadcast_to(scales.reshape(-1), weight.shape[:1])
-    return multiply(coded, [weight.codes], scales, more, dtype, in_blocks(weight), implementation)
+    return multiply(coded, [weight.codes], scales, adapter, dtype, in_blocks(weight), implementation)
 
 
 def backward(
     douts: Sequence[jax.Array],
     weights: Sequence[FP8],
-    more: More | None,
+    adapter: More | None,
     dtype,
     implementation: str | None = None,
     coded: tuple[jax.Array, jax.Array] | None = None,
@@ -251,7 +251,7 @@ def backward(
     else:
         row_scales = [jnp.broadcast_to(w.scales.astype(jnp.float32).reshape(-1), w.shape[:1]) for w in weights]
         coded, scales = side_by_side(douts, jnp.concatenate(row_scales), blocks, implementation), None
-    return multiply(coded, _sides(weights, blocks), scales, more, dtype, blocks, implementation)
+    return multiply(coded, _sides(weights, blocks), scales, adapter, dtype, blocks, implementation)
 
 
 def _sides(weights: Sequence[FP8], blocks: bool) -> Sequence[jax.Array]:
@@ -272,7 +272,7 @@ def multiply(
     coded: tuple[jax.Array, jax.Array],
     sides: Sequence[jax.Array],
     side_scale: jax.Array | None,
-    more: More | None,
+    adapter: More | None,
     dtype,
     blocks: bool,
     implementation: str | None,
@@ -285,7 +285,7 @@ def multiply(
     """
     codes, scale = coded
     sizes = (codes.shape[0], codes.shape[1], sides[0].shape[0])
-    rank = min(more[0].shape[1], fp8_mosaic.RANKS[-1]) if more is not None else 0  # that of the kernels' part
+    rank = min(adapter[0].shape[1], fp8_mosaic.RANKS[-1]) if adapter is not None else 0  # that of the kernels' part
 
     def first_use(name: str):
         return _first_use(name, blocks, dtype, rank, sizes[1] % BLOCK == 0)
@@ -304,9 +304,9 @@ def multiply(
         sides = [jnp.concatenate(sides, axis=1)]
     if name == "reference":
         out = (by_blocks if blocks else by_rows)(codes, scale, sides[0], side_scale, dtype)
-        return out if more is None else out + _thin(*more)
+        return out if adapter is None else out + _thin(*adapter)
     run = meshes.on_each_device(_with_wide_adapter, rows=3)
-    u, add = more if more is not None else (None, None)
+    u, add = adapter if adapter is not None else (None, None)
     return run(codes, scale, u, add, sides, side_scale, dtype, blocks, name)
 
 

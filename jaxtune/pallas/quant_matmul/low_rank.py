@@ -45,12 +45,12 @@ class Factors(NamedTuple):
         """Without further axes: [tokens, in]."""
         return Factors(self.rows.reshape(-1, self.rows.shape[-1]), self.of_rows.reshape(-1, 1), self.of_columns)
 
-    def contracted(self, other: jax.Array, dtype) -> jax.Array:
-        """other^T times the input, [r, in] in `dtype`, for `other` [tokens, r] in the input's dtype."""
-        other = (other.astype(jnp.float32) * self.of_rows).astype(other.dtype)
+    def contracted(self, left: jax.Array, dtype) -> jax.Array:
+        """other^T times the input, [r, in] in `dtype`, for `left` [tokens, r] in the input's dtype."""
+        left = (left.astype(jnp.float32) * self.of_rows).astype(left.dtype)
         numbers = (((0,), (0,)), ((), ()))
-        precision = jax.lax.Precision.HIGHEST if other.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-        sums = jax.lax.dot_general(other, self.rows, numbers, precision=precision, preferred_element_type=jnp.float32)
+        precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        sums = jax.lax.dot_general(left, self.rows, numbers, precision=precision, preferred_element_type=jnp.float32)
         return (sums * self.of_columns).astype(dtype)
 
 
@@ -68,13 +68,15 @@ _current: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("low_rank
 
 
 @contextlib.contextmanager
-def kept(given: Sequence[Made] | None = None, normed: Sequence[tuple[jax.Array, Factors]] = ()) -> Iterator[list[Made]]:
+def kept(
+    earlier: Sequence[Made] | None = None, normed: Sequence[tuple[jax.Array, Factors]] = ()
+) -> Iterator[list[Made]]:
     """A context that collects low-rank inputs: a list, to which each call of `one` appends what it returns.
 
-    given: the list of an earlier run of the same calls, whose values they return; None: they compute them.
+    earlier: the list of an earlier run of the same calls, whose values they return; None: they compute them.
     normed: (an input of linears, the very object; its factors) for `factors_of`.
     """
-    run = _Run([], None if given is None else iter(given), normed, get_opaque_trace_state())
+    run = _Run([], None if earlier is None else iter(earlier), normed, get_opaque_trace_state())
     token = _current.set(run)
     try:
         yield run.made

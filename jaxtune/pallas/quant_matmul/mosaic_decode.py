@@ -62,14 +62,14 @@ class Chunks:
         return supported and not weight.swapped
 
     @staticmethod
-    def of(weight: Stored, dtype, whole: int) -> Chunks:
-        """The chunks of a weight: the largest power of two of lines, at most 8 (4 for NVFP4), that divides `whole`, the
+    def of(weight: Stored, dtype, unit_size: int) -> Chunks:
+        """The chunks of a weight: the largest power of two of lines, at most 8 (4 for NVFP4), that divides `unit_size`, the
         numbers of the weight or of an expert that is decoded separately.
         """
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         # Measured (README.md): more lines leave small weights too few programs, fewer load too little at a time.
         largest = 4 if isinstance(weight, NVFP4) else 8
-        lines = next(n for n in (8, 4, 2, 1) if n <= largest and whole % (n * SMALLEST) == 0)
+        lines = next(n for n in (8, 4, 2, 1) if n <= largest and unit_size % (n * SMALLEST) == 0)
         scales = "absmax" if isinstance(weight, FourBit) else "powers" if isinstance(weight, MXFP4) else "bytes"
         table = (weight.table if isinstance(weight, FourBit) else mxfp4.TABLE).tobytes()
         divides = isinstance(weight, NVFP4) and weight.divides
@@ -111,16 +111,16 @@ class Chunks:
         table = jnp.asarray(np.frombuffer(self.table, np.float32))
         return [weight.codes.reshape(self.count, -1), scales.reshape(self.count, -1), table, *nested]
 
-    def load(self, refs, at):
-        """(codes, scales) of chunk `at` in registers; apart from `values`, so that it can run while the chunk before is
+    def load(self, refs, chunk):
+        """(codes, scales) of chunk `chunk` in registers; apart from `values`, so that it can run while the chunk before is
         decoded.
         """
         codes_ref, scales_ref, *_ = refs
         codes_layout = plgpu.Layout.WG_STRIDED((self.lines * _LINE,), 4)
-        codes = plgpu.load(codes_ref.at[at], layout=codes_layout, optimized=False)
-        return codes, plgpu.load(scales_ref.at[at], layout=self.scales_layout, optimized=False)
+        codes = plgpu.load(codes_ref.at[chunk], layout=codes_layout, optimized=False)
+        return codes, plgpu.load(scales_ref.at[chunk], layout=self.scales_layout, optimized=False)
 
-    def values(self, refs, at, loaded, interpreted: bool, *, beside_products: bool = False):
+    def values(self, refs, chunk, loaded, interpreted: bool, *, beside_products: bool = False):
         """A loaded chunk decoded: `dtype`[numbers], in registers of `out_layout`.
 
         beside_products: look codes up by byte permutations, without shared memory, which tensor cores read at the
@@ -144,7 +144,7 @@ class Chunks:
                 scales = scale_lanes.table_scales(scales, tensor_scale, jnp.float32(0.0), values_ref, scales_layout)
         elif nested_refs:
             map_ref, nested_ref, offset_ref = nested_refs
-            nested, offset = nested_ref[lax.div(at * scales.shape[0], jnp.int32(NESTED_BLOCK))], offset_ref[0]
+            nested, offset = nested_ref[lax.div(chunk * scales.shape[0], jnp.int32(NESTED_BLOCK))], offset_ref[0]
             if interpreted:
                 scales = map_ref[...][scales] * nested + offset
             else:

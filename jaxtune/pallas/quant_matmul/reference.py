@@ -123,9 +123,9 @@ def _times(x, weight, contract, kernels: ModuleType, adapter=None, bias=None):
     return out if bias is None else out + bias.astype(out.dtype)
 
 
-def scaled(part, scale):
-    """`part` times an adapter's `scale`, in float32, as the scale itself would be rounded in part's dtype."""
-    return part if scale == 1.0 else (part.astype(jnp.float32) * scale).astype(part.dtype)
+def scaled(array, scale):
+    """`array` times an adapter's `scale`, in float32, as the scale itself would be rounded in part's dtype."""
+    return array if scale == 1.0 else (array.astype(jnp.float32) * scale).astype(array.dtype)
 
 
 def _parts(joined, loras):
@@ -264,11 +264,11 @@ def scaled_parts(joined, loras, static: Static) -> jax.Array:
     return jnp.concatenate([*map(scaled, _parts(joined, loras), static.scales)], axis=1)
 
 
-def input_gradient(doutputs, weights, more, dtype, static: Static, coded=None) -> jax.Array:
+def input_gradient(doutputs, weights, adapters, dtype, static: Static, coded=None) -> jax.Array:
     """The sum of dy W over the weights, plus the adapters' product, [tokens, in] in `dtype`: one product for all
     undecoded weights of a kind.
 
-      more: None, or (the gradient of inner, all A's [sum of ranks, in]).
+      adapters: None, or (the gradient of inner, all A's [sum of ranks, in]).
       coded: None, or the gradients of undecoded weights of one kind, side by side and rounded, in place of `doutputs`.
     """
     # {(module of products with weights as stored, or None; kind): (gradient, weight) of each}
@@ -279,15 +279,15 @@ def input_gradient(doutputs, weights, more, dtype, static: Static, coded=None) -
     for (stored, _), pairs in groups.items():
         if stored is None:
             for dout, weight in pairs:
-                term = _times(dout, weight, (1, 0), static.kernels, more)
+                term = _times(dout, weight, (1, 0), static.kernels, adapters)
                 dx = term if dx is None else term + dx  # the order matters: XLA makes the right operand the left's c
-                more = None
+                adapters = None
         else:
-            adapter = None if more is None else (more[0], more[1].T)
+            adapter = None if adapters is None else (adapters[0], adapters[1].T)
             douts, kind_weights = zip(*pairs, strict=True)
             term = stored.backward(douts, kind_weights, adapter, dtype, static.as_stored[0], coded)
             dx = term if dx is None else term + dx
-            more = None
+            adapters = None
     assert dx is not None
     return dx
 
@@ -304,11 +304,11 @@ def bias_gradient(dout, bias) -> jax.Array | None:
 _products.defvjp(_products_fwd, products_backward)
 
 
-def dropout(x, rate, key, part: jax.Array | int = 0):
+def dropout(x, rate, key, run: jax.Array | int = 0):
     """Inverted dropout of x [rows, columns]. The rate is rounded to 2^-16; the same key, rate, shape and part give the
-    same mask. part: int32[], the number of x among equal runs of rows of a larger array, of whose mask x gets its part.
+    same mask. run: int32[], the number of x among equal runs of rows of a larger array, of whose mask x gets its part.
     """
-    keep = draws.mask(key, x.shape, rate, part)
+    keep = draws.mask(key, x.shape, rate, run)
     return jnp.where(keep, x.astype(jnp.float32) / (1.0 - rate), 0).astype(x.dtype)
 
 

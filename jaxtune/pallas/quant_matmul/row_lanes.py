@@ -104,7 +104,7 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
     return load(chunk, wg, nested_ref)
 
 
-def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: int, dtype):
+def multiply(x, nested, offset, chunk_index, slot, wg, refs, *, pairs: int, slices: int, dtype):
     """partial[place, warp], float32[8, 2] = the warp's pair of rows times the token over its slice, for each quad and
     row, by the tensor cores. Call it after lanes.wait_for_chunk and a barrier after the filling of table and map.
 
@@ -197,7 +197,7 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
                 target = ir_add(ir_mul(ir_add(ir_mul(ir_scalar(position), warps), warp), 16), ir_mul(quad, 2))
                 llvm.store(ir_vector(totals), ir_address(partial, target, f32))
 
-    run(x, place, slot, wg, *values, *smem_refs)
+    run(x, chunk_index, slot, wg, *values, *smem_refs)
 
 
 def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: int, *, pairs: int, slices: int, dtype):

@@ -211,9 +211,9 @@ class Rows(Protocol):
         """
         ...
 
-    def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes row `row`, with its `extra`, into row `slot` of a batch in place, from token `at` on; the index after
-        it. place: how many of these rows the slot has already.
+    def fill(self, batch: Batch, slot: int, row: int, offset: int = 0, rows_before: int = 0) -> int:
+        """Writes row `row`, with its `extra`, into row `slot` of a batch in place, from token `offset` on; the index after
+        it. rows_before: how many of these rows the slot has already.
         """
         ...
 

@@ -38,7 +38,7 @@ class Conversations:
 
       special_texts: of `spans.special_texts`, to recognise a part of the generation prompt; None: only a whole one is.
       end_ids: tokens that may end a turn.
-      whole: whether a response that later turns change also has the white space behind its end token.
+      keeps_space: whether a response that later turns change also has the white space behind its end token.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Conversations:
         template: str,
         special_texts: re.Pattern[str] | None,
         end_ids: Set[int],
-        whole: bool = False,
+        keeps_space: bool = False,
     ):
-        self.tokenizer, self.template, self._whole = tokenizer, template, whole
+        self.tokenizer, self.template, self._whole = tokenizer, template, keeps_space
         self._special_texts, self._end_ids = special_texts, end_ids
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:

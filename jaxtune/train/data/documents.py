@@ -78,22 +78,22 @@ class Documents:
             origins=None if self.origins is None else self.origins[indices],
         )
 
-    def write(self, start: int, count: int, batch: Batch, slot: int, at: int, segment: int) -> int:
+    def write(self, start: int, count: int, batch: Batch, slot: int, offset: int, segment: int) -> int:
         """Writes tokens[start : start + count] (at least one) into a batch's row in place; the index after them. The
         last token gets no target; positions count from 0.
 
           slot, at: the batch's row, and the index in it.
           segment: segment id, from 1.
         """
-        end, tokens = at + count, self.tokens[start : start + count]
-        batch.tokens[slot, at:end] = tokens
-        batch.targets[slot, at : end - 1] = tokens[1:]
-        batch.weights[slot, at : end - 1] = self.mask[start + 1 : start + count] != 0
-        batch.segment_ids[slot, at:end] = segment
-        batch.positions[slot, at:end] = np.arange(count)
+        end, tokens = offset + count, self.tokens[start : start + count]
+        batch.tokens[slot, offset:end] = tokens
+        batch.targets[slot, offset : end - 1] = tokens[1:]
+        batch.weights[slot, offset : end - 1] = self.mask[start + 1 : start + count] != 0
+        batch.segment_ids[slot, offset:end] = segment
+        batch.positions[slot, offset:end] = np.arange(count)
         return end
 
-    def held_out(self, firsts: np.ndarray, eval_rows: float, what: str) -> tuple[np.ndarray, np.ndarray, int]:
+    def held_out(self, firsts: np.ndarray, eval_rows: float, noun: str) -> tuple[np.ndarray, np.ndarray, int]:
         """(Training, held-out, copies): ascending int64 indices into `firsts`, and the number of rows in neither,
         because they equal a held-out one.
 
@@ -102,7 +102,7 @@ class Documents:
 
           firsts: int[n], the document that identifies each row or pair.
           eval_rows: number of texts, or below 1 their share, rounded to at least 1.
-          what: plural noun for messages.
+          noun: plural noun for messages.
         """
         hashes = self._hashes(firsts)
         texts, first_rows = np.unique(hashes, return_index=True)
@@ -110,7 +110,7 @@ class Documents:
         if not 0 < count < len(texts):
             distinct = "" if len(texts) == len(firsts) else "distinct "
             raise ValueError(
-                f"data.eval_rows={count} must lie between 1 and {len(texts) - 1}, one less than the {distinct}{what}"
+                f"data.eval_rows={count} must lie between 1 and {len(texts) - 1}, one less than the {distinct}{noun}"
             )
         training = np.flatnonzero(~np.isin(hashes, texts[:count]))
         return training, np.sort(first_rows[:count]), len(firsts) - len(training) - count

@@ -256,10 +256,10 @@ class PreparedSet:
 
 
 class _PreparedFeed:
-    """Packed rows in each epoch's order, without end. taken: rows taken before resuming."""
+    """Packed rows in each epoch's order, without end. rows_taken: rows taken before resuming."""
 
-    def __init__(self, rows: Rows, seed: int, taken: int):
-        self._rows, self._seed, self._taken = rows, seed, taken
+    def __init__(self, rows: Rows, seed: int, rows_taken: int):
+        self._rows, self._seed, self._taken = rows, seed, rows_taken
         self._order: tuple[int, np.ndarray] | None = None
 
     def next(self) -> tuple[Rows, int]:

@@ -146,10 +146,10 @@ class Markers:
             shared.append(first)
         return np.array(shared, np.int32)
 
-    def spans(self, tokens: np.ndarray, whole: bool = False) -> list[tuple[int, int]]:
+    def spans(self, tokens: np.ndarray, whole_turns: bool = False) -> list[tuple[int, int]]:
         """(start, end) token ranges of the responses in `tokens` (int32[n]), in order, none empty.
 
-        whole: responses end before the next instruction marker, as in Unsloth. Else they end at the first of: an EOS
+        whole_turns: responses end before the next instruction marker, as in Unsloth. Else they end at the first of: an EOS
         (included), a BOS that is no EOS, the markers' common special prefix, any marker.
         """
         tokens = np.asarray(tokens, np.int32)
@@ -161,9 +161,9 @@ class Markers:
         if not starts:
             return []
         stops = [len(tokens)]
-        for marker in self.instructions if whole else (*self.responses, *self.instructions):
+        for marker in self.instructions if whole_turns else (*self.responses, *self.instructions):
             stops += [self._before(tokens, int(index), marker.lead) for index in marker.find(tokens)]
-        if whole:
+        if whole_turns:
             turns: list[tuple[int, int]] = []
             for start in sorted(starts):
                 if not turns or start >= turns[-1][1]:

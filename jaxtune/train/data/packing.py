@@ -305,16 +305,16 @@ class PackedRows:
         """
         return Batch.empty(rows, length or self.length)
 
-    def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes row `row` into row `slot` of a batch in place, from token `at` on; the index after it. place: how many
+    def fill(self, batch: Batch, slot: int, row: int, offset: int = 0, rows_before: int = 0) -> int:
+        """Writes row `row` into row `slot` of a batch in place, from token `offset` on; the index after it. rows_before: how many
         of these rows the slot has already, for distinct segment ids.
         """
         plan, documents = self.plan, self.documents
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
-        for segment, piece in enumerate(pieces, start=1 + place * self.max_documents):
+        for segment, piece in enumerate(pieces, start=1 + rows_before * self.max_documents):
             start = int(documents.starts[plan.document[piece]] + plan.offset[piece])
-            at = documents.write(start, int(plan.count[piece]), batch, slot, at, segment)
-        return at
+            offset = documents.write(start, int(plan.count[piece]), batch, slot, offset, segment)
+        return offset
 
     def sources(self, row: int) -> list[str]:
         """`file:line` of the documents of a row, in order."""

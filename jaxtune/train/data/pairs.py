@@ -37,7 +37,7 @@ class PackedPairs:
       packing: False gives each pair a row of its own.
       reference: float32[documents], answers' log-probabilities under the reference; NaN until filled in place.
       labels: float32[pairs], such as margins.
-      whole: leave out pairs that would be cut.
+      drops_cut_pairs: leave out pairs that would be cut.
       width: tokens of a row.
       max_documents: most of a row, and the room in batches; None: no limit, and the most of any row.
     """
@@ -51,7 +51,7 @@ class PackedPairs:
         packing: bool = True,
         reference: np.ndarray | None = None,
         labels: np.ndarray | None = None,
-        whole: bool = False,
+        drops_cut_pairs: bool = False,
         second_yields: bool = False,
         width: int | None = None,
         max_documents: int | None = None,
@@ -79,7 +79,7 @@ class PackedPairs:
         is_cut = (kept_lengths < lengths)[:, :1] if second_yields else (kept_lengths < lengths).any(1, keepdims=True)
         if overflow == "drop":
             kept_lengths = np.where(is_cut, 0, kept_lengths)
-        if whole:
+        if drops_cut_pairs:
             kept_lengths = np.where((kept_lengths < lengths).any(1, keepdims=True), 0, kept_lengths)
         trained = np.array(documents.trained).reshape(-1, 2)
         for pair, side in np.argwhere(kept_lengths < lengths):
@@ -141,21 +141,23 @@ class PackedPairs:
             extra[REFERENCE] = np.zeros((rows, most, 2), np.float32)
         return dataclasses.replace(Batch.empty(rows, length or self.length), extra=extra)
 
-    def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes row `row` into row `slot` of a batch in place, from token `at` on; the index after it. place: how many
+    def fill(self, batch: Batch, slot: int, row: int, offset: int = 0, rows_before: int = 0) -> int:
+        """Writes row `row` into row `slot` of a batch in place, from token `offset` on; the index after it. rows_before: how many
         of these rows the slot has already, for distinct segment ids and indices.
         """
-        documents, before = self.documents, place * self.max_pairs
-        for place, pair in enumerate(self.pairs(row), start=before):
-            batch.extra[PAIRS][slot, place] = 1.0
+        documents, before = self.documents, rows_before * self.max_pairs
+        for rows_before, pair in enumerate(self.pairs(row), start=before):
+            batch.extra[PAIRS][slot, rows_before] = 1.0
             if self.labels is not None:
-                batch.extra[LABELS][slot, place] = self.labels[pair]
+                batch.extra[LABELS][slot, rows_before] = self.labels[pair]
             for side in (0, 1):
                 index, count = 2 * pair + side, int(self.kept[pair, side])
-                at = documents.write(int(documents.starts[index]), count, batch, slot, at, 2 * place + side + 1)
+                offset = documents.write(
+                    int(documents.starts[index]), count, batch, slot, offset, 2 * rows_before + side + 1
+                )
                 if self.reference is not None:
-                    batch.extra[REFERENCE][slot, place, side] = self.reference[index]
-        return at
+                    batch.extra[REFERENCE][slot, rows_before, side] = self.reference[index]
+        return offset
 
     def sources(self, row: int) -> list[str]:
         """`file:line` of each pair of a row, in order."""
@@ -209,7 +211,7 @@ class PairDataset(TokenDataset):
             packing=self.packing is True,
             reference=self.reference,
             labels=self.labels,
-            whole=self.whole,
+            drops_cut_pairs=self.whole,
             second_yields=self.second_yields,
             width=2 * self.length if self.packing == "step" else self.width,
             max_documents=self.max_documents,

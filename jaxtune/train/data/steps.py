@@ -28,13 +28,13 @@ class StepBatches(Batches):
     fewer.
 
     A batch has `rows_per_step` rows of `length` tokens: what the largest micro-batch needs, rounded up to `multiple`,
-    times `parts`. Raises ValueError without rows, for `per_step` below 1, or a negative seed.
+    times `micro_batches`. Raises ValueError without rows, for `per_step` below 1, or a negative seed.
 
       rows: one document or pair each.
-      per_step: a multiple of `parts`.
+      per_step: a multiple of `micro_batches`.
       steps: of the run; all are packed in advance.
       length: at least the tokens of the longest document or pair.
-      parts: micro-batches of a step, which share no rows; None: one.
+      micro_batches: micro-batches of a step, which share no rows; None: one.
       multiple: devices that share a micro-batch's rows.
       order: with "given" all epochs are packed alike.
     """
@@ -46,13 +46,13 @@ class StepBatches(Batches):
         steps: int,
         length: int,
         *,
-        parts: int | None = None,
+        micro_batches: int | None = None,
         multiple: int = 1,
         seed: int = 0,
         order: Order = "shuffled",
     ):
         super().__init__(rows, per_step, seed=seed, order=order)
-        self._length, self._parts = length, parts or 1
+        self._length, self._parts = length, micro_batches or 1
         self._plan: tuple[int, np.ndarray] | None = None
         most, shared = 0, 0
         for epoch in range(-(-steps // self.steps_per_epoch)):
@@ -162,7 +162,7 @@ def pack_steps(
         config.rows_per_step,
         steps,
         length,
-        parts=config.micro_batches,
+        micro_batches=config.micro_batches,
         multiple=_devices(config),
         seed=config.seed,
         order=train.order,

@@ -41,8 +41,8 @@ class TeacherFile:
     k: int
     """Most tokens of any distribution."""
 
-    def require_all(self, values: TeacherValues, what: str) -> None:
-        """Raises ConfigError if a document with trained tokens is missing, before the run. what: the rows' key, such as
+    def require_all(self, values: TeacherValues, rows_key: str) -> None:
+        """Raises ConfigError if a document with trained tokens is missing, before the run. rows_key: the rows' key, such as
         data.train.
         """
         unmatched = _wanted(values)
@@ -57,15 +57,15 @@ class TeacherFile:
         if len(missing) == count:
             fix = f"it is of other rows, or of another tokenizer or template; {fix}"
         raise ConfigError(
-            f"{_KEY} = {self.path!r}: it lacks {len(missing):,} of {count:,} documents of {what}, first "
+            f"{_KEY} = {self.path!r}: it lacks {len(missing):,} of {count:,} documents of {rows_key}, first "
             f"{documents.source(missing[0])}, whose token ids begin with {first}; {fix}"
         )
 
-    def read(self, values: TeacherValues, vocab_size: int, into: np.ndarray) -> None:
+    def read(self, values: TeacherValues, vocab_size: int, array: np.ndarray) -> None:
         """Reads the distributions of all trained tokens; call `require_all` before. Raises ConfigError for a missing,
         unreadable or invalid one.
 
-          into: [values.total] of `TeacherValues.entry(k)`, filled in place.
+          array: [values.total] of `TeacherValues.entry(k)`, filled in place.
         """
         unmatched = _wanted(values)
         for row in _rows(self.sources):
@@ -75,7 +75,7 @@ class TeacherFile:
                 token_indices = (np.flatnonzero(trained[1:]) + 1).tolist()
                 ids, log_probs = _distributions(row, token_indices, self.k)
                 _require_distributions(row, token_indices, ids, log_probs, vocab_size)
-                into["ids"][values.of(index)], into["log_probs"][values.of(index)] = ids, log_probs
+                array["ids"][values.of(index)], array["log_probs"][values.of(index)] = ids, log_probs
 
 
 def open_file(path: str, say: Callable[[str], None]) -> TeacherFile:

@@ -75,18 +75,18 @@ class TaughtRows(PackedRows):
             batch, extra={TEACHER_IDS: np.full(shape, -1, np.int32), TEACHER_LOG_PROBS: np.zeros(shape, np.float32)}
         )
 
-    def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
+    def fill(self, batch: Batch, slot: int, row: int, offset: int = 0, rows_before: int = 0) -> int:
         """As PackedRows, with values at the place before each trained token. While `stored` is None ids stay -1."""
-        end, plan, stored = super().fill(batch, slot, row, at, place), self.plan, self.values.stored
+        end, plan, stored = super().fill(batch, slot, row, offset, rows_before), self.plan, self.values.stored
         if stored is None:
             return end
         for piece in range(plan.row_starts[row], plan.row_starts[row + 1]):
             count = int(plan.count[piece])
-            where = at + np.flatnonzero(batch.weights[slot, at : at + count])
+            where = offset + np.flatnonzero(batch.weights[slot, offset : offset + count])
             entries = stored[self.values.of(int(plan.document[piece]), int(plan.offset[piece]), count)]
             batch.extra[TEACHER_IDS][slot, where] = entries["ids"]
             batch.extra[TEACHER_LOG_PROBS][slot, where] = entries["log_probs"]
-            at += count
+            offset += count
         return end
 
     def take(self, row: int, ids: np.ndarray, log_probs: np.ndarray, into: np.ndarray) -> None:

@@ -483,18 +483,18 @@ class Progress:
             self._last_line_seconds = now
             self.print(f"step {step}/{self.total_steps}  {text}  {time_left}".rstrip())
 
-    def evaluating(self, done: int, batches: int) -> None:
-        """Shows that `done` of an evaluation's batches are done; without a bar at most each `line_seconds`."""
+    def evaluating(self, batches_done: int, batches: int) -> None:
+        """Shows that `batches_done` of an evaluation's batches are done; without a bar at most each `line_seconds`."""
         if self._live is not None:
-            text = "step" if done == batches else f"evaluating {done}/{batches}"
+            text = "step" if batches_done == batches else f"evaluating {batches_done}/{batches}"
             self._bar.update(self._task, description=text)
             return
         now = time.monotonic()
-        if done == 1:
+        if batches_done == 1:
             self._evaluating_since = now
-        if now - max(self._last_line_seconds, self._evaluating_since) >= self._line_seconds and done < batches:
+        if now - max(self._last_line_seconds, self._evaluating_since) >= self._line_seconds and batches_done < batches:
             self._last_line_seconds = now
-            self.print(f"evaluating: {done} of {batches} batches")
+            self.print(f"evaluating: {batches_done} of {batches} batches")
 
     def print(self, text: str) -> None:
         """Prints a line above the bar; a terminal breaks it at spaces only, and it is never cut or coloured."""
@@ -551,12 +551,12 @@ def loss_plot(folder: Path, unit: str) -> None:
     figure.savefig(folder / "loss.png")
 
 
-def decorate(what: str, make: Callable[[], Any]) -> None:
-    """Calls `make`, which makes something that a run can do without: an error is only logged, with its name `what`."""
+def decorate(name: str, make: Callable[[], Any]) -> None:
+    """Calls `make`, which makes something that a run can do without: an error is only logged, with its name `name`."""
     try:
         make()
     except Exception as error:
-        logger.warning("%s was left out: %s: %s", what, type(error).__name__, error)
+        logger.warning("%s was left out: %s: %s", name, type(error).__name__, error)
 
 
 def _moving_average(values: tuple[float, ...], window: int) -> list[float]:

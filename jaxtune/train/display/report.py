@@ -386,7 +386,7 @@ def _parts_table(forecast: Forecast) -> Table:
 
 def plan_elsewhere(
     forecast: Forecast,
-    parts: StepCost,
+    cost: StepCost,
     device: Device,
     budget_bytes: float,
     longest: int,
@@ -396,7 +396,7 @@ def plan_elsewhere(
     """Prints the report of a --plan from shapes alone: the plan, the memory by use, and the longest row that fits
     (`longest` tokens; 0: not even 1,024), beside the model's positions.
     """
-    lines = plan_lines(forecast, parts, device, budget_bytes)
+    lines = plan_lines(forecast, cost, device, budget_bytes)
     if device.usual_host_bytes is not None and forecast.host_bytes > device.usual_host_bytes:
         lines.append(
             f"warning: the plan pins {forecast.host_bytes / 1e9:.1f} GB of host memory; machines with this device "
@@ -410,17 +410,17 @@ def plan_elsewhere(
 
 
 def new_rates(
-    wanted: ScheduleConfig, schedule: optax.Schedule | None, step: int, skipped: ArrayLike, total_steps: int
+    schedule_config: ScheduleConfig, schedule: optax.Schedule | None, step: int, skipped: ArrayLike, total_steps: int
 ) -> list[str]:
     """A sentence on the learning rate of a run that is resumed with more steps; [] if these do not change it.
 
     schedule: maps updates made to the rate; None if unknown.
     skipped: steps without an update.
     """
-    if schedule is None or (wanted.name == "constant" and wanted.warmup_ratio is None):
+    if schedule is None or (schedule_config.name == "constant" and schedule_config.warmup_ratio is None):
         return []
     rate = float(np.asarray(schedule(step - np.asarray(skipped))))
     return [
-        f"the run is longer than it was: from here the learning rate follows the {wanted.name} schedule of "
+        f"the run is longer than it was: from here the learning rate follows the {schedule_config.name} schedule of "
         f"{total_steps:,} steps, and is {rate:.3g} in step {step + 1:,}"
     ]

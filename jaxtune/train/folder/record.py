@@ -94,7 +94,7 @@ def record_of(
     teacher: str | None = None,
     data: Mapping[str, Any],
     total_steps: int,
-    own: Mapping[str, Any],
+    user_parts: Mapping[str, Any],
     code: Mapping[str, str],
     numerics: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def record_of(
     base: the model as it was given.
     teacher: digest of a teacher's weights.
     data: values that identify the rows.
-    own: {what: values that identify it} of what the user's code gave (own_parts.py).
+    user_parts: {what: values that identify it} of what the user's code gave (own_parts.py).
     code: {name: digest} of the user's functions (digests.code_of).
     numerics: values whose change leaves the run valid, but not bit for bit the same.
     """
@@ -118,7 +118,7 @@ def record_of(
         **({} if teacher is None else {"teacher_digest": teacher}),
         "data": dict(data),
         "total_steps": total_steps,
-        **({"own": dict(own)} if own else {}),
+        **({"own": dict(user_parts)} if user_parts else {}),
         **({"code": dict(code)} if code else {}),
         "numerics": {**numerics, "device": jax.devices()[0].device_kind, "jax": jax.__version__},
     }

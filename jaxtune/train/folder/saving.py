@@ -98,22 +98,22 @@ class Saver:
         self._ended: int | None = None  # the steps done when an error ended the run
         self._looked = time.monotonic()  # at the disk
 
-    def after_step(self, done: int, state: TrainState, last: bool) -> None:
+    def after_step(self, steps_done: int, state: TrainState, last: bool) -> None:
         """Saves if due, and raises after a signal; after the last step neither, as final save, evaluation and `poll`
         follow. An update since the last save proves that checkpoint. Raises as `poll`.
         """
         if self.monitor.applied > self.saved:
             self.checkpointer.confirm()
-        self._due = self.policy.should_save(done, time.monotonic()) or self._due
+        self._due = self.policy.should_save(steps_done, time.monotonic()) or self._due
         if not last:
-            self.poll(done, state)
+            self.poll(steps_done, state)
 
-    def poll(self, done: int, state: TrainState) -> None:
+    def poll(self, steps_done: int, state: TrainState) -> None:
         """Saves if due; after a signal saves, waits for the files and raises TrainingInterrupted. For whenever the
         state is complete. Collective. Raises as `save`, too.
         """
         due = self._due or self.policy.time_is_up(time.monotonic())
-        self._follow(*processes.agree(self._signal(), due), done, state)
+        self._follow(*processes.agree(self._signal(), due), steps_done, state)
 
     def _signal(self) -> str | None:
         return self.stop.signal_name if self.stop.requested else None
@@ -133,22 +133,22 @@ class Saver:
             self.save(steps_done, state)
 
     @contextlib.contextmanager
-    def listening(self, done: int, state: TrainState) -> Iterator[None]:
+    def listening(self, steps_done: int, state: TrainState) -> Iterator[None]:
         """A context of waits and user's code, while `state` is whole: a signal saves and raises TrainingInterrupted,
         time saves, a full disk is reported, an exception ends the run after a save. Several processes do not act in it;
         `result` makes them agree.
         """
         alone = processes.count() == 1
-        saying = f"saving step {done}, then leaving" if done else "leaving, as no step is done"
+        saying = f"saving step {steps_done}, then leaving" if steps_done else "leaving, as no step is done"
         stop = self.stop
         try:
             with (
                 stop.announced(saying if alone else FINISHING),
                 waiting.listening(
-                    functools.partial(self._look, done, state) if alone else lambda: None,
+                    functools.partial(self._look, steps_done, state) if alone else lambda: None,
                     stop.arrived if alone else lambda: False,
                     stop.insist,
-                    functools.partial(self._leave, done) if alone else None,
+                    functools.partial(self._leave, steps_done) if alone else None,
                 ),
             ):
                 yield
@@ -156,12 +156,12 @@ class Saver:
             raise
         except BaseException:
             if alone and stop.requested:
-                self.poll(done, state)
+                self.poll(steps_done, state)
             if alone:
-                self._save_at_an_error(done, state)
+                self._save_at_an_error(steps_done, state)
             raise
         if alone and stop.requested:  # whatever has caught what a look raised
-            self.poll(done, state)
+            self.poll(steps_done, state)
 
     def _look(self, steps_done: int, state: TrainState) -> None:
         self.poll(steps_done, state)
@@ -172,7 +172,7 @@ class Saver:
                 self.monitor.progress.print(f"warning: the next save will fail: {short}")
             self._short = short is not None
 
-    def result[T](self, future: Future[T], what: str, done: int, state: TrainState) -> T:
+    def result[T](self, future: Future[T], what: str, steps_done: int, state: TrainState) -> T:
         """The future's result. Several processes wait until each has its rows, so that none has given up `state` when
         one meets a signal or an error.
         """
@@ -193,15 +193,15 @@ class Saver:
             agreed = processes.meet(future, failure, self._signal, due)
             asked_seconds = time.monotonic() if agreed.due else asked_seconds
             if agreed.failed is not None:
-                self._save_at_an_error(done, state)
+                self._save_at_an_error(steps_done, state)
                 if failure() is not None:
                     future.result()
                 raise shared_errors.made(agreed.failed)
-            self._follow(agreed.signal_name, agreed.due, done, state)
+            self._follow(agreed.signal_name, agreed.due, steps_done, state)
             if agreed.ready:
                 return future.result()
 
-    def in_all[T](self, done: int, state: TrainState, work: Callable[[], T]) -> T:
+    def in_all[T](self, steps_done: int, state: TrainState, work: Callable[[], T]) -> T:
         """What `work` returns; if it fails in one process, all save and raise. Collective."""
         alone = processes.count() == 1
         try:
@@ -210,11 +210,11 @@ class Saver:
             saves = not isinstance(error, _WITHOUT_A_SAVE)
             report = [shared_errors.described(error), saves]
             reports = [report] if alone else processes.all_within(report, _OTHERS_SECONDS) or []
-            self._end_in_all([failure for failure in reports if failure is not None], done, state)
+            self._end_in_all([failure for failure in reports if failure is not None], steps_done, state)
             raise
         failures = [] if alone else [failure for failure in processes.all_of(None) if failure is not None]
         if failures:
-            self._end_in_all(failures, done, state)
+            self._end_in_all(failures, steps_done, state)
             raise shared_errors.made(failures[0][0])
         return value
 
@@ -252,17 +252,17 @@ class Saver:
             os.write(2, f"{show_cursor}\njaxtune: stopped: {error}. {again}\n".encode())
         os._exit(EXIT_SAVED if stopped else 1)
 
-    def save_for_callback(self, done: int, state: TrainState) -> None:
+    def save_for_callback(self, steps_done: int, state: TrainState) -> None:
         """`save`; if updates are being skipped, the request stays until steps are finite again."""
         self._due = True
-        self.save(done, state)
+        self.save(steps_done, state)
 
-    def save(self, done: int, state: TrainState) -> None:
+    def save(self, steps_done: int, state: TrainState) -> None:
         """Saves `state`, unless it is saved or updates are being skipped (then later), and calls Callback.saved before
         the files are complete. A failure is reported, and the next save tries again. May raise TrainingStopped.
         """
         try:
-            self._save(done, state)
+            self._save(steps_done, state)
         except CheckpointError as error:
             if processes.count() > 1 and not isinstance(error, NoRoom):
                 raise  # the others do not know of it
@@ -295,9 +295,9 @@ class Saver:
         if callbacks := self.monitor.callbacks:
             self.in_all(steps_done, state, lambda: callbacks.tell("saved", steps_done))
 
-    def flush(self, done: int, state: TrainState) -> None:
+    def flush(self, steps_done: int, state: TrainState) -> None:
         if self.monitor.callbacks:
-            self.in_all(done, state, self.monitor.flush)
+            self.in_all(steps_done, state, self.monitor.flush)
         else:
             self.monitor.flush()
 
@@ -310,16 +310,16 @@ class Saver:
                 raise
             self._tell(error)
 
-    def evaluated(self, done: int, state: TrainState, values: Mapping[str, float]) -> None:
+    def evaluated(self, steps_done: int, state: TrainState, values: Mapping[str, float]) -> None:
         """Saves `state` if checkpoint.best's metric is the best so far; not at step 0 or while updates are skipped.
         ConfigError if `values` lack it; else as `save`.
         """
 
         def save() -> bool:
-            self.save(done, state)
-            return self.saved == done
+            self.save(steps_done, state)
+            return self.saved == steps_done
 
-        self.best.offer(done, values, save)
+        self.best.offer(steps_done, values, save)
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:

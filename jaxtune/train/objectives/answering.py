@@ -115,9 +115,9 @@ class Sampling:
             scaled_logprobs=True,
         )
 
-    def completion(self, shown: Turns, prompt_ids: Sequence[int], ids: Sequence[int]) -> Turns:
+    def completion(self, prompt: Turns, prompt_ids: Sequence[int], ids: Sequence[int]) -> Turns:
         ids = self.without_end(ids)
-        return self.decode(ids) if self.completions is None else self.completions(shown, prompt_ids, ids)
+        return self.decode(ids) if self.completions is None else self.completions(prompt, prompt_ids, ids)
 
     def without_end(self, ids: Sequence[int]) -> list[int]:
         """`ids` without a last token that ends an answer."""

@@ -319,11 +319,11 @@ class _Reading:
 
     length: most tokens with the data's answer.
     most_tokens: of a prompt.
-    answered: whether the data's answer is needed.
+    needs_answer: whether the data's answer is needed.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, data: DataConfig, length: int, most_tokens: int, answered: bool
+        self, tokenizer: PreTrainedTokenizerFast, data: DataConfig, length: int, most_tokens: int, needs_answer: bool
     ):
         names = (
             "template",
@@ -335,7 +335,7 @@ class _Reading:
             "mask_spans",
         )
         self._encoder = RowEncoder(tokenizer, **{name: getattr(data, name) for name in names})
-        self._length, self._most_tokens, self._answered = length, most_tokens, answered
+        self._length, self._most_tokens, self._answered = length, most_tokens, needs_answer
 
     def __call__(self, row: Mapping[str, object]) -> Asked:
         room_words = "objective.max_completion_length data.length leaves"

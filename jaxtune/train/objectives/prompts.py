@@ -43,9 +43,9 @@ def read_prompts(
     data: DataConfig,
     most_tokens: int,
     key: str = "data.train",
-    beside: str = "objective.max_completion_length data.length leaves",
+    room_words: str = "objective.max_completion_length data.length leaves",
     tools: Tools | None = None,
-    cut: bool = False,
+    cuts_long: bool = False,
 ) -> list[Prompt]:
     """Reads and tokenises prompts: a row's `prompt`, text or messages, as in TRL, or of rows for fine-tuning what comes
     before the last answer, which becomes the column `answer` unless there is one.
@@ -55,13 +55,13 @@ def read_prompts(
 
       data: its template, columns, max_rows (most prompts) and on_bad_row count.
       key: the rows' config key, for errors.
-      beside: words for "beside {beside} room for N": what takes a row's other tokens.
-      cut: a longer prompt loses its first tokens.
+      room_words: words for "beside {beside} room for N": what takes a row's other tokens.
+      cuts_long: a longer prompt loses its first tokens.
     """
     encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today)
-    if not cut or most_tokens < 1:
-        return read_each(rows, data, key, lambda row: prompt_of(row, encoder, most_tokens, beside, tools))
-    uncut_prompts = read_each(rows, data, key, lambda row: prompt_of(row, encoder, sys.maxsize, beside, tools))
+    if not cuts_long or most_tokens < 1:
+        return read_each(rows, data, key, lambda row: prompt_of(row, encoder, most_tokens, room_words, tools))
+    uncut_prompts = read_each(rows, data, key, lambda row: prompt_of(row, encoder, sys.maxsize, room_words, tools))
     if longer := sum(len(prompt.ids) > most_tokens for prompt in uncut_prompts):
         say(
             f"{longer:,} of {len(uncut_prompts):,} prompts have more than {most_tokens:,} tokens: they lose "
@@ -110,9 +110,9 @@ def sampled_answers(
     config: TrainConfig,
     ends: Sequence[int],
     positions: int,
-    own: OwnParts | None = None,
+    user_functions: OwnParts | None = None,
 ) -> SampledAnswers:
-    """The batch source of a run that learns from rewards. They are `own.rewards`, then those of environments'
+    """The batch source of a run that learns from rewards. They are `user_functions.rewards`, then those of environments'
     `get_reward`; without both, the rollout function's column `reward`.
 
     Raises ConfigError if a row or function cannot be used, lengths leave no room, or rows_per_step is no multiple of
@@ -120,32 +120,32 @@ def sampled_answers(
 
       ends: token ids that end an answer.
       positions: most tokens of prompt and answer that the model allows.
-      own: a script's functions; None: those that the config names.
+      user_functions: a script's functions; None: those that the config names.
     """
     data, settings = config.data, objective.settings
-    own = OwnParts.named(config.objective) if own is None else own
-    rewards, reference = own.all_rewards(), own.reference
+    user_functions = OwnParts.named(config.objective) if user_functions is None else user_functions
+    rewards, reference = user_functions.all_rewards(), user_functions.reference
     weights = np.asarray(rewards.weights, np.float64)
     if reference is None and objective.penalises:
         reference = functools.partial(reference_log_probs, settings.temperature)
-    chooses = own.chooses_length or isinstance(data.length, Unset)
+    chooses = user_functions.chooses_length or isinstance(data.length, Unset)
     most = positions if isinstance(data.length, Unset) else min(data.length, positions)
     room = most - settings.max_completion_length
-    cuts_prompts = own.longest_prompt is not None
-    room = min(room, own.longest_prompt) if own.longest_prompt is not None else room
-    prompts = read_prompts(rows, tokenizer, data, room, tools=own.tools, cut=cuts_prompts)
+    cuts_prompts = user_functions.longest_prompt is not None
+    room = min(room, user_functions.longest_prompt) if user_functions.longest_prompt is not None else room
+    prompts = read_prompts(rows, tokenizer, data, room, tools=user_functions.tools, cuts_long=cuts_prompts)
     length, multiple = data.length, rows_multiple(config)
     if chooses:
         longest = max(len(prompt.ids) for prompt in prompts) + settings.max_completion_length
         length, multiple = packed_shape(longest, config.rows_per_step, multiple)
-        if own.tools is not None or own.rollout is not None:  # they may make prompts longer
+        if user_functions.tools is not None or user_functions.rollout is not None:  # they may make prompts longer
             length, multiple = max(length, min(data.length, positions)), rows_multiple(config)
     return SampledAnswers(
         prompts,
         rewards,
         settings,
         functools.partial(objective.advantages, weights=weights),
-        _answering(own, settings, tokenizer, config, ends, min(length, positions)),
+        _answering(user_functions, settings, tokenizer, config, ends, min(length, positions)),
         answers_per_step=config.rows_per_step,
         length=length,
         chosen_length=chooses,
@@ -154,7 +154,7 @@ def sampled_answers(
         score=functools.partial(log_probs_of, settings.temperature) if objective.reuses else None,
         reference=reference,
         penalises=objective.penalises,
-        own_reference=own.reference is not None,
+        own_reference=user_functions.reference is not None,
     )
 
 
@@ -190,25 +190,25 @@ class OwnParts:
     """Log-probabilities under a script's reference; None: the model with its adapter off."""
 
     @classmethod
-    def named(cls, wanted: ObjectiveConfig) -> OwnParts:
+    def named(cls, section: ObjectiveConfig) -> OwnParts:
         """Loads the functions that a config names, by running their files. Raises ConfigError."""
-        options = RewardOptions(timeout_seconds=wanted.reward_timeout, errors=wanted.reward_errors or "stop")
+        options = RewardOptions(timeout_seconds=section.reward_timeout, errors=section.reward_errors or "stop")
         rewards = None
-        if wanted.reward_funcs:
-            rewards = RewardFunctions.named(wanted.reward_funcs, isolation=wanted.reward_isolation, **options)
+        if section.reward_funcs:
+            rewards = RewardFunctions.named(section.reward_funcs, isolation=section.reward_isolation, **options)
         tools = None
-        if wanted.tools or wanted.environment_factory:
+        if section.tools or section.environment_factory:
             tools = Tools.named(
-                wanted.tools or (),
-                wanted.environment_factory,
-                wanted.tool_timeout,
-                wanted.tool_isolation,
-                wanted.reset_timeout,
+                section.tools or (),
+                section.environment_factory,
+                section.tool_timeout,
+                section.tool_isolation,
+                section.reset_timeout,
             )
         rollout = None
-        if wanted.rollout_func is not None:
-            rollout = load_from_file(wanted.rollout_func, "objective.rollout_func")
-        return cls(rewards, wanted.reward_weights, options, tools, rollout, wanted.max_tool_calling_iterations)
+        if section.rollout_func is not None:
+            rollout = load_from_file(section.rollout_func, "objective.rollout_func")
+        return cls(rewards, section.reward_weights, options, tools, rollout, section.max_tool_calling_iterations)
 
     def all_rewards(self) -> RewardFunctions:
         """All reward functions of the run. Raises ConfigError if there are none, or another number of weights."""
@@ -267,13 +267,13 @@ def completions_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> 
 
 
 def prompt_of(
-    value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, beside: str, tools: Tools | None = None
+    value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, room_words: str, tools: Tools | None = None
 ) -> Prompt:
     """A row's prompt, tokenised as in training, with its other columns. An answer (a last assistant message, or the
     completion) becomes the column `answer` unless there is one.
 
     Raises RowError for a missing, empty, too long or invalid prompt, media columns, or a text with tools, which a
-    template cannot describe there; ConfigError for an unknown environment. beside: words for "beside {beside} room for
+    template cannot describe there; ConfigError for an unknown environment. room_words: words for "beside {beside} room for
     N".
     """
     refuse_media(value)
@@ -317,7 +317,7 @@ def prompt_of(
     if not ids:
         raise RowError("its prompt is empty")
     if len(ids) > most_tokens:
-        raise RowError(f"its prompt has {len(ids):,} tokens, and beside {beside} room for {most_tokens:,}")
+        raise RowError(f"its prompt has {len(ids):,} tokens, and beside {room_words} room for {most_tokens:,}")
     return Prompt(prompt, ids, columns)
 
 

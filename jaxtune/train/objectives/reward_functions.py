@@ -202,7 +202,7 @@ class RewardFunctions:
     @classmethod
     def named(
         cls,
-        wanted: Sequence[str],
+        names: Sequence[str],
         weights: Sequence[float] | None = None,
         *,
         key: str = _KEY,
@@ -212,7 +212,7 @@ class RewardFunctions:
         """RewardFunctions of a recipe's names: `file.py:function`, or ready ones such as exact_match. key: their config
         key. Raises ConfigError.
         """
-        return cls.of([load_function(name, key) for name in wanted], weights, isolation=isolation, **options)
+        return cls.of([load_function(name, key) for name in names], weights, isolation=isolation, **options)
 
     def __call__(self, sampled: Sampled) -> np.ndarray:
         """Each function gets copies. Asynchronous ones run side by side, others one by one in this thread."""

@@ -155,13 +155,13 @@ class StoredTeacher:
             )
         return self._attached(train, "data.train"), held_out and self._attached(held_out, "data.eval")
 
-    def _attached(self, rows: TokenDataset, what: str) -> TokenDataset:
-        """A copy of `rows` with places for the values. what: the config key of the rows."""
+    def _attached(self, rows: TokenDataset, rows_key: str) -> TokenDataset:
+        """A copy of `rows` with places for the values. rows_key: the config key of the rows."""
         # Rows that are evaluated with packing=step may be longer than data.length.
-        is_whole = rows.overflow != "truncate" or (rows.packing == "step" and what != "data.train")
+        is_whole = rows.overflow != "truncate" or (rows.packing == "step" and rows_key != "data.train")
         values = TeacherValues(rows.documents, None if is_whole else rows.length, self.k)
         if self._file is not None:
-            self._file.require_all(values, what)
+            self._file.require_all(values, rows_key)
         return dataclasses.replace(rows, teacher=values)
 
     def student(self, model: Decoder) -> Decoder:

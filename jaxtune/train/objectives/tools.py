@@ -266,15 +266,15 @@ class Tools:
     def answer(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> Answered:
         return self.begin(calls, tools).answered()
 
-    def text_of(self, one: Call, outcome: Outcome) -> str:
+    def text_of(self, call: Call, outcome: Outcome) -> str:
         """What the model reads of a call; a tool's first failure is logged."""
         error = outcome.error
         if error is None:
             return str(outcome.value)
         # Of wrong arguments, which a model writes, the traceback has no line of the tool.
-        if one.name not in self._failed and (errors.place(error) or isinstance(error, TooLong)):
-            self._failed.add(one.name)
-            logger.warning("%s", errors.described(f"tool {one.name} failed, which its caller reads; the first", error))
+        if call.name not in self._failed and (errors.place(error) or isinstance(error, TooLong)):
+            self._failed.add(call.name)
+            logger.warning("%s", errors.described(f"tool {call.name} failed, which its caller reads; the first", error))
         if isinstance(error, errors.Elsewhere) or not isinstance(error, Exception):
             return str({"error": errors.in_words(error)})
         return str({"error": errors.in_words(error).partition(": ")[2] or errors.in_words(error)})

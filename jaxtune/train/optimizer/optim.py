@@ -18,12 +18,14 @@ from jaxtune.train.optimizer.muon import LARGEST_DIRECTION, scale_by_muon
 BF16_WEIGHTS_ABOVE = 2_000_000_000  # with more trained parameters than this, weights are stored in bf16 by default
 
 
-def weight_storage(wanted: Literal["fp32", "bf16"] | None, precision: str, parameters: int) -> Literal["fp32", "bf16"]:
+def weight_storage(
+    configured: Literal["fp32", "bf16"] | None, precision: str, parameters: int
+) -> Literal["fp32", "bf16"]:
     """The dtype in which trained matrices are stored: the config's, or "bf16" (rounded stochastically) for a bf16 run
     with over 2 billion trained `parameters`, else "fp32". Tensors of one dimension are float32 either way.
     """
-    if wanted is not None:
-        return wanted
+    if configured is not None:
+        return configured
     return "bf16" if precision == "bf16" and parameters > BF16_WEIGHTS_ABOVE else "fp32"
 
 

@@ -39,7 +39,7 @@ def shardings(opt_state: Any, device: Sharding) -> Any:
     return jax.tree.map(lambda leaf: host if is_hosted(leaf) else device, opt_state)
 
 
-def moved(opt_state, wanted):
+def moved(opt_state, target_shardings):
     """The state with each array in the memory of its sharding (from `shardings`). A copied array is deleted, so that no
     state is on the device twice.
     """
@@ -51,7 +51,7 @@ def moved(opt_state, wanted):
         leaf.delete()
         return copy
 
-    return jax.tree.map(one, opt_state, wanted)
+    return jax.tree.map(one, opt_state, target_shardings)
 
 
 def _on_host(sharding: Sharding) -> bool:
@@ -73,13 +73,13 @@ def states_of(opt_state: Any, structure: Any, index: int) -> Any:
     )
 
 
-def joined(opt_state: Any, structure: Any, parts: list[Any]) -> Any:
+def joined(opt_state: Any, structure: Any, states: list[Any]) -> Any:
     """The inverse of `states_of`, from the states of all parameters in order. opt_state: gives the structure; may be
     abstract. Shared values are the last parameter's.
     """
     is_moments = _like_parameters(structure)
     trees, outline = jax.tree.flatten(opt_state, is_leaf=is_moments)
-    columns = [outline.flatten_up_to(state) for state in parts]
+    columns = [outline.flatten_up_to(state) for state in states]
     subtrees = [
         jax.tree.unflatten(structure, [column[index][0] for column in columns])
         if is_moments(tree)

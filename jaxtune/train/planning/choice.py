@@ -32,17 +32,17 @@ CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 _WORTH_MOVING, _TABLES_WORTH_MOVING = 1.01, 1.002
 
 
-def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
+def splits(rows: int, devices: int, configured: int | None) -> list[int]:
     """Numbers of micro-batches, ascending, with which devices share the rows equally; or the config's number alone,
     unchecked.
     """
-    if wanted is not None:
-        return [wanted]
+    if configured is not None:
+        return [configured]
     return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]
 
 
 def choose(
-    parts: StepCost,
+    costs: StepCost,
     config: TrainConfig,
     device: Device,
     budget_bytes: float | None,
@@ -66,9 +66,9 @@ def choose(
     PlanError if nothing else fits; ValueError if the host is too small for optimizer states or config.memory.plan is
     not for this model.
     """
-    if device.link and parts.hosted_bytes > device.host_bytes:
+    if device.link and costs.hosted_bytes > device.host_bytes:
         raise ValueError(
-            f"optim.offload: the states of {config.optim.name} take {parts.hosted_bytes / 1e9:.1f} GB of host memory "
+            f"optim.offload: the states of {config.optim.name} take {costs.hosted_bytes / 1e9:.1f} GB of host memory "
             f"for each device, which may pin {device.host_bytes / 1e9:.1f} GB; use an optimizer in 8 bits, or unset it"
         )
     budget = math.inf if budget_bytes is None else budget_bytes
@@ -76,9 +76,9 @@ def choose(
 
     @functools.cache
     def layers_of(micro: int, tile: int | None) -> tuple[LayerPlans, LayerForecast]:
-        return _best_layers(parts, tokens_of(parts, micro), device, tile)
+        return _best_layers(costs, tokens_of(costs, micro), device, tile)
 
-    for placed in places(parts, device):
+    for placed in places(costs, device):
         remaining_device = beside_states(placed, device)
         candidates += _candidates(
             placed, config, remaining_device, budget, chunk_logits, resident, unlike, layers_of, alike_bytes
@@ -89,7 +89,7 @@ def choose(
         return min(budget, alike_bytes) if any(_run_alike(failed, *run) for failed in unlike) else budget
 
     def fits(candidate: Forecast) -> bool:
-        return candidate.peak_bytes <= limit(candidate.plan) and not _related(parts, candidate.plan, unlike)
+        return candidate.peak_bytes <= limit(candidate.plan) and not _related(costs, candidate.plan, unlike)
 
     fitting = [candidate for candidate in candidates if fits(candidate)]
     if not fitting:
@@ -101,7 +101,7 @@ def choose(
         return round(seconds, 4), candidate.plan.table_on_host, candidate.peak_bytes
 
     best = min(fitting, key=order)
-    return with_transposed if fits(with_transposed := with_codes(parts, best, device)) else best
+    return with_transposed if fits(with_transposed := with_codes(costs, best, device)) else best
 
 
 def _candidates(
@@ -175,14 +175,14 @@ def _with_whole_weights(costs: StepCost, base_forecast: Forecast, device: Device
     return with_(resident=min(base_forecast.plan.residuals.resident + extra_layers, layers - 1))
 
 
-def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
+def tile_tokens_of(costs: StepCost, config: TrainConfig) -> int | None:
     """Tokens of a tile of MLPs: the largest divisor of the row up to 16,384. None for rows below 32,768 tokens, without
     a divisor of at least 2,048, if no layer can be tiled, and with adapter dropout.
     """
     dropout = config.adapter is not None and config.adapter.lora_dropout > 0
-    if parts.length < 2 * _TILE_TOKENS or not parts.tiled or dropout:
+    if costs.length < 2 * _TILE_TOKENS or not costs.tiled or dropout:
         return None
-    tile = next(size for size in range(_TILE_TOKENS, 0, -1) if parts.length % size == 0)
+    tile = next(size for size in range(_TILE_TOKENS, 0, -1) if costs.length % size == 0)
     return tile if tile >= _TILE_TOKENS // 8 else None
 
 
@@ -237,16 +237,16 @@ class _Relatives:
         return resembling
 
 
-def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
+def smallest_plan(costs: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
     """The forecast of the plan with the lowest predicted peak, fitting or not; of equal peaks the fastest. ValueError
     as `choose`.
     """
     try:
-        return choose(parts, config, device, 0.0, resident=resident)
+        return choose(costs, config, device, 0.0, resident=resident)
     except PlanError as error:
         smallest = error.smallest
     try:
-        return choose(parts, config, device, smallest.peak_bytes, resident=resident)
+        return choose(costs, config, device, smallest.peak_bytes, resident=resident)
     except PlanError:  # the search adds bytes in another order than the forecast, and may miss by less than a byte
         return smallest
 
@@ -279,9 +279,9 @@ def _best_pairs(
     return pairs
 
 
-def tokens_of(parts: StepCost, micro: int) -> float:
+def tokens_of(costs: StepCost, micro: int) -> float:
     """Tokens of a micro-batch on one device, padding included; may be a fraction."""
-    return parts.rows / micro / parts.devices * parts.length
+    return costs.rows / micro / costs.devices * costs.length
 
 
 def _best_pair(

@@ -166,11 +166,11 @@ def card_bytes(size_gb: float) -> float:
     return size_gb * _CARD_GB - CONTEXT_BYTES
 
 
-def card_gb(needed: float) -> float:
+def card_gb(plan_bytes: float) -> float:
     """GiB of a card that holds a plan of these bytes, context and fragments included, rounded up to 0.1; perhaps none
     that is sold.
     """
-    return math.ceil((with_fragments(needed) + CONTEXT_BYTES) / _CARD_GB * 10) / 10
+    return math.ceil((with_fragments(plan_bytes) + CONTEXT_BYTES) / _CARD_GB * 10) / 10
 
 
 def find_device(
@@ -269,9 +269,9 @@ def budget(config: TrainConfig, device: Device) -> float | None:
     return most - max(most * _FRAGMENTS, 0.0 if device.name == "cpu" else _FRAGMENT_BYTES)
 
 
-def with_fragments(needed: float) -> float:
+def with_fragments(usable_bytes: float) -> float:
     """Bytes that a GPU's allocator needs so that these are usable; the inverse of `budget`."""
-    return max(needed / (1 - _FRAGMENTS), needed + _FRAGMENT_BYTES)
+    return max(usable_bytes / (1 - _FRAGMENTS), usable_bytes + _FRAGMENT_BYTES)
 
 
 def memory_peak_bytes(device: int = 0) -> int:

@@ -38,12 +38,12 @@ def written_by(
     model: Decoder,
     trained_bytes: float,
     checkpoint_bytes: float,
-    there: int,
+    saved_checkpoints: int,
     steps: int | None = None,
 ) -> list[Written]:
     """What a run writes to its output folder at most at one time.
 
-    there: number of checkpoints that it has already.
+    saved_checkpoints: number of checkpoints that it has already.
     steps: of the run; None: any number.
     """
     output, settings = Path(config.output), config.checkpoint
@@ -52,8 +52,8 @@ def written_by(
         # A new one is whole before an old one is removed, and the best one is kept beside the newest.
         most = settings.keep + 1 + (settings.best is not None)
         if steps is not None and settings.every_steps and not settings.every_minutes:
-            most = min(most, there + math.ceil(steps / settings.every_steps))
-        files.append(Written("checkpoints", output / CHECKPOINTS, checkpoint_bytes, max(most - there, 1)))
+            most = min(most, saved_checkpoints + math.ceil(steps / settings.every_steps))
+        files.append(Written("checkpoints", output / CHECKPOINTS, checkpoint_bytes, max(most - saved_checkpoints, 1)))
     if config.export.adapter and adapted:
         files.append(Written("adapter", output / ADAPTER, trained_bytes))
     if config.export.merged:
@@ -62,10 +62,10 @@ def written_by(
     return files
 
 
-def disk_lines(wanted: Sequence[Written]) -> list[str]:
+def disk_lines(files: Sequence[Written]) -> list[str]:
     """A line for each disk where files take over a quarter of the free room, a warning if they take more than all."""
     disks: dict[int, list[Written]] = {}
-    for file in wanted:
+    for file in files:
         disks.setdefault(os.stat(_existing(file.folder)).st_dev, []).append(file)
     lines = []
     for several in disks.values():

@@ -33,7 +33,7 @@ def fitting_settings(
     config: TrainConfig,
     device: Device,
     budget_bytes: float,
-    wanted: int = 3,
+    most: int = 3,
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> list[str]:
@@ -84,13 +84,13 @@ def fitting_settings(
 
     for text, option in options:
         key = text.split("=")[0]
-        if len(changes) < wanted and not any(earlier.split("=")[0] == key for earlier in changes):
+        if len(changes) < most and not any(earlier.split("=")[0] == key for earlier in changes):
             try:
                 choose(parts_of(option), option, device, budget_bytes)
             except ValueError:
                 continue
             changes.append(text)
-    if len(changes) < wanted:
+    if len(changes) < most:
         changes.append(f"a card of {card_gb(smallest_plan(parts_of(config), config, device).peak_bytes):.1f} GB")
     return changes
 
@@ -127,14 +127,14 @@ def _surely_fits(costs: StepCost, config: TrainConfig, device: Device, budget: f
     return sure
 
 
-def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_bytes: float, step: int = 1024) -> int:
+def longest_row(costs: StepCost, config: TrainConfig, device: Device, budget_bytes: float, step: int = 1024) -> int:
     """Tokens of the longest row, a multiple of `step` below 4,096 x `step`, with which some plan fits, with one row on
     each device and one micro-batch; 0 if none does.
     """
 
     def fits(length: int) -> bool:
-        row = dataclasses.replace(parts, rows=parts.devices, length=length)
-        row_config = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
+        row = dataclasses.replace(costs, rows=costs.devices, length=length)
+        row_config = dataclasses.replace(config, rows_per_step=costs.devices, micro_batches=1)
         if config.memory.plan is None:
             sure = [_surely_fits(placed, row_config, device, budget_bytes) for placed in places(row, device)]
             if True in sure or None not in sure:

@@ -45,46 +45,46 @@ class Forecast:
         return self.tokens / self.step_seconds
 
 
-def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
-    parts = parts.placed(plan)
-    tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
+def forecast(costs: StepCost, plan: StepPlan, device: Device) -> Forecast:
+    costs = costs.placed(plan)
+    tokens = costs.rows / plan.micro_batches / costs.devices * costs.length
     different, tile = dict.fromkeys(plan.residuals.layers), plan.residuals.tile_tokens
-    cache = {layer: layer_forecast(parts, layer, tokens, device, tile) for layer in different}
+    cache = {layer: layer_forecast(costs, layer, tokens, device, tile) for layer in different}
     groups = [(cache[layer], len(list(group))) for layer, group in itertools.groupby(plan.residuals.layers)]
-    return _forecast(parts, plan, groups, head_forecast(parts, plan.chunk_tokens, tokens, device), tokens, device)
+    return _forecast(costs, plan, groups, head_forecast(costs, plan.chunk_tokens, tokens, device), tokens, device)
 
 
-def with_codes(parts: StepCost, found: Forecast, device: Device) -> Forecast:
+def with_codes(costs: StepCost, base_forecast: Forecast, device: Device) -> Forecast:
     """The plan with transposed codes of frozen FP8 weights kept, if that is faster. Hopper only: its kernel reads the
     codes where they are; elsewhere they would be joined in each step.
     """
-    if not (parts.codes_bytes and device.hopper):
-        return found
-    codes_forecast = forecast(parts, dataclasses.replace(found.plan, transposed_codes=True), device)
-    return codes_forecast if codes_forecast.step_seconds < found.step_seconds else found
+    if not (costs.codes_bytes and device.hopper):
+        return base_forecast
+    codes_forecast = forecast(costs, dataclasses.replace(base_forecast.plan, transposed_codes=True), device)
+    return codes_forecast if codes_forecast.step_seconds < base_forecast.step_seconds else base_forecast
 
 
-def codes_seconds(parts: StepCost, device: Device) -> float:
+def codes_seconds(costs: StepCost, device: Device) -> float:
     """Seconds that kept transposed codes save in a micro-batch: a copy of codes takes as long as decoding them
     (FP8.decoded_share).
     """
     fit = product_time(device)
-    return parts.transposed_codes * parts.codes_bytes * fit.decoded_bytes / (device.copy * fit.decoded_share)
+    return costs.transposed_codes * costs.codes_bytes * fit.decoded_bytes / (device.copy * fit.decoded_share)
 
 
-def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tuple[float, float, float]:
+def gathered_bytes(costs: StepCost, whole_weights: int, resident: int = 0) -> tuple[float, float, float]:
     """Bytes of gathered weights (at the loss, in a layer's forward, in its backward with gradients). The loss has one
     layer's and the head's, the others two layers' (the next ones arrive), or those of `whole_weights` layers if more.
     `resident` layers' frozen weights do not count. 0 if undivided.
     """
-    frozen = parts.frozen_layer_bytes
+    frozen = costs.frozen_layer_bytes
 
     def of(layers: int) -> float:
-        return layers * (parts.whole_layer_bytes - frozen) + min(layers, parts.num_layers - resident) * frozen
+        return layers * (costs.whole_layer_bytes - frozen) + min(layers, costs.num_layers - resident) * frozen
 
-    head = 0.0 if _all_resident(parts, resident) and not parts.head_trains else parts.whole_head_bytes
+    head = 0.0 if _all_resident(costs, resident) and not costs.head_trains else costs.whole_head_bytes
     layers = of(max(whole_weights, 2))
-    return of(max(whole_weights, 1)) + head, layers, layers + parts.whole_gradient_bytes
+    return of(max(whole_weights, 1)) + head, layers, layers + costs.whole_gradient_bytes
 
 
 def _all_resident(costs: StepCost, resident: int) -> bool:
@@ -92,25 +92,25 @@ def _all_resident(costs: StepCost, resident: int) -> bool:
     return resident == costs.num_layers
 
 
-def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
+def head_forecast(costs: StepCost, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
     """(device bytes at the loss, seconds) of output head and loss for a micro-batch. tokens: a mean over devices,
     perhaps a fraction. chunk_tokens: tokens whose logits exist at a time.
     """
-    rows = max(round(tokens / parts.length), 1)
-    chunk = rows * chunk_length(rows, parts.length, int(chunk_tokens))
-    hidden = tokens * parts.hidden_size * parts.dtype.itemsize
-    head_parts, logit_parts = parts.head_parts_bytes(device)
-    logits = (chunk + -chunk % 8) * parts.vocab_size * (parts.logit_bytes + logit_parts)  # XLA pads to a multiple of 8
-    products = 3 if parts.head_trains else 2
-    flops = 2.0 * products * parts.vocab_size * parts.hidden_size * tokens * parts.head_time(device)
+    rows = max(round(tokens / costs.length), 1)
+    chunk = rows * chunk_length(rows, costs.length, int(chunk_tokens))
+    hidden = tokens * costs.hidden_size * costs.dtype.itemsize
+    head_parts, logit_parts = costs.head_parts_bytes(device)
+    logits = (chunk + -chunk % 8) * costs.vocab_size * (costs.logit_bytes + logit_parts)  # XLA pads to a multiple of 8
+    products = 3 if costs.head_trains else 2
+    flops = 2.0 * products * costs.vocab_size * costs.hidden_size * tokens * costs.head_time(device)
     fit = step_time(device)
-    passes = tokens * parts.vocab_size * fit.logit_bytes / device.copy
-    if parts.head_trains:  # every chunk reads and writes the gradient's sum
-        passes += tokens / chunk * parts.vocab_size * parts.hidden_size * fit.head_gradient_bytes / device.copy
+    passes = tokens * costs.vocab_size * fit.logit_bytes / device.copy
+    if costs.head_trains:  # every chunk reads and writes the gradient's sum
+        passes += tokens / chunk * costs.vocab_size * costs.hidden_size * fit.head_gradient_bytes / device.copy
     seconds = flops / (device.gemm * chunk / (chunk + product_time(device).half_tokens)) + passes
     # With one chunk there is a new gradient.
     loss_buffers = (ALLOCATOR_BYTES.of("xla", device.name).loss + (chunk >= tokens)) * hidden
-    return logits + loss_buffers + parts.head_bytes + head_parts, seconds
+    return logits + loss_buffers + costs.head_bytes + head_parts, seconds
 
 
 def _reference_forecast(costs: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
@@ -122,10 +122,10 @@ def _reference_forecast(costs: StepCost, plan: StepPlan, tokens: float, device: 
     return seconds, layer.kept + layer.work_forward
 
 
-def state_seconds(parts: StepCost, device: Device) -> float:
+def state_seconds(costs: StepCost, device: Device) -> float:
     """Seconds a step to copy optimizer states from the host and back. They overlap with the update."""
-    copies = parts.states.arrays * parts.states_on_host * step_time(device).copy_seconds
-    return 2 * (copies + parts.hosted_bytes / (device.link or device.copy))
+    copies = costs.states.arrays * costs.states_on_host * step_time(device).copy_seconds
+    return 2 * (copies + costs.hosted_bytes / (device.link or device.copy))
 
 
 def _collective_seconds(costs: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:

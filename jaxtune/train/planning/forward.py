@@ -22,7 +22,7 @@ from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.plan import StepPlan
 
 
-def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Device) -> float:
+def forward_bytes(costs: StepCost, tokens: float, chunk_tokens: int, device: Device) -> float:
     """Device bytes of a forward pass beside the weights: two arrays of hidden states, and the larger of a layer (an
     upper bound, with all its values at once) and the head.
 
@@ -30,13 +30,13 @@ def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Dev
       chunk_tokens: tokens whose logits exist at a time; 0: no head.
     """
     layers = []
-    for kind in parts.kinds:
+    for kind in costs.kinds:
         residuals = {name: kind.residual_bytes(name, tokens) for name in kind.residuals}
-        sizes = Sizes(residuals, frozenset(residuals), 1, parts.dtype, parts.length, device.hopper, device.name)
+        sizes = Sizes(residuals, frozenset(residuals), 1, costs.dtype, costs.length, device.hopper, device.name)
         layers.append(sum(residuals.values()) + kind.block.forward_bytes(sizes))
-    hidden = tokens * parts.hidden_size * parts.dtype.itemsize
-    head_parts, logit_parts = parts.head_parts_bytes(device)
-    logits = chunk_tokens * parts.vocab_size * (4.0 + parts.dtype.itemsize + logit_parts)
+    hidden = tokens * costs.hidden_size * costs.dtype.itemsize
+    head_parts, logit_parts = costs.head_parts_bytes(device)
+    logits = chunk_tokens * costs.vocab_size * (4.0 + costs.dtype.itemsize + logit_parts)
     return 2 * hidden + max(max(layers), logits + (head_parts if chunk_tokens else 0.0))
 
 

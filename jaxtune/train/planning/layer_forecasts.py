@@ -84,15 +84,15 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device, dev
 
 
 def layer_forecast(
-    parts: StepCost, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
+    costs: StepCost, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
 ) -> LayerForecast:
     """The forecast of the mean layer under one plan, as floats; see `layer_forecasts`."""
-    placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in parts.known]])
-    return LayerForecast(*map(float, vars(layer_forecasts(parts, placed, tokens, device, tile_tokens).at(0)).values()))
+    placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in costs.known]])
+    return LayerForecast(*map(float, vars(layer_forecasts(costs, placed, tokens, device, tile_tokens).at(0)).values()))
 
 
 def layer_forecasts(
-    parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
+    costs: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
     """Forecasts of the mean layer under many plans, as arrays [plans].
 
@@ -100,30 +100,30 @@ def layer_forecasts(
     tokens: of a micro-batch on one device.
     tile_tokens: of a tile of MLPs, under plans that recompute all of parts.tiled; None: no tiles.
     """
-    mean_sizes = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
-    of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
-    most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
+    mean_sizes = {name: costs.residual_bytes(name, tokens) for name in costs.residuals}
+    of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in costs.kinds]
+    most_tiles = 1 if tile_tokens is None or not costs.tiled else costs.length // tile_tokens
 
     def segment_seconds(tiles: int) -> list[tuple[float, float]]:
         """(forward, backward) of each segment, if those that need no whole rows run over tiles."""
         seconds = []
-        for segment in parts.segments:
+        for segment in costs.segments:
             work = segment.work
             if segment.tokenwise:  # its weights are read and decoded for every tile
                 work = dataclasses.replace(work, weight_bytes=work.weight_bytes * tiles, decoded=work.decoded * tiles)
-            forward, backward = _segment_seconds(work, tokens, parts.length, device, parts.devices)
+            forward, backward = _segment_seconds(work, tokens, costs.length, device, costs.devices)
             seconds.append((forward, backward + (forward if segment.runs_again else 0.0)))
         return seconds
 
     seconds_of = {tiles: segment_seconds(tiles) for tiles in {1, most_tiles}}
 
     # A plan is one set of residuals for each placement, stored as bits. There are far fewer sets than plans.
-    bits = 2 ** np.arange(count := len(parts.known))
+    bits = 2 ** np.arange(count := len(costs.known))
     kept_masks, offloaded, dropped, rounded = ((placed == index) @ bits for index, _ in enumerate(PLACEMENTS))
 
     def names(mask: int) -> tuple[str, ...]:
         """Names of a set of residuals; bit i of `mask` stands for parts.known[i]."""
-        return tuple(residual.name for index, residual in enumerate(parts.known) if mask >> index & 1)
+        return tuple(residual.name for index, residual in enumerate(costs.known) if mask >> index & 1)
 
     def of_sets(masks: np.ndarray, function: Callable[[int], Any]) -> np.ndarray:
         """function(mask) for each mask, computed once for equal masks: [plans, ...]."""
@@ -137,20 +137,20 @@ def layer_forecasts(
     def remade(mask: int) -> tuple[float, ...]:
         """Bits from `count` up are residuals kept in FP8."""
         dropped, rounded = names(mask), names(mask >> count)
-        tiles = most_tiles if set(dropped).issuperset(parts.tiled) else 1
-        return *_remade(parts, dropped, rounded, mean_sizes, of_kinds, seconds_of[tiles], tokens, device, tiles), tiles
+        tiles = most_tiles if set(dropped).issuperset(costs.tiled) else 1
+        return *_remade(costs, dropped, rounded, mean_sizes, of_kinds, seconds_of[tiles], tokens, device, tiles), tiles
 
     def travelling(mask: int) -> tuple[float, float]:
         """Bit `count` says that MLPs run over tiles."""
         seconds = seconds_of[most_tiles if mask >> count else 1]
-        return _travelling(parts, names(mask), mean_sizes, size(mask & (1 << count) - 1), seconds, device)
+        return _travelling(costs, names(mask), mean_sizes, size(mask & (1 << count) - 1), seconds, device)
 
     again, at_feed_forward, at_mixer, work_forward, tiles = of_sets(dropped | rounded << count, remade).T
     leaving, arriving = of_sets(offloaded | (tiles > 1).astype(int) << count, travelling).T
     hosted, in_fp8 = of_sets(offloaded, size), of_sets(rounded, size)
-    low_rank = of_sets(dropped, lambda mask: _low_rank_bytes(parts, names(mask), tokens))
-    gaps = of_sets(offloaded, lambda mask: size(mask, tokens * parts.hidden_size * parts.dtype.itemsize))
-    rounding = in_fp8 * (1 + 1 / parts.dtype.itemsize)
+    low_rank = of_sets(dropped, lambda mask: _low_rank_bytes(costs, names(mask), tokens))
+    gaps = of_sets(offloaded, lambda mask: size(mask, tokens * costs.hidden_size * costs.dtype.itemsize))
+    rounding = in_fp8 * (1 + 1 / costs.dtype.itemsize)
     rounding = rounding / (device.copy * product_time(device).decoded_share)  # the same for reading it
     fit, gap_share = step_time(device), ALLOCATOR_BYTES.of("xla", device.name).arriving
     once = {number: [sum(column) for column in zip(*seconds, strict=True)] for number, seconds in seconds_of.items()}
@@ -160,7 +160,7 @@ def layer_forecasts(
     link = hosted / (device.link or device.copy)
     waits = [np.maximum(link - fit.hidden * seconds, 0.0) for seconds in (forward, backward)]
     return LayerForecast(
-        kept=of_sets(kept_masks, size) + in_fp8 / parts.dtype.itemsize + low_rank,  # one scale per token is negligible
+        kept=of_sets(kept_masks, size) + in_fp8 / costs.dtype.itemsize + low_rank,  # one scale per token is negligible
         hosted=hosted,
         leaving=leaving,
         arriving=arriving,
@@ -168,7 +168,7 @@ def layer_forecasts(
         work=np.maximum(
             np.maximum(at_feed_forward + (hosted + arriving) + gap_share * gaps, at_mixer + 2 * hosted), 0.0
         )
-        + parts.dropout_bytes * tokens,
+        + costs.dropout_bytes * tokens,
         forward=forward + waits[0] + fit.lost * link,
         backward=backward + waits[1] + fit.lost * link,
         recompute=again,

@@ -31,7 +31,7 @@ class LayerPlans(Sequence[LayerPlan]):
         return LayerPlan(**{r.name: how for r, how in zip(self._known, hows, strict=True)}).resolved(self._known)
 
 
-def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
+def layer_plans(costs: StepCost, offload: bool) -> LayerPlans:
     """Every combination of placements; residuals decided jointly (Residual.decided_with) share one, `small` ones are
     kept.
 
@@ -39,13 +39,13 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
     the number of plans, and small ones have few bytes. offload: whether plans may copy residuals to the host.
     """
     by_decision: dict[str, list[Residual]] = {}
-    for residual in parts.known:
+    for residual in costs.known:
         if not residual.small:
             by_decision.setdefault(residual.decided_with or residual.name, []).append(residual)
     groups = list(by_decision.values())
     free = [group for group in groups if all(residual.recomputable for residual in group)]
     if len(free) > _PLACED_ALONE:
-        free.sort(key=lambda group: sum(parts.residuals[r.name] for r in group), reverse=True)
+        free.sort(key=lambda group: sum(costs.residuals[r.name] for r in group), reverse=True)
         bound = [group for group in groups if group not in free]
         groups = [*bound, *free[:_PLACED_ALONE], [r for group in free[_PLACED_ALONE:] for r in group]]
 
@@ -59,8 +59,8 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
         return [PLACEMENTS.index(how) for how, can in possible.items() if can]
 
     combinations = np.array(list(itertools.product(*map(placements, groups))))
-    placed = np.full((len(combinations), len(parts.known)), PLACEMENTS.index("keep"))
+    placed = np.full((len(combinations), len(costs.known)), PLACEMENTS.index("keep"))
     for index, group in enumerate(groups):
         for residual in group:
-            placed[:, parts.known.index(residual)] = combinations[:, index]
-    return LayerPlans(parts.known, placed)
+            placed[:, costs.known.index(residual)] = combinations[:, index]
+    return LayerPlans(costs.known, placed)

@@ -76,16 +76,16 @@ class Sampled:
     def __str__(self) -> str:
         return f"sampling: {self.rows} slots of {self.prompt + self.answer:,} tokens"
 
-    def bytes(self, parts: StepCost, device: Device) -> float:
+    def bytes(self, costs: StepCost, device: Device) -> float:
         """Device bytes beside the weights: the layers' states, such as caches, and the pass over the prompts."""
-        kinds = zip(parts.kinds, parts.kind_counts, strict=True)
+        kinds = zip(costs.kinds, costs.kind_counts, strict=True)
         states = sum(count * kind.state_bytes(self.prompt, self.answer) for kind, count in kinds)
-        prefill = forward_bytes(parts, self.rows * self.prompt, self.rows, device)
+        prefill = forward_bytes(costs, self.rows * self.prompt, self.rows, device)
         return self.rows * states + prefill
 
 
 def questions_at_a_time(
-    parts: StepCost, device: Device, budget_bytes: float | None, prompt: int, answer: int, most: int = 32
+    costs: StepCost, device: Device, budget_bytes: float | None, prompt: int, answer: int, most: int = 32
 ) -> Sampled:
     """`most` questions at a time, halved until they fit beside all weights (without optimizer states), or 1, which may
     not. prompt, answer: tokens of the longest.
@@ -95,15 +95,15 @@ def questions_at_a_time(
     )  # generate pads lengths to powers of two
     sampled = Sampled(most, prompt, answer)
     while sampled.rows > 1 and budget_bytes is not None:
-        if parts.frozen_bytes + trained_bytes(parts) + sampled.bytes(parts, device) <= budget_bytes:
+        if costs.frozen_bytes + trained_bytes(costs) + sampled.bytes(costs, device) <= budget_bytes:
             break
         sampled = dataclasses.replace(sampled, rows=sampled.rows // 2)
     return sampled
 
 
-def prefill_bytes(parts: StepCost, device: Device) -> float:
+def prefill_bytes(costs: StepCost, device: Device) -> float:
     """Device bytes of a sampler's prefill, 2,048 tokens at a time, beside weights and caches."""
-    return forward_bytes(parts, PREFILL_TOKENS, 0, device)
+    return forward_bytes(costs, PREFILL_TOKENS, 0, device)
 
 
 def loading_bytes(model: Decoder, itemsize: int, quantized: bool) -> tuple[float, float]:
@@ -122,8 +122,8 @@ def loading_bytes(model: Decoder, itemsize: int, quantized: bool) -> tuple[float
 
 def phases_of(
     model: Decoder,
-    given: Any,
-    parts: StepCost,
+    loaded_tensors: Any,
+    costs: StepCost,
     forecast: Forecast,
     device: Device,
     config: TrainConfig,
@@ -133,27 +133,27 @@ def phases_of(
 ) -> list[Phase]:
     """The phases of a run in their order, without a teacher's pass.
 
-    given: trainable tensors in the dtypes in which they were loaded.
+    loaded_tensors: trainable tensors in the dtypes in which they were loaded.
     forecast: of the step.
     weight_parts: devices over which weights are divided.
     sampled: how held-out questions are answered at the end; None: none are.
     slots: {phase: memory plan of the rows in which it samples between steps}.
     """
-    plan, fixed = forecast.plan, parts.fixed
-    weights = parts.frozen_bytes + parts.resident_bytes(plan.residuals.resident)
-    trained, states = trained_bytes(parts), fixed["optimizer states"]
-    start = partition.bytes_per_device(given, weight_parts)
-    local_devices = max(parts.devices // processes.count(), 1)  # devices whose host memory is this process's
-    hosted_bytes, saved = local_devices * forecast.host_bytes, min(local_devices, weight_parts) * saved_bytes(parts)
+    plan, fixed = forecast.plan, costs.fixed
+    weights = costs.frozen_bytes + costs.resident_bytes(plan.residuals.resident)
+    trained, states = trained_bytes(costs), fixed["optimizer states"]
+    start = partition.bytes_per_device(loaded_tensors, weight_parts)
+    local_devices = max(costs.devices // processes.count(), 1)  # devices whose host memory is this process's
+    hosted_bytes, saved = local_devices * forecast.host_bytes, min(local_devices, weight_parts) * saved_bytes(costs)
     # XLA lets its pool grow no further.
     pinned = min(pool_bytes(hosted_bytes), max(hosted_bytes, local_devices * device.host_bytes))
-    tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
-    forward = forward_bytes(parts, tokens, plan.chunk_tokens, device)
-    between = parts.fixed_bytes(plan.micro_batches, plan.residuals.resident)
+    tokens = costs.rows / plan.micro_batches / costs.devices * costs.length
+    forward = forward_bytes(costs, tokens, plan.chunk_tokens, device)
+    between = costs.fixed_bytes(plan.micro_batches, plan.residuals.resident)
     step = forecast.peak_bytes
     less_rows = "fewer rows_per_step, or more micro_batches"
 
-    loading, arriving = loading_bytes(model, parts.dtype.itemsize, config.model.load_in in LOADED)
+    loading, arriving = loading_bytes(model, costs.dtype.itemsize, config.model.load_in in LOADED)
     phases = [
         Phase("load", weights + start + loading, arriving, "model.load_in=nf4"),
         Phase("resume", weights + trained + states, min(saved, READ_AT_ONCE_BYTES), "a device with more memory"),
@@ -165,13 +165,13 @@ def phases_of(
     if config.data.eval is not None or config.data.eval_rows:
         phases.append(Phase("evaluate", between + forward, 0.0, less_rows))
     for name, slot_plan in slots.items():
-        sampling = between + slot_plan.bytes + slot_plan.converted_bytes + prefill_bytes(parts, device)
+        sampling = between + slot_plan.bytes + slot_plan.converted_bytes + prefill_bytes(costs, device)
         phases.append(Phase(name, sampling, 0.0, _SHORTER[name]))
     if config.checkpoint.saves:
         # What the step pinned stays pinned while a copy of the state is written.
         phases.append(Phase("save", between, pinned + saved, _LESS_SAVED))
     if sampled is not None:
-        asking = weights + trained + start + sampled.bytes(parts, device)
+        asking = weights + trained + start + sampled.bytes(costs, device)
         phases.append(Phase("sample", asking, 0.0, "a smaller evaluation.max_new_tokens"))
     adapted = has_adapter(model)
     if config.export.merged or (config.export.adapter and adapted):

@@ -126,12 +126,12 @@ class Planner:
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
         return StepPlan.from_record(record, self._cost.num_layers, self._cost.known)
 
-    def skip_known_failures(self, known: KnownFailures) -> None:
+    def skip_known_failures(self, failures: KnownFailures) -> None:
         """Skips plans that failed in earlier runs of the same programs with no less memory. If none is left, earlier
         failures are ignored. `replan` adds this run's failures to the same record.
         """
-        self._known = known
-        while (failure := known.of(self.forecast, self.budget_bytes)) is not None:
+        self._known = failures
+        while (failure := failures.of(self.forecast, self.budget_bytes)) is not None:
             self._failed.append(failure)
             try:
                 self.forecast, self._smallest = self._next()

@@ -102,7 +102,7 @@ def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
 
 
 def next_plan(
-    parts: StepCost, config: TrainConfig, device: Device, room: Room, failed: Sequence[Failed] = (), resident: int = 0
+    costs: StepCost, config: TrainConfig, device: Device, room: Room, failed: Sequence[Failed] = (), resident: int = 0
 ) -> tuple[Forecast, bool]:
     """(forecast, whether it is the smallest) of the plan to compile next: up to two failures the fastest within `goal`
     that resembles none, else the smallest. After one failure of known need, `goal` binds only plans that run like it.
@@ -120,11 +120,11 @@ def next_plan(
             if len(failed) == 1 and failed[0].need_bytes is not None:
                 budget = room.budget_bytes
             alike = math.inf if least is None else least
-            fastest = choose(parts, config, device, budget, resident=resident, unlike=plans, alike_bytes=alike)
+            fastest = choose(costs, config, device, budget, resident=resident, unlike=plans, alike_bytes=alike)
             return fastest, False
         except PlanError:
             pass  # forecasts may be too high, so the smallest plan is still tried
-    smallest = smallest_plan(parts, config, device, resident)
+    smallest = smallest_plan(costs, config, device, resident)
     budget = room.budget_bytes if room.budget_bytes is not None else smallest.peak_bytes / _MORE
     for failure in failed:
         if failure.plan == smallest.plan:

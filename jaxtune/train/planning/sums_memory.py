@@ -54,17 +54,17 @@ class SumsMemory:
 NO_SUMS = SumsMemory()
 
 
-def sums_memory(model: Decoder, kept: nnx.State, config: TrainConfig, devices: int) -> SumsMemory:
-    """The sums of `kept`, the trained weights in stored dtypes."""
+def sums_memory(model: Decoder, trained: nnx.State, config: TrainConfig, devices: int) -> SumsMemory:
+    """The sums of `trained`, the trained weights in stored dtypes."""
     if config.adapter is not None or devices > 1:
         return NO_SUMS
 
     def sizes(tree) -> list[float]:
         return [nbytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.ndim > 1]
 
-    layers = tuple(tuple(sizes(layer)) for layer in kept.get("layers", {}).values())
-    around_sizes = sizes({name: weights for name, weights in kept.items() if name != "layers"})
-    in_bf16 = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(kept))
+    layers = tuple(tuple(sizes(layer)) for layer in trained.get("layers", {}).values())
+    around_sizes = sizes({name: weights for name, weights in trained.items() if name != "layers"})
+    in_bf16 = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(trained))
     if in_bf16:
         return SumsMemory(layers, tuple(around_sizes))
     head = model.head_variable

@@ -143,11 +143,11 @@ class Engine:
         """Rows of a micro-batch over all devices; evaluations and passes use as many, so that they fit."""
         return self.batches.rows_per_step // self.planner.plan.micro_batches
 
-    def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
+    def place(self, batch: Batch, index: int = 0, count: int = 1) -> Batch:
         """A micro-batch of a step's batch, consecutive rows, on the devices, with their rows of tables on the host."""
-        size = batch.tokens.shape[0] // parts
+        size = batch.tokens.shape[0] // count
         batch = dataclasses.replace(batch, table_rows={})
-        batch = jax.tree.map(lambda array: array[part * size : (part + 1) * size], batch)
+        batch = jax.tree.map(lambda array: array[index * size : (index + 1) * size], batch)
         looked_up = {name: table[batch.tokens] for name, table in self.tables.items() if isinstance(table, np.ndarray)}
         batch = dataclasses.replace(batch, table_rows=looked_up)
         return partition.put(batch, self._by_rows)
@@ -340,22 +340,22 @@ class Engine:
         early = step < self._early_steps and programs.before_qat is not None
         return programs.before_qat if early and programs.before_qat is not None else programs
 
-    def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> Sums:
-        """`sums` (donated) with a step's micro-batches added; dispatched, not awaited. parts: trailing empty
+    def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, micro_batches: list[Batch]) -> Sums:
+        """`sums` (donated) with a step's micro-batches added; dispatched, not awaited. micro_batches: trailing empty
         micro-batches may be missing.
         """
-        for index, batch in zip(self.micro_index, parts, strict=False):
+        for index, batch in zip(self.micro_index, micro_batches, strict=False):
             sums = programs.accumulate(sums, state, frozen, batch, index)
         return sums
 
     def first_step(
-        self, programs, sums, state, frozen, parts, step, print_line, compiling: Any = contextlib.nullcontext
+        self, programs, sums, state, frozen, micro_batches, step, print_line, compiling: Any = contextlib.nullcontext
     ):
         """(programs, sums, frozen) after the first step's micro-batches, awaited. If memory runs out, they run again
         under smaller plans; only the update donates the state, so nothing is lost. `frozen` is without transposed codes
         if the last plan keeps none.
 
-          parts: all micro-batches, also empty ones; a smaller plan divides their rows anew.
+          micro_batches: all micro-batches, also empty ones; a smaller plan divides their rows anew.
           compiling: makes the context of compiling.
 
         PlanError if no plan is left; other errors of XLA as they are, in several processes out of memory, too.
@@ -369,20 +369,20 @@ class Engine:
 
         while True:
             try:
-                summed = self.accumulate(self.at(programs, step), sums, state, frozen, parts)
+                summed = self.accumulate(self.at(programs, step), sums, state, frozen, micro_batches)
                 return programs, jax.block_until_ready(summed), frozen
             except jax.errors.JaxRuntimeError as error:
                 if not _may_plan_again(error):
                     raise
                 short = self._search.short_bytes(error, self.mesh.local_devices)
-            rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *parts)
-            programs = sums = parts = None
+            rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *micro_batches)
+            programs = sums = micro_batches = None
             self._search.replan("the first step ran out of memory", None, print_line, True, short)
             self.follow_plan()
             with compiling():
                 programs = self.fit(arrays, step, print_line, placed=True)
             sums, count = self.zero_sums(state), self.planner.plan.micro_batches
-            parts = [self.place(rows, index, count) for index in range(count)]
+            micro_batches = [self.place(rows, index, count) for index in range(count)]
 
     def evaluate(
         self,

@@ -53,7 +53,7 @@ def test_every_step_has_its_documents(per_step, parts, multiple, order):
     documents = some_documents(40)
     data = dataset(documents, order=order)
     batches = StepBatches(
-        data.rows, per_step, 2 * -(-40 // per_step), LENGTH, parts=parts, multiple=multiple, seed=3, order=order
+        data.rows, per_step, 2 * -(-40 // per_step), LENGTH, micro_batches=parts, multiple=multiple, seed=3, order=order
     )
     plain = data.batches(per_step, seed=3)
     assert batches.steps_per_epoch == plain.steps_per_epoch == -(-40 // per_step)

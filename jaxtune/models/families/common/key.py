@@ -124,9 +124,9 @@ class Record:
             arguments |= key.read(hf, {})
         return self.make(**arguments)
 
-    def described(self, made: Any) -> Fields:
-        """The inverse of `made`."""
-        return {name: value for key in self.keys for name, value in key.write(made).items()}
+    def described(self, instance: Any) -> Fields:
+        """The inverse of `instance`."""
+        return {name: value for key in self.keys for name, value in key.write(instance).items()}
 
     def read(self, hf: Config, fields: Config) -> Fields:
         return {} if self.field is None else {self.field: self.made(hf)}

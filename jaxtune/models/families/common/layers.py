@@ -65,15 +65,15 @@ def from_max_window_layers(hf: Config) -> list[str]:
     return [rope.SLIDING if slides and index >= hf["max_window_layers"] else rope.FULL for index in indices]
 
 
-def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: Sequence[str]) -> list[str]:
+def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], type_names: Sequence[str]) -> list[str]:
     """The name of each layer's type, from layer_types or `default`. Raises ValueError for a wrong number, or a type not
-    in `known`.
+    in `type_names`.
     """
     names, count = list(hf["layer_types"] or default(hf)), hf["num_hidden_layers"]
     if len(names) != count:
         raise ValueError(f"config.json: layer_types has {len(names)} entries, num_hidden_layers is {count}")
-    for name in set(names) - set(known):
-        raise ValueError(f"config.json: layer_types {name!r} is not supported; supported: {', '.join(known)}")
+    for name in set(names) - set(type_names):
+        raise ValueError(f"config.json: layer_types {name!r} is not supported; supported: {', '.join(type_names)}")
     return names
 
 
@@ -211,7 +211,7 @@ class MLPLayers:
     """An entry for mlp_only_layers and decoder_sparse_step: layers of a model with experts that have an MLP instead."""
 
     keys = (
-        Key("mlp_only_layers", (), functools.partial(values.items, of=any_count), ()),
+        Key("mlp_only_layers", (), functools.partial(values.items, check=any_count), ()),
         Key("decoder_sparse_step", (), values.whole, 1),
     )
     gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`

@@ -17,7 +17,7 @@ _KINDS = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 ORIGINAL_POSITIONS = "original_max_position_embeddings"
 
 above_one = functools.partial(values.number, above=1)
-_numbers = functools.partial(values.items, of=values.positive)
+_numbers = functools.partial(values.items, check=values.positive)
 _POSITIVE = (
     "partial_rotary_factor",
     "factor",
@@ -75,19 +75,19 @@ def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
     return flat
 
 
-def rope_config(hf: Config, given: Config) -> RopeConfig:
-    """The RopeConfig of flat rotary parameters (`given`), with the defaults of transformers' modeling_rope_utils,
+def rope_config(hf: Config, parameters: Config) -> RopeConfig:
+    """The RopeConfig of flat rotary parameters (`parameters`), with the defaults of transformers' modeling_rope_utils,
     without head_dim and llama_4_scaling_beta. original_max_position_embeddings of the config.json goes before that of
-    `given`.
+    `parameters`.
 
     Raises ValueError for an unknown kind, a missing parameter, or values that do not fit the head.
     """
-    kind = given["rope_type"]
+    kind = parameters["rope_type"]
     if kind not in _KINDS:
         raise ValueError(f"config.json: rope_type {kind!r} is not supported; supported: {', '.join(_KINDS)}")
     positions = hf["max_position_embeddings"]
-    rope: Fields = {"theta": float(given.get("rope_theta", 10000.0)), "kind": kind}
-    rope["partial_rotary_factor"] = float(given.get("partial_rotary_factor", 1.0))
+    rope: Fields = {"theta": float(parameters.get("rope_theta", 10000.0)), "kind": kind}
+    rope["partial_rotary_factor"] = float(parameters.get("partial_rotary_factor", 1.0))
     dim = int(hf["head_dim"] * rope["partial_rotary_factor"])
     if dim < 2 or dim % 2:
         raise ValueError(
@@ -97,35 +97,35 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
         return RopeConfig(**rope)
 
     def number(key):
-        if given.get(key) is None:
+        if parameters.get(key) is None:
             raise ValueError(f"config.json: rope_type {kind!r} needs {key!r} beside it")
-        return float(given[key])
+        return float(parameters[key])
 
     if kind == "linear":
         return RopeConfig(**rope, factor=number("factor"))
     if kind == "proportional":
-        return RopeConfig(**rope, factor=float(given.get("factor") or 1.0))
-    original = hf.get(ORIGINAL_POSITIONS) or given.get(ORIGINAL_POSITIONS) or positions
+        return RopeConfig(**rope, factor=float(parameters.get("factor") or 1.0))
+    original = hf.get(ORIGINAL_POSITIONS) or parameters.get(ORIGINAL_POSITIONS) or positions
     rope[ORIGINAL_POSITIONS] = int(original)
     if kind == "llama3":
         low, high = number("low_freq_factor"), number("high_freq_factor")
         return RopeConfig(**rope, factor=number("factor"), low_freq_factor=low, high_freq_factor=high)
-    rope["factor"] = float(given.get("factor") or positions / original)
-    rope["attention_factor"] = given.get("attention_factor")
+    rope["factor"] = float(parameters.get("factor") or positions / original)
+    rope["attention_factor"] = parameters.get("attention_factor")
     if kind == "longrope":
         for key in ("short_factor", "long_factor"):
-            factors = given.get(key)
+            factors = parameters.get(key)
             if not isinstance(factors, list | tuple) or len(factors) != dim // 2:
                 actual = len(factors) if isinstance(factors, list | tuple) else factors
                 raise ValueError(f"config.json: longrope's {key} must be {dim // 2} numbers, not {actual}")
             rope[key] = tuple(float(factor) for factor in factors)
         return RopeConfig(**rope)
-    mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
+    mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if rope["attention_factor"] is None and mscale and mscale_all and rope["factor"] > 1:
         log = 0.1 * math.log(rope["factor"])
         rope["attention_factor"] = (mscale * log + 1) / (mscale_all * log + 1)
-    rope |= {key: float(given[key]) for key in ("beta_fast", "beta_slow") if given.get(key)}
-    return RopeConfig(**rope, truncate=given.get("truncate", True))
+    rope |= {key: float(parameters[key]) for key in ("beta_fast", "beta_slow") if parameters.get(key)}
+    return RopeConfig(**rope, truncate=parameters.get("truncate", True))
 
 
 def rope_to_hf(rope: RopeConfig) -> Fields | None:
