@@ -52,8 +52,8 @@ def resolved(model: Decoder, words: Mapping[str, str], default_format: str | Non
     """`precision.resolve` for a model, whose arrays may be abstract: {module's name in checkpoints: dtype or format},
     without modules that keep the model's dtype.
 
-      default_format: the format of linears and experts that no pattern matches; of experts alone for a format in which weights
-        only stay as they are stored ("mxfp4").
+      default_format: the format of linears and experts that no pattern matches; of experts alone for a format in which
+        weights only stay as they are stored ("mxfp4").
 
     Raises ValueError for a pattern or word that does not fit.
     """

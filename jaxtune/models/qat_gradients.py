@@ -117,7 +117,8 @@ def adapter_noise(
     without, [..., out] in x's dtype. Its mean over masks is zero. x and `dropped` get gradients.
 
       dropped: x [..., in] after dropout; a: [r, in]; b: [out, r].
-      both_terms: True: a and b get the gradients of both terms, for clipped gradients; False: those of the term with dropout.
+      both_terms: True: a and b get the gradients of both terms, for clipped gradients; False: those of the term with
+        dropout.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 

@@ -395,8 +395,8 @@ def run_stack(
     layer_inputs: Sequence[Mapping[str, jax.Array]] | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """Runs all layers of a decoder on x [B, T, hidden], with residuals placed by `plan`: (the last layer's output,
-    {name: sum over the layers} of auxiliary values). Differentiable by x, `layer_inputs` and `nnx.Param`s; TypeError for
-    `Frozen` tensors.
+    {name: sum over the layers} of auxiliary values). Differentiable by x, `layer_inputs` and `nnx.Param`s; TypeError
+    for `Frozen` tensors.
 
       layers, specs: the Blocks, and the LayerSpec of each.
       plan: None: everything is kept.

@@ -52,8 +52,8 @@ class StackLayer:
         return dict(self.given)
 
     def taken(self, decoder_values: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The values that the layer takes from outside: all of `decoder_values`, the decoder's, and its own of `shared`, earlier
-        layers'.
+        """The values that the layer takes from outside: all of `decoder_values`, the decoder's, and its own of
+        `shared`, earlier layers'.
         """
         return {**decoder_values, **{name: shared[name] for name in self.shared}}
 

@@ -51,8 +51,8 @@ class Profile:
         words = f"only {traced} of profile.steps = {self.steps}" if traced else "no step"
         remedy = "" if traced or steps_left == 1 else f"; set it below {steps_left}"
         return (
-            f"warning: the profile will hold {words}: {steps_left} {'step is' if steps_left == 1 else 'steps are'} left, of which "
-            f"the first profile.start = {self.start} are not traced{remedy}"
+            f"warning: the profile will hold {words}: {steps_left} {'step is' if steps_left == 1 else 'steps are'} left, of "
+            f"which the first profile.start = {self.start} are not traced{remedy}"
         )
 
 

@@ -167,8 +167,8 @@ def evaluate(
     evaluation.generate (NaN as None) with "eval_samples". A checkpoint's folder is locked meanwhile, and incomplete
     saves of a dead run go.
 
-      eval_rows: the recipe's data.eval_rows if data.eval was overridden: they stay out of data.train, as a run's checkpoint
-      is known by its training rows.
+      eval_rows: the recipe's data.eval_rows if data.eval was overridden: they stay out of data.train, as a run's
+      checkpoint is known by its training rows.
       load_in: format of the frozen weights; "stored"; None: as configured or trained over.
 
     ValueError without such weights or held-out rows, for rows that the run trained on, or while it is running;

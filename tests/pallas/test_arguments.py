@@ -369,7 +369,7 @@ OPS = {
     ),
     short_convolution_parts: (
         dict(x=zeros(2, 8, 24), weight=zeros(24, 4), layout=packed_layout((2, 8)), parts=(8, 8, 8)),
-        ("parts", (8, 8), ValueError, r"parts = \(8, 8\) must add up to C = 24"),
+        ("part_sizes", (8, 8), ValueError, r"part_sizes = \(8, 8\) must add up to C = 24"),
         ("weight", zeros(8, 4), ValueError, "weight .*C = 24"),
     ),
     short_convolution_step: (

@@ -65,8 +65,8 @@ class Prefills:
     of two. Other prompts are padded rows; one longer than `chunk` takes a program for its first tokens and one for each
     whole chunk.
 
-    A program also takes prompts that get no slot yet, unless `one_at_a_time`: slots become free one at a time, and a program of
-    few tokens takes about as long as one of several times as many.
+    A program also takes prompts that get no slot yet, unless `one_at_a_time`: slots become free one at a time, and a
+    program of few tokens takes about as long as one of several times as many.
 
       one_at_a_time: each prompt is prefilled alone, so that its states do not depend on other prompts.
 

@@ -273,8 +273,8 @@ class Mixer(LayerPart, Protocol):
         rows decode; a long prompt is prefilled in chunks.
 
           x: [B, N, hidden], the part's input after the norm.
-          positions: int32[B], the position of the first of them, also the number of tokens in the state; negative for a row
-            that is not decoding, whose results are ignored.
+          positions: int32[B], the position of the first of them, also the number of tokens in the state; negative for a
+            row that is not decoding, whose results are ignored.
           context: its layout has the rotary tables of these positions; `taken` what the layer takes.
         """
         ...

@@ -67,8 +67,8 @@ def bucket(dim: int, whole_rows: bool, window: int | None) -> str:
     """Name of the class of calls for which the tuner stores blocks, such as "head_dim=128, whole rows".
 
     Windows up to 1,024 keys are named by the next power of two ("head_dim=128, window up to 256"), whatever the
-    documents: visits are short anyway. Longer ones have no effect. dim: that of the kernels. whole_rows: every row is one
-    document.
+    documents: visits are short anyway. Longer ones have no effect. dim: that of the kernels. whole_rows: every row is
+    one document.
     """
     if window is not None and window <= _SHORT_WINDOW:
         return f"head_dim={dim}, window up to {max(128, 1 << (window - 1).bit_length())}"

@@ -19,12 +19,12 @@ from jaxtune.pallas.attention.mosaic_parts import (
     bringing,
     capped,
     computing,
+    constant,
     drain,
-    filled,
     ids,
     products,
     rows_of,
-    within,
+    within_range,
 )
 
 
@@ -148,7 +148,7 @@ def query_kernel(
                 plgpu.barrier_arrive(k_free.at[slot])
                 return acc
 
-            acc, ahead = filled((own_tokens, dim), 0.0, plgpu.Layout.WGMMA), 0
+            acc, ahead = constant((own_tokens, dim), 0.0, plgpu.Layout.WGMMA), 0
             if blocks.buffers == 2:
                 # The first step hides how the last item's results leave the buffer that the next item's operands go to.
                 acc, ahead = step(jnp.int32(0), acc), 1
@@ -178,7 +178,7 @@ def masked_keys(weights, *, base, upper, queries, lean):
     shape = weights.shape
     if lean:
         key_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + base
-        visible = within(shape, 1, queries, key_ids, upper - key_ids)
+        visible = within_range(shape, 1, queries, key_ids, upper - key_ids)
     else:
         query_ids = ids(shape, 1, queries)
         visible = (query_ids >= ids(shape, 0, base)) & (query_ids < rows_of(upper, shape))
@@ -350,7 +350,7 @@ def key_kernel(
                 lax.fori_loop(last, count, functools.partial(skip, before), ())
                 return state
 
-            zeros = filled((own_tokens, dim), 0.0, plgpu.Layout.WGMMA)
+            zeros = constant((own_tokens, dim), 0.0, plgpu.Layout.WGMMA)
             dk, dv = lax.fori_loop(0, group, head, (zeros, zeros))
             key[...] = dk.astype(k_ref.dtype)
             value[...] = dv.astype(v_ref.dtype)

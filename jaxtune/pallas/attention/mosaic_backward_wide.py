@@ -20,7 +20,7 @@ from jaxtune.pallas.attention.mosaic_parts import (
     bringing,
     capped,
     computing,
-    filled,
+    constant,
     products,
 )
 
@@ -117,7 +117,7 @@ def wide_key_kernel(
                 plgpu.barrier_arrive(do_free.at[slot])
                 return dv
 
-            dv = lax.fori_loop(0, count * group, step, filled((own_tokens, dim), 0.0, plgpu.Layout.WGMMA))
+            dv = lax.fori_loop(0, count * group, step, constant((own_tokens, dim), 0.0, plgpu.Layout.WGMMA))
             k_smem[...] = dv.astype(v_ref.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(k_smem, dv_ref.at[row, token_slice, kv_head])
@@ -156,7 +156,7 @@ def wide_key_kernel(
                 plgpu.barrier_arrive(q_free.at[slot])
                 return dk
 
-            dk = lax.fori_loop(0, steps, step, filled((own_tokens, dim), 0.0, plgpu.Layout.WGMMA))
+            dk = lax.fori_loop(0, steps, step, constant((own_tokens, dim), 0.0, plgpu.Layout.WGMMA))
             v_smem[...] = dk.astype(k_ref.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(v_smem, dk_ref.at[row, token_slice, kv_head])

@@ -17,7 +17,7 @@ from jaxtune.pallas.attention.mosaic_parts import (
     bringing,
     capped,
     computing,
-    filled,
+    constant,
     products,
     rows_of,
 )
@@ -41,10 +41,10 @@ class Softmax:
         self.lean = lean and self.unit > 0  # a negative factor would turn the maximum into the minimum
 
     def start(self, own_tokens, layout):
-        """The state of `own_tokens` queries before the first block: a large negative but finite maximum, so that no difference
-        is NaN, and 0.
+        """The state of `own_tokens` queries before the first block: a large negative but finite maximum, so that no
+        difference is NaN, and 0.
         """
-        return filled((own_tokens,), _UNSEEN if self.lean else MASKED, layout), filled((own_tokens,), 0.0, layout)
+        return constant((own_tokens,), _UNSEEN if self.lean else MASKED, layout), constant((own_tokens,), 0.0, layout)
 
     def step(self, scores, state, mask):
         """Takes one block of raw scores float32[own, step]. Returns (weights, factor float32[own] for earlier blocks'
@@ -195,7 +195,7 @@ def forward_kernel(
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc, state
 
-            start = filled((own_tokens, dim), 0.0, plgpu.Layout.WGMMA), softmax.start(own_tokens, rows)
+            start = constant((own_tokens, dim), 0.0, plgpu.Layout.WGMMA), softmax.start(own_tokens, rows)
             # The first step hides how the last item's results leave the buffer that the next queries go to. With three
             # buffers those may be the ones that the other warpgroup waits for: before this one waits for its turn.
             start = step(jnp.int32(0), start, fetch_following if single else lambda: None)

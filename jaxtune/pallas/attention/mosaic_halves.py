@@ -24,8 +24,8 @@ from jaxtune.pallas.attention.mosaic_parts import (
     bringing,
     capped,
     computing,
+    constant,
     drain,
-    filled,
     rows_of,
 )
 
@@ -248,7 +248,7 @@ def half_forward_kernel(
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc, state
 
-            start = filled((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA), softmax.start(own_tokens, rows)
+            start = constant((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA), softmax.start(own_tokens, rows)
             acc, state = lax.fori_loop(0, item[4], step, start)
             has_next = turn + 1 < side.items.rounds
             plgpu.commit_smem()  # all warps are done with the queries and bounds
@@ -385,7 +385,7 @@ def half_query_kernel(
                 plgpu.barrier_arrive(k_free.at[slot])
                 return acc
 
-            acc = lax.fori_loop(0, item[4], step, filled((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA))
+            acc = lax.fori_loop(0, item[4], step, constant((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA))
             meet_other(meet)
             has_next = turn + 1 < side.items.rounds
             pl.when(has_next)(lambda: fetch_beside(following))

@@ -31,8 +31,8 @@ from jaxtune.pallas.attention.mosaic_parts import (
     bringing,
     capped,
     computing,
+    constant,
     drain,
-    filled,
 )
 
 
@@ -67,7 +67,7 @@ class _KeySide:
         self.group = q_ref.shape[2] // k_ref.shape[2]
         self.items = Items(table_ref, k_ref.shape[2])
 
-    def place(self, item):
+    def keys_of(self, item):
         return item[1], pl.ds(pl.multiple_of(item[2], self.blocks.own), self.blocks.own), item[0]
 
     def masked(self, weights, item, i, upper, first_upper):
@@ -144,20 +144,20 @@ def half_key_kernel(
     @computing(wg)
     def _():
         def fetch(item, ref, target):
-            row, token_slice, kv_head = side.place(item)
+            row, token_slice, kv_head = side.keys_of(item)
             plgpu.copy_gmem_to_smem(
                 ref.at[row, token_slice, kv_head, columns_of(wg, HALF)], target.at[wg], own_full.at[0]
             )
 
         def fetch_beside(item):
             fetch(item, v_ref, v_smem)
-            row, token_slice, _ = side.place(item)
+            row, token_slice, _ = side.keys_of(item)
             pl.when(wg == 0)(
                 lambda: plgpu.copy_gmem_to_smem(upper_ref.at[row, token_slice], upper_smem, own_full.at[0])
             )
 
         def work(turn, steps_before, item, following):
-            row, token_slice, kv_head = side.place(item)
+            row, token_slice, kv_head = side.keys_of(item)
             steps = item[4] * side.group
             plgpu.barrier_wait(own_full.at[0])
             upper = plgpu.load(upper_smem, layout=rows)
@@ -184,7 +184,7 @@ def half_key_kernel(
                 plgpu.barrier_arrive(q_free.at[slot])
                 return dk
 
-            dk = lax.fori_loop(0, steps, step, filled((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA))
+            dk = lax.fori_loop(0, steps, step, constant((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA))
             meet_other(meet)
             has_next = turn + 1 < side.items.rounds
             pl.when(has_next)(lambda: fetch_beside(following))
@@ -260,7 +260,7 @@ def half_value_kernel(
     @computing(wg)
     def _():
         def fetch(item):
-            row, token_slice, kv_head = side.place(item)
+            row, token_slice, kv_head = side.keys_of(item)
             plgpu.copy_gmem_to_smem(
                 k_ref.at[row, token_slice, kv_head, columns_of(wg, HALF)], k_smem.at[wg], own_full.at[0]
             )
@@ -269,7 +269,7 @@ def half_value_kernel(
             )
 
         def work(turn, steps_before, item, following):
-            row, token_slice, kv_head = side.place(item)
+            row, token_slice, kv_head = side.keys_of(item)
             steps = item[4] * side.group
             plgpu.barrier_wait(own_full.at[0])
             upper = plgpu.load(upper_smem, layout=rows)
@@ -297,7 +297,7 @@ def half_value_kernel(
                 plgpu.barrier_arrive(do_free.at[slot])
                 return dv
 
-            dv = lax.fori_loop(0, steps, step, filled((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA))
+            dv = lax.fori_loop(0, steps, step, constant((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA))
             meet_other(meet)
             result = k_smem.at[wg]
             result[...] = dv.astype(k_ref.dtype)

@@ -80,7 +80,7 @@ def rows_of(value, shape):
     return lax.broadcast_in_dim(value, shape, [0])
 
 
-def filled(shape, value, layout):
+def constant(shape, value, layout):
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
@@ -132,11 +132,11 @@ class Turns:
     """
 
     def __init__(self, barrier, wg, enabled: bool):
-        self.barrier, self.wg, self.wanted = barrier, wg, enabled
+        self.barrier, self.wg, self.enabled = barrier, wg, enabled
 
     def swap(self):
         """Passes the tensor cores to the other warpgroup and waits until it passes them back."""
-        if self.wanted:
+        if self.enabled:
             plgpu.barrier_arrive(self.barrier)
             plgpu.barrier_wait(self.barrier)
 
@@ -150,7 +150,7 @@ class Turns:
         pl.when(self.wg == 0)(self.swap)
 
 
-def within(shape, axis, base, first, count):
+def within_range(shape, axis, base, first, count):
     """bool of `shape`: whether base + index along `axis` is in first .. first + count - 1, by one unsigned comparison.
 
     first, count: int32 in registers, a number for each index of the other axis; count is at least 0.
@@ -260,7 +260,8 @@ class QuerySide:
 
       q_ref, k_ref: only shapes are read.
       shared: both warpgroups take the same queries of one head (dq of heads of 512); `pairs` then has no effect.
-      column_sections: items into which a tile's result is divided by columns: 2 in the forward for heads of 512, else 1.
+      column_sections: items into which a tile's result is divided by columns: 2 in the forward for heads of 512, else
+        1.
     """
 
     def __init__(self, q_ref, k_ref, table_ref, blocks: Blocks, pairs: bool, wg, *, shared=False, column_sections=1):
@@ -315,7 +316,7 @@ class QuerySide:
         def mask(values):
             if self.blocks.lean:
                 query_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + base
-                visible = within(shape, 1, keys, lower, query_ids + 1 - lower)
+                visible = within_range(shape, 1, keys, lower, query_ids + 1 - lower)
             else:
                 key_ids = ids(shape, 1, keys)
                 visible = (key_ids <= ids(shape, 0, base)) & (key_ids >= rows_of(lower, shape))

@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas.attention.mosaic_parts import add_product, capped, filled, ids, rows_of
+from jaxtune.pallas.attention.mosaic_parts import add_product, capped, constant, ids, rows_of
 from jaxtune.pallas.decode_attention import mosaic_lanes
 from jaxtune.pallas.decode_attention.mosaic_lanes import TILE
 from jaxtune.pallas.decode_attention.splits import MASKED
@@ -123,9 +123,9 @@ def split_kernel(
 
         begin = (
             cursor,
-            filled((TILE, dim), 0.0, plgpu.Layout.WGMMA),
-            filled((TILE,), MASKED, layout),
-            filled((TILE,), 0.0, layout),
+            constant((TILE, dim), 0.0, plgpu.Layout.WGMMA),
+            constant((TILE,), MASKED, layout),
+            constant((TILE,), 0.0, layout),
         )
         cursor, acc, top, total = lax.fori_loop(0, tiles, attend_tile, begin)
         store(item, acc * rows_of(1.0 / total, acc.shape), top + jnp.log2(total))
@@ -172,11 +172,11 @@ def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, 
     def over_line(line, numbers):
         """A vector with its head's number at each position of the line."""
         first, last = (min(position // dim, heads - 1) for position in (line * LINE, (line + 1) * LINE - 1))
-        line_numbers = filled((LINE,), numbers[first], vector)
+        line_numbers = constant((LINE,), numbers[first], vector)
         for member in range(first + 1, last + 1):
             position = plgpu.broadcasted_iota(jnp.int32, (LINE,), 0, layout=vector)
             line_numbers = jnp.where(
-                position >= member * dim - line * LINE, filled((LINE,), numbers[member], vector), line_numbers
+                position >= member * dim - line * LINE, constant((LINE,), numbers[member], vector), line_numbers
             )
         return line_numbers
 
@@ -206,7 +206,7 @@ def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, 
 
     sinks = [sinks_ref[head, head_block * heads + i] for i in range(heads)]
     begin = (
-        [filled((LINE,), 0.0, vector) for _ in range(lines)],
+        [constant((LINE,), 0.0, vector) for _ in range(lines)],
         sinks,
         [jnp.where(sink > MASKED, 1.0, 0.0) for sink in sinks],
     )

@@ -69,8 +69,8 @@ def decode_split_kernel(
 
       query: [B, HEADS, DIM].
       firsts, tiles: int32[B, SPLITS] of splits.live_tiles.
-      split_outputs: float32[B, KV_HEADS, SPLITS, heads of a group, DIM], normalised over the split; lses: log-sum-exps in log2,
-        without DIM.
+      split_outputs: float32[B, KV_HEADS, SPLITS, heads of a group, DIM], normalised over the split; lses: log-sum-exps
+        in log2, without DIM.
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tiles + row * SPLITS + split)

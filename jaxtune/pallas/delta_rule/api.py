@@ -163,7 +163,7 @@ def short_convolution_parts(
     check.array("weight", weight, "C k", FLOATS)
     _check_layout(check, layout)
     if sum(part_sizes) != x.shape[-1]:
-        raise ValueError(f"short_convolution_parts: parts = {tuple(part_sizes)} must add up to C = {x.shape[-1]}")
+        raise ValueError(f"short_convolution_parts: part_sizes = {tuple(part_sizes)} must add up to C = {x.shape[-1]}")
     table: dispatch.Table = {
         "triton": lambda: convolution.refusal(x, weight, part_sizes),
         "reference": lambda: None,

@@ -230,7 +230,8 @@ def added_norm(
     """(x plus a product, the RMS norm of that), [N, hidden] each in x's dtype, in one kernel. Not differentiable.
 
     x: [N, hidden], the residual stream.
-    partial_sums: [splits, N, hidden], partial sums of `products` or `experts_down`; their sum is rounded to x's dtype first.
+    partial_sums: [splits, N, hidden], partial sums of `products` or `experts_down`; their sum is rounded to x's dtype
+      first.
     weight: [hidden], any floating dtype.
     offset: added to the weight, such as 1 for Gemma; ignored unless float32.
     float32: the normed numbers times the weight are rounded once; otherwise both are rounded first, and the product.

@@ -194,8 +194,8 @@ def in_chunks(
     arrays: [B, T] or [B, T, n], hidden states first; others may be None. Zeros fill up the last chunk.
     chunk_length: from T on `compute` is called once, with `arrays` as they are.
     head: [V, D], gives dtype and rows of the head's gradient.
-    padded_head: the head as `compute` uses it, or None without a head's gradient; chunks' gradients are added in float32,
-      in order.
+    padded_head: the head as `compute` uses it, or None without a head's gradient; chunks' gradients are added in
+      float32, in order.
     gradients: whether `compute` returns dhidden; it is written over the chunk's hidden states and needs no memory.
     """
     rows, length = arrays[0].shape[:2]

@@ -63,8 +63,8 @@ class Chunks:
 
     @staticmethod
     def of(weight: Stored, dtype, unit_size: int) -> Chunks:
-        """The chunks of a weight: the largest power of two of lines, at most 8 (4 for NVFP4), that divides `unit_size`, the
-        numbers of the weight or of an expert that is decoded separately.
+        """The chunks of a weight: the largest power of two of lines, at most 8 (4 for NVFP4), that divides `unit_size`,
+        the numbers of the weight or of an expert that is decoded separately.
         """
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         # Measured (README.md): more lines leave small weights too few programs, fewer load too little at a time.
@@ -112,8 +112,8 @@ class Chunks:
         return [weight.codes.reshape(self.count, -1), scales.reshape(self.count, -1), table, *nested]
 
     def load(self, refs, chunk):
-        """(codes, scales) of chunk `chunk` in registers; apart from `values`, so that it can run while the chunk before is
-        decoded.
+        """(codes, scales) of chunk `chunk` in registers; apart from `values`, so that it can run while the chunk before
+        is decoded.
         """
         codes_ref, scales_ref, *_ = refs
         codes_layout = plgpu.Layout.WG_STRIDED((self.lines * _LINE,), 4)

@@ -149,8 +149,8 @@ class Markers:
     def spans(self, tokens: np.ndarray, whole_turns: bool = False) -> list[tuple[int, int]]:
         """(start, end) token ranges of the responses in `tokens` (int32[n]), in order, none empty.
 
-        whole_turns: responses end before the next instruction marker, as in Unsloth. Else they end at the first of: an EOS
-        (included), a BOS that is no EOS, the markers' common special prefix, any marker.
+        whole_turns: responses end before the next instruction marker, as in Unsloth. Else they end at the first of: an
+        EOS (included), a BOS that is no EOS, the markers' common special prefix, any marker.
         """
         tokens = np.asarray(tokens, np.int32)
         starts = {

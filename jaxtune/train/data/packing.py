@@ -306,8 +306,8 @@ class PackedRows:
         return Batch.empty(rows, length or self.length)
 
     def fill(self, batch: Batch, slot: int, row: int, offset: int = 0, rows_before: int = 0) -> int:
-        """Writes row `row` into row `slot` of a batch in place, from token `offset` on; the index after it. rows_before: how many
-        of these rows the slot has already, for distinct segment ids.
+        """Writes row `row` into row `slot` of a batch in place, from token `offset` on; the index after it.
+        rows_before: how many of these rows the slot has already, for distinct segment ids.
         """
         plan, documents = self.plan, self.documents
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])

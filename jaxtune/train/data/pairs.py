@@ -142,8 +142,8 @@ class PackedPairs:
         return dataclasses.replace(Batch.empty(rows, length or self.length), extra=extra)
 
     def fill(self, batch: Batch, slot: int, row: int, offset: int = 0, rows_before: int = 0) -> int:
-        """Writes row `row` into row `slot` of a batch in place, from token `offset` on; the index after it. rows_before: how many
-        of these rows the slot has already, for distinct segment ids and indices.
+        """Writes row `row` into row `slot` of a batch in place, from token `offset` on; the index after it.
+        rows_before: how many of these rows the slot has already, for distinct segment ids and indices.
         """
         documents, before = self.documents, rows_before * self.max_pairs
         for rows_before, pair in enumerate(self.pairs(row), start=before):

@@ -42,8 +42,8 @@ class TeacherFile:
     """Most tokens of any distribution."""
 
     def require_all(self, values: TeacherValues, rows_key: str) -> None:
-        """Raises ConfigError if a document with trained tokens is missing, before the run. rows_key: the rows' key, such as
-        data.train.
+        """Raises ConfigError if a document with trained tokens is missing, before the run. rows_key: the rows' key,
+        such as data.train.
         """
         unmatched = _wanted(values)
         for row in _rows(self.sources):

@@ -112,8 +112,8 @@ def sampled_answers(
     positions: int,
     user_functions: OwnParts | None = None,
 ) -> SampledAnswers:
-    """The batch source of a run that learns from rewards. They are `user_functions.rewards`, then those of environments'
-    `get_reward`; without both, the rollout function's column `reward`.
+    """The batch source of a run that learns from rewards. They are `user_functions.rewards`, then those of
+    environments' `get_reward`; without both, the rollout function's column `reward`.
 
     Raises ConfigError if a row or function cannot be used, lengths leave no room, or rows_per_step is no multiple of
     num_generations; ValueError if there is no such file.
@@ -273,8 +273,8 @@ def prompt_of(
     completion) becomes the column `answer` unless there is one.
 
     Raises RowError for a missing, empty, too long or invalid prompt, media columns, or a text with tools, which a
-    template cannot describe there; ConfigError for an unknown environment. room_words: words for "beside {beside} room for
-    N".
+    template cannot describe there; ConfigError for an unknown environment. room_words: words for "beside {beside} room
+    for N".
     """
     refuse_media(value)
     try:
