@@ -9,7 +9,7 @@ from unittest import mock
 import jax
 from jax.lax import optimization_barrier
 
-from jaxtune.models import stack
+from jaxtune.models.stack import stack
 
 
 class SerialTransfers:

@@ -308,7 +308,7 @@ def compare(folder: Path, tokenizers: Path) -> None:
 
     from jaxtune.convert import recipe_of
     from jaxtune.train.config.file import config_from_dict, read_values
-    from jaxtune.train.data.templates import trained_tokenizer
+    from jaxtune.train.data.rendering.templates import trained_tokenizer
     from jaxtune.train.objectives.named import objective_of
 
     programs = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("axolotl", "llama_factory")}

@@ -23,7 +23,7 @@ from jaxtune.compat import (
 )
 from jaxtune.conversations import dates
 from jaxtune.models.lora import linears, matrices
-from jaxtune.train.data import workers
+from jaxtune.train.data.tokens import workers
 from jaxtune.train.folder import record
 from tests.test_compat import LABELLED, PREFERENCES, QUESTIONS, folder, load, rows, trainer_of  # noqa: F401
 

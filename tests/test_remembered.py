@@ -32,7 +32,7 @@ def test_a_test_of_a_family_reads_that_family_and_what_all_share(parity_path):
     common = {file for file in files if file.parent == FAMILIES / "common"}
     assert common == {*(FAMILIES / "common").glob("*.py")}
     for name in (
-        "jaxtune/models/stack.py",
+        "jaxtune/models/stack/stack.py",
         "jaxtune/pallas/attention/api.py",
         "tests/parity/reference.py",
         "tests/models/tiny.py",
@@ -142,7 +142,11 @@ def test_names_that_a_package_loads_when_asked_lead_to_their_modules(parity_path
 
 def test_what_is_compiled_ahead_depends_on_no_page(parity_path):
     files = remembered.files_of(ROOT / "tests/gpu/aot/test_golden.py")
-    assert {ROOT / "tests/golden/programs.json", ROOT / "jaxtune/models/stack.py", ROOT / "pyproject.toml"} <= files
+    assert {
+        ROOT / "tests/golden/programs.json",
+        ROOT / "jaxtune/models/stack/stack.py",
+        ROOT / "pyproject.toml",
+    } <= files
     assert not {ROOT / "README.md", ROOT / "jaxtune/pallas/attention/README.md", ROOT / "jaxtune/cli.py"} & files
 
 

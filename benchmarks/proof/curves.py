@@ -94,8 +94,8 @@ def jaxtune_side(model_folder: Path, rows: Path, output: Path, precision: str, s
         TrainConfig,
     )
     from jaxtune.train.data.batches import BatchSource
-    from jaxtune.train.data.documents import Document
-    from jaxtune.train.data.packing import pack
+    from jaxtune.train.data.packing.packing import pack
+    from jaxtune.train.data.tokens.documents import Document
     from jaxtune.train.trainer import Trainer
 
     base, tokenizer = from_pretrained(model_folder, {"fp32": "float32", "bf16": "bfloat16"}[precision])

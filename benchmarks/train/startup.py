@@ -58,9 +58,9 @@ def child(recipe: str) -> None:
     def instrumented() -> None:
         before_imports()
         from jaxtune.models.hf import Pretrained
-        from jaxtune.train import loading
         from jaxtune.train.program.programs import Engine
         from jaxtune.train.program.trained_model import TrainedModel
+        from jaxtune.train.spec import loading
         from jaxtune.train.trainer import Trainer
 
         mark("imports")

@@ -61,9 +61,9 @@ from jaxtune.train.config import (
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.config.qat import QatConfig
 from jaxtune.train.data import TokenDataset
-from jaxtune.train.data.cache import Summary
-from jaxtune.train.data.documents import Documents
-from jaxtune.train.data.pairs import PairDataset
+from jaxtune.train.data.packing.pairs import PairDataset
+from jaxtune.train.data.tokens.cache import Summary
+from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import allow_pinned_memory, device_peak_flops, memory_peak_bytes
 from jaxtune.train.planning.plan import residuals_text

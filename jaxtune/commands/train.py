@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int | None:
     if not options.plan:
         processes.join(options.coordinator, options.processes, options.process)
     if config.data.train and not (options.plan and config.plan.device is not None):
-        from jaxtune.train.data.first_look import require_readable
+        from jaxtune.train.data.rows.first_look import require_readable
 
         require_readable(config)
     from jaxtune.train.app import run as train

@@ -18,7 +18,7 @@ from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Between, Callback, users_callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.display.metrics import read_metrics
-from jaxtune.train.early_stop import is_better, waited
+from jaxtune.train.evaluation.early_stop import is_better, waited
 
 
 @dataclasses.dataclass

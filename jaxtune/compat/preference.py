@@ -24,8 +24,8 @@ from jaxtune.models.reward import reward_model
 from jaxtune.system.terminal import say
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.data.formats import LABELLED, PREFERENCE
-from jaxtune.train.data.pairs import PairDataset
+from jaxtune.train.data.packing.pairs import PairDataset
+from jaxtune.train.data.rendering.formats import LABELLED, PREFERENCE
 from jaxtune.train.objectives.kto import mismatched_in_groups
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.trainer import Trainer

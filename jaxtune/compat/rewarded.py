@@ -34,17 +34,17 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig, without_effect
 from jaxtune.train.config.sections import REWARDS
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.data.templates import trained_tokenizer
+from jaxtune.train.data.rendering.templates import trained_tokenizer
 from jaxtune.train.folder.run_rows import is_stream
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO as Policy
 from jaxtune.train.objectives.policy import log_probs_of
-from jaxtune.train.objectives.prompts import OwnParts, sampled_answers
-from jaxtune.train.objectives.reward_functions import RewardFunction, RewardFunctions, RewardOptions, Turns
-from jaxtune.train.objectives.reward_log import RewardLog
-from jaxtune.train.objectives.rollout_function import RolloutModel
-from jaxtune.train.objectives.rollouts import SampledAnswers, Score
-from jaxtune.train.objectives.tools import Tools
+from jaxtune.train.sampled.prompts import OwnParts, sampled_answers
+from jaxtune.train.sampled.reward_functions import RewardFunction, RewardFunctions, RewardOptions, Turns
+from jaxtune.train.sampled.reward_log import RewardLog
+from jaxtune.train.sampled.rollout_function import RolloutModel
+from jaxtune.train.sampled.rollouts import SampledAnswers, Score
+from jaxtune.train.sampled.tools import Tools
 from jaxtune.train.trainer import Trainer
 from jaxtune.train.user_code.calling import running
 

@@ -22,8 +22,8 @@ from jaxtune.conversations.messages import (
 )
 from jaxtune.conversations.templates import asking_template
 from jaxtune.system.terminal import say
-from jaxtune.train.data.packaged import missing_marks, packaged_that_fit
-from jaxtune.train.data.templates import resolve_template
+from jaxtune.train.data.rendering.packaged import missing_marks, packaged_that_fit
+from jaxtune.train.data.rendering.templates import resolve_template
 
 # Unsloth's names of templates: (the packaged template, or None; a mark by which the tokenizer's own template is known).
 _LLAMA, _QWEN, _TURN = "<|start_header_id|>", "<|im_start|>", "<start_of_turn>"

@@ -60,7 +60,7 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.data.templates import derive_markers
+from jaxtune.train.data.rendering.templates import derive_markers
 from jaxtune.train.display.metrics import JSONL
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.record import with_today

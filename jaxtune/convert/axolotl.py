@@ -10,7 +10,7 @@ from typing import Any
 from jaxtune.convert import common, factory_templates
 from jaxtune.convert.translation import Translation
 from jaxtune.train.config import ConfigError
-from jaxtune.train.data.packaged import PACKAGED
+from jaxtune.train.data.rendering.packaged import PACKAGED
 
 _METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "grpo": "grpo", "gdpo": "grpo"}
 _PAIRS = ("dpo", "orpo", "simpo", "reward")

@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxtune.export import gguf_codes, gguf_k_codes
 from jaxtune.models.placement.host_pieces import copied
-from jaxtune.models.stack_layers import UNTUNED
+from jaxtune.models.stack.stack_layers import UNTUNED
 
 Floats = jax.Array | np.ndarray
 

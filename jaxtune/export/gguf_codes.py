@@ -9,7 +9,7 @@ scale d in f16, and in Q5_1 a smallest value m in f16:
 | Q5_1 | 24 | d * code + m, code of 5 bits |
 
 The bytes equal those of the gguf package, but weights that QAT in 16 bits (`dtype`) rounded to Q8_0 or Q4_0 keep its
-scales, which have fewer bits (models/gguf_grids.py).
+scales, which have fewer bits (models/qat/gguf_grids.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtune.models.gguf_grids import inverse, q8_0_codes, signed_codes
+from jaxtune.models.qat.gguf_grids import inverse, q8_0_codes, signed_codes
 from jaxtune.pallas.formats.division import divide
 
 NUMBERS = 32  # numbers of a row in a block

@@ -24,7 +24,7 @@ from jaxtune.models.files.gguf_names import (
 )
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import experts, linears, matrices
-from jaxtune.models.stack_layers import UNTUNED
+from jaxtune.models.stack.stack_layers import UNTUNED
 from jaxtune.pallas.formats import Stored, dense
 
 # Matrices that llama.cpp keeps in float32: routers, and the projection to the embeddings of each layer.

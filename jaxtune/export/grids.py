@@ -9,11 +9,11 @@ import numpy as np
 from jax import core
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.files.weights import Weights, not_whole
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
+from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.pallas.formats import FORMATS, Stored
 
 _GGUF_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # by outtype

@@ -18,11 +18,11 @@ from jax import lax
 
 from jaxtune.export import folders
 from jaxtune.models import hf
-from jaxtune.models.fake_quant import int4_codes, int4_scales
 from jaxtune.models.files.file_plan import FileTensor, Group, Piece
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.lora import experts, linears, name_matches
 from jaxtune.models.placement import partition
+from jaxtune.models.qat.fake_quant import int4_codes, int4_scales
 from jaxtune.pallas.formats.layout import SERVED_IN_16_BITS
 
 GROUP = 128

@@ -1,4 +1,4 @@
-"""The decoder, a plain nnx.Module: embedding, layers (models/layers, run by models/stack.py), final norm and head."""
+"""The decoder, a plain nnx.Module: embedding, layers, final norm and head."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.config import DecoderConfig, Source
-from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.per_layer import PER_LAYER, PerLayerInputs
 from jaxtune.models.linear import Linear
 from jaxtune.models.norm import norm_of
 from jaxtune.models.placement import gathers, host_table, partition
-from jaxtune.models.residual_plan import ResidualPlan
+from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.models.rope import rotary_tables
-from jaxtune.models.stack import run_stack
+from jaxtune.models.stack.residual_plan import ResidualPlan
+from jaxtune.models.stack.stack import run_stack
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.draws import uniform
 from jaxtune.pallas.meshes import on_any_mesh
@@ -108,7 +108,7 @@ class Decoder(nnx.Module):
       per_layer: computes the per-layer embeddings (Gemma 4), or None.
     """
 
-    # A frozen model that this one is trained to imitate (train/objectives/teachers.py); it is no part of this model's
+    # A frozen model that this one is trained to imitate (train/references/teachers.py); it is no part of this model's
     # outputs and files.
     teacher: Decoder | None = None
 

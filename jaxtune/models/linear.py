@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import optimization_barrier
 
-from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.norm import Normed
 from jaxtune.models.placement import partition
-from jaxtune.models.qat_gradients import (
+from jaxtune.models.qat.fake_quant import FakeQuant
+from jaxtune.models.qat.qat_gradients import (
     adapter_gradients,
     adapter_noise,
     magnitude_gradients,

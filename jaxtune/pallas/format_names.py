@@ -12,7 +12,7 @@ KEPT = {"mxfp4": "mxfp4"}
 LOAD_IN = (*LOADED, *KEPT)  # what model.load_in accepts
 
 # {name of a format of quantisation-aware training (qat.format): the values that qat.group_size can have}, the default
-# last. None: weights share scales in the way that the format itself says. models/fake_quant.py declares how they round.
+# last. None: weights share scales as the format says. models/qat/fake_quant.py declares how they round.
 QAT_GROUPS: dict[str, tuple[int | None, ...]] = {
     "int4": (32, 64, 128),
     "int8-int4": (32, 64, 128),

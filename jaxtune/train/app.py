@@ -18,30 +18,29 @@ from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.hf import save_weights
 from jaxtune.models.lora import has_adapter
-from jaxtune.system import processes, terminal
+from jaxtune.system import host_memory, processes, terminal
 from jaxtune.system.files import atomic_write, require_makeable
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import fitted, printable
-from jaxtune.train import host_memory
 from jaxtune.train.config import MeshConfig, TrainConfig
-from jaxtune.train.data.formats import Example, normalize, refuse_excluded
-from jaxtune.train.data.reading import open_sources, read_rows
-from jaxtune.train.data.row_errors import Excluded, RowError, attempt
+from jaxtune.train.data.rendering.formats import Example, normalize, refuse_excluded
+from jaxtune.train.data.rows.reading import open_sources, read_rows
+from jaxtune.train.data.rows.row_errors import Excluded, RowError, attempt
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import report
 from jaxtune.train.display.metrics import require_packages
-from jaxtune.train.evaluate import exact_match, questions_of
+from jaxtune.train.evaluation.evaluate import exact_match, questions_of
 from jaxtune.train.folder.record import digest, is_digest_of, require_same_settings
 from jaxtune.train.folder.results import holds, require_own, require_replaceable, write_result
 from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS, next_name
 from jaxtune.train.folder.run_state import read_state, write_state
 from jaxtune.train.folder.saving import TrainingInterrupted
-from jaxtune.train.loading import loading
 from jaxtune.train.planning.phases import Sampled, phase, questions_at_a_time
 from jaxtune.train.program.program_cache import use_program_cache
-from jaxtune.train.setup import require_sampling
 from jaxtune.train.shown_plan import show_plan
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
+from jaxtune.train.spec.loading import loading
+from jaxtune.train.spec.setup import require_sampling
 from jaxtune.train.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from jaxtune.models.placement import partition
 from jaxtune.profile import capture
 from jaxtune.system import processes, waiting
 from jaxtune.system.heap import frozen_heap
-from jaxtune.train.answer_metrics import SAMPLES, Answered, AnswerMetrics
 from jaxtune.train.callbacks import Between
 from jaxtune.train.config import EvaluationConfig
 from jaxtune.train.data.batches import Batch, Batches
-from jaxtune.train.data.packing import Documents
+from jaxtune.train.data.packing.packing import Documents
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display.monitor import Monitor
+from jaxtune.train.evaluation.answer_metrics import SAMPLES, Answered, AnswerMetrics
 from jaxtune.train.folder.saving import Saver
 from jaxtune.train.planning.phases import phase
 from jaxtune.train.program.programs import Engine, LoadedStep, Programs
@@ -51,8 +51,8 @@ class Profile:
         words = f"only {traced} of profile.steps = {self.steps}" if traced else "no step"
         remedy = "" if traced or steps_left == 1 else f"; set it below {steps_left}"
         return (
-            f"warning: the profile will hold {words}: {steps_left} {'step is' if steps_left == 1 else 'steps are'} left, of "
-            f"which the first profile.start = {self.start} are not traced{remedy}"
+            f"warning: the profile will hold {words}: {steps_left} {'step is' if steps_left == 1 else 'steps are'} "
+            f"left, of which the first profile.start = {self.start} are not traced{remedy}"
         )
 
 

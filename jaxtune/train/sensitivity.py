@@ -28,8 +28,8 @@ from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.folder.run_rows import Reader, run_rows
-from jaxtune.train.loading import load_model
 from jaxtune.train.objectives.sft import SFT
+from jaxtune.train.spec.loading import load_model
 
 _BATCH_TOKENS = 8192  # of a forward pass
 

@@ -20,12 +20,12 @@ from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.config.sections import Unset
 from jaxtune.train.display import report
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.packed_answers import packed_shape
 from jaxtune.train.objectives.policy import GRPO
 from jaxtune.train.planning import choice, cost, devices, fitting, search, teacher_pass
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import prefill_bytes
+from jaxtune.train.sampled.packed_answers import packed_shape
 
 if TYPE_CHECKING:
     from rich.console import Console

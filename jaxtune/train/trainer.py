@@ -22,20 +22,19 @@ from jaxtune.system import processes, shared_folders
 from jaxtune.system.files import remove_temporary
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import outliving, say
-from jaxtune.train import own_parts, setup
-from jaxtune.train.answer_metrics import answer_metrics
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.config.sections import Unset, in_steps
 from jaxtune.train.data import Batches, TokenDataset
-from jaxtune.train.data.pairs import PairDataset
-from jaxtune.train.data.templates import trained_tokenizer, writes_today
+from jaxtune.train.data.packing.pairs import PairDataset
+from jaxtune.train.data.rendering.templates import trained_tokenizer, writes_today
 from jaxtune.train.digests import code_of
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import report
 from jaxtune.train.display.monitor import Monitor, Watched
-from jaxtune.train.early_stop import EarlyStop
+from jaxtune.train.evaluation.answer_metrics import answer_metrics
+from jaxtune.train.evaluation.early_stop import EarlyStop
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, NoRoom, checkpoint_bytes, saved_steps
 from jaxtune.train.folder.record import (
     POSITION,
@@ -56,11 +55,8 @@ from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, next_name
 from jaxtune.train.folder.run_rows import Reader, run_rows, samples, source_of
 from jaxtune.train.folder.run_state import recorded_state
 from jaxtune.train.folder.saving import Saver, TrainingInterrupted
-from jaxtune.train.objectives import references
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.objectives.rollouts import SampledAnswers
-from jaxtune.train.objectives.stored_teachers import StoredTeacher
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.disk import Written, disk_lines, written_by
 from jaxtune.train.planning.forward import ForwardPlanner
@@ -72,8 +68,12 @@ from jaxtune.train.program.programs import Engine, Programs
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
 from jaxtune.train.program.tensors import trainable_names
 from jaxtune.train.program.trained_model import TrainedModel, with_embedding_on_device
+from jaxtune.train.references import references
+from jaxtune.train.references.stored_teachers import StoredTeacher
 from jaxtune.train.run import Profile, Run, is_evaluation_due, rows_identity
+from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.signals import StopSignal
+from jaxtune.train.spec import own_parts, setup
 from jaxtune.train.user_code.calling import running
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxtune.conversations.answers import AnswerReader, Completions, whole_text
 from jaxtune.conversations.calls import FORMS, Call, allows_text, arguments_of, schemas_of
-from jaxtune.train.objectives.reward_functions import tagged_format
+from jaxtune.train.sampled.reward_functions import tagged_format
 from tests.train.data.conftest import make_tokenizer
 
 SCHEMAS = {"f": {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}, "t": {"type": ["string", "null"]}}}}

@@ -27,12 +27,12 @@ from jaxtune.conversations.messages import (
 )
 from jaxtune.serve.bodies import read_chat
 from jaxtune.serve.served import Served
-from jaxtune.train.data.formats import normalize, normalize_labelled, normalize_pair, unread
-from jaxtune.train.data.packaged import PACKAGED
-from jaxtune.train.data.row_errors import RowError
-from jaxtune.train.data.row_files import read_parquet
-from jaxtune.train.data.templates import RowEncoder
-from jaxtune.train.objectives.prompts import prompt_of
+from jaxtune.train.data.rendering.formats import normalize, normalize_labelled, normalize_pair, unread
+from jaxtune.train.data.rendering.packaged import PACKAGED
+from jaxtune.train.data.rendering.templates import RowEncoder
+from jaxtune.train.data.rows.row_errors import RowError
+from jaxtune.train.data.rows.row_files import read_parquet
+from jaxtune.train.sampled.prompts import prompt_of
 from tests.train.data.conftest import make_tokenizer, spans
 
 few = settings(max_examples=40, deadline=None)

@@ -27,11 +27,11 @@ from jaxtune.models.generation import chat
 from jaxtune.serve.bodies import read_chat, read_completion
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.served import Served
-from jaxtune.train.data.formats import Example
-from jaxtune.train.data.packaged import PACKAGED, packaged_that_fit
-from jaxtune.train.data.row_errors import RowError
-from jaxtune.train.data.templates import RowEncoder, trained_tokenizer
-from jaxtune.train.objectives.prompts import prompt_of
+from jaxtune.train.data.rendering.formats import Example
+from jaxtune.train.data.rendering.packaged import PACKAGED, packaged_that_fit
+from jaxtune.train.data.rendering.templates import RowEncoder, trained_tokenizer
+from jaxtune.train.data.rows.row_errors import RowError
+from jaxtune.train.sampled.prompts import prompt_of
 from tests.train.data.conftest import make_tokenizer
 
 TOKENIZERS = ("gpt-oss", "llama-2", "llama-3.2", "mistral-7b-v0.3", "phi-4", "qwen2.5", "qwen3")

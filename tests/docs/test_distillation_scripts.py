@@ -13,7 +13,7 @@ import pytest
 from jaxtune import compat
 from jaxtune.compat import arguments
 from jaxtune.models.decoder import Decoder
-from jaxtune.train.objectives.own_samples import OwnSamples
+from jaxtune.train.sampled.own_samples import OwnSamples
 from tests.docs.test_reward_scripts import adapted
 
 PROMPTS = [{"prompt": [{"role": "user", "content": f"Say {n}."}]} for n in range(4)]

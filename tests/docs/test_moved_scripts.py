@@ -18,7 +18,7 @@ from jaxtune import compat
 from jaxtune.compat import arguments
 from jaxtune.compat.adapters import LoraConfig
 from jaxtune.models.lora import linears
-from jaxtune.train.data.packaged import PACKAGED
+from jaxtune.train.data.rendering.packaged import PACKAGED
 from scripts.docs_hooks import compat_tables, with_tables
 from tests.docs.pages import ROOT
 from tests.train.data.conftest import make_tokenizer

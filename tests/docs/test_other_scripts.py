@@ -23,7 +23,7 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import stored_in
 from jaxtune.models.hf import save_pretrained
-from jaxtune.train.data.workers import ROWS_PER_CHUNK
+from jaxtune.train.data.tokens.workers import ROWS_PER_CHUNK
 from tests.train.data.conftest import make_tokenizer
 
 SCRIPTS = Path(__file__).parent / "scripts"

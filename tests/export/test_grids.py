@@ -14,11 +14,11 @@ from tiny_models import adapted_model
 import jaxtune
 from jaxtune import cli
 from jaxtune.export import w4a16
-from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.headers import read_header
 from jaxtune.models.files.quant import convert_qat, prepare_qat, quantize
 from jaxtune.models.files.shards import read_tensor
 from jaxtune.models.lora import linears
+from jaxtune.models.qat.fake_quant import FakeQuant
 
 GROUPS = (32, 64, 128)
 

@@ -20,7 +20,7 @@ from jaxtune.export.modelfile import Turns, create_command, modelfile
 from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.hf import model_from_config
 
-PACKAGED = Path(__file__).resolve().parents[2] / "jaxtune/train/data/chat_templates"
+PACKAGED = Path(__file__).resolve().parents[2] / "jaxtune/train/data/rendering/chat_templates"
 TOKENIZERS = {"llama": "llama-3.2", "mistral": "mistral-7b-v0.3", "gpt": "gpt-oss", "phi": "phi-4"}
 DATED = {"llama3_2", "gptoss", "gptoss_training"}  # templates that write the day of asking
 

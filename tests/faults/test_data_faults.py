@@ -18,10 +18,12 @@ import pytest
 
 import jaxtune
 from jaxtune.conversations import tokenizing
-from jaxtune.train.data import cache, prepare, row_files, workers
-from jaxtune.train.data.preview import preview
-from jaxtune.train.data.reading import open_sources, read_rows
-from jaxtune.train.data.workers import encode_rows
+from jaxtune.train.data import prepare
+from jaxtune.train.data.rendering.preview import preview
+from jaxtune.train.data.rows import row_files
+from jaxtune.train.data.rows.reading import open_sources, read_rows
+from jaxtune.train.data.tokens import cache, workers
+from jaxtune.train.data.tokens.workers import encode_rows
 from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}" + PLAIN_TEMPLATE

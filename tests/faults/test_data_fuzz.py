@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jaxtune import cli
 from jaxtune.system.terminal import printable
 from jaxtune.train.data import prepare
-from jaxtune.train.data.cache import FIELDS
+from jaxtune.train.data.tokens.cache import FIELDS
 from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer
 
 TOKENIZER = make_tokenizer()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxtune import cli
-from jaxtune.train import app, loading, run
+from jaxtune.train import app, run
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import (
     CheckpointConfig,
@@ -34,6 +34,7 @@ from jaxtune.train.folder.results import PROOF, read_result
 from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.program.programs import Engine
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
+from jaxtune.train.spec import loading
 from jaxtune.train.trainer import Trainer
 from tests.faults.command import STEPS, make_folder
 from tests.train.tiny_runs import LENGTH, assert_same, dataset, documents, lora_model, make_config

@@ -33,8 +33,9 @@ from jaxtune.models.adapters.adapter_files import save_adapter
 from jaxtune.models.files import shards
 from jaxtune.models.hf import save_pretrained
 from jaxtune.system.files import atomic_write, remove_temporary, temporary_path
-from jaxtune.train.data import cache, prepare, workers
-from jaxtune.train.data.reading import open_sources, read_rows
+from jaxtune.train.data import prepare
+from jaxtune.train.data.rows.reading import open_sources, read_rows
+from jaxtune.train.data.tokens import cache, workers
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import run_figures, watch
 from jaxtune.train.folder.folder_lock import FolderLock

@@ -24,7 +24,7 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.data import TokenDataset
-from jaxtune.train.data.documents import Document
+from jaxtune.train.data.tokens.documents import Document
 from jaxtune.train.planning.plan import StepPlan
 from tests.golden import engine
 from tests.gpu.aot.target import H200

@@ -15,8 +15,8 @@ from jaxtune.models.families.common import tensor_name
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.registry import config_from_hf, family
-from jaxtune.models.residual_plan import LayerPlan, ResidualPlan
-from jaxtune.models.stack import run_stack
+from jaxtune.models.stack.residual_plan import LayerPlan, ResidualPlan
+from jaxtune.models.stack.stack import run_stack
 
 PROMPT_TOKENS, NEW_TOKENS = 10, 12  # together past longrope's original context
 

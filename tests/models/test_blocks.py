@@ -18,7 +18,7 @@ from jaxtune.models.config import LayerSpec, MoEConfig, Part, Stage, in_sequence
 from jaxtune.models.layers.attention import AttentionShape
 from jaxtune.models.layers.experts import ExpertsShape
 from jaxtune.models.lora import matrices
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
+from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.train.config import AdapterConfig, MemoryConfig
 from jaxtune.train.planning.choice import choose

@@ -16,12 +16,12 @@ from tiny_models import adapted_model, tiny_model
 
 from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec, MoEConfig
-from jaxtune.models.fake_quant import ROUNDINGS, FakeQuant
 from jaxtune.models.files.quant import convert_qat, prepare_qat
 from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.linear import merged_weight
 from jaxtune.models.lora import experts, linears
-from jaxtune.models.qat_gradients import straight_through
+from jaxtune.models.qat.fake_quant import ROUNDINGS, FakeQuant
+from jaxtune.models.qat.qat_gradients import straight_through
 from jaxtune.pallas.format_names import QAT_GROUPS
 from jaxtune.pallas.quant_matmul import LoraWeights
 

@@ -23,7 +23,7 @@ from jaxtune.models.files.quant import compute_in_fp8, dequantize, quantize, sto
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import get_peft_model, linears, matrices
-from jaxtune.models.stack import layer_backward, layer_forward
+from jaxtune.models.stack.stack import layer_backward, layer_forward
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import FP8, dense
 from jaxtune.pallas.formats.fp8 import ROW, TILE

@@ -13,10 +13,10 @@ from tiny_models import adapted_model, golden_model
 
 from benchmarks.random_model import in_blocks
 from jaxtune.models.layers.mlp import MLP
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan
-from jaxtune.models.stack import _differentiable
-from jaxtune.models.stack_layers import low_rank_inputs
-from jaxtune.models.stack_segments import differentiated, low_rank_of, without_gradient
+from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan
+from jaxtune.models.stack.stack import _differentiable
+from jaxtune.models.stack.stack_layers import low_rank_inputs
+from jaxtune.models.stack.stack_segments import differentiated, low_rank_of, without_gradient
 from jaxtune.pallas.quant_matmul import in_e4m3, reference
 
 SHAPE = (2, 12)

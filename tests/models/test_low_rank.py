@@ -11,10 +11,10 @@ from checks import assert_gradients_are, stack_gradients
 from flax import nnx
 from tiny_models import adapted_model, golden_model
 
-from jaxtune.models import stack_layers
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan
-from jaxtune.models.stack import layer_forward
-from jaxtune.models.stack_layers import low_rank_inputs, with_low_rank_kept
+from jaxtune.models.stack import stack_layers
+from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan
+from jaxtune.models.stack.stack import layer_forward
+from jaxtune.models.stack.stack_layers import low_rank_inputs, with_low_rank_kept
 from jaxtune.pallas.grouped_matmul import api as grouped
 from jaxtune.pallas.quant_matmul import low_rank, reference
 from jaxtune.train.planning.adapter_costs import low_rank_bytes

@@ -24,7 +24,7 @@ from jaxtune.models.files.quant import dequantize, quantize, stored_in
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import experts, linears
 from jaxtune.models.placement import transfers
-from jaxtune.models.residual_plan import RECOMPUTE, LayerPlan, ResidualPlan
+from jaxtune.models.stack.residual_plan import RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.pallas.formats import NF4, FourBit, format_of
 from jaxtune.train.display.report import trained_table

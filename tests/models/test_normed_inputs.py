@@ -12,7 +12,7 @@ from tiny_models import adapted_model, golden_model
 from benchmarks.random_model import in_blocks
 from jaxtune.models.files.quant import compute_in_fp8, quantize
 from jaxtune.models.norm import Normed
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE
+from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE
 from jaxtune.pallas.normed_heads import inverse_rms, normed
 from jaxtune.pallas.quant_matmul import fp8_normed, fp8_product
 

@@ -9,8 +9,8 @@ import pytest
 from checks import assert_gradients_are, stack_gradients
 from tiny_models import adapted_model, golden_model
 
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan
-from jaxtune.models.stack_norms import NormsApart
+from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan
+from jaxtune.models.stack.stack_norms import NormsApart
 from jaxtune.pallas.normed_heads import normed
 from jaxtune.pallas.normed_stream import api, triton
 from jaxtune.pallas.quant_matmul import low_rank

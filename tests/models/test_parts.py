@@ -19,7 +19,7 @@ import jaxtune
 from jaxtune.models import registry
 from jaxtune.models.hf import model_from_config
 from jaxtune.models.lora import matrices
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
+from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.train.config import AdapterConfig, MemoryConfig
 from jaxtune.train.planning.choice import choose

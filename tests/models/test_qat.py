@@ -14,7 +14,6 @@ from tiny_models import adapted_model, tiny_model
 
 from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.fake_quant import FakeQuant, int4
 from jaxtune.models.files.quant import (
     convert_qat,
     dequantize,
@@ -26,6 +25,7 @@ from jaxtune.models.files.quant import (
 )
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.lora import linears
+from jaxtune.models.qat.fake_quant import FakeQuant, int4
 
 # Every input is a multiple of 32. One layer: compiling is what takes the time of a test.
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=32, attention_scale=32**-0.5, layers=(LayerSpec(),))

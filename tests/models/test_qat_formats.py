@@ -13,12 +13,12 @@ from checks import mean_loss
 from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
-from jaxtune.models import rounded_inputs
 from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec, MoEConfig
-from jaxtune.models.fake_quant import ROUNDINGS, FakeQuant
 from jaxtune.models.files.quant import convert_qat, prepare_qat
 from jaxtune.models.lora import copy_structure, experts, linears, matrices, without_adapter
+from jaxtune.models.qat import rounded_inputs
+from jaxtune.models.qat.fake_quant import ROUNDINGS, FakeQuant
 from jaxtune.pallas.format_names import QAT_GROUPS
 from jaxtune.pallas.formats import FORMATS
 

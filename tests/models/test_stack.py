@@ -17,8 +17,8 @@ from jaxtune.models.config import PARALLEL, PRE_AND_POST_NORM, LayerSpec, RopeCo
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.linear import Frozen
 from jaxtune.models.placement import transfers as schedule
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan, residuals_of
-from jaxtune.models.stack import run_stack
+from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan, residuals_of
+from jaxtune.models.stack.stack import run_stack
 from jaxtune.pallas.attention import attention
 from jaxtune.pallas.quant_matmul import reference
 from tests.passes import compiled_with_passes

@@ -22,8 +22,8 @@ from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT
 from jaxtune.models.layers.segment import Context
 from jaxtune.models.lora import matrices
 from jaxtune.models.registry import config_from_hf
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
-from jaxtune.models.stack import run_stack
+from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
+from jaxtune.models.stack.stack import run_stack
 from jaxtune.pallas.formats import FourBit
 
 HF = CONFIGS["gemma4_shared"]

@@ -18,7 +18,6 @@ import jaxtune
 from jaxtune.models.adapters import trained_over
 from jaxtune.models.adapters.trained_over import TrainedOver
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import (
     compute_in_fp8,
     computes_in_fp8,
@@ -29,6 +28,7 @@ from jaxtune.models.files.quant import (
 )
 from jaxtune.models.generation.ends import end_token_ids, with_end_token_ids
 from jaxtune.models.lora import linears
+from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.pallas import formats
 
 TOKENS = jnp.arange(12, dtype=jnp.int32)[None]

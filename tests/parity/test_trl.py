@@ -18,8 +18,8 @@ import jaxtune
 from jaxtune import compat
 from jaxtune.compat.settings import plain_value, settled
 from jaxtune.models.hf import from_pretrained
-from jaxtune.train.data.documents import Document, Documents
-from jaxtune.train.data.pairs import PackedPairs
+from jaxtune.train.data.packing.pairs import PackedPairs
+from jaxtune.train.data.tokens.documents import Document, Documents
 from jaxtune.train.objectives.kto import KTO, with_mismatched_answers
 from jaxtune.train.objectives.preference import DPO, ORPO, SimPO
 from jaxtune.train.objectives.reward import Reward

@@ -17,10 +17,10 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 
 from jaxtune import compat
 from jaxtune.compat.settings import trained_tokens
-from jaxtune.train.data.formats import LABELLED, PREFERENCE
-from jaxtune.train.data.reading import Row
-from jaxtune.train.data.templates import RowEncoder
-from jaxtune.train.data.workers import encode_chunk
+from jaxtune.train.data.rendering.formats import LABELLED, PREFERENCE
+from jaxtune.train.data.rendering.templates import RowEncoder
+from jaxtune.train.data.rows.reading import Row
+from jaxtune.train.data.tokens.workers import encode_chunk
 
 # The tokenizers that have the templates' special tokens, or to which they are added.
 TEMPLATES = {

@@ -9,10 +9,10 @@ import transformers
 import trl
 
 from jaxtune.train.config import ConfigError
-from jaxtune.train.data.formats import Example
-from jaxtune.train.data.row_errors import RowError
-from jaxtune.train.data.templates import RowEncoder
-from jaxtune.train.objectives.tool_formats import Call, ToolFormat
+from jaxtune.train.data.rendering.formats import Example
+from jaxtune.train.data.rendering.templates import RowEncoder
+from jaxtune.train.data.rows.row_errors import RowError
+from jaxtune.train.sampled.tool_formats import Call, ToolFormat
 from tests.train.data.conftest import spans
 from tests.train.data.test_conversations import TOOLS, answer, rounds, user
 

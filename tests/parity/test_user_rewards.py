@@ -14,7 +14,7 @@ import pytest
 from math_verify import parse, verify
 from trl.rewards import accuracy_reward
 
-from jaxtune.train.objectives.reward_functions import RewardError, RewardFunctions, Sampled
+from jaxtune.train.sampled.reward_functions import RewardError, RewardFunctions, Sampled
 from jaxtune.train.user_code import calling
 
 # Gold answers and answers in the forms of math_verify's readme: sets, fractions, units, text around, and wrong ones.

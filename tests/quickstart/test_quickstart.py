@@ -20,7 +20,7 @@ import jaxtune
 from jaxtune import cli
 from jaxtune.train import app
 from jaxtune.train.config.file import load_config
-from jaxtune.train.evaluate import exact_match
+from jaxtune.train.evaluation.evaluate import exact_match
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "jaxtune" / "quickstart"

@@ -13,8 +13,8 @@ from flax import nnx
 
 from jaxtune.cli import main
 from jaxtune.models.hf import from_pretrained
-from jaxtune.train.data.documents import Document
-from jaxtune.train.data.packing import pack
+from jaxtune.train.data.packing.packing import pack
+from jaxtune.train.data.tokens.documents import Document
 from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.program.loss import Forward
 from tests.real.weights import ROWS, documents, gguf_file

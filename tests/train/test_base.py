@@ -20,15 +20,15 @@ from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import get_peft_model, matrices
 from jaxtune.train.config import AdapterConfig, CheckpointConfig
 from jaxtune.train.config.objective import ObjectiveConfig
-from jaxtune.train.data.cache import Summary
-from jaxtune.train.data.documents import Document, Documents
-from jaxtune.train.data.pairs import PairDataset
+from jaxtune.train.data.packing.pairs import PairDataset
+from jaxtune.train.data.tokens.cache import Summary
+from jaxtune.train.data.tokens.documents import Document, Documents
 from jaxtune.train.display.monitor import TrainingStopped
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.record import digest, is_digest_of, same_run
 from jaxtune.train.folder.results import require_own, write_result
-from jaxtune.train.objectives import references
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.references import references
 from jaxtune.train.trainer import Trainer
 from tests.models.test_digests import flip_an_unsampled_bit, say
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config

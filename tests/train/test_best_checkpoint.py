@@ -18,9 +18,9 @@ from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, ConfigError, EvaluationConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.display.metrics import ROWS
+from jaxtune.train.evaluation.scoring import weights_to_score
 from jaxtune.train.folder.best import best_saved
 from jaxtune.train.folder.checkpoint import saved_steps
-from jaxtune.train.scoring import weights_to_score
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 

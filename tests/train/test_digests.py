@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtune.train.digests import code_digest, code_of, values_crc32
-from jaxtune.train.objectives.reward_functions import READY
+from jaxtune.train.sampled.reward_functions import READY
 from jaxtune.train.user_code.loading import load_from_file
 
 FILE = """

@@ -26,17 +26,17 @@ from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, Eval
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.display.report import check
 from jaxtune.train.folder.checkpoint import CheckpointError
-from jaxtune.train.loading import loading
 from jaxtune.train.objectives.distillation import Distill, generalized_jsd
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.own_samples import OwnSamples, own_samples
 from jaxtune.train.objectives.sft import SFT
-from jaxtune.train.objectives.teachers import with_teacher, without_teacher
 from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.cost import TEACHER, abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.program.loss import Forward
+from jaxtune.train.references.teachers import with_teacher, without_teacher
+from jaxtune.train.sampled.own_samples import OwnSamples, own_samples
+from jaxtune.train.spec.loading import loading
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import dataset, documents, make_config

@@ -25,11 +25,11 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import prepare_qat, quantize
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.models.reward import reward_model
+from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.train import trainer as trainer_module
 from jaxtune.train.config import CheckpointConfig, ConfigError, MeshConfig
-from jaxtune.train.data.pairs import PackedPairs
+from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.objectives.kto import KTO
 from jaxtune.train.objectives.preference import DPO, ORPO
 from jaxtune.train.objectives.reward import Reward

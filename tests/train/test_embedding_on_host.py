@@ -30,8 +30,6 @@ from jaxtune.train.config import (
     ObjectiveConfig,
     TrainConfig,
 )
-from jaxtune.train.loading import load_model, loading
-from jaxtune.train.objectives.teachers import with_teacher
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
@@ -39,6 +37,8 @@ from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.host_table import NO_TABLE, TABLES, left_on_host
 from jaxtune.train.program import trained_model
 from jaxtune.train.program.programs import Engine
+from jaxtune.train.references.teachers import with_teacher
+from jaxtune.train.spec.loading import load_model, loading
 from tests.train.data.conftest import make_tokenizer
 from tests.train.test_gemma4_run import FEW, HELD_OUT, TRAIN, hosted_model, same_run, trainer_of
 from tests.train.test_preference import pair_set, pairs

@@ -13,10 +13,12 @@ from rich.console import Console
 from tiny_models import tiny_model
 
 from jaxtune import generate
-from jaxtune.train import app, evaluate
+from jaxtune.train import app
 from jaxtune.train.config import DataConfig, EvaluationConfig, ModelConfig, TrainConfig
-from jaxtune.train.data import packaged, prepare
-from jaxtune.train.evaluate import exact_match
+from jaxtune.train.data import prepare
+from jaxtune.train.data.rendering import packaged
+from jaxtune.train.evaluation import evaluate
+from jaxtune.train.evaluation.evaluate import exact_match
 from tests.train.data.conftest import make_tokenizer
 
 

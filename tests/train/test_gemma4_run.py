@@ -40,7 +40,6 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.display.monitor import TrainingStopped
 from jaxtune.train.display.report import plan_lines
-from jaxtune.train.loading import loading
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
@@ -49,6 +48,7 @@ from jaxtune.train.planning.host_states import NO_STATES
 from jaxtune.train.planning.host_table import NO_TABLE, TABLES
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.program.programs import Engine
+from jaxtune.train.spec.loading import loading
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.test_preference import pair_set, pairs

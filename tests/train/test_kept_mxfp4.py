@@ -31,8 +31,8 @@ from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, DataConfig, MeshConfig, ModelConfig
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.record import recorded_config
-from jaxtune.train.loading import adapted
 from jaxtune.train.planning.cost import abstract_model
+from jaxtune.train.spec.loading import adapted
 from jaxtune.train.trainer import Trainer
 from tests.test_cli import word_tokenizer
 from tests.train.tiny_runs import assert_same, dataset, documents, make_config

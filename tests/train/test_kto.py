@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from jaxtune.models.lora import without_adapter
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.objective import ObjectiveConfig
-from jaxtune.train.data.cache import Summary
-from jaxtune.train.data.documents import Document, Documents
-from jaxtune.train.data.pairs import PackedPairs, PairDataset
+from jaxtune.train.data.packing.pairs import PackedPairs, PairDataset
+from jaxtune.train.data.tokens.cache import Summary
+from jaxtune.train.data.tokens.documents import Document, Documents
 from jaxtune.train.objectives.kto import KTO, with_mismatched_answers
 from jaxtune.train.program.loss import Forward
 from tests.train.data.conftest import make_tokenizer

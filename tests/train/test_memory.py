@@ -19,8 +19,8 @@ from jaxtune import cli
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
-from jaxtune.models.residual_plan import KEEP, LayerPlan, ResidualPlan, residuals_of
-from jaxtune.models.stack import layer_forward
+from jaxtune.models.stack.residual_plan import KEEP, LayerPlan, ResidualPlan, residuals_of
+from jaxtune.models.stack.stack import layer_forward
 from jaxtune.profile.data_sheets import DATA_SHEETS, data_sheet, known_devices
 from jaxtune.system import terminal
 from jaxtune.train.config import (

@@ -15,8 +15,8 @@ from jaxtune.train.config import ConfigError, DataConfig, EvaluationConfig, Mode
 from jaxtune.train.config.objective import _DEFAULTS, _OPTIONS, ObjectiveConfig, without_effect
 from jaxtune.train.objectives.named import PREFERENCES, objective_of
 from jaxtune.train.objectives.policy import GRPO, RLOO
-from jaxtune.train.objectives.prompts import OwnParts
-from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled
+from jaxtune.train.sampled.prompts import OwnParts
+from jaxtune.train.sampled.reward_functions import RewardFunctions, Sampled
 
 CODE = """
 class Game:

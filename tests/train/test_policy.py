@@ -29,16 +29,16 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.config.file import load_config
 from jaxtune.train.config.objective import ObjectiveConfig
-from jaxtune.train.objectives.answering import OneTurn, Sampling
 from jaxtune.train.objectives.grpo import Answers, PolicyLoss, grpo_loss, rloo_loss
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.packed_answers import OLD_LOGPS, SAMPLED_LOGPS, Answer, Prompt
 from jaxtune.train.objectives.policy import GRPO, RLOO
-from jaxtune.train.objectives.prompts import read_prompts
-from jaxtune.train.objectives.reward_functions import RewardFunctions
-from jaxtune.train.objectives.rollouts import SampledAnswers
 from jaxtune.train.planning.phases import phase_lines, phases_of, prefill_bytes
 from jaxtune.train.program.loss import Forward
+from jaxtune.train.sampled.answering import OneTurn, Sampling
+from jaxtune.train.sampled.packed_answers import OLD_LOGPS, SAMPLED_LOGPS, Answer, Prompt
+from jaxtune.train.sampled.prompts import read_prompts
+from jaxtune.train.sampled.reward_functions import RewardFunctions
+from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import make_config

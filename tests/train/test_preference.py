@@ -18,7 +18,7 @@ from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.lora import get_peft_model, matrices, without_adapter
 from jaxtune.models.registry import config_from_hf
-from jaxtune.models.residual_plan import KEEP, ResidualPlan
+from jaxtune.models.stack.residual_plan import KEEP, ResidualPlan
 from jaxtune.train.config import (
     AdapterConfig,
     CheckpointConfig,
@@ -28,9 +28,9 @@ from jaxtune.train.config import (
     ScheduleConfig,
 )
 from jaxtune.train.config.objective import ObjectiveConfig
-from jaxtune.train.data.cache import Summary
-from jaxtune.train.data.documents import Document, Documents
-from jaxtune.train.data.pairs import PAIRS, PackedPairs, PairDataset
+from jaxtune.train.data.packing.pairs import PAIRS, PackedPairs, PairDataset
+from jaxtune.train.data.tokens.cache import Summary
+from jaxtune.train.data.tokens.documents import Document, Documents
 from jaxtune.train.display.report import precision_notes
 from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.objectives.preference import DPO, METRICS, ORPO, SimPO

@@ -13,11 +13,10 @@ from tiny_models import tiny_model
 
 from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec, MoEConfig
-from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.lora import get_peft_model, linears
-from jaxtune.models.observed_inputs import known_scales, observed_scales
-from jaxtune.train import setup
+from jaxtune.models.qat.fake_quant import FakeQuant
+from jaxtune.models.qat.observed_inputs import known_scales, observed_scales
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -27,6 +26,7 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.config.file import config_from_dict, config_to_dict
 from jaxtune.train.program import trained_model
+from jaxtune.train.spec import setup
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, make_config
 

@@ -21,7 +21,7 @@ from jaxtune.models.reward import reward_model
 from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, DataConfig, EvaluationConfig, ModelConfig
 from jaxtune.train.config.objective import ObjectiveConfig
-from jaxtune.train.data.pairs import PackedPairs
+from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.objectives.reward import Reward
 from jaxtune.train.program.loss import Forward
 from tests.train.data.conftest import make_tokenizer

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxtune.train.config import ConfigError
-from jaxtune.train.objectives.reward_functions import READY, RewardError, RewardFunctions, Sampled, load_function
+from jaxtune.train.sampled.reward_functions import READY, RewardError, RewardFunctions, Sampled, load_function
 
 
 def some(count: int = 3, **columns) -> Sampled:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxtune.train.objectives.grpo import equal_rewards, group_advantages, rloo_advantages
 from jaxtune.train.objectives.policy import GRPO, RLOO
-from jaxtune.train.objectives.reward_functions import (
+from jaxtune.train.sampled.reward_functions import (
     RewardError,
     RewardFunctions,
     Sampled,

@@ -19,10 +19,10 @@ from jaxtune.train.display.metrics import MetricsLogger, _columns
 from jaxtune.train.display.rollouts import ROLLOUTS, RolloutsFile, kept_generations, latest
 from jaxtune.train.display.run_figures import RunFiles
 from jaxtune.train.display.run_page import run_page
-from jaxtune.train.objectives.answer_report import masked_lines
-from jaxtune.train.objectives.packed_answers import Answer, AnswerRows, fill_warning, packed_shape
 from jaxtune.train.objectives.policy import GRPO
 from jaxtune.train.program.loss import Forward
+from jaxtune.train.sampled.answer_report import masked_lines
+from jaxtune.train.sampled.packed_answers import Answer, AnswerRows, fill_warning, packed_shape
 from tests.train.test_policy import settings as options
 from tests.train.test_policy import some_answers, source_of, trainer_of
 

@@ -13,10 +13,10 @@ from flax import nnx
 from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec, MoEConfig
-from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
+from jaxtune.models.stack.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig
-from jaxtune.train.data.packing import pack
+from jaxtune.train.data.packing.packing import pack
 from jaxtune.train.program.loss import declared_losses, loss_sums
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config

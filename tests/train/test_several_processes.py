@@ -242,7 +242,9 @@ def test_a_template_and_an_adapter_may_lie_elsewhere_on_each_host(recipe, alone,
     for host in ("one", "two"):
         (tmp_path / host).mkdir()
         shutil.copytree(alone / "adapter", tmp_path / host / "adapter")
-        shutil.copy(ROOT / "jaxtune/train/data/chat_templates/chatml.jinja", tmp_path / host / f"{host}.jinja")
+        shutil.copy(
+            ROOT / "jaxtune/train/data/rendering/chat_templates/chatml.jinja", tmp_path / host / f"{host}.jinja"
+        )
         data = settings["data"] | {"template": str(tmp_path / host / f"{host}.jinja"), "length": 64}
         changes = dict(adapter={"path": str(tmp_path / host / "adapter")}, data=data, output=str(tmp_path / "run"))
         (tmp_path / f"{host}.yaml").write_text(yaml.safe_dump(settings | changes | {"mesh": {"data": 2}, "steps": 2}))

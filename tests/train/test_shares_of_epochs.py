@@ -14,7 +14,7 @@ from jaxtune.train.callbacks import Between, Callback
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.file import load_config
 from jaxtune.train.config.sections import CheckpointConfig, EvaluationConfig, GuardConfig, in_steps
-from jaxtune.train.early_stop import EarlyStop
+from jaxtune.train.evaluation.early_stop import EarlyStop
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config

@@ -22,8 +22,8 @@ from jaxtune.pallas.attention import packed_layout
 from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig, ScheduleConfig
 from jaxtune.train.config.sections import OPTIMIZERS
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.data.documents import Document
-from jaxtune.train.data.packing import pack
+from jaxtune.train.data.packing.packing import pack
+from jaxtune.train.data.tokens.documents import Document
 from jaxtune.train.optimizer.optim import make_optimizer, update_bound
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.program.loss import Forward, loss_sums

@@ -19,7 +19,7 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.config import CheckpointConfig
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.saving import TrainingInterrupted
-from jaxtune.train.objectives.tool_formats import ToolFormat
+from jaxtune.train.sampled.tool_formats import ToolFormat
 from jaxtune.train.trainer import Trainer
 from tests.train.stopping import PROMISED, Since
 from tests.train.test_tools import trainer_of

@@ -27,15 +27,15 @@ from jaxtune.train.config import (
     OptimConfig,
 )
 from jaxtune.train.config.objective import ObjectiveConfig
-from jaxtune.train.data.teacher_files import open_file
-from jaxtune.train.data.teacher_values import TEACHER_IDS, TEACHER_LOG_PROBS, TeacherValues
+from jaxtune.train.data.tokens.teacher_files import open_file
+from jaxtune.train.data.tokens.teacher_values import TEACHER_IDS, TEACHER_LOG_PROBS, TeacherValues
 from jaxtune.train.folder.checkpoint import CheckpointError
-from jaxtune.train.loading import loading
-from jaxtune.train.objectives import stored_teachers
 from jaxtune.train.objectives.distillation import Distill
-from jaxtune.train.objectives.teachers import open_teacher, teacher_shapes, with_teacher
 from jaxtune.train.planning import disk
 from jaxtune.train.planning.sizes import nbytes
+from jaxtune.train.references import stored_teachers
+from jaxtune.train.references.teachers import open_teacher, teacher_shapes, with_teacher
+from jaxtune.train.spec.loading import loading
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.test_distillation import ROWS, Cut, folder_of, of_metric, same_bits, student_model, teacher_model

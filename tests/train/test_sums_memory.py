@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
-from jaxtune.models.residual_plan import KEEP, ResidualPlan
+from jaxtune.models.stack.residual_plan import KEEP, ResidualPlan
 from jaxtune.train.config import AdapterConfig, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device

@@ -24,16 +24,16 @@ from jaxtune.models.lora import get_peft_model
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig
 from jaxtune.train.config.objective import ObjectiveConfig
-from jaxtune.train.data.packaged import PACKAGED
-from jaxtune.train.objectives.answering import Sampling, ToolTurns
-from jaxtune.train.objectives.packed_answers import Prompt, Settings
+from jaxtune.train.data.rendering.packaged import PACKAGED
 from jaxtune.train.objectives.policy import GRPO
-from jaxtune.train.objectives.reward_functions import RewardFunctions
-from jaxtune.train.objectives.rollout_function import RolloutFunction
-from jaxtune.train.objectives.rollouts import SampledAnswers
-from jaxtune.train.objectives.tool_formats import ToolFormat
-from jaxtune.train.objectives.tools import Tools
 from jaxtune.train.program.loss import Forward
+from jaxtune.train.sampled.answering import Sampling, ToolTurns
+from jaxtune.train.sampled.packed_answers import Prompt, Settings
+from jaxtune.train.sampled.reward_functions import RewardFunctions
+from jaxtune.train.sampled.rollout_function import RolloutFunction
+from jaxtune.train.sampled.rollouts import SampledAnswers
+from jaxtune.train.sampled.tool_formats import ToolFormat
+from jaxtune.train.sampled.tools import Tools
 from jaxtune.train.trainer import Trainer
 from jaxtune.train.user_code.errors import UserCodeError
 from tests.train.data.conftest import make_tokenizer

@@ -39,7 +39,7 @@ from jaxtune.train.config import (
     ScheduleConfig,
 )
 from jaxtune.train.config.file import config_to_yaml, load_config
-from jaxtune.train.data.documents import Document
+from jaxtune.train.data.tokens.documents import Document
 from jaxtune.train.display import report
 from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.display.monitor import TrainingStopped

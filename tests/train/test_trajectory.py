@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxtune.train.data import TokenDataset, prepare
-from jaxtune.train.data.cache import Summary
-from jaxtune.train.data.documents import Documents
+from jaxtune.train.data.tokens.cache import Summary
+from jaxtune.train.data.tokens.documents import Documents
 from tests.train import trajectory as t
 
 TOLERANCE = 1e-3

@@ -26,16 +26,16 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from jaxtune.system import waiting
-from jaxtune.train import answer_metrics
-from jaxtune.train.answer_metrics import AnswerMetrics
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.objective import ObjectiveConfig
-from jaxtune.train.objectives.answering import Sampling
-from jaxtune.train.objectives.packed_answers import Prompt, Settings
-from jaxtune.train.objectives.reward_functions import READY, RewardError, RewardFunctions, Sampled, load_function
-from jaxtune.train.objectives.rollout_function import RolloutFunction
-from jaxtune.train.objectives.tool_formats import Call
-from jaxtune.train.objectives.tools import Tools
+from jaxtune.train.evaluation import answer_metrics
+from jaxtune.train.evaluation.answer_metrics import AnswerMetrics
+from jaxtune.train.sampled.answering import Sampling
+from jaxtune.train.sampled.packed_answers import Prompt, Settings
+from jaxtune.train.sampled.reward_functions import READY, RewardError, RewardFunctions, Sampled, load_function
+from jaxtune.train.sampled.rollout_function import RolloutFunction
+from jaxtune.train.sampled.tool_formats import Call
+from jaxtune.train.sampled.tools import Tools
 from jaxtune.train.user_code import calling, patterns, processes
 from jaxtune.train.user_code.copies import own_copy
 from jaxtune.train.user_code.errors import UserCodeError

@@ -23,8 +23,8 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.data import TokenDataset
-from jaxtune.train.data.cache import Summary
-from jaxtune.train.data.documents import Document, Documents
+from jaxtune.train.data.tokens.cache import Summary
+from jaxtune.train.data.tokens.documents import Document, Documents
 from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import find_device

@@ -105,7 +105,7 @@ def step_batches(data, packed: bool, steps: int = STEPS):
     """The source of a run of chosen documents a step, where `Batches` packs whole sets: the same ones whether packed or
     not, in rows twice as long if packed."""
     from jaxtune.train.data.batches import BatchSource
-    from jaxtune.train.data.packing import pack
+    from jaxtune.train.data.packing.packing import pack
 
     documents = [data.documents[index] for index in range(len(data.documents))]
     cut = [type(d)(d.tokens[: data.length], d.mask[: data.length]) for d in documents]

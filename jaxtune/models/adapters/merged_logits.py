@@ -15,15 +15,15 @@ from flax import nnx
 
 from jaxtune.models.components import set_compute
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import round_to_grid
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.linear import Linear, merged_weight, row_norm
 from jaxtune.models.lora import copy_structure, matrices
 from jaxtune.models.placement import partition
-from jaxtune.models.stack import run_stack
-from jaxtune.models.stack_layers import UNTUNED
+from jaxtune.models.qat.fake_quant import FakeQuant
+from jaxtune.models.stack.stack import run_stack
+from jaxtune.models.stack.stack_layers import UNTUNED
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import Stored, dense
 from jaxtune.pallas.meshes import on_any_mesh

@@ -34,7 +34,7 @@ from jaxtune.models.generation.structure import Structure
 from jaxtune.models.generation.xla_options import prompt_options, sampler_options
 from jaxtune.models.layers.segment import Context
 from jaxtune.models.rope import rotary_tables
-from jaxtune.models.stack import layer_forward
+from jaxtune.models.stack.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.decode_attention import inserted
 from jaxtune.pallas.few_rows import MOST_ROWS, chosen_token, looked_up

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import optimization_barrier
 
-from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.linear import merged_weight
-from jaxtune.models.qat_gradients import gradients_of, straight_through, unclipped_gradients
+from jaxtune.models.qat.fake_quant import FakeQuant
+from jaxtune.models.qat.qat_gradients import gradients_of, straight_through, unclipped_gradients
 from jaxtune.pallas.formats import Stored, dense
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul
 from jaxtune.pallas.quant_matmul import LoraWeights

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxtune.train.data.batches import Batch, Batches
-    from jaxtune.train.data.cache import Summary
     from jaxtune.train.data.dataset import TokenDataset, prepare
-    from jaxtune.train.data.packing import PackedRows, PackingReport
+    from jaxtune.train.data.packing.packing import PackedRows, PackingReport
+    from jaxtune.train.data.tokens.cache import Summary
 
 __all__ = ["Batch", "Batches", "PackedRows", "PackingReport", "Summary", "TokenDataset", "prepare"]
 
 _MODULE_OF = {
     "Batch": "batches",
     "Batches": "batches",
-    "PackedRows": "packing",
-    "PackingReport": "packing",
-    "Summary": "cache",
+    "PackedRows": "packing.packing",
+    "PackingReport": "packing.packing",
+    "Summary": "tokens.cache",
     "TokenDataset": "dataset",
     "prepare": "dataset",
 }

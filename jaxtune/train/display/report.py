@@ -20,17 +20,17 @@ from rich.text import Text
 from jaxtune.conversations.dates import parsed_day
 from jaxtune.models.components import followed
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import not_quantized, parameters, qat_spec
 from jaxtune.models.placement.host_table import TITLES
 from jaxtune.models.precision import DTYPES
-from jaxtune.models.residual_plan import Placement
+from jaxtune.models.qat.fake_quant import FakeQuant
+from jaxtune.models.stack.residual_plan import Placement
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train.config import ScheduleConfig, TrainConfig
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.data.preview import MARKS, preview
+from jaxtune.train.data.rendering.preview import MARKS, preview
 from jaxtune.train.display.metrics import duration
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device

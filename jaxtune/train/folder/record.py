@@ -18,9 +18,9 @@ import jax
 from jaxtune.conversations import dates
 from jaxtune.models.components import common_format, followed
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.fake_quant import INPUT_SCALES
 from jaxtune.models.files.quant import computes_in_fp8
 from jaxtune.models.lora import adapter_settings, gives_adapter
+from jaxtune.models.qat.fake_quant import INPUT_SCALES
 from jaxtune.pallas.format_names import KEPT
 from jaxtune.system import processes
 from jaxtune.system.files import atomic_write, fingerprints
@@ -30,7 +30,7 @@ from jaxtune.train.config.file import config_keys, config_to_dict, config_to_yam
 from jaxtune.train.config.sections import Unset
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.data.templates import writes_today
+from jaxtune.train.data.rendering.templates import writes_today
 from jaxtune.train.folder.checkpoint import CheckpointError, saved_steps
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, next_name
 

@@ -14,17 +14,17 @@ from jaxtune.system import processes
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.data.feeds import FedBatches, PreparedSet, RowSet
-from jaxtune.train.data.reading import open_sources
-from jaxtune.train.data.steps import pack_steps
-from jaxtune.train.data.streamed import StreamedRows
+from jaxtune.train.data.packing.steps import pack_steps
+from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet, RowSet
+from jaxtune.train.data.rows.reading import open_sources
+from jaxtune.train.data.rows.streamed import StreamedRows
 from jaxtune.train.folder.record import require_same_rows
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.objectives.own_samples import own_samples
 from jaxtune.train.objectives.policy import GRPO
-from jaxtune.train.objectives.prompts import sampled_answers
 from jaxtune.train.optimizer.schedule import total_steps
+from jaxtune.train.sampled.own_samples import own_samples
+from jaxtune.train.sampled.prompts import sampled_answers
 
 
 def run_rows(

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter, without_adapter
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.data.teacher_values import TEACHER_IDS, TEACHER_LOG_PROBS
+from jaxtune.train.data.tokens.teacher_values import TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxtune.train.objectives.preference import require_fixed_base
 from jaxtune.train.objectives.sft import SFT
-from jaxtune.train.objectives.teachers import BASE
 from jaxtune.train.program.loss import Forward
+from jaxtune.train.references.teachers import BASE
 
 
 def generalized_jsd(
@@ -157,7 +157,7 @@ class Distill(SFT):
         if self.teacher not in (None, BASE):
             raise ValueError(
                 f"objective.teacher = {self.teacher!r}: the model has no teacher attached; the train command loads and "
-                "attaches it, and in Python with_teacher(model, teacher) does (jaxtune.train.objectives.teachers)"
+                "attaches it, and in Python with_teacher(model, teacher) does (jaxtune.train.references.teachers)"
             )
         if not has_adapter(model):
             raise ValueError(

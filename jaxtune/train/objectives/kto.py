@@ -18,9 +18,9 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
 from jaxtune.train.config import DataConfig
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.data.documents import Document, Documents
-from jaxtune.train.data.formats import LABELLED
-from jaxtune.train.data.pairs import LABELS, PAIRS, PairDataset
+from jaxtune.train.data.packing.pairs import LABELS, PAIRS, PairDataset
+from jaxtune.train.data.rendering.formats import LABELLED
+from jaxtune.train.data.tokens.documents import Document, Documents
 from jaxtune.train.objectives.preference import Referenced, sum_log_probs
 from jaxtune.train.program.loss import Forward
 

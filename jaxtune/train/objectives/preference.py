@@ -23,8 +23,8 @@ from jaxtune.models.placement import partition
 from jaxtune.train.config import ROW_OPTIONS, ConfigError, DataConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import prepare
-from jaxtune.train.data.formats import PREFERENCE
-from jaxtune.train.data.pairs import PAIRS, REFERENCE, PairDataset
+from jaxtune.train.data.packing.pairs import PAIRS, REFERENCE, PairDataset
+from jaxtune.train.data.rendering.formats import PREFERENCE
 from jaxtune.train.program.loss import Forward
 
 # The metrics of preference objectives, means over pairs, in the order of the values in `Preference.loss`.

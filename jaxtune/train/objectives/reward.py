@@ -19,10 +19,10 @@ from jaxtune.models.heads import SCORE, Head
 from jaxtune.models.placement import partition
 from jaxtune.train.config import DataConfig
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.data.documents import Documents
-from jaxtune.train.data.formats import PREFERENCE
-from jaxtune.train.data.pairs import LABELS, PAIRS, PairDataset
-from jaxtune.train.data.reading import open_sources, read_rows
+from jaxtune.train.data.packing.pairs import LABELS, PAIRS, PairDataset
+from jaxtune.train.data.rendering.formats import PREFERENCE
+from jaxtune.train.data.rows.reading import open_sources, read_rows
+from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.objectives.preference import Pairs
 from jaxtune.train.program.loss import Forward
 

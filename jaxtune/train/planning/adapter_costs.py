@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.segment import Segment, matrix_of
-from jaxtune.models.stack_layers import with_low_rank_kept
+from jaxtune.models.stack.stack_layers import with_low_rank_kept
 
 
 def experts_adapters(layers: Sequence[Block], dtype) -> float:

@@ -23,13 +23,12 @@ from jaxtune.models.layers.segment import Residual, Segment
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
-from jaxtune.models.residual_plan import residuals_of
 from jaxtune.models.reward import with_head
-from jaxtune.models.stack_layers import keeps_low_rank
+from jaxtune.models.stack.residual_plan import residuals_of
+from jaxtune.models.stack.stack_layers import keeps_low_rank
 from jaxtune.pallas.linear_cross_entropy import fills_up
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.teachers import teacher_shapes, with_teacher
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
@@ -48,6 +47,7 @@ from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.sizes import nbytes
 from jaxtune.train.planning.sums_memory import NO_SUMS, SumsMemory, sums_memory
 from jaxtune.train.program.gradient_sync import gradient_sync_of
+from jaxtune.train.references.teachers import teacher_shapes, with_teacher
 
 # Names of bytes in StepCost.fixed.
 TEACHER = "teacher's weights"

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.residual_plan import ResidualPlan
+from jaxtune.models.stack.residual_plan import ResidualPlan
 from jaxtune.train.config import AdapterConfig, TrainConfig
 from jaxtune.train.config.sections import HOSTED_OPTIMIZERS
 from jaxtune.train.planning.choice import (

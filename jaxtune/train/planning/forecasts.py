@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping
 
 from jaxtune.models.fitted import ALLOCATOR_BYTES
-from jaxtune.models.residual_plan import KEEP
+from jaxtune.models.stack.residual_plan import KEEP
 from jaxtune.pallas.linear_cross_entropy import chunk_length
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device

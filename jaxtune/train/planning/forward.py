@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import Sizes
 from jaxtune.models.placement import partition
-from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
+from jaxtune.models.stack.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.system import processes
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.planning import devices

@@ -19,7 +19,7 @@ from jaxtune.models.fitted import EXPERT_GRADIENT_TIME
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Context, Segment, Sizes, matrix_of, weights_per_token
 from jaxtune.models.rope import rotary_tables
-from jaxtune.models.stack import layer_forward
+from jaxtune.models.stack.stack import layer_forward
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.fitted import device_name

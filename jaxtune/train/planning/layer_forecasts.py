@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtune.models.fitted import ALLOCATOR_BYTES, ATTENTION_TIME, PRODUCT_TIME, STEP_TIME, ProductTime, StepTime
 from jaxtune.models.layers.segment import Sizes
-from jaxtune.models.residual_plan import PLACEMENTS, LayerPlan
+from jaxtune.models.stack.residual_plan import PLACEMENTS, LayerPlan
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.layer_costs import LayerKind, Work

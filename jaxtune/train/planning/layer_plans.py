@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxtune.models.layers.segment import Residual
-from jaxtune.models.residual_plan import PLACEMENTS, LayerPlan, Placement
+from jaxtune.models.stack.residual_plan import PLACEMENTS, LayerPlan, Placement
 from jaxtune.train.planning.cost import StepCost
 
 _PLACED_ALONE = 7  # at most this many groups of residuals have a placement of their own

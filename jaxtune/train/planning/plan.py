@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from jaxtune.models.layers.segment import Residual
-from jaxtune.models.residual_plan import (
+from jaxtune.models.stack.residual_plan import (
     PLACEMENTS,
     LayerPlan,
     Placement,

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.residual_plan import LayerPlan, Residual
+from jaxtune.models.stack.residual_plan import LayerPlan, Residual
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.layer_costs import LayerKind
 from jaxtune.train.planning.plan import StepPlan

@@ -19,11 +19,11 @@ from jaxtune.pallas.format_names import LOADED
 from jaxtune.train.config import ConfigError, MeshConfig, TrainConfig
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.teachers import pass_shapes
 from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import Device, budget, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Phase, loading_bytes, phase_lines, phase_warnings
+from jaxtune.train.references.teachers import pass_shapes
 
 _FROM_ELSEWHERE = "objective.teacher_logprobs, a file of its log-probabilities from a machine with more memory"
 _SHORTEST = 256  # tokens of the shortest rows that are proposed

@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import AuxLoss
 from jaxtune.models.placement import partition
-from jaxtune.models.residual_plan import ResidualPlan
+from jaxtune.models.stack.residual_plan import ResidualPlan
 from jaxtune.pallas.linear_cross_entropy import (
     linear_cross_entropy,
     linear_divergence,

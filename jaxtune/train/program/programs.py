@@ -20,9 +20,8 @@ from jax.sharding import NamedSharding
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import collectives, host_table, partition, transposed_codes
 from jaxtune.pallas import dispatch, gpu_kernel
-from jaxtune.system import processes
+from jaxtune.system import host_memory, processes
 from jaxtune.system.heap import uncollected
-from jaxtune.train import host_memory
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.batches import Batch, Batches, BatchSource, Rows

@@ -18,7 +18,7 @@ from jax.lax import optimization_barrier
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
-from jaxtune.models.residual_plan import ResidualPlan
+from jaxtune.models.stack.residual_plan import ResidualPlan
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.sft import SUPERVISED

@@ -16,7 +16,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.registry import config_from_hf
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE, ResidualPlan
+from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import FP8, MXFP4, NF4
 from jaxtune.pallas.formats.fp8 import ROW, TILE

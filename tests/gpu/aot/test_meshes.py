@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxtune.models.residual_plan import KEEP, LayerPlan, ResidualPlan
+from jaxtune.models.stack.residual_plan import KEEP, LayerPlan, ResidualPlan
 from jaxtune.train.config import MeshConfig
 from jaxtune.train.planning.plan import StepPlan
 from tests.golden import programs

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxtune.models.files.quant import prepare_qat
-from jaxtune.models.residual_plan import KEEP, ResidualPlan
+from jaxtune.models.stack.residual_plan import KEEP, ResidualPlan
 from jaxtune.train.config import OptimConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.optimizer import optimizer_offload

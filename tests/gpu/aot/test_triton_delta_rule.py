@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
-from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
+from jaxtune.models.stack.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.delta_rule import gated_delta_rule, short_convolution_parts

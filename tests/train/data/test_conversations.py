@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from jaxtune.train.data import prepare
-from jaxtune.train.data.formats import Example
-from jaxtune.train.data.row_errors import RowError
-from jaxtune.train.data.templates import RowEncoder
+from jaxtune.train.data.rendering.formats import Example
+from jaxtune.train.data.rendering.templates import RowEncoder
+from jaxtune.train.data.rows.row_errors import RowError
 from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer, spans
 
 END = "<|im_end|>"

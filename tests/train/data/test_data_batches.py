@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxtune.train.data.batches import Batch, Batches, epoch_order
-from jaxtune.train.data.documents import Documents
-from jaxtune.train.data.packing import PackedRows
+from jaxtune.train.data.packing.packing import PackedRows
+from jaxtune.train.data.tokens.documents import Documents
 
 
 def make_rows(count=10, length=8):

@@ -15,12 +15,13 @@ import time
 import numpy as np
 import pytest
 
-from jaxtune.train.data import cache, dataset, prepare, workers
-from jaxtune.train.data.cache import cache_key, open_or_build
-from jaxtune.train.data.documents import Documents
-from jaxtune.train.data.reading import open_sources, read_rows
-from jaxtune.train.data.row_files import Row
-from jaxtune.train.data.workers import Chunk, _Process, encode_rows
+from jaxtune.train.data import dataset, prepare
+from jaxtune.train.data.rows.reading import open_sources, read_rows
+from jaxtune.train.data.rows.row_files import Row
+from jaxtune.train.data.tokens import cache, workers
+from jaxtune.train.data.tokens.cache import cache_key, open_or_build
+from jaxtune.train.data.tokens.documents import Documents
+from jaxtune.train.data.tokens.workers import Chunk, _Process, encode_rows
 from tests.train.data.conftest import make_tokenizer
 
 ROWS = [{"prompt": f"Add {i} and {i}: ", "completion": f"It is {2 * i}."} for i in range(30)]
@@ -194,8 +195,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from jaxtune.train.data.cache import open_or_build
-from jaxtune.train.data.workers import Chunk
+from jaxtune.train.data.tokens.cache import open_or_build
+from jaxtune.train.data.tokens.workers import Chunk
 def build():
     one = np.ones(1, np.int64)
     yield Chunk(1, np.ones(3, np.int32), np.ones(3, np.uint8), 3 * one, 2 * one, [("f", 1)], [], [], 1, 1)
@@ -225,7 +226,7 @@ def test_files_that_cannot_be_made_name_the_setting(tmp_path, tokenizer, monkeyp
     def full(path, mode):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("jaxtune.train.data.cache.open", full, raising=False)
+    monkeypatch.setattr("jaxtune.train.data.tokens.cache.open", full, raising=False)
     with pytest.raises(ValueError, match="token cache cannot be written .*No space left.* data.cache_dir="):
         open_or_build(tmp_path / "key", lambda: chunks(tokenizer))
     assert not list(tmp_path.iterdir())

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtune.train.data import packing
-from jaxtune.train.data.documents import Document, Documents
-from jaxtune.train.data.packing import PackedRows, pack, plan_rows
+from jaxtune.train.data.packing import packing
+from jaxtune.train.data.packing.packing import PackedRows, pack, plan_rows
+from jaxtune.train.data.tokens.documents import Document, Documents
 
 
 @st.composite

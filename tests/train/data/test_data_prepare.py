@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxtune.train.data import prepare
-from jaxtune.train.data.documents import Document
-from jaxtune.train.data.packing import pack
-from jaxtune.train.data.preview import PADDING, TRAINED, preview
+from jaxtune.train.data.packing.packing import pack
+from jaxtune.train.data.rendering.preview import PADDING, TRAINED, preview
+from jaxtune.train.data.tokens.documents import Document
 from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer, spans
 
 ROWS = [{"prompt": f"Add {i} and {i}: ", "completion": f"It is {2 * i}."} for i in range(40)]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jaxtune.train.data.formats import (
+from jaxtune.train.data.rendering.formats import (
     LABELLED,
     PREFERENCE,
     detect_format,
@@ -15,8 +15,8 @@ from jaxtune.train.data.formats import (
     normalize_pair,
     unread,
 )
-from jaxtune.train.data.reading import open_sources, read_rows
-from jaxtune.train.data.row_errors import RowError
+from jaxtune.train.data.rows.reading import open_sources, read_rows
+from jaxtune.train.data.rows.row_errors import RowError
 
 GOOD = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
 

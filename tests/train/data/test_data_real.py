@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxtune.train.data import prepare
-from jaxtune.train.data.formats import Example, normalize
-from jaxtune.train.data.markers import Markers
-from jaxtune.train.data.row_errors import RowError
-from jaxtune.train.data.templates import RowEncoder, derive_markers
+from jaxtune.train.data.rendering.formats import Example, normalize
+from jaxtune.train.data.rendering.markers import Markers
+from jaxtune.train.data.rendering.templates import RowEncoder, derive_markers
+from jaxtune.train.data.rows.row_errors import RowError
 from tests.train.data.conftest import spans
 
 # What each tokenizer's own template writes around an answer that is trained on, and what ends it.

@@ -9,10 +9,10 @@ import pytest
 
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import torch_order
-from jaxtune.train.data.cache import Summary
-from jaxtune.train.data.documents import Document, Documents
-from jaxtune.train.data.pairs import LABELS, PAIRS, PairDataset
-from jaxtune.train.data.steps import StepBatches
+from jaxtune.train.data.packing.pairs import LABELS, PAIRS, PairDataset
+from jaxtune.train.data.packing.steps import StepBatches
+from jaxtune.train.data.tokens.cache import Summary
+from jaxtune.train.data.tokens.documents import Document, Documents
 from jaxtune.train.objectives.kto import mismatched_in_groups, with_mismatched_answers
 
 LENGTH = 40

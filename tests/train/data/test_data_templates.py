@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxtune.train.data.formats import Example, normalize
-from jaxtune.train.data.markers import Markers
-from jaxtune.train.data.row_errors import RowError
-from jaxtune.train.data.templates import RowEncoder, derive_markers, resolve_template
+from jaxtune.train.data.rendering.formats import Example, normalize
+from jaxtune.train.data.rendering.markers import Markers
+from jaxtune.train.data.rendering.templates import RowEncoder, derive_markers, resolve_template
+from jaxtune.train.data.rows.row_errors import RowError
 from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer, spans
 
 CHAT = [

@@ -21,12 +21,12 @@ from jaxtune.system import processes
 from jaxtune.train.config import CheckpointConfig, DataConfig
 from jaxtune.train.config.file import load_config
 from jaxtune.train.data import prepare
-from jaxtune.train.data.reading import Window, open_sources
-from jaxtune.train.data.streamed import StreamedRows
-from jaxtune.train.evaluate import questions_of
+from jaxtune.train.data.rows.reading import Window, open_sources
+from jaxtune.train.data.rows.streamed import StreamedRows
+from jaxtune.train.evaluation.evaluate import questions_of
 from jaxtune.train.folder.record import with_today
-from jaxtune.train.objectives.own_samples import _Reading
-from jaxtune.train.objectives.prompts import read_prompts
+from jaxtune.train.sampled.own_samples import _Reading
+from jaxtune.train.sampled.prompts import read_prompts
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer
 from tests.train.tiny_runs import assert_same, make_config

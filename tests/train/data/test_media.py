@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxtune.train.data import prepare
-from jaxtune.train.data.formats import normalize, normalize_labelled, normalize_pair
-from jaxtune.train.data.row_errors import RowError
+from jaxtune.train.data.rendering.formats import normalize, normalize_labelled, normalize_pair
+from jaxtune.train.data.rows.row_errors import RowError
 from tests.train.data.conftest import make_tokenizer
 
 PICTURE = {"bytes": b"PNG", "path": None}

@@ -8,10 +8,10 @@ import html
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from jaxtune.train.data.formats import Example
-from jaxtune.train.data.packaged import PACKAGED, packaged_that_fit
-from jaxtune.train.data.row_errors import RowError
-from jaxtune.train.data.templates import RowEncoder, resolve_template
+from jaxtune.train.data.rendering.formats import Example
+from jaxtune.train.data.rendering.packaged import PACKAGED, packaged_that_fit
+from jaxtune.train.data.rendering.templates import RowEncoder, resolve_template
+from jaxtune.train.data.rows.row_errors import RowError
 from tests.train.data.conftest import make_tokenizer, spans
 
 TOOLS = [

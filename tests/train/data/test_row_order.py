@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtune.train.data.batches import Order
-from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.data.documents import Document, Documents
-from jaxtune.train.data.feeds import FedBatches, PreparedSet
-from jaxtune.train.data.packing import NothingUsable
-from jaxtune.train.data.pairs import PairDataset
-from jaxtune.train.data.reading import Window, open_sources
-from jaxtune.train.data.streamed import StreamedRows
+from jaxtune.train.data.packing.packing import NothingUsable
+from jaxtune.train.data.packing.pairs import PairDataset
+from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet
+from jaxtune.train.data.rows.reading import Window, open_sources
+from jaxtune.train.data.rows.streamed import StreamedRows
+from jaxtune.train.data.tokens.cache import Summary
+from jaxtune.train.data.tokens.documents import Document, Documents
 
 LENGTH = 24
 FIELDS = ("tokens", "targets", "weights", "segment_ids", "positions")

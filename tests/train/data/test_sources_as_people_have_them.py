@@ -8,7 +8,7 @@ import pytest
 
 from jaxtune.train.config import ConfigError, DataConfig
 from jaxtune.train.data import prepare
-from jaxtune.train.data.reading import open_sources, read_rows
+from jaxtune.train.data.rows.reading import open_sources, read_rows
 from tests.train.data.conftest import make_tokenizer
 
 

@@ -1,0 +1,1 @@
+"""Training with weights and inputs rounded as the exported format rounds them."""

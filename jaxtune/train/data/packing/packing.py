@@ -1,0 +1,341 @@
+"""Packs whole documents into rows of a fixed length, by best fit decreasing: lengths 6, 5, 4, 3, 2 in rows of 10 give
+[6, 4] and [5, 3, 2].
+
+A `Plan` needs lengths alone, so millions cost little; `PackedRows` builds rows from it on demand. A document never
+continues in another row: with overflow="split" each piece is a document. Documents of a row do not attend to each other
+(`Batch.segment_ids`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.data.tokens.documents import Document, Documents
+
+# The values of data.overflow: documents longer than a row are cut, divided into pieces, left out, or refused.
+Overflow = Literal["truncate", "split", "drop", "error"]
+OVERFLOW_POLICIES = ("truncate", "split", "drop", "error")
+
+
+class NothingUsable(ValueError):
+    """No token can be trained on. A run leaves out such a window of a stream, unless it is the first; otherwise it
+    stops.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class PackingReport:
+    """Counts of what packing did. A preference pair counts as two documents."""
+
+    documents: int
+    rows: int
+    tokens: int
+    slots: int
+    """Tokens and padding: rows x length."""
+    trained_tokens: int
+    truncated: int
+    """Documents that were cut, without dropped ones."""
+    cut_tokens: int
+    split: int
+    dropped: int
+    """Documents in no row: empty, without a trained token after cutting, or too long with overflow="drop"; both of a
+    pair.
+    """
+    max_documents: int
+    """Most documents in a row; for pairs the number that batches have room for."""
+    untrained_pieces: int = 0
+    """Pieces left out because they have no trained token."""
+
+    @property
+    def fill(self) -> float:
+        """Share of slots that are tokens, 0 to 1; 0 without rows."""
+        return self.tokens / self.slots if self.slots else 0.0
+
+    def __str__(self) -> str:
+        return self._text(f" in {self.rows:,} rows", f" in {self.slots:,} slots (fill {self.fill:.3f})")
+
+    @property
+    def of_documents(self) -> str:
+        """The counts without rows and slots, for data.packing=step."""
+        return self._text("", "")
+
+    def _text(self, rows: str, slots: str) -> str:
+        """The counts in words. rows, slots: inserted after the numbers of documents and of tokens."""
+        text = f"{self.documents:,} documents{rows}, {self.tokens:,} tokens{slots}, {self.trained_tokens:,} trained"
+        if self.truncated:
+            text += f"; {self.truncated:,} documents truncated, {self.cut_tokens:,} tokens cut"
+        if self.split:
+            text += f"; {self.split:,} documents split"
+        if self.untrained_pieces:
+            text += f", {self.untrained_pieces:,} of their pieces left out because none of their tokens is trained on"
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Assigns pieces, runs of tokens of one document (or pair), to rows. Arrays are in the order of the rows."""
+
+    length: int
+    row_starts: np.ndarray
+    """int64[rows + 1]: row r has pieces row_starts[r]:row_starts[r + 1]."""
+    document: np.ndarray
+    """int64[pieces]: index of the document (or pair)."""
+    offset: np.ndarray
+    """int64[pieces]: index of the first token in the document."""
+    count: np.ndarray
+    """int64[pieces]: tokens."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.row_starts) - 1
+
+    @property
+    def max_documents(self) -> int:
+        """Most pieces in a row; 0 without rows. Attention's kernels are compiled for it."""
+        return int(np.diff(self.row_starts).max(initial=0))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[rows]: tokens, without padding."""
+        ends = np.concatenate([[0], np.cumsum(self.count)])[self.row_starts]
+        return np.diff(ends)
+
+    @property
+    def full(self) -> bool:
+        """Whether each row is one piece without padding, so that attention needs no mask of documents."""
+        return self.rows == len(self.count) and bool((self.count == self.length).all())
+
+
+def plan_rows(
+    lengths: np.ndarray,
+    length: int,
+    *,
+    overflow: Overflow = "truncate",
+    packing: bool = True,
+    name: Callable[[int], str] = "document {}".format,
+    is_trained: Callable[[int, int, int], bool] | None = None,
+    max_documents: int | None = None,
+) -> Plan:
+    """Assigns documents (or pairs) to rows by best fit decreasing: longest first, each into the fullest row with room.
+    Equal lengths go in index order, so the plan is deterministic; a row's pieces are in document order. Empty documents
+    are left out.
+
+    Raises ValueError for wrong arguments, or a long document with overflow="error".
+
+      lengths: int[n], tokens of each document.
+      length: tokens of a row, at least 2.
+      packing: False gives each piece a row of its own.
+      name: a document's name by index, for messages.
+      is_trained: of (document, offset, count), whether a split document's piece has a trained token; others are left
+      out. None keeps all.
+      max_documents: most pieces of a row; None: no limit.
+    """
+    if length < 2:
+        raise ValueError(f"length must be at least 2 (one token and its target), got {length}")
+    if overflow not in OVERFLOW_POLICIES:
+        raise ValueError(f"overflow must be one of {', '.join(OVERFLOW_POLICIES)}, got {overflow!r}")
+    lengths = np.asarray(lengths, np.int64)
+    document, offset, count = _pieces(lengths, length, overflow, name)
+    if is_trained is not None and overflow == "split":
+        pieces = np.stack([document, offset, count], 1)
+        split = np.flatnonzero(lengths[document] > length).tolist()
+        document, offset, count = np.delete(pieces, [i for i in split if not is_trained(*pieces[i].tolist())], 0).T
+    if packing:
+        row, rows = _best_fit_decreasing(count, length, max_documents)
+    else:
+        row, rows = np.arange(len(count)), len(count)
+    order = np.argsort(row, kind="stable")  # pieces are in document order already
+    row_starts = np.zeros(rows + 1, np.int64)
+    np.cumsum(np.bincount(row, minlength=rows), out=row_starts[1:])
+    return Plan(length, row_starts, document[order], offset[order], count[order])
+
+
+def _pieces(
+    lengths: np.ndarray, length: int, overflow: Overflow, name: Callable[[int], str]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(document, offset, count), int64[pieces] in document order; see `plan_rows`. Raises ValueError for a long
+    document with overflow="error".
+    """
+    if overflow == "error":
+        too_long = np.flatnonzero(lengths > length)
+        if too_long.size:
+            first = int(too_long[0])
+            raise ValueError(
+                f"{too_long.size} documents are longer than data.length={length}, first {name(first)} with "
+                f"{lengths[first]} tokens; raise data.length, or set data.overflow to truncate, split or drop"
+            )
+    if overflow == "split":
+        piece_counts = -(-lengths // length)
+        document = np.repeat(np.arange(len(lengths)), piece_counts)
+        offset = (np.arange(len(document)) - np.repeat(np.cumsum(piece_counts) - piece_counts, piece_counts)) * length
+        return document, offset, np.minimum(lengths[document] - offset, length)
+    document = np.flatnonzero(lengths if overflow != "drop" else (lengths > 0) & (lengths <= length))
+    return document, np.zeros(len(document), np.int64), np.minimum(lengths[document], length)
+
+
+def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None = None) -> tuple[np.ndarray, int]:
+    """(Row of each piece, int64[pieces]; number of rows).
+
+    Open rows are in one stack for each remaining capacity, and a Python integer has a bit for each capacity with one:
+    the fullest row with room for c tokens is the lowest set bit from c on, without a search.
+
+      count: int[pieces], tokens, at most `length`.
+    """
+    order = np.argsort(-count, kind="stable")
+    row_of = np.empty(len(count), np.int64)
+    open_rows: list[list[int]] = [[] for _ in range(length + 1)]
+    occupied = 0
+    rows = 0
+    pieces_of: list[int] = []
+    for piece, tokens in zip(order.tolist(), count[order].tolist(), strict=True):
+        candidates = occupied >> tokens
+        if candidates:
+            capacity = tokens + (candidates & -candidates).bit_length() - 1
+            stack = open_rows[capacity]
+            row = stack.pop()
+            if not stack:
+                occupied ^= 1 << capacity
+        else:
+            capacity, row = length, rows
+            rows += 1
+            pieces_of.append(0)
+        row_of[piece] = row
+        pieces_of[row] += 1
+        remaining = capacity - tokens
+        if remaining and pieces_of[row] != max_pieces:
+            open_rows[remaining].append(row)
+            occupied |= 1 << remaining
+    return row_of, rows
+
+
+class PackedRows:
+    """Packed rows of documents, built when written into a batch. Documents that are empty, or lose all trained tokens
+    when cut, are in no row, nor are untrained pieces; a document that never had one stays.
+
+    `report` has the counts, and `full` says whether each row is one document without padding. Raises ValueError for a
+    long document with overflow="error", or wrong arguments.
+
+      length: tokens of a row.
+      packing: False gives each document a row of its own.
+      max_documents: most of a row, and the room in batches; None: no limit, and the most of any row.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        length: int,
+        *,
+        overflow: Overflow = "truncate",
+        packing: bool = True,
+        max_documents: int | None = None,
+    ) -> None:
+        lengths = np.asarray(documents.lengths)
+        too_long = np.flatnonzero(lengths > length)
+        trained = np.array(documents.trained)
+        truncated = cut_tokens = 0
+        if overflow == "truncate" and too_long.size:
+            lengths = lengths.copy()
+            for index in too_long.tolist():
+                kept_trained = int(np.count_nonzero(documents[index].mask[1:length]))
+                if trained[index] and not kept_trained:
+                    lengths[index] = 0  # no trained token is left, so the document is dropped
+                else:
+                    truncated += 1
+                    cut_tokens += int(lengths[index]) - length
+                trained[index] = kept_trained
+        if overflow == "drop":
+            trained[too_long] = 0
+        self.documents = documents
+        self.length = length
+        self.plan = plan_rows(
+            lengths,
+            length,
+            overflow=overflow,
+            packing=packing,
+            name=documents.source,
+            is_trained=self._is_trained,
+            max_documents=max_documents,
+        )
+        untrained_pieces = 0
+        if overflow == "split":
+            untrained_pieces = int((-(-lengths // length)).sum()) - len(self.plan.count)
+            # The first token of every later piece is not a target, because no token of its row comes before it.
+            for index in too_long.tolist():
+                trained[index] -= int(np.count_nonzero(documents[index].mask[length::length]))
+        self.max_documents = max_documents or self.plan.max_documents
+        self.full = self.plan.full
+        self.report = PackingReport(
+            documents=len(documents),
+            rows=self.plan.rows,
+            tokens=int(self.plan.count.sum()),
+            slots=self.plan.rows * length,
+            trained_tokens=int(trained.sum()),
+            truncated=truncated,
+            cut_tokens=cut_tokens,
+            split=len(too_long) if overflow == "split" else 0,
+            dropped=len(documents) - len(np.unique(self.plan.document)),
+            max_documents=self.plan.max_documents,
+            untrained_pieces=untrained_pieces,
+        )
+
+    def _is_trained(self, document: int, offset: int, count: int) -> bool:
+        """Whether a piece of a split document has a trained target; True if the document has none at all, which is then
+        kept as it would be unsplit.
+        """
+        documents = self.documents
+        first = documents.starts[document] + offset
+        return not documents.trained[document] or bool(documents.mask[first + 1 : first + count].any())
+
+    def __len__(self) -> int:
+        return self.plan.rows
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[rows]: tokens of each row, without padding."""
+        return self.plan.lengths
+
+    def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
+        """A batch of padding, [rows, length], for `fill`. length: None is that of these rows; `shared` changes nothing
+        here.
+        """
+        return Batch.empty(rows, length or self.length)
+
+    def fill(self, batch: Batch, slot: int, row: int, offset: int = 0, rows_before: int = 0) -> int:
+        """Writes row `row` into row `slot` of a batch in place, from token `offset` on; the index after it.
+        rows_before: how many of these rows the slot has already, for distinct segment ids.
+        """
+        plan, documents = self.plan, self.documents
+        pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
+        for segment, piece in enumerate(pieces, start=1 + rows_before * self.max_documents):
+            start = int(documents.starts[plan.document[piece]] + plan.offset[piece])
+            offset = documents.write(start, int(plan.count[piece]), batch, slot, offset, segment)
+        return offset
+
+    def sources(self, row: int) -> list[str]:
+        """`file:line` of the documents of a row, in order."""
+        plan = self.plan
+        pieces = slice(plan.row_starts[row], plan.row_starts[row + 1])
+        return [self.documents.source(int(index)) for index in plan.document[pieces]]
+
+    def batch(self) -> Batch:
+        batch = Batch.empty(len(self), self.length)
+        for row in range(len(self)):
+            self.fill(batch, row, row)
+        return batch
+
+
+def pack(
+    documents: Iterable[Document | Sequence[int]], length: int, overflow: Overflow = "truncate", *, packing: bool = True
+) -> tuple[Batch, PackingReport]:
+    """Packs documents in memory, for scripts and tests; (batch [rows, length], report). Arguments and errors as
+    PackedRows.
+
+      documents: plain sequences of ints are trained on completely.
+    """
+    rows = PackedRows(Documents.gather(documents), length, overflow=overflow, packing=packing)
+    return rows.batch(), rows.report

@@ -1,0 +1,1 @@
+"""Rows of files, folders and streams, and the errors of a row."""

@@ -1,0 +1,1 @@
+"""Held-out rows: losses, metrics of answers, scores, and when to stop early."""

@@ -1,0 +1,1 @@
+"""Log-probabilities of other models: references and teachers."""

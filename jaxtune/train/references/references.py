@@ -1,0 +1,206 @@
+"""Log-probabilities of preference objectives' reference model, computed once and stored beside the token cache.
+
+A file's name is a hash of rows, every byte of the base model and its formats; a checksum ends it. They are checked in
+the first step: a new adapter changes nothing yet.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+from flax import nnx
+
+from jaxtune.models.placement import partition
+from jaxtune.system import processes
+from jaxtune.system.files import atomic_write
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.data.batches import Batches, Rows
+from jaxtune.train.data.packing.pairs import PackedPairs
+from jaxtune.train.data.tokens.cache import cache_folder, note_use
+from jaxtune.train.display.monitor import TrainingStopped
+from jaxtune.train.objectives.preference import DPO, Referenced
+from jaxtune.train.program.programs import Engine
+
+
+def fill_reference(
+    rows: PackedPairs,
+    objective: Any,
+    engine: Engine,
+    config: TrainConfig,
+    base: str | None,
+    trainable: nnx.State,
+    frozen: nnx.State,
+    say: Callable[[str], None],
+    trained: bool = False,
+) -> None:
+    """Fills `rows.reference` in place if it has NaN: from a stored file, or by a pass over the rows, whose result is
+    stored. An unwritable cache only prints a line. Collective; all take part in the pass unless each can read the file.
+
+    Raises ValueError if the file is missing and the reference has `trained`.
+
+      objective: its `reference` computes a batch.
+      base: digest of the base's weights; None: unknown, and no file is used.
+      trainable, frozen: state on the devices.
+      trained: whether the weights that would be the reference have made steps.
+    """
+    if rows.reference is None or not np.isnan(rows.reference).any():
+        return
+    path = None if base is None else _path(rows, config, base)
+    log_probs = None if path is None else _read(path, rows.reference.shape, say)
+    if None in processes.all_of(None if log_probs is None else True):  # all processes compute, or none does
+        log_probs = None
+    if log_probs is None and trained:
+        raise ValueError(
+            "the log-probabilities of the model before its first step, the reference, are not stored any more, and it "
+            "has trained since: begin the run anew, or evaluate within it (evaluation.every_steps, at_start, at_end)"
+        )
+    if log_probs is None:
+        say(f"log-probabilities of the reference: one pass over {len(rows):,} rows")
+        log_probs = _computed(rows, objective, engine, trainable, frozen)
+        if path is not None and processes.first():
+            file = io.BytesIO()
+            np.save(file, log_probs)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write(path, file.getvalue() + _checksum(path, file.getvalue()))
+            except OSError as error:  # a shared cache may be another user's
+                say(f"they are not stored for other runs: data.cache_dir={path.parent} cannot be written ({error})")
+    else:
+        if path is not None:
+            note_use(path)
+        say(f"log-probabilities of the reference: {path}")
+    rows.reference[:] = log_probs
+
+
+def unwritten(sets: Sequence[PackedPairs], config: TrainConfig) -> tuple[Path, int] | None:
+    """(Folder, bytes) of values that `fill_reference` has yet to compute; None without any."""
+    arrays = [rows.reference for rows in sets if rows.reference is not None and np.isnan(rows.reference).any()]
+    return (cache_folder(config.data.cache_dir), sum(array.nbytes for array in arrays)) if arrays else None
+
+
+def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: nnx.State, frozen: nnx.State) -> np.ndarray:
+    """float32[documents]: each answer's sum under the reference, by a pass; 0 for pairs left out."""
+    plain = copy.copy(rows)
+    plain.reference = None
+    program = engine.compile_of_rows(objective.reference, trainable, frozen, plain)
+    log_probs = np.zeros(len(rows.documents), np.float32)
+    for numbers, sums in values_of_rows(engine, program, trainable, frozen, plain):
+        for slot, row in enumerate(numbers.tolist()):
+            pairs = np.asarray(rows.pairs(row))
+            log_probs[2 * pairs[:, None] + np.arange(2)] = sums[slot][: len(pairs)]
+    return log_probs
+
+
+def values_of_rows(
+    engine: Engine, program: jax.stages.Compiled, trainable: nnx.State, frozen: nnx.State, rows: Rows
+) -> Iterator[tuple[np.ndarray, Any]]:
+    """Runs a program over all rows in batches, with the next one already on the devices: yields (row numbers int[n],
+    result as numpy arrays, maybe padded). Every process must consume it to the end.
+
+      program: of `engine.compile_of_rows` for these rows.
+    """
+    batches, waiting = Batches(rows, engine.rows, order="given"), None
+    for step in range(batches.steps_per_epoch):
+        values = program(trainable, frozen, engine.place(batches.batch_at(step)))
+        if waiting is not None:
+            yield waiting[0], jax.tree.map(partition.on_host, waiting[1])
+        waiting = batches.rows_at(step), values
+    assert waiting is not None
+    yield waiting[0], jax.tree.map(partition.on_host, waiting[1])
+
+
+def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
+    """The file of these rows' values, named by tokens, masks, truncation, base model and formats."""
+    documents, model = rows.documents, config.model
+    digest = hashlib.blake2b(repr((base, model.load_in, model.compute, config.precision)).encode(), digest_size=16)
+    for array in (documents.tokens, documents.mask, documents.starts, rows.kept):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return cache_folder(config.data.cache_dir) / f"reference_{digest.hexdigest()}.npy"
+
+
+def _checksum(path: Path, content: bytes) -> bytes:
+    """16 bytes over content and file name, so that a renamed file is refused."""
+    return xxhash.xxh3_128(path.name.encode() + content).digest()
+
+
+def _read(path: Path, shape: tuple[int, ...], say: Callable[[str], None]) -> np.ndarray | None:
+    """The stored array; None, to be computed anew, if missing, damaged, of another shape, or not finite."""
+    try:
+        content = path.read_bytes()
+        if content[-16:] != _checksum(path, content[:-16]):
+            raise ValueError("its checksum is not that of its content")
+        log_probs = np.load(io.BytesIO(content[:-16]), allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        say(f"{path} is damaged and not used: {error}")
+        return None
+    return (
+        log_probs
+        if log_probs.shape == shape and log_probs.dtype == np.float32 and np.isfinite(log_probs).all()
+        else None
+    )
+
+
+# ---- the first step
+
+
+def first_check(
+    objective: Any, config: TrainConfig, rows: Any, fresh: Callable[[], bool]
+) -> Callable[[Mapping[str, float]], None]:
+    """A function of the first step's metrics that raises TrainingStopped if the reference's log-probabilities are not
+    those of the model before training. It does nothing without a reference, or where they may differ: values of the
+    data set, a trained adapter, NEFTune, QAT from the first step.
+
+      rows: before `fill_reference`.
+      fresh: whether the adapter was new before the first step.
+    """
+    stored_reference = getattr(rows, "reference", None)
+    computed_here = stored_reference is None or bool(np.isnan(stored_reference).any())
+    rounded = config.qat is not None and config.qat.start == 0
+    if not isinstance(objective, Referenced) or not computed_here or rounded or config.neftune_noise_alpha:
+        return lambda line: None
+    reference = objective
+
+    def check(line: Mapping[str, float]) -> None:
+        reason = _disagreement(reference, line) if fresh() else None
+        if reason is not None:
+            raise TrainingStopped(
+                f"step 1: {reason}. The adapter does nothing yet, so that model and reference are the same and must "
+                "give the answers the same log-probabilities: the reference's are of other weights or other rows, and "
+                "nothing that is learnt from them would mean anything. Remove reference_*.npy from the token cache "
+                "(data.cache_dir), and see that nothing changes the model's folder or the rows while a run begins"
+            )
+
+    return check
+
+
+def _disagreement(objective: Referenced, line: Mapping[str, float]) -> str | None:
+    """How model and reference differ by more than rounding in the first step's metrics, in words; else None.
+
+    Programs in 16 bits differ by about a hundredth of a nat a token, other weights or rows by several hundredths of the
+    log-probability: allowed are 0.25 nats plus a hundredth of the mean.
+    """
+    slack = {}
+    for side in ("chosen", "rejected"):
+        moved = line[f"rewards/{side}"] / objective.beta
+        slack[side] = 0.25 + 0.01 * abs(line[f"logps/{side}"])
+        if abs(moved) > slack[side]:
+            return (
+                f"rewards/{side} is {line[f'rewards/{side}']:.4g} and not 0: answers are {abs(moved):.4g} nats "
+                f"{'more' if moved > 0 else 'less'} likely than the reference says (logps/{side} "
+                f"{line[f'logps/{side}']:.4g})"
+            )
+    if isinstance(objective, DPO) and objective.loss_type == "sigmoid":
+        if abs(line["loss"] - math.log(2.0)) > objective.beta * sum(slack.values()) / 2:
+            return f"the loss is {line['loss']:.4f} and not ln 2 = {math.log(2.0):.4f}"
+    return None

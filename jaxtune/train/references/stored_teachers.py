@@ -1,0 +1,409 @@
+"""A teacher's largest log-probabilities, stored before a distillation, so that no teacher is in memory.
+
+They come from a pass over the rows (teacher_top_k) or another program's file (teacher_logprobs), and are mapped from a
+file beside the token cache, named by a hash of rows and teacher, with a checksum. Without a digest of the teacher they
+stay in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+import xxhash
+from flax import nnx
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.hf import Pretrained
+from jaxtune.models.placement import partition
+from jaxtune.system import processes, shared_folders
+from jaxtune.system.files import create_temporary, fingerprints, remove_left
+from jaxtune.system.terminal import say
+from jaxtune.train.config import ConfigError, TrainConfig
+from jaxtune.train.data.batches import Batch, BatchSource
+from jaxtune.train.data.dataset import TokenDataset
+from jaxtune.train.data.tokens.cache import cache_folder, note_use
+from jaxtune.train.data.tokens.teacher_files import open_file
+from jaxtune.train.data.tokens.teacher_values import TaughtRows, TeacherValues
+from jaxtune.train.objectives.distillation import Distill
+from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.planning.phases import Phase, phase
+from jaxtune.train.planning.teacher_pass import TeacherPass
+from jaxtune.train.program.loss import Forward
+from jaxtune.train.program.programs import Engine
+from jaxtune.train.program.trained_model import TrainedModel
+from jaxtune.train.references.references import values_of_rows
+from jaxtune.train.references.teachers import (
+    BASE,
+    described,
+    load_teacher,
+    of_pass,
+    require_same_tokens,
+    without_teacher,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_SUM = 16  # bytes of the checksum at the end of a stored file
+
+
+class StoredTeacher:
+    """The stored log-probabilities of a run: train `student`, `attach` places to the rows, `fill` them before the first
+    step. With another objective, or a teacher that runs beside, arguments come back unchanged.
+
+    A teacher is opened when `digest` or `fill` needs it. Raises ConfigError for teacher_top_k beyond the vocabulary, or
+    an unreadable teacher_logprobs.
+
+      student: a teacher attached to it is taken; else the one that the objective names.
+    """
+
+    def __init__(self, objective: Objective, config: TrainConfig, student: Decoder, tokenizer: PreTrainedTokenizerFast):
+        self._objective = objective if isinstance(objective, Distill) and objective.offline else None
+        self._config, self._tokenizer = config, tokenizer
+        self._teacher, self._vocab_size = student.teacher, student.config.vocab_size
+        self._file = None
+        self._was_read = False  # whether all values were found in files, so that there was no pass
+        if self._objective is None:
+            return
+        # Only shapes, because the trainer frees the student's arrays.
+        self._student = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), nnx.state(without_teacher(student))
+        )
+        k = self._objective.teacher_top_k
+        if self._objective.teacher_logprobs is not None:
+            self._file = open_file(self._objective.teacher_logprobs, say)
+        elif k is not None and not 0 < k <= self._vocab_size:
+            raise ConfigError(
+                f"objective.teacher_top_k = {k}: must be from 1 to {self._vocab_size:,}, the vocabulary's size"
+            )
+
+    @property
+    def k(self) -> int:
+        """Tokens stored for each trained token; only if something is stored."""
+        assert self._objective is not None
+        return self._file.k if self._file is not None else self._objective.teacher_top_k or 0
+
+    @functools.cached_property
+    def digest(self) -> str | None:
+        """Identifies the teacher's weights and formats, or the file; None if nothing is stored or the weights have no
+        digest. Raises OSError, and errors of opening.
+        """
+        if self._objective is None:
+            return None
+        if self._file is not None:
+            return self._file.digest
+        config = self._config
+        load_in = config.model.load_in if self._is_base else config.objective.teacher_load_in
+        how = (config.computes_in, load_in, self.k, self._objective.temperature)
+        if self._teacher is not None:
+            of_weights = self._teacher.base_digest
+            if of_weights is None:
+                return None
+        else:
+            folder = self._opened.folder
+            files = [*folder.glob("*.safetensors"), folder / "config.json"]
+            marks = fingerprints(sorted(files))
+            of_weights = repr([(path.name, *sorted(mark.items())) for path, mark in marks.items()])
+        return hashlib.sha256(repr((of_weights, *how)).encode()).hexdigest()
+
+    @property
+    def _is_base(self) -> bool:
+        """Whether the teacher is the trained model with its adapter off."""
+        return self._objective is not None and self._teacher is None and self._objective.teacher in (None, BASE)
+
+    @functools.cached_property
+    def _opened(self) -> Pretrained:
+        """The named teacher's or the base's checkpoint, without weights. Raises ConfigError for random weights, an
+        adapter, or another tokenizer or vocabulary; ValueError, OSError.
+        """
+        assert self._objective is not None
+        path, load_in = of_pass(self._config, self._objective.teacher)
+        opened = Pretrained(path, self._config.dtype, load_in)
+        require_same_tokens(self._tokenizer, opened)
+        if opened.config.vocab_size != self._vocab_size:
+            raise ConfigError(
+                f"objective.teacher = {path!r}: its vocabulary has {opened.config.vocab_size:,} entries and the "
+                f"student's {self._vocab_size:,}; take a teacher of the student's vocabulary"
+            )
+        return opened
+
+    # ---- the rows
+
+    def attach(
+        self, train: TokenDataset | BatchSource, held_out: TokenDataset | None
+    ) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
+        """(train, held_out) as copies with places for the values, which `fill` sets. Raises ConfigError for streamed,
+        mixed or sampled rows, or rows that the file lacks.
+        """
+        if self._objective is None:
+            return train, held_out
+        if not isinstance(train, TokenDataset):
+            key = "teacher_top_k" if self._file is None else "teacher_logprobs"
+            raise ConfigError(
+                f"objective.{key}: the rows of data.train are streamed, mixed or made during the run, and "
+                "log-probabilities are stored for rows that are known before it; read them all (data.streaming=false, "
+                "one set)"
+            )
+        return self._attached(train, "data.train"), held_out and self._attached(held_out, "data.eval")
+
+    def _attached(self, rows: TokenDataset, rows_key: str) -> TokenDataset:
+        """A copy of `rows` with places for the values. rows_key: the config key of the rows."""
+        # Rows that are evaluated with packing=step may be longer than data.length.
+        is_whole = rows.overflow != "truncate" or (rows.packing == "step" and rows_key != "data.train")
+        values = TeacherValues(rows.documents, None if is_whole else rows.length, self.k)
+        if self._file is not None:
+            self._file.require_all(values, rows_key)
+        return dataclasses.replace(rows, teacher=values)
+
+    def student(self, model: Decoder) -> Decoder:
+        """The model without an attached teacher, if values are stored."""
+        return model if self._objective is None else without_teacher(model)
+
+    def described(self, model: Decoder, objective: Objective) -> list[str]:
+        if self._objective is None:
+            return described(model, objective)
+        if self._file is not None:
+            return [f"teacher: up to {self.k:,} log-probabilities a token from {self._file.path}"]
+        name = self._objective.teacher or "as it was given"
+        return [f"teacher: {name}, of which {self.k:,} log-probabilities a token are stored before the run"]
+
+    # ---- the values
+
+    def fill(self, sets: Sequence[TokenDataset | None], engine: Engine, say: Callable[[str], None] = say) -> None:
+        """Fills missing values in place: from stored files, the objective's file, or a pass of the teacher, which is
+        loaded and freed; new ones are stored if there is a digest. Collective.
+
+        Raises ConfigError for an unwritable or unseen cache, invalid distributions or a teacher that does not fit;
+        OutOfDeviceMemory; ValueError for different or unloadable teachers.
+        """
+        lacking = [data.rows for data in sets if data is not None and data.teacher and data.teacher.stored is None]
+        lacking = [rows for rows in lacking if isinstance(rows, TaughtRows)]
+        if not lacking:
+            return
+        processes.require_same({"the teacher's log-probabilities": self.digest}, "give all of them the same teacher")
+        missing = [rows for rows in lacking if not self._found(rows, say)]
+        self._was_read = not missing
+        if not missing:
+            return
+        with contextlib.ExitStack() as stack:
+            if self._file is None:
+                planned = self._pass(engine)
+                for line in planned.warnings():
+                    say(line)
+                stack.enter_context(phase(planned.phase.name, planned.phase.remedy))
+                compute = self._teaching(engine, planned, say)
+            else:
+                compute = self._reading()
+            for rows in missing:
+                with _stored(self._path(rows), rows.values) as array:
+                    compute(rows, array)
+
+    def unwritten(self, sets: Sequence[TokenDataset | None]) -> tuple[Path, int] | None:
+        """(Folder, bytes) of files that `fill` has yet to write; None without any."""
+        taught = [data.rows for data in sets if data is not None and data.teacher and data.teacher.stored is None]
+        sizes = {
+            path: rows.values.total * TeacherValues.entry(rows.values.k).itemsize
+            for rows in taught
+            if isinstance(rows, TaughtRows) and (path := self._path(rows)) is not None and not path.exists()
+        }
+        return (next(iter(sizes)).parent, sum(sizes.values())) if sizes else None
+
+    def phases(self, engine: Engine) -> list[Phase]:
+        """The teacher's pass with its memory, until `fill` found it unneeded; else []."""
+        passes = self._objective is not None and self._file is None and not self._was_read
+        return [self._pass(engine).phase] if passes else []
+
+    def _pass(self, engine: Engine) -> TeacherPass:
+        assert self._objective is not None
+        batches, name = engine.batches, self._objective.teacher
+        config = dataclasses.replace(self._config, rows_per_step=batches.rows_per_step)
+        of_run = (config, partition.MeshShape.of(engine.mesh), batches.length, engine.planner.device)
+        return TeacherPass(*of_run, self._student, self._teacher, name)
+
+    def _found(self, rows: TaughtRows, say: Callable[[str], None]) -> bool:
+        """Whether every process has the same stored file, which is then mapped to `rows.values.stored`. Collective."""
+        path = self._path(rows)
+        stored = None if path is None else _read(path, rows.values, say)
+        sums = processes.all_of(None if path is None or stored is None else _sum_of(path))
+        is_same = None not in sums and len(set(sums)) == 1
+        rows.values.stored = stored if is_same else None
+        if is_same and path is not None:
+            note_use(path)
+        return is_same
+
+    def _reading(self) -> Callable[[TaughtRows, np.ndarray | None], None]:
+        """A function (rows, array) that reads values from the objective's file into the array; None does nothing."""
+        assert self._file is not None
+        file = self._file
+
+        def compute(rows: TaughtRows, array: np.ndarray | None) -> None:
+            if array is not None:
+                file.read(rows.values, self._vocab_size, array)
+
+        return compute
+
+    def _teaching(
+        self, engine: Engine, planned: TeacherPass, say: Callable[[str], None]
+    ) -> Callable[[TaughtRows, np.ndarray | None], None]:
+        """A function (rows, array) that computes values by a pass into the array; None only takes part. Loads the
+        teacher. Both are collective.
+        """
+        assert self._objective is not None
+        shape = partition.MeshShape.of(engine.mesh)
+        teacher = self._teacher or load_teacher(self._opened, mesh=engine.mesh if shape.parts > 1 else None)
+        assert teacher is not None
+        config = planned.own_config
+        model = TrainedModel(teacher, config, self._teacher is not None, None)
+        planner = planned.planner(model.prepared)
+        program = dataclasses.replace(engine.program, graph=model.graph, noise_alpha=None)
+        pass_engine = Engine(program, None, planner, engine.mesh, engine.batches, config, None)
+        k, temperature = self.k, self._objective.temperature
+        trainable, frozen = model.weights(pass_engine)
+
+        def of_batch(teacher: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array]:
+            """(ids, log-probabilities) [rows, length, k] of the most probable next tokens; compiled."""
+            return forward.top_k(teacher, forward.frozen(teacher, batch), k, temperature)
+
+        def compute(rows: TaughtRows, array: np.ndarray | None) -> None:
+            say(f"log-probabilities of the teacher: one pass over {len(rows):,} rows")
+            plain = rows.alone()
+            compiled = pass_engine.compile_of_rows(of_batch, trainable, frozen, plain)
+            while planner.smaller(compiled):
+                pass_engine.follow_plan()
+                compiled = pass_engine.compile_of_rows(of_batch, trainable, frozen, plain)
+            for numbers, (ids, log_probs) in values_of_rows(pass_engine, compiled, trainable, frozen, plain):
+                if array is None:
+                    continue
+                for slot, row in enumerate(numbers.tolist()):
+                    rows.take(row, ids[slot], log_probs[slot], array)
+
+        return compute
+
+    def _path(self, rows: TaughtRows) -> Path | None:
+        """The file of these rows' values, named by digest, k, tokens, masks, and how documents are cut; None without a
+        digest.
+        """
+        if self.digest is None:
+            return None
+        documents, config, values = rows.documents, self._config, rows.values
+        piece_length = rows.length if config.data.overflow == "split" and self._file is None else None
+        digest = hashlib.blake2b(repr((self.digest, values.k, values.limit, piece_length)).encode(), digest_size=16)
+        for array in (documents.tokens, documents.mask, documents.starts, documents.lengths):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return cache_folder(config.data.cache_dir) / f"teacher_{digest.hexdigest()}.npy"
+
+
+# ---- stored files
+
+
+@contextlib.contextmanager
+def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | None]:
+    """A context with an array [values.total] to fill, which becomes `values.stored`: in memory without a path, else
+    mapped from the file, which appears complete or not at all. The first process writes it, and one of each host that
+    does not see it; others get None. Collective. Raises ConfigError.
+    """
+    if path is None:
+        array = np.zeros(values.total, TeacherValues.entry(values.k))
+        yield array
+        values.stored = array
+        return
+    with _writable(path.parent):
+        if processes.first():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        writes = shared_folders.writes(path.parent)
+    if writes:
+        with _written(path, values) as array:
+            yield array
+    else:
+        yield None
+    first, *_ = processes.all_of(_sum_of(path) if writes else None)
+    if not shared_folders.seen(lambda: _sum_of(path) == first):
+        raise ConfigError(
+            f"data.cache_dir = {str(path.parent)!r}: process {processes.index()} does not find {path.name} there as "
+            "the first process has stored it; set a folder that the processes of a host share"
+        )
+    values.stored = np.load(path, mmap_mode="r")
+
+
+@contextlib.contextmanager
+def _written(path: Path, values: TeacherValues) -> Iterator[np.ndarray]:
+    """A context with an array mapped from a temporary file whose size is reserved on the disk; it gets a checksum and
+    its name at the end, or is removed after an error. Raises ConfigError on entering.
+    """
+    with _writable(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in path.parent.glob(".teacher_*.tmp"):
+            remove_left(leftover)
+        temporary, descriptor = create_temporary(path)
+    try:
+        with _writable(path.parent):  # a full disk is an error here
+            shape, entry = (values.total,), TeacherValues.entry(values.k)
+            array = np.lib.format.open_memmap(temporary, mode="w+", dtype=entry, shape=shape)
+            os.posix_fallocate(descriptor, 0, os.path.getsize(temporary))
+        yield array
+        array.flush()
+        del array
+        with open(temporary, "ab") as file:
+            file.write(_checksum(path.name, temporary, os.path.getsize(temporary)))
+        os.replace(temporary, path)
+    finally:
+        os.close(descriptor)
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """A context in which an OSError becomes a ConfigError about data.cache_dir."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"data.cache_dir = {str(folder)!r} cannot be written ({error}); set another") from None
+
+
+def _sum_of(path: Path) -> str | None:
+    """The stored checksum in hex, unverified; None if unreadable."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-_SUM, os.SEEK_END)
+            return file.read().hex()
+    except OSError:
+        return None
+
+
+def _checksum(name: str, path: Path, size: int) -> bytes:
+    """16 bytes over the final name and the first `size` bytes, so that a renamed file is refused."""
+    digest, remaining = xxhash.xxh3_128(name.encode()), size
+    with open(path, "rb") as file:
+        while remaining and (block := file.read(min(remaining, 1 << 24))):
+            digest.update(block)
+            remaining -= len(block)
+    return digest.digest()
+
+
+def _read(path: Path, values: TeacherValues, say: Callable[[str], None]) -> np.ndarray | None:
+    """The mapped values of a verified file; None, to be computed anew, if missing, damaged, or of another shape."""
+    try:
+        size = os.path.getsize(path) - _SUM
+        with open(path, "rb") as file:
+            file.seek(max(size, 0))
+            if file.read() != _checksum(path.name, path, size):
+                raise ValueError("its checksum is not that of its content")
+        stored = np.load(path, mmap_mode="r")
+        if stored.shape != (values.total,) or stored.dtype != TeacherValues.entry(values.k):
+            raise ValueError("it has another shape")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        say(f"{path} is damaged and not used: {error}")
+        return None
+    say(f"log-probabilities of the teacher: {path}")
+    return stored

@@ -1,0 +1,334 @@
+"""Reads prompts of data rows, and makes the batch source of runs that learn from rewards (GRPO, RLOO)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxtune.conversations.answers import AnswerReader, Completions
+from jaxtune.conversations.messages import ConversationError, read_messages, turns_in
+from jaxtune.models.placement import partition
+from jaxtune.system.terminal import say
+from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
+from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.config.sections import Unset
+from jaxtune.train.data.rendering.formats import Example, detect_format, normalize, refuse_media
+from jaxtune.train.data.rendering.templates import RowEncoder, resolve_template
+from jaxtune.train.data.rows.reading import open_sources
+from jaxtune.train.data.rows.row_errors import Excluded, RowError, SetupError, check_unicode
+from jaxtune.train.objectives.policy import GRPO, log_probs_of, reference_log_probs
+from jaxtune.train.sampled.answering import Answering, OneTurn, Sampling, ToolTurns
+from jaxtune.train.sampled.packed_answers import Prompt, Settings, packed_shape
+from jaxtune.train.sampled.reward_functions import Message, RewardFunctions, RewardOptions, Turns, rollout_reward
+from jaxtune.train.sampled.rollout_function import RolloutFunc, RolloutFunction
+from jaxtune.train.sampled.rollouts import SampledAnswers, Score
+from jaxtune.train.sampled.tool_formats import ToolFormat
+from jaxtune.train.sampled.tools import Tools
+from jaxtune.train.user_code.loading import load_from_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ANSWER = "answer"  # the column in which reward functions get a row's own answer
+
+
+def read_prompts(
+    rows: object,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    most_tokens: int,
+    key: str = "data.train",
+    room_words: str = "objective.max_completion_length data.length leaves",
+    tools: Tools | None = None,
+    cuts_long: bool = False,
+) -> list[Prompt]:
+    """Reads and tokenises prompts: a row's `prompt`, text or messages, as in TRL, or of rows for fine-tuning what comes
+    before the last answer, which becomes the column `answer` unless there is one.
+
+    Raises ConfigError without a usable prompt, for a bad or too long one (unless on_bad_row is "skip"), or an unknown
+    environment; ValueError if there is no such file.
+
+      data: its template, columns, max_rows (most prompts) and on_bad_row count.
+      key: the rows' config key, for errors.
+      room_words: words for "beside {beside} room for N": what takes a row's other tokens.
+      cuts_long: a longer prompt loses its first tokens.
+    """
+    encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today)
+    if not cuts_long or most_tokens < 1:
+        return read_each(rows, data, key, lambda row: prompt_of(row, encoder, most_tokens, room_words, tools))
+    uncut_prompts = read_each(rows, data, key, lambda row: prompt_of(row, encoder, sys.maxsize, room_words, tools))
+    if longer := sum(len(prompt.ids) > most_tokens for prompt in uncut_prompts):
+        say(
+            f"{longer:,} of {len(uncut_prompts):,} prompts have more than {most_tokens:,} tokens: they lose "
+            "their first ones"
+        )
+    return [dataclasses.replace(prompt, ids=prompt.ids[-most_tokens:]) for prompt in uncut_prompts]
+
+
+def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mapping[str, object]], T]) -> list[T]:
+    """Converts each data row by `make`, in order; RowError leaves a row out or stops (on_bad_row).
+
+    Raises ConfigError if none or, unless "skip", one is unusable; ValueError if there is no such file. Of `data`,
+    columns, max_rows (most results) and on_bad_row count.
+    """
+    results: list[T] = []
+    left_out: list[str] = []
+    excluded: list[str] = []
+    sources = open_sources(rows, columns=data.columns)
+    for source in sources:
+        for row in source.read(0):
+            if data.max_rows is not None and len(results) >= data.max_rows:
+                break
+            try:
+                if row.value is None:
+                    raise RowError(str(row.error))
+                results.append(make(row.value))
+            except Excluded as error:
+                excluded.append(f"{row.place}: {error}")
+            except RowError as error:
+                if data.on_bad_row == "error":
+                    raise ConfigError(f"{row.place}: {error}; data.on_bad_row=skip leaves such rows out") from None
+                left_out.append(f"{row.place}: {error}")
+    if excluded:
+        say(f"{key}: {len(excluded):,} rows left out by their marks, first {excluded[0]}")
+    if not results:
+        first = f"; the first: {[*left_out, *excluded][0]}" if left_out or excluded else ""
+        where = ", ".join(dict.fromkeys(source.name for source in sources))
+        raise ConfigError(f"{key}: {where} has no prompt that could be used{first}")
+    return results
+
+
+def sampled_answers(
+    objective: GRPO,
+    rows: object,
+    tokenizer: Any,
+    config: TrainConfig,
+    ends: Sequence[int],
+    positions: int,
+    user_functions: OwnParts | None = None,
+) -> SampledAnswers:
+    """The batch source of a run that learns from rewards. They are `user_functions.rewards`, then those of
+    environments' `get_reward`; without both, the rollout function's column `reward`.
+
+    Raises ConfigError if a row or function cannot be used, lengths leave no room, or rows_per_step is no multiple of
+    num_generations; ValueError if there is no such file.
+
+      ends: token ids that end an answer.
+      positions: most tokens of prompt and answer that the model allows.
+      user_functions: a script's functions; None: those that the config names.
+    """
+    data, settings = config.data, objective.settings
+    user_functions = OwnParts.named(config.objective) if user_functions is None else user_functions
+    rewards, reference = user_functions.all_rewards(), user_functions.reference
+    weights = np.asarray(rewards.weights, np.float64)
+    if reference is None and objective.penalises:
+        reference = functools.partial(reference_log_probs, settings.temperature)
+    chooses = user_functions.chooses_length or isinstance(data.length, Unset)
+    most = positions if isinstance(data.length, Unset) else min(data.length, positions)
+    room = most - settings.max_completion_length
+    cuts_prompts = user_functions.longest_prompt is not None
+    room = min(room, user_functions.longest_prompt) if user_functions.longest_prompt is not None else room
+    prompts = read_prompts(rows, tokenizer, data, room, tools=user_functions.tools, cuts_long=cuts_prompts)
+    length, multiple = data.length, rows_multiple(config)
+    if chooses:
+        longest = max(len(prompt.ids) for prompt in prompts) + settings.max_completion_length
+        length, multiple = packed_shape(longest, config.rows_per_step, multiple)
+        if user_functions.tools is not None or user_functions.rollout is not None:  # they may make prompts longer
+            length, multiple = max(length, min(data.length, positions)), rows_multiple(config)
+    return SampledAnswers(
+        prompts,
+        rewards,
+        settings,
+        functools.partial(objective.advantages, weights=weights),
+        _answering(user_functions, settings, tokenizer, config, ends, min(length, positions)),
+        answers_per_step=config.rows_per_step,
+        length=length,
+        chosen_length=chooses,
+        seed=config.seed,
+        rows_multiple=multiple,
+        score=functools.partial(log_probs_of, settings.temperature) if objective.reuses else None,
+        reference=reference,
+        penalises=objective.penalises,
+        own_reference=user_functions.reference is not None,
+    )
+
+
+def rows_multiple(config: TrainConfig) -> int:
+    """What a step's packed rows are a multiple of: the mesh's devices times the micro-batches; 1 without config.mesh,
+    as the run chooses one that divides them.
+    """
+    if config.mesh is None:
+        return 1
+    return partition.make_mesh(*config.mesh.sizes).size * (config.micro_batches or 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnParts:
+    """The user's functions of a run with sampled answers, from a recipe or a script."""
+
+    rewards: RewardFunctions | None = None
+    """Without those of environments."""
+    reward_weights: Sequence[float] | None = None
+    """For each of `rewards`, then of environments with a reward (may be left out: 1)."""
+    reward_options: RewardOptions = dataclasses.field(default_factory=lambda: RewardOptions())
+    """Of RewardFunctions, if only environments or the rollout function reward."""
+    tools: Tools | None = None
+    rollout: RolloutFunc | None = None
+    """Samples the answers (rollout_function.py); None: the run does."""
+    most_iterations: int | None = None
+    """Most turns with calls; None: no limit."""
+    chooses_length: bool = False
+    """Whether data.length is only a limit, and packed rows' length is chosen."""
+    longest_prompt: int | None = None
+    """Longer prompts lose their first tokens; None: an error."""
+    reference: Score | None = None
+    """Log-probabilities under a script's reference; None: the model with its adapter off."""
+
+    @classmethod
+    def named(cls, section: ObjectiveConfig) -> OwnParts:
+        """Loads the functions that a config names, by running their files. Raises ConfigError."""
+        options = RewardOptions(timeout_seconds=section.reward_timeout, errors=section.reward_errors or "stop")
+        rewards = None
+        if section.reward_funcs:
+            rewards = RewardFunctions.named(section.reward_funcs, isolation=section.reward_isolation, **options)
+        tools = None
+        if section.tools or section.environment_factory:
+            tools = Tools.named(
+                section.tools or (),
+                section.environment_factory,
+                section.tool_timeout,
+                section.tool_isolation,
+                section.reset_timeout,
+            )
+        rollout = None
+        if section.rollout_func is not None:
+            rollout = load_from_file(section.rollout_func, "objective.rollout_func")
+        return cls(rewards, section.reward_weights, options, tools, rollout, section.max_tool_calling_iterations)
+
+    def all_rewards(self) -> RewardFunctions:
+        """All reward functions of the run. Raises ConfigError if there are none, or another number of weights."""
+        rewards, own_count = self.rewards, 0 if self.rewards is None else len(self.rewards.functions)
+        if self.tools is not None:
+            rewards = self.tools.rewards(rewards, **self.reward_options)
+        if rewards is None:
+            rewards, own_count = RewardFunctions.of([rollout_reward], **self.reward_options), 1
+        return rewards.weighed(self.reward_weights, len(rewards.functions) - own_count)
+
+
+def _answering(
+    user_functions: OwnParts,
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    ends: Sequence[int],
+    length: int,
+) -> Answering:
+    """A RolloutFunction, ToolTurns, or OneTurn, by the user's functions. Raises ConfigError if the template cannot
+    write calls. length: most tokens of prompt and answer.
+    """
+    encoder = RowEncoder(tokenizer, template=config.data.trained_template, today=config.data.today)
+    completions = completions_of(tokenizer, config.data.trained_template)
+    sampling = Sampling(settings, tuple(sorted(set(ends))), completions.decode, completions=completions)
+    if user_functions.rollout is not None:
+
+        def encoded(prompt: Turns) -> tuple[int, ...]:
+            text = prompt if isinstance(prompt, str) else None
+            messages = [{"role": "user", "content": text}] if isinstance(prompt, str) else read_messages(prompt)
+            example = Example(prompt=text, messages=messages)
+            return tuple(map(int, encoder.encode_prompt(example)))
+
+        return RolloutFunction(user_functions.rollout, sampling, encoded, length)
+    if user_functions.tools is None:
+        return OneTurn(sampling)
+    tools = user_functions.tools
+
+    def with_tools(messages: Sequence[Message], columns: Mapping[str, object]) -> tuple[int, ...]:
+        example = Example(messages=read_messages(messages), tools=tools.schemas(columns) or None)
+        return tuple(map(int, encoder.encode_prompt(example)))
+
+    form = ToolFormat(tokenizer, config.data.trained_template, sampling.ends, config.data.today)
+    return ToolTurns(sampling, tools, form, with_tools, length, user_functions.most_iterations)
+
+
+def completions_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Completions:
+    """What reward functions get of answers in a chat template, as data.template names it."""
+    try:
+        reader = AnswerReader(tokenizer, resolve_template(tokenizer, template))
+    except SetupError:  # prompts are text alone
+        reader = None
+    return Completions(
+        lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)), reader, template is not None
+    )
+
+
+def prompt_of(
+    value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, room_words: str, tools: Tools | None = None
+) -> Prompt:
+    """A row's prompt, tokenised as in training, with its other columns. An answer (a last assistant message, or the
+    completion) becomes the column `answer` unless there is one.
+
+    Raises RowError for a missing, empty, too long or invalid prompt, media columns, or a text with tools, which a
+    template cannot describe there; ConfigError for an unknown environment. room_words: words for "beside {beside} room
+    for N".
+    """
+    refuse_media(value)
+    try:
+        prompt_cell = turns_in(value.get("prompt"), "prompt")
+    except ConversationError as error:
+        raise RowError(str(error)) from None
+    if isinstance(prompt_cell, Mapping):
+        prompt_cell = [prompt_cell]
+    if isinstance(prompt_cell, str) and not _answered(value):
+        check_unicode(prompt_cell)
+        example = Example(
+            prompt=prompt_cell, messages=[{"role": "user", "content": prompt_cell}]
+        )  # a template shows the latter
+    elif isinstance(prompt_cell, list) and not _is_answer(value.get("completion")):
+        example = normalize({**value, "messages": prompt_cell}, "messages")
+    else:
+        example = normalize(value, detect_format(value))
+    columns = {name: column for name, column in value.items() if name not in ("prompt", "messages", "conversations")}
+    prompt: Turns
+    if isinstance(prompt_cell, str) and not example.completion and example.text is None:
+        prompt = prompt_cell
+    elif example.messages is not None:
+        messages = list(example.messages)
+        if messages and messages[-1]["role"] == "assistant":
+            columns.setdefault(ANSWER, messages.pop()["content"])
+        prompt = messages = messages[: example.prompt_messages or None]
+        example = dataclasses.replace(example, messages=messages)
+    elif example.text is not None:
+        raise RowError("it is one text, and has no prompt to answer: give it a column `prompt`")
+    else:
+        prompt = example.prompt or ""
+        if example.completion:
+            columns.setdefault(ANSWER, example.completion)
+            example = dataclasses.replace(example, completion="")
+    if tools is not None:
+        if isinstance(prompt, str):
+            raise RowError("its prompt is a text; a prompt with objective.tools is a list of messages")
+        example = dataclasses.replace(example, tools=tools.schemas(columns) or None)
+    ids = tuple(int(token) for token in encoder.encode_prompt(example))
+    if not ids:
+        raise RowError("its prompt is empty")
+    if len(ids) > most_tokens:
+        raise RowError(f"its prompt has {len(ids):,} tokens, and beside {room_words} room for {most_tokens:,}")
+    return Prompt(prompt, ids, columns)
+
+
+def _is_answer(completion: object) -> bool:
+    """Whether a completion beside a prompt of messages is an answer, a text or turns, and no column for reward
+    functions.
+    """
+    turns = completion if isinstance(completion, list) else [completion]
+    return bool(turns) and (isinstance(completion, str) or all(isinstance(turn, Mapping) for turn in turns))
+
+
+def _answered(value: Mapping[str, object]) -> bool:
+    """Whether a row with a text prompt has completion or response, even None, as fine-tuning rows do."""
+    return any(name in value for name in ("completion", "response"))

@@ -1,0 +1,123 @@
+"""Loads the model, adapter and tokenizer that a config asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtune.models.adapters.adapter_files import load_adapter
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.model_folder import load_tokenizer
+from jaxtune.models.files.quant import compute_in_fp8
+from jaxtune.models.hf import Pretrained, model_from_config
+from jaxtune.models.lora import get_peft_model
+from jaxtune.models.placement import partition
+from jaxtune.models.reward import with_head
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.planning import cost
+from jaxtune.train.planning.host_table import left_on_host
+from jaxtune.train.planning.meshes import mesh_of
+from jaxtune.train.references.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
+
+
+def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
+    """(model with its arrays, tokenizer), waiting for the weights. ValueError as `loading`, or if weights or adapter
+    cannot be loaded.
+    """
+    with loading(config, trains=False) as (weights, tokenizer, model):
+        return model if weights is None else weights.result(), tokenizer
+
+
+@contextlib.contextmanager
+def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
+    """A context of (weights, tokenizer, model), with a distillation's teacher attached unless its values are stored or
+    it is the model itself.
+
+    Usually a thread loads: `weights` is a future, and `model` has shapes. `weights` is None and `model` has arrays for
+    random weights, an adapter from a file, and quantised checkpoints (a teacher's, too), whose shapes only their bytes
+    show. With `trains`, tables that a plan may have on the host stay there.
+
+    Leaving cancels loading. ValueError without a tokenizer, if the teacher gives a token another id, or if a checkpoint
+    cannot be opened; the thread's errors come from `weights.result()`.
+    """
+    model_config, teacher = config.model, open_teacher(config)
+
+    def tokenizer(folder: Path | None) -> Any:
+        loaded = _tokenizer(config, folder)
+        require_same_tokens(loaded, teacher)
+        return loaded
+
+    if model_config.from_config is not None:
+        key = jax.random.key(config.seed)
+        random_model = adapted(model_from_config(model_config.from_config, key, "float32"), config)
+        yield None, tokenizer(None), with_teacher(random_model, load_teacher(teacher))
+        return
+    assert model_config.path is not None
+    pretrained = Pretrained(
+        model_config.path,
+        config.dtype,
+        model_config.load_in,
+        precision=config.components,
+        positions=model_config.positions,
+    )
+    stored = replace(config, model=replace(model_config, load_in=model_config.load_in or pretrained.stored_in))
+    runs = objective_of(config).reference_runs
+    mesh_config, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored), reference_runs=runs)
+    mesh = None if mesh_config.divides_tensors is None else partition.make_mesh(*mesh_config.sizes)
+    cancelled = threading.Event()
+
+    def load() -> Decoder:
+        stay = left_on_host(config, pretrained.config.tie_embeddings) if trains and mesh is None else []
+        model = adapted(pretrained.load(cancelled, mesh, stay), config)
+        return with_teacher(model, load_teacher(teacher, cancelled, mesh))
+
+    packed = pretrained.packed or (teacher is not None and teacher.packed)
+    if packed or (config.adapter is not None and config.adapter.path is not None):
+        yield None, tokenizer(pretrained.folder), load()
+        return
+    with ThreadPoolExecutor(1, "weights") as pool:
+        try:
+            # Loading starts first. No variable here refers to the model, so that the trainer can free what it copies.
+            yield (
+                pool.submit(load),
+                tokenizer(pretrained.folder),
+                cost.abstract_model(pretrained.config, config),
+            )
+        finally:
+            cancelled.set()
+
+
+def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
+    """model.tokenizer's, or the one in the model's `folder`."""
+    model_config = config.model
+    if model_config.tokenizer is not None:
+        tokenizer = load_tokenizer(Path(model_config.tokenizer).expanduser())
+        if tokenizer is None:
+            raise ValueError(f"model.tokenizer = {model_config.tokenizer!r}: no folder with tokenizer files")
+        return tokenizer
+    tokenizer = None if folder is None else load_tokenizer(folder)
+    if tokenizer is None:
+        raise ValueError(f"model.path = {model_config.path!r} has no tokenizer files: set model.tokenizer to a folder")
+    return tokenizer
+
+
+def adapted(model: Decoder, config: TrainConfig) -> Decoder:
+    """The loaded model as a run needs it: FP8 products, the objective's head, adapter. Shares its arrays; itself if
+    nothing changes. ValueError if it cannot be changed so.
+    """
+    if config.model.compute == "fp8":
+        model = compute_in_fp8(model)
+    model = with_head(model, objective_of(config).head, config.seed)
+    if config.adapter is None:
+        return model
+    if config.adapter.path is not None:
+        return load_adapter(model, config.adapter.path)
+    return get_peft_model(model, **config.adapter.settings, seed=config.seed)
