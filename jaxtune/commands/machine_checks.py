@@ -27,12 +27,12 @@ class Finding:
     """The result of a check; one that is "wrong" makes the exit code 1."""
 
     state: Literal["ok", "note", "wrong"]  # "note": slower or less than possible; "wrong": training will not work
-    what: str  # what was found
+    summary: str  # what was found
     fix: str = ""  # what to do; "" if it is ok, or if there is nothing to do
 
     def to_text(self) -> str:
         """The state and what was found on one line, the advice on a second one."""
-        return f"{self.state:<6}{self.what}" + (f"\n      {self.fix}" if self.fix else "")
+        return f"{self.state:<6}{self.summary}" + (f"\n      {self.fix}" if self.fix else "")
 
 
 def findings(measure: bool = True) -> Iterator[Finding]:

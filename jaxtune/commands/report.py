@@ -21,11 +21,11 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--csv", metavar="FILE", help="write every number of metrics.jsonl to this table, too")
     options = parser.parse_args(arguments)
     from jaxtune.system.files import atomic_write
-    from jaxtune.train.display.run_page import comparison, is_ours, run_page
+    from jaxtune.train.display.run_page import comparison_path, is_ours, run_page
     from jaxtune.train.display.run_table import run_table
 
     folders = [Path(run_folder) for run_folder in options.runs]
-    page = Path(options.output or (folders[0] / "report.html" if len(folders) == 1 else comparison(folders)))
+    page = Path(options.output or (folders[0] / "report.html" if len(folders) == 1 else comparison_path(folders)))
     if not options.output and not is_ours(page):
         raise ValueError(f"{page} is no page of jaxtune report: --output names another file")
     atomic_write(page, run_page(folders))

@@ -15,7 +15,7 @@ from jaxtune.system.loopback import HOST, is_loopback
 from jaxtune.system.terminal import say
 
 if TYPE_CHECKING:
-    from jaxtune.serve.served import Served
+    from jaxtune.serve.served import ServedModel
 
 _KEY = "JAXTUNE_API_KEY"
 
@@ -104,7 +104,7 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
         server.Server(models, engine, listener, key, options.timeout, options.grace).run_until_signal()
 
 
-def _models(options: argparse.Namespace) -> list[Served]:
+def _models(options: argparse.Namespace) -> list[ServedModel]:
     """The base, then the argument `model` if it is an adapter, then those of --adapter, over the same arrays.
     ValueError: two have the same name, there is no tokenizer, or an --adapter is not NAME=FOLDER.
     """
@@ -113,7 +113,7 @@ def _models(options: argparse.Namespace) -> list[Served]:
     from jaxtune.models.files.model_folder import load_tokenizer
     from jaxtune.models.generation.ends import with_end_tokens
     from jaxtune.models.lora import without_adapter
-    from jaxtune.serve.served import Served
+    from jaxtune.serve.served import ServedModel
 
     adapters = [_named(text) for text in options.adapter]
     model, tokenizer = common.load(options)
@@ -121,13 +121,13 @@ def _models(options: argparse.Namespace) -> list[Served]:
         raise ValueError(f"{options.model} has no tokenizer: copy its tokenizer files into the model's folder")
     path = base_of(Path(options.model).expanduser())
     base, name = (model, options.model) if path is None else (without_adapter(model), path)
-    models = [Served(_name(name), with_end_tokens(base, tokenizer), tokenizer)]
+    models = [ServedModel(_name(name), with_end_tokens(base, tokenizer), tokenizer)]
     if path is not None:
-        models.append(Served(_name(options.model), model, tokenizer, models[0].name))
+        models.append(ServedModel(_name(options.model), model, tokenizer, models[0].name))
     for name, folder in adapters:
         its_tokenizer: Any = load_tokenizer(folder) or tokenizer
         models.append(
-            Served(name, with_end_tokens(load_adapter(base, folder), its_tokenizer), its_tokenizer, models[0].name)
+            ServedModel(name, with_end_tokens(load_adapter(base, folder), its_tokenizer), its_tokenizer, models[0].name)
         )
     names = [served.name for served in models]
     for name in names:

@@ -95,7 +95,7 @@ def lora_settings(where: str, config: Any) -> dict[str, Any]:
     return LoraConfig(**set_values).settings
 
 
-def adapted(
+def add_lora(
     module: Decoder,
     where: str,
     seed: int,

@@ -50,10 +50,10 @@ def settle(
         if not argument.idle:
             advice = f"; leave it at {argument.free[0]!r}" if argument.free else ""
             raise ValueError(f"{where}: {name} = {value!r} is not supported{advice}. Instead: {argument.text}")
-        tell(where, name, argument.text)
+        report_idle(where, name, argument.text)
 
 
-def tell(where: str, name: str, text: str) -> None:
+def report_idle(where: str, name: str, text: str) -> None:
     """Prints, once in a process, why argument `name` of the function `where` has no effect."""
     if (where, name) not in _printed:
         _printed.add((where, name))

@@ -181,7 +181,7 @@ def _in_words(metrics: Mapping[str, Any]) -> str:
 _WITHIN_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")  # events that cannot be called
 
 
-def checked(callback: Any) -> Any:
+def checked_callback(callback: Any) -> Any:
     """A script's callback as an instance (a class is called); ValueError if it is none or has an event in a step."""
     callback = callback() if isinstance(callback, type) else callback
     if not any(callable(getattr(callback, f"on_{event}", None)) for event in ("step_end", "log", "train_begin")):
@@ -289,7 +289,7 @@ class Events(Callback):
     def between(self, moment: Between) -> None:
         """After a step was dispatched: calls the events in transformers' order and does what is due or requested."""
         control = self.control
-        self._at(moment.step, moment.model)
+        self._set_position(moment.step, moment.model)
         due = {name: bool(every) and moment.step % every == 0 for name, every in self._scheduled.items()}
         for name, is_due in due.items():
             setattr(control, f"should_{name}", is_due)
@@ -308,7 +308,7 @@ class Events(Callback):
             self.tell("on_epoch_begin")
         self.tell("on_step_begin")
 
-    def _at(self, step: int, model: Callable[[], Decoder]) -> None:
+    def _set_position(self, step: int, model: Callable[[], Decoder]) -> None:
         """Sets the state's step and epoch, and the script's model to `model`, which is called when it is looked at."""
         self.state.global_step, self.state.epoch = step, step / self._steps_per_epoch
         self.model.module = lambda: self._handed_back(model())
@@ -340,7 +340,7 @@ class Events(Callback):
             self.tell("on_log", logs=metrics)
 
     def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
-        self._at(step, model)
+        self._set_position(step, model)
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
         """Adds the epoch and compute_metrics' numbers to `metrics`, in place, calls the events, and notes the best."""

@@ -23,7 +23,7 @@ def _schema(name: str) -> dict[str, dict[str, dict[str, object]]]:
 
 
 @functools.cache
-def _here() -> dict[str, dict[str, object]]:
+def _own_defaults() -> dict[str, dict[str, object]]:
     return yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text(encoding="utf-8"))
 
 
@@ -31,16 +31,19 @@ def _here() -> dict[str, dict[str, object]]:
 def defaults(library: Library, section: str) -> Mapping[str, object]:
     """{argument: default} of the config `section` ("sft", "dpo", "training_arguments", ...)."""
     keys = {**_schema("trl_scripts")["keys"], **_schema("trl")["keys"]}[section]
-    values = {**keys, **{name: value for name, value in _here()["computed"].items() if keys.get(name, 0) is None}}
-    values |= {name: value for name, value in _here()["of_the_model"].items() if name in keys}
+    values = {
+        **keys,
+        **{name: value for name, value in _own_defaults()["computed"].items() if keys.get(name, 0) is None},
+    }
+    values |= {name: value for name, value in _own_defaults()["of_the_model"].items() if name in keys}
     if library == "TRL":
-        values |= _here()["trl"]
+        values |= _own_defaults()["trl"]
     if library == "Unsloth":
         replaced = _schema("unsloth")["keys"]
         for replacements in (replaced[""], replaced.get(section, {})):
             # None marks an argument that the script does not give.
             values |= {name: value for name, value in replacements.items() if name in keys and value is not None}
-        values |= {name: value for name, value in _here()["unsloth"].items() if name in keys}
+        values |= {name: value for name, value in _own_defaults()["unsloth"].items() if name in keys}
     return values
 
 

@@ -10,14 +10,14 @@ import os
 from collections.abc import Mapping
 from typing import Literal
 
-from jaxtune.compat.arguments import tell
+from jaxtune.compat.arguments import report_idle
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer
 from jaxtune.compat.rows import columns_of
-from jaxtune.compat.settings import SFTConfig, quantised_by, settled
+from jaxtune.compat.settings import SFTConfig, move_quantization_config, resolved_config
 from jaxtune.compat.tables import DISTILLATION, DISTILLATION_TRAINER, GKD
 from jaxtune.compat.trainer import SFTTrainer
-from jaxtune.compat.transformers_names import load_plain, loaded
+from jaxtune.compat.transformers_names import load_named, load_plain
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
@@ -95,18 +95,18 @@ class DistilledTrainer(PreferenceTrainer):
         processing_class: object = None,
         **others: object,
     ):
-        name, config = type(self).__name__, settled(args, self.config_type, model)
-        quantised_by(config, others, model)
+        name, config = type(self).__name__, resolved_config(args, self.config_type, model)
+        move_quantization_config(config, others, model)
         if isinstance(model, str | os.PathLike):
             roomy = copy.copy(config)
             roomy.max_length = self._room(config)
-            model = loaded(os.fspath(model), roomy, full=others.get("peft_config") is None)
+            model = load_named(os.fspath(model), roomy, full=others.get("peft_config") is None)
         self._teacher = _teacher(name, teacher_model, config)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, **others)
         if self._teacher is not None:
             with_teacher(self.model.module, self._teacher.module)  # refuses another vocabulary before rows are read
         elif self.model.has_adapter:
-            tell(name, "teacher_model = None", "the teacher is the model with its adapter off")
+            report_idle(name, "teacher_model = None", "the teacher is the model with its adapter off")
         else:
             raise ValueError(
                 f"{name}: there is no teacher: give teacher_model, or teacher_model_name_or_path of the config. A "
@@ -210,7 +210,7 @@ class GKDTrainer(DistilledTrainer):
         self._masking["last_response_only"] = True
         for loss_option in ("assistant_only_loss", "completion_only_loss"):
             if getattr(self.args, loss_option):
-                tell(
+                report_idle(
                     type(self.args).__name__, loss_option, "the last answer of a conversation is trained on, as in TRL"
                 )
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtune.compat.callbacks import Events
-from jaxtune.compat.measures import ComputeMetrics, EvalPrediction, Preprocess, measured, predicted
+from jaxtune.compat.measures import ComputeMetrics, EvalPrediction, Preprocess, predict_rows, run_compute_metrics
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.reports import Reports
 from jaxtune.models.decoder import Decoder
@@ -68,7 +68,7 @@ class Evaluations(Reports):
         if self.compute_metrics is not None:
             held_out = trainer.eval_data
             assert held_out is not None  # evaluate() has looked
-            values |= measured(self._predicted(held_out), self.compute_metrics)
+            values |= run_compute_metrics(self._predicted(held_out), self.compute_metrics)
         values = _renamed(values, metric_key_prefix)
         events = self._events()
         events.tell("on_log", logs=values)
@@ -90,7 +90,7 @@ class Evaluations(Reports):
         assert trainer.eval_data is not None
         prediction = self._predicted(trainer.eval_data)
         if self.compute_metrics is not None:
-            values |= measured(prediction, self.compute_metrics)
+            values |= run_compute_metrics(prediction, self.compute_metrics)
         return PredictionOutput(prediction.predictions, prediction.label_ids, _renamed(values, metric_key_prefix))
 
     def _on(self, dataset: object) -> Trainer:
@@ -114,13 +114,13 @@ class Evaluations(Reports):
         if self.compute_metrics is None:
             return {}
         assert held_out is not None  # it is called after an evaluation
-        return measured(self._predicted(held_out), self.compute_metrics)
+        return run_compute_metrics(self._predicted(held_out), self.compute_metrics)
 
     def _predicted(self, held_out: TokenDataset) -> EvalPrediction:
         if not self._packing():
             held_out = dataclasses.replace(held_out, packing=False)
         rows = held_out.batches(1, shuffle=False)
-        return predicted(self.model.module, rows, self.preprocess_logits_for_metrics)
+        return predict_rows(self.model.module, rows, self.preprocess_logits_for_metrics)
 
 
 def _renamed(values: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -40,7 +40,7 @@ def _logits(graph, state, tokens, segment_ids, positions):
     return nnx.merge(graph, state)(tokens, segment_ids, positions)
 
 
-def predicted(module: Decoder, batches: Batches, preprocess: Preprocess | None) -> EvalPrediction:
+def predict_rows(module: Decoder, batches: Batches, preprocess: Preprocess | None) -> EvalPrediction:
     """A model's logits (or what `preprocess` makes of them) and labels, in host memory.
 
     ValueError: all logits take more than half of the host's memory, and `preprocess` is None.
@@ -71,7 +71,7 @@ def predicted(module: Decoder, batches: Batches, preprocess: Preprocess | None) 
     return EvalPrediction(joined, np.concatenate(labels))
 
 
-def measured(prediction: EvalPrediction, compute_metrics: ComputeMetrics) -> dict[str, float]:
+def run_compute_metrics(prediction: EvalPrediction, compute_metrics: ComputeMetrics) -> dict[str, float]:
     """The numbers of compute_metrics as floats, each name with the prefix eval_; ValueError if they are no numbers."""
     with waiting.users_code("compute_metrics"):
         result = compute_metrics(prediction)

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 import jaxtune
-from jaxtune.compat.adapters import ALL_LINEAR, adapted, last_layers
-from jaxtune.compat.arguments import choose, settle, tell
+from jaxtune.compat.adapters import ALL_LINEAR, add_lora, last_layers
+from jaxtune.compat.arguments import choose, report_idle, settle
 from jaxtune.compat.model_methods import ModelMethods
 from jaxtune.compat.saves import MARK, require_free, save, saved_into
 from jaxtune.compat.seeds import begin_at, next_seed
@@ -453,7 +453,7 @@ class FastLanguageModel:
             raise ValueError(f"{where}: max_seq_length = {max_seq_length} belongs to from_pretrained; set it there")
         residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         begin_at(random_state)
-        module, adapter = adapted(
+        module, adapter = add_lora(
             model.module,
             where,
             random_state,
@@ -520,7 +520,7 @@ def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str
             "load_in_4bit=False for 16-bit weights"
         )
     if in_4bit and full_finetuning:  # Unsloth turns four bits off too, and prints it
-        tell(where, "load_in_4bit", "full_finetuning=True trains all weights, which are kept as stored")
+        report_idle(where, "load_in_4bit", "full_finetuning=True trains all weights, which are kept as stored")
     return "nf4" if four and not full_finetuning else "stored"
 
 

@@ -6,7 +6,7 @@ import enum
 import os
 
 import jaxtune
-from jaxtune.compat.adapters import adapted, lora_settings
+from jaxtune.compat.adapters import add_lora, lora_settings
 from jaxtune.compat.arguments import settle
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.tables import AUTO, PEFT_MODEL
@@ -51,7 +51,7 @@ def get_peft_model(
     """
     settle("get_peft_model", {"adapter_name": adapter_name, **others}, PEFT_MODEL, get_peft_model)
     settings = lora_settings("get_peft_model", peft_config)
-    return with_adapter(model, *adapted(model.module, "LoraConfig", model.random_state, experts_too=False, **settings))
+    return with_adapter(model, *add_lora(model.module, "LoraConfig", model.random_state, experts_too=False, **settings))
 
 
 def prepare_model_for_kbit_training(

@@ -14,10 +14,10 @@ from flax import nnx
 from jaxtune.compat.arguments import choose
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.rows import columns_of
-from jaxtune.compat.settings import SFTConfig, quantised_by, settled
+from jaxtune.compat.settings import SFTConfig, move_quantization_config, resolved_config
 from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, REWARD, TRAINER
 from jaxtune.compat.trainer import SFTTrainer
-from jaxtune.compat.transformers_names import loaded
+from jaxtune.compat.transformers_names import load_named
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import matrices
 from jaxtune.models.reward import reward_model
@@ -293,9 +293,9 @@ class RewardTrainer(PreferenceTrainer):
 
     def __init__(self, model: CompatModel | str | os.PathLike, args: Any = None, *others: Any, **arguments: Any):
         if isinstance(model, str | os.PathLike):
-            config = settled(args, RewardConfig, model)
-            quantised_by(config, arguments, model)
-            model = loaded(os.fspath(model), config, arguments.get("peft_config") is None)
+            config = resolved_config(args, RewardConfig, model)
+            move_quantization_config(config, arguments, model)
+            model = load_named(os.fspath(model), config, arguments.get("peft_config") is None)
         if isinstance(model, CompatModel) and model.module.config.head.is_text:
             if model.has_adapter:
                 raise ValueError(

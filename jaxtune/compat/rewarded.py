@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.compat.arguments import choose, settle, tell
+from jaxtune.compat.arguments import choose, report_idle, settle
 from jaxtune.compat.callbacks import best_name
 from jaxtune.compat.completions import Completions
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer, trained_before
-from jaxtune.compat.settings import plain_value, quantised_by, settled
+from jaxtune.compat.settings import move_quantization_config, plain_value, resolved_config
 from jaxtune.compat.tables import GRPO, REWARDED_TRAINER, RLOO
-from jaxtune.compat.transformers_names import loaded
+from jaxtune.compat.transformers_names import load_named
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import ends_of
 from jaxtune.system.terminal import say
@@ -39,7 +39,7 @@ from jaxtune.train.folder.run_rows import is_stream
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO as Policy
 from jaxtune.train.objectives.policy import log_probs_of
-from jaxtune.train.sampled.prompts import OwnParts, sampled_answers
+from jaxtune.train.sampled.prompts import UserFunctions, sampled_answers
 from jaxtune.train.sampled.reward_functions import RewardFunction, RewardFunctions, RewardOptions, Turns
 from jaxtune.train.sampled.reward_log import RewardLog
 from jaxtune.train.sampled.rollout_function import RolloutModel
@@ -220,8 +220,8 @@ class RewardedTrainer(PreferenceTrainer):
             raise ValueError(
                 f"{name}: reward_funcs = {reward_funcs!r}: give a function, an environment_factory or a rollout_func"
             )
-        config: Any = settled(args, self.config_type, model)
-        quantised_by(config, others, model)
+        config: Any = resolved_config(args, self.config_type, model)
+        move_quantization_config(config, others, model)
         evaluates = plain_value(config.eval_strategy) not in ("no", None) or config.eval_on_start
         if evaluates and (self._tools is not None or rollout_func is not None):
             raise ValueError(
@@ -229,13 +229,13 @@ class RewardedTrainer(PreferenceTrainer):
                 "with tools, environments and rollout_func: an evaluation samples answers of one turn; leave it at 'no'"
             )
         if eval_dataset is not None and not evaluates:
-            tell(name, "eval_dataset", "eval_strategy is 'no'")
+            report_idle(name, "eval_dataset", "eval_strategy is 'no'")
             eval_dataset = None
         if isinstance(model, str | os.PathLike):
             roomy = copy.copy(config)
             prompt = getattr(config, "max_prompt_length", None) or _USUAL_PROMPT
             roomy.max_length = prompt + config.max_completion_length
-            model = loaded(os.fspath(model), roomy, full=others.get("peft_config") is None)
+            model = load_named(os.fspath(model), roomy, full=others.get("peft_config") is None)
         self._weights = getattr(config, "reward_weights", None)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, **others)
         self._require_best()
@@ -270,7 +270,7 @@ class RewardedTrainer(PreferenceTrainer):
         args, micro_batches = self.args, self.args.gradient_accumulation_steps
         batch, group = args.per_device_train_batch_size, args.num_generations
         if batch * micro_batches % group:
-            tell(
+            report_idle(
                 type(args).__name__,
                 f"per_device_train_batch_size = {batch}",
                 f"an update has whole groups: num_generations = {group} answers are taken instead, as in Unsloth",
@@ -324,16 +324,16 @@ class RewardedTrainer(PreferenceTrainer):
                 "importance_sampling_clip_max",
                 "importance_sampling_clip_min",
             )
-            tell(where, f"vllm_{option}" if is_vllm else option, why.removesuffix("; leave it out"))
+            report_idle(where, f"vllm_{option}" if is_vllm else option, why.removesuffix("; leave it out"))
             options[option] = None
         return ObjectiveConfig("grpo", **options)
 
-    def _parts(self, reference: Score | None = None) -> OwnParts:
+    def _parts(self, reference: Score | None = None) -> UserFunctions:
         """The script's functions, with the arguments that TRL passes to reward functions. NaN is None, as in TRL."""
         log = RewardLog()
         extra_arguments = {"trainer_state": getattr(self, "state", None), **log.arguments}
         options = RewardOptions(also=extra_arguments, nan_is_none=True, log=log)
-        return OwnParts(
+        return UserFunctions(
             RewardFunctions.of(self._functions, **options) if self._functions else None,
             self._weights,
             options,

@@ -142,7 +142,7 @@ class TrainingArguments(SFTConfig):
     library: ClassVar[Library] = "transformers"
 
 
-def settled(
+def resolved_config(
     args: Any, kind: type[SFTConfig], model: object, overriding: Mapping[str, object] | None = None
 ) -> SFTConfig:
     """The arguments of a trainer as a `kind`, with Unsloth's defaults if a Fast class made the model, else TRL's; those
@@ -154,18 +154,18 @@ def settled(
     config = args or kind()
     if not isinstance(config, SFTConfig):
         source = "TRL" if type(config).__module__.startswith("trl.") else "transformers"
-        return _of(kind, library, _foreign(config, kind) | dict(overriding or {}), source)
+        return _config_of(kind, library, _foreign(config, kind) | dict(overriding or {}), source)
     named: Library = vars(config).get("library", library)  # settled before
     names = [field.name for field in dataclasses.fields(kind)]
     values = {name: getattr(config, name) for name in names if name in config.given}
     if isinstance(config, TrainingArguments):
         of_transformers = defaults("transformers", config.section).keys() - _MODELS
         values |= {name: getattr(config, name) for name in names if name in of_transformers}
-        return _of(kind, library, values | dict(overriding or {}), "transformers")
-    return _of(kind, library, values | dict(overriding or {}), named)
+        return _config_of(kind, library, values | dict(overriding or {}), "transformers")
+    return _config_of(kind, library, values | dict(overriding or {}), named)
 
 
-def _of(kind: type[SFTConfig], library: Library, values: Mapping[str, Any], named: Library) -> SFTConfig:
+def _config_of(kind: type[SFTConfig], library: Library, values: Mapping[str, Any], named: Library) -> SFTConfig:
     config = kind(**values)
     config._fill(library, values)
     vars(config)["library"] = named
@@ -191,7 +191,7 @@ def _foreign(args: Any, kind: type[SFTConfig]) -> dict[str, Any]:
     return arguments
 
 
-def quantised_by(args: SFTConfig, trainer_arguments: dict[str, object], model: object) -> None:
+def move_quantization_config(args: SFTConfig, trainer_arguments: dict[str, object], model: object) -> None:
     """Moves the trainer's quantization_config to the arguments that load its model; ValueError for a loaded model."""
     config = trainer_arguments.pop("quantization_config", None)
     if config is None:

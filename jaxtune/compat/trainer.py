@@ -14,9 +14,9 @@ from typing import Any, Literal
 from flax import nnx
 
 from jaxtune.compat import folders
-from jaxtune.compat.adapters import adapted, lora_settings
-from jaxtune.compat.arguments import choose, settle, tell
-from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState, checked, with_trained
+from jaxtune.compat.adapters import add_lora, lora_settings
+from jaxtune.compat.arguments import choose, report_idle, settle
+from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState, checked_callback, with_trained
 from jaxtune.compat.defaults import version
 from jaxtune.compat.evaluation import Evaluations
 from jaxtune.compat.measures import ComputeMetrics, Preprocess
@@ -31,18 +31,18 @@ from jaxtune.compat.settings import (
     TrainingArguments,
     max_steps,
     metrics_config,
+    move_quantization_config,
     plain_value,
     precision,
-    quantised_by,
+    resolved_config,
     row_length,
     schedule_config,
-    settled,
     steps_between,
     total_steps,
     trained_tokens,
 )
 from jaxtune.compat.tables import OPTIMIZERS, PADDING_COLLATORS, RESIDUALS, RESPONSES, TRAINER
-from jaxtune.compat.transformers_names import loaded
+from jaxtune.compat.transformers_names import load_named
 from jaxtune.compat.wording import ScriptWords
 from jaxtune.conversations import dates
 from jaxtune.models.decoder import Decoder
@@ -124,8 +124,8 @@ class SFTTrainer(ScriptWords, Evaluations):
             name, expected = type(self).__name__, self.config_type.__name__
             raise ValueError(f"{name}: args is a {type(args).__name__}; use {expected}")
         older_arguments = {name: others.pop(name) for name in sorted(moved)}
-        self.args: Any = settled(args, self.config_type, model, older_arguments)
-        quantised_by(self.args, {"quantization_config": quantization_config}, model)
+        self.args: Any = resolved_config(args, self.config_type, model, older_arguments)
+        move_quantization_config(self.args, {"quantization_config": quantization_config}, model)
         if older := sorted(moved - SFTTrainer.older):
             say(f"{type(self).__name__}: {', '.join(older)}: taken as arguments of {self.config_type.__name__}")
         if ours:  # unused values are kept, because callbacks may read them
@@ -133,10 +133,10 @@ class SFTTrainer(ScriptWords, Evaluations):
         collator = others.get("data_collator")
         if type(collator).__name__ in PADDING_COLLATORS and not getattr(collator, "mlm", False):
             others.pop("data_collator")
-            tell(type(self).__name__, "data_collator", "rows are packed or padded already")
+            report_idle(type(self).__name__, "data_collator", "rows are packed or padded already")
         settle(type(self).__name__, others, self.table, SFTTrainer)
         if isinstance(model, str | os.PathLike):
-            model = loaded(os.fspath(model), self.args, full=peft_config is None)
+            model = load_named(os.fspath(model), self.args, full=peft_config is None)
         if not isinstance(model, CompatModel):
             raise ValueError(
                 f"SFTTrainer: model is a {type(model).__name__}; give a name or folder, or load it with "
@@ -163,7 +163,7 @@ class SFTTrainer(ScriptWords, Evaluations):
                 self._format = form
         self._masking: dict[str, Any] = {"train_on": self._train_on()}
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        self.callbacks = [checked(callback) for callback in callbacks or ()]
+        self.callbacks = [checked_callback(callback) for callback in callbacks or ()]
         self.state, self.control = TrainerState(), TrainerControl()
         config = self.config(prepared=False)  # raises errors before the data are tokenised
         self.state.logging_steps = config.metrics.log_every
@@ -204,7 +204,7 @@ class SFTTrainer(ScriptWords, Evaluations):
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback, an instance or a class; ValueError if `checked` refuses it."""
-        self.callbacks.append(checked(callback))
+        self.callbacks.append(checked_callback(callback))
 
     def pop_callback(self, callback: Any) -> Any:
         """Removes and returns `callback`, or the first one of that class; None if there is none."""
@@ -479,7 +479,7 @@ class SFTTrainer(ScriptWords, Evaluations):
 
 def _with_adapter(model: CompatModel, where: str, peft_config: object, seed: int) -> CompatModel:
     settings = lora_settings(where, peft_config)
-    return with_adapter(model, *adapted(model.module, "LoraConfig", seed, experts_too=False, **settings))
+    return with_adapter(model, *add_lora(model.module, "LoraConfig", seed, experts_too=False, **settings))
 
 
 def train_on_responses_only(

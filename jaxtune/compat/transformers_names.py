@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtune.compat.arguments import settle, tell
+from jaxtune.compat.arguments import report_idle, settle
 from jaxtune.compat.model import CompatModel, FastLanguageModel
 from jaxtune.compat.settings import DEFAULT_LENGTH, SFTConfig
 from jaxtune.compat.tables import AUTO, BITS_AND_BYTES
@@ -49,18 +49,18 @@ class BitsAndBytesConfig:
                 "closer to the 16-bit weights"
             )
         if load_in_4bit and bnb_4bit_quant_type is None:
-            tell(
+            report_idle(
                 where,
                 "bnb_4bit_quant_type",
                 "fp4, which bitsandbytes takes without it, is not here; NF4 is",
             )
         if load_in_4bit and not bnb_4bit_use_double_quant:
-            tell(where, "bnb_4bit_use_double_quant", "NF4 always has double quantisation")
+            report_idle(where, "bnb_4bit_use_double_quant", "NF4 always has double quantisation")
         self.load_in_8bit, self.load_in_4bit = load_in_8bit, load_in_4bit
         self.bnb_4bit_compute_dtype = bnb_4bit_compute_dtype
 
 
-def quantised(config: object) -> dict[str, Any]:
+def quantization_arguments(config: object) -> dict[str, Any]:
     """A quantization_config (None, either class or a dict) as arguments of FastLanguageModel.from_pretrained;
     ValueError for FP4, the default of transformers' class.
     """
@@ -107,7 +107,7 @@ def plain_arguments(
         quantization_config = {"load_in_8bit": load_in_8bit, "load_in_4bit": load_in_4bit}
         quantization_config |= {name: others.pop(name) for name in _FOLLOWED if name in others}
     settle(where, others, AUTO, plain_arguments)
-    loading = quantised(quantization_config)
+    loading = quantization_arguments(quantization_config)
     dtype = torch_dtype if dtype is None else dtype
     loading["dtype"] = loading.get("dtype") if dtype in (None, "auto") else dtype
     return loading | {"num_labels": num_labels, "load_in_fp8": load_in_fp8}
@@ -139,7 +139,7 @@ def load_plain(
     return model
 
 
-def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
+def load_named(name: str, args: SFTConfig, full: bool) -> CompatModel:
     """Loads a model that a trainer got by name, for rows of its config's length; ValueError for an adapter's folder.
 
     full: whether all weights train, unless they are quantised.

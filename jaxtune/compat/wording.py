@@ -37,7 +37,7 @@ _ENTRIES = ("__init__", "config", "train", "evaluate", "predict", "train_dataset
 def _candidates() -> dict[str, list[str]]:
     """{a recipe's key: arguments of scripts that mean it, the last may be words}"""
     arguments = yaml.safe_load(Path(__file__).with_name("wording.yaml").read_text(encoding="utf-8"))
-    same_meaning = {ours: [argument] for argument, ours in table("trl").top.same.items()}
+    same_meaning = {ours: [argument] for argument, ours in table("trl").top.same_value.items()}
     return {key.name: [] for key in config_keys()} | same_meaning | arguments
 
 

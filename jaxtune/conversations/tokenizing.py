@@ -30,13 +30,13 @@ class Tokens:
     """int64[n]: index of each token's first character."""
     ends: np.ndarray
     """int64[n]: index after each token's last character."""
-    cut: bool = False
+    is_cut: bool = False
     """Whether tokenising stopped at `max_tokens` before the text's end."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def part(self, first: int, last: int, shift: int = 0, cut: bool = False) -> Tokens:
+    def section(self, first: int, last: int, shift: int = 0, cut: bool = False) -> Tokens:
         """Tokens first to last - 1, with `shift` characters added to their positions."""
         selected = slice(first, last)
         return Tokens(self.ids[selected], self.starts[selected] + shift, self.ends[selected] + shift, cut)
@@ -45,7 +45,7 @@ class Tokens:
     def joined(cls, pieces: list[Tokens]) -> Tokens:
         """The tokens of consecutive pieces with positions in the whole text."""
         fields = (np.concatenate([getattr(tokens, name) for tokens in pieces]) for name in ("ids", "starts", "ends"))
-        return cls(*fields, cut=pieces[-1].cut)
+        return cls(*fields, cut=pieces[-1].is_cut)
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
@@ -100,7 +100,7 @@ def tokenize_pieces(tokenizer: Tokenizer, text: str, cuts: Sequence[int], max_to
         piece = _later(tokenizer, words, max_tokens) if low else tokenize(tokenizer, [words], max_tokens)[0]
         count += len(piece)
         full = max_tokens is not None and count >= max_tokens and high < len(text)
-        pieces.append(piece.part(0, len(piece), low, cut=piece.cut or full))
+        pieces.append(piece.section(0, len(piece), low, cut=piece.is_cut or full))
         if pieces[-1].cut:
             break
     return Tokens.joined(pieces)
@@ -121,7 +121,7 @@ def _later(tokenizer: Tokenizer, text: str, max_tokens: int | None = None) -> To
                 and anchored.starts[first] == len(anchor)
                 and np.all(anchored.ends[:first] <= len(anchor))
             ):
-                return anchored.part(first, len(anchored), -len(anchor), anchored.cut)
+                return anchored.section(first, len(anchored), -len(anchor), anchored.is_cut)
     return tokenize(tokenizer, [text], max_tokens)[0]
 
 
@@ -153,7 +153,7 @@ def _in_windows(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> Toke
 
     def window(low: int) -> Tokens:
         tokens = _at_once(tokenizer, [text[low : low + WINDOW]])[0]
-        return tokens.part(0, len(tokens), low)
+        return tokens.section(0, len(tokens), low)
 
     pieces, count = [], 0
     low, current = 0, window(0)
@@ -165,12 +165,12 @@ def _in_windows(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> Toke
             last = min(max(last, 1), len(current))
             low = int(current.ends[last - 1])
             following, first = _later(tokenizer, text[low : low + WINDOW]), 0
-            following = following.part(0, len(following), low)
-        pieces.append(current.part(0, last))
+            following = following.section(0, len(following), low)
+        pieces.append(current.section(0, last))
         count += last
-        current = following.part(first, len(following))
+        current = following.section(first, len(following))
         if max_tokens is not None and count >= max_tokens:
-            return Tokens.joined([*pieces, current.part(0, 0, cut=True)])
+            return Tokens.joined([*pieces, current.section(0, 0, cut=True)])
     return Tokens.joined([*pieces, current])
 
 

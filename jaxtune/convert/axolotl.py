@@ -21,7 +21,7 @@ _READERS = ("json", "csv", "parquet", "text", "arrow")
 def translate(recipe: Translation, folder: Path) -> None:
     del folder
     recipe.set("model.path", recipe["base_model"])
-    if recipe.says("tokenizer_config") and recipe["tokenizer_config"] != recipe["base_model"]:
+    if recipe.sets("tokenizer_config") and recipe["tokenizer_config"] != recipe["base_model"]:
         recipe.set("model.tokenizer", recipe["tokenizer_config"])
     method = _objective(recipe)
     _chat_template(recipe)
@@ -29,13 +29,13 @@ def translate(recipe: Translation, folder: Path) -> None:
     _tokens(recipe)
     _adapter(recipe)
     documents = {"kto": "answers", "grpo": "answers"}.get(method, "pairs" if method in _PAIRS else "rows")
-    if recipe.says("batch_size") and not recipe.says("gradient_accumulation_steps"):
+    if recipe.sets("batch_size") and not recipe.sets("gradient_accumulation_steps"):
         recipe.set("rows_per_step", recipe["batch_size"])
     else:
         common.batch(recipe, "micro_batch_size", documents)
     common.length_of_run(recipe, "num_epochs")
     common.warmup(recipe, implied_ratio=0.03)
-    if recipe.get("schedule.warmup_ratio") == 0.03 and not recipe.says("warmup_ratio"):
+    if recipe.get("schedule.warmup_ratio") == 0.03 and not recipe.sets("warmup_ratio"):
         recipe.notes.append("schedule.warmup_ratio: axolotl's 3 % has at most 100 steps")
     recipe.choose(("optimizer",), "optim.name", recipe.table.optimizers)
     common.schedule(recipe, "lr_scheduler")
@@ -44,13 +44,13 @@ def translate(recipe: Translation, folder: Path) -> None:
     common.held_out(recipe, "val_set_size")
     common.saves(recipe)
     common.early_stop(recipe, "early_stopping_patience")
-    if (noise := recipe["noisy_embedding_alpha"]) and not recipe.says("neftune_noise_alpha"):
+    if (noise := recipe["noisy_embedding_alpha"]) and not recipe.sets("neftune_noise_alpha"):
         recipe.set("neftune_noise_alpha", noise)
-    recipe.same(recipe.table.top, recipe.config, recipe.defaults, "optim.")
+    recipe.set_same(recipe.table.top, recipe.config, recipe.defaults, "optim.")
     for prefix in ("schedule.min_ratio", "max_grad_norm", "seed", "neftune", "output", "checkpoint.keep", "metrics."):
-        recipe.same(recipe.table.top, recipe.config, recipe.defaults, prefix)
+        recipe.set_same(recipe.table.top, recipe.config, recipe.defaults, prefix)
     for prefix in ("data.num_workers", "evaluation.at_start", "deterministic"):
-        recipe.same(recipe.table.top, recipe.config, {}, prefix)
+        recipe.set_same(recipe.table.top, recipe.config, {}, prefix)
     if method == "dpo" and recipe["precompute_ref_log_probs"]:
         recipe.set("objective.precompute_ref_log_probs", True)
     if qat := recipe["qat"]:
@@ -124,7 +124,7 @@ def _objective(recipe: Translation) -> str:
 def _grpo(recipe: Translation, rl: str) -> None:
     section = recipe.table.sections["trl"]
     trl_values = {key: value for key, value in (recipe["trl"] or {}).items() if value is not None}
-    recipe.same(section, trl_values, {})
+    recipe.set_same(section, trl_values, {})
     beta = trl_values.get("beta", recipe["rl_beta"])
     if beta is not None:
         recipe.set("objective.beta", beta)
@@ -196,7 +196,7 @@ def _data(recipe: Translation, method: str) -> None:
     packs = bool(recipe["sample_packing"]) or bool(pretraining)
     if method != "grpo":
         common.packing(
-            recipe, packs and method == "sft", *(("sample_packing",) if recipe.says("sample_packing") else ())
+            recipe, packs and method == "sft", *(("sample_packing",) if recipe.sets("sample_packing") else ())
         )
     if recipe["train_on_inputs"]:
         recipe.set("data.train_on", "all")

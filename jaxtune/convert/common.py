@@ -52,7 +52,7 @@ def warmup(recipe: Translation, implied_ratio: float | None = None) -> None:
         recipe.set("schedule.warmup_steps", int(steps))
     elif ratio:
         recipe.set("schedule.warmup_ratio", ratio)
-    elif implied_ratio and not recipe.says("warmup_steps", "warmup_ratio"):
+    elif implied_ratio and not recipe.sets("warmup_steps", "warmup_ratio"):
         recipe.set("schedule.warmup_ratio", implied_ratio, "warmup_ratio")
     else:
         return
@@ -131,7 +131,7 @@ def held_out(recipe: Translation, size_key: str) -> None:
         recipe.set("evaluation.every_epochs", 1 / recipe["evals_per_epoch"])
     elif strategy == "epoch":
         recipe.set("evaluation.every_epochs", 1.0)
-    elif strategy == "no" and recipe.says("eval_strategy", "evaluation_strategy"):
+    elif strategy == "no" and recipe.sets("eval_strategy", "evaluation_strategy"):
         recipe.set("evaluation.at_end", False)
     elif every and strategy in ("steps", None):
         recipe.set("evaluation.every_steps", int(every) if every >= 1 else every)
@@ -174,9 +174,9 @@ def saves(recipe: Translation) -> None:
 def trainer_keys(recipe: Translation) -> None:
     """The keys of transformers' Trainer that have one value in both programs, and its loggers."""
     for prefix in ("optim.", "max_grad_norm", "seed", "neftune", "output", "checkpoint.keep", "metrics.log"):
-        recipe.same(recipe.table.top, recipe.config, recipe.defaults, prefix)
+        recipe.set_same(recipe.table.top, recipe.config, recipe.defaults, prefix)
     for prefix in ("data.num_workers", "evaluation.at_start", "deterministic", "router_aux_loss_coef"):
-        recipe.same(recipe.table.top, recipe.config, {}, prefix)
+        recipe.set_same(recipe.table.top, recipe.config, {}, prefix)
     reports = listed(recipe["report_to"])
     if "wandb" in reports:
         recipe.set("metrics.wandb_project", recipe["project"])

@@ -54,7 +54,7 @@ def translate(recipe: Translation, folder: Path) -> None:
     common.early_stop(recipe, "early_stopping_steps")
     common.trainer_keys(recipe)
     if recipe.get("data.streaming"):
-        recipe.same(recipe.table.top, recipe.config, recipe.defaults, "data.buffer_size")
+        recipe.set_same(recipe.table.top, recipe.config, recipe.defaults, "data.buffer_size")
     recipe.leftovers(recipe.table.top, recipe.config)
 
 
@@ -96,7 +96,7 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
             recipe.notes.append("data.streaming is off, as epochs of a stream cannot be counted")
     _mixture(recipe)
     packs = bool(recipe["neat_packing"]) or (stage == "pt" if recipe["packing"] is None else bool(recipe["packing"]))
-    common.packing(recipe, packs and method == "sft", *(("packing",) if recipe.says("packing", "neat_packing") else ()))
+    common.packing(recipe, packs and method == "sft", *(("packing",) if recipe.sets("packing", "neat_packing") else ()))
     if recipe["train_on_prompt"] or stage == "pt":
         recipe.set("data.train_on", "all")
     if recipe["mask_history"]:

@@ -20,7 +20,7 @@ class Section:
 
     defaults: Mapping[str, Any]
     """What a key is if it is left out; None: nothing."""
-    same: Mapping[str, str]
+    same_value: Mapping[str, str]
     """{key: the recipe's key with the same value}"""
     read: frozenset[str]
     """Keys that the program's module translates."""
@@ -34,8 +34,8 @@ class Section:
     """{key without a counterpart that changes training: what to use instead, or ""}"""
 
     @property
-    def known(self) -> frozenset[str]:
-        return self.read | self.neutral | self.refused | self.same.keys() | self.lost.keys()
+    def known_keys(self) -> frozenset[str]:
+        return self.read | self.neutral | self.refused | self.same_value.keys() | self.lost.keys()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _section(values: Mapping[str, Any], defaults: Mapping[str, Any], base: Mappi
     listed = read | refused | names("neutral") | same_keys.keys() | lost.keys()
     return Section(
         defaults={**defaults, **(values.get("defaults") or {})},
-        same=same_keys,
+        same_value=same_keys,
         read=read,
         neutral=names("neutral") | (frozenset((base.get("neutral") or "").split()) - listed),
         instead={**(base.get("instead") or {}), **(values.get("instead") or {})},

@@ -36,7 +36,7 @@ class Translation:
         """The other program's key: the config's value, else that program's default."""
         return self.config.get(key, self.defaults.get(key))
 
-    def says(self, *keys: str) -> bool:
+    def sets(self, *keys: str) -> bool:
         return any(key in self.config for key in keys)
 
     def first(self, *keys: str) -> Any:
@@ -48,7 +48,7 @@ class Translation:
         """Sets the recipe's dotted key. If the config has none of the keys `sources`, the value is the program's
         default, and is written only where it differs from ours.
         """
-        if sources and not self.says(*sources):
+        if sources and not self.sets(*sources):
             if key.startswith(_BESIDE) or _OURS().get(key) == _word(value):
                 return
             self.implied.append(f"{key}: {_word(value)}")
@@ -70,9 +70,11 @@ class Translation:
         if line not in self.lacking:
             self.lacking.append(line)
 
-    def same(self, section: Section, config: Mapping[str, Any], defaults: Mapping[str, Any], only: str = "") -> None:
+    def set_same(
+        self, section: Section, config: Mapping[str, Any], defaults: Mapping[str, Any], only: str = ""
+    ) -> None:
         """Sets the keys that have one value in both programs. only: a prefix of the recipe's keys."""
-        for key, ours in section.same.items():
+        for key, ours in section.same_value.items():
             if not ours.startswith(only) or (value := config.get(key, defaults.get(key))) is None:
                 continue
             self.set(ours, value, *(() if key in config else (key,)))
@@ -80,7 +82,7 @@ class Translation:
     def leftovers(self, section: Section, config: Mapping[str, Any], section_name: str = "") -> None:
         """Lists keys that change training and are not translated; ConfigError for a method that no recipe can mean."""
         for key, value in config.items():
-            if key in section.read or key in section.same or not _is_set(key, value):
+            if key in section.read or key in section.same_value or not _is_set(key, value):
                 continue
             default = section.defaults.get(key)
             if value == default or (default is None and value in (False, "", [], {})):

@@ -47,7 +47,7 @@ def translate(recipe: Translation, trainer: str | None) -> None:
     known_keys = (
         recipe.table.top.defaults.keys() | section.defaults.keys() | {"reward_funcs", "reward_model_name_or_path"}
     )
-    for key in [key for key in recipe.config if key not in known_keys and key in recipe.table.top.known]:
+    for key in [key for key in recipe.config if key not in known_keys and key in recipe.table.top.known_keys]:
         recipe.lack(key, recipe.config[key], f"trl {trainer} has no such key")
     recipe.leftovers(recipe.table.top, recipe.config)
 
@@ -69,7 +69,11 @@ def _only_trainer(recipe: Translation) -> str:
 
 
 def _has(recipe: Translation, trainer: str, key: str) -> bool:
-    return key in recipe.table.sections[trainer].defaults or key not in recipe.table.top.known or key == "reward_funcs"
+    return (
+        key in recipe.table.sections[trainer].defaults
+        or key not in recipe.table.top.known_keys
+        or key == "reward_funcs"
+    )
 
 
 def _loss(recipe: Translation, trainer: str) -> None:
@@ -86,7 +90,7 @@ def _loss(recipe: Translation, trainer: str) -> None:
 
 def _objective(recipe: Translation, trainer: str) -> None:
     trainer_defaults = recipe.table.sections[trainer].defaults
-    for key, ours in recipe.table.top.same.items():
+    for key, ours in recipe.table.top.same_value.items():
         if ours.startswith("objective.") and key in trainer_defaults and key in recipe.config:
             recipe.set(ours, recipe.config[key])
     if trainer in ("grpo", "rloo"):
@@ -108,7 +112,7 @@ def _objective(recipe: Translation, trainer: str) -> None:
                 "generation_batch_size", size or micro_batches, "objective.steps_per_generation counts whole steps"
             )
         recipe.set("objective.steps_per_generation", max(int(steps), 1))
-    if trainer == "grpo" and recipe.says("scale_rewards"):
+    if trainer == "grpo" and recipe.sets("scale_rewards"):
         scale = recipe["scale_rewards"]
         recipe.set("objective.scale_rewards", {True: "group", False: "none", "True": "group"}.get(scale, scale))
 
@@ -147,7 +151,7 @@ def _data(recipe: Translation, trainer: str) -> None:
     else:
         recipe.set("data.length", recipe["max_length"], "max_length")
     packs = trainer == "sft" and bool(recipe["packing"])
-    common.packing(recipe, packs, *(("packing",) if recipe.says("packing") else ()))
+    common.packing(recipe, packs, *(("packing",) if recipe.sets("packing") else ()))
     if packs and recipe["packing_strategy"] in ("wrapped", "bfd_split"):
         recipe.set("data.overflow", "split")
     if trainer == "sft":

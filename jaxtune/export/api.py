@@ -81,7 +81,9 @@ def export_model(
     folder = Path(path).resolve()
     job = _Job(folder, tokenizer, outtype, name or folder.name, max_shard_bytes)
     if to.startswith("gguf") and not model.config.head.is_text:
-        raise ValueError(f"export: to = {to!r}: {model.config.head.what}, for which GGUF has no place; take merged")
+        raise ValueError(
+            f"export: to = {to!r}: {model.config.head.description}, for which GGUF has no place; take merged"
+        )
     grids.require_representable(model, to, (outtype or _DEFAULT_OUTTYPE[model.dtype]) if to == "gguf" else None)
     exported = FORMATS[to](model, job)
     alone = to in ("adapter", "gguf-adapter")
@@ -175,7 +177,7 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
     tensors = gguf_tensors.all_tensors(sources)
     kinds = stored_types(tensors, outtype, arch.name, sizes)
     with Compiling(sources, kinds, _like(model)) as compiling:  # it takes longer than what comes before the writing
-        tokens = tokenizer_fields(job.tokenizer, model.config.vocab_size, arch.ends, arch.shown)
+        tokens = tokenizer_fields(job.tokenizer, model.config.vocab_size, arch.ends, arch.shown_tokens)
         name = _name(job, notes)
         fields = {
             "general.type": "model",

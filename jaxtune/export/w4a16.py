@@ -119,7 +119,7 @@ def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, k
     """
 
     def cut(value: Any) -> tuple[np.ndarray, np.ndarray]:
-        weight = jnp.asarray(tensor.of(value))
+        weight = jnp.asarray(tensor.array_of(value))
         codes, scales, off = _encode(weight, group, dtype)
         if exact and off:
             raise ValueError(

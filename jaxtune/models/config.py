@@ -184,10 +184,10 @@ class LayerSpec:
         part has is ignored.
         """
 
-        def one(part: Part) -> Part:
+        def with_config(part: Part) -> Part:
             return dataclasses.replace(part, config=configs.get(part.name) or part.config)
 
-        stages = (dataclasses.replace(stage, parts=tuple(map(one, stage.parts))) for stage in self.stages)
+        stages = (dataclasses.replace(stage, parts=tuple(map(with_config, stage.parts))) for stage in self.stages)
         return dataclasses.replace(self, stages=tuple(stages))
 
 
@@ -311,7 +311,7 @@ class DecoderConfig:
             if cap is not None:
                 values.positive(key, cap)
         if self.tie_embeddings and not self.head.is_text:
-            raise ValueError(f"tie_embeddings: {self.head.what}, and its head is no embedding")
+            raise ValueError(f"tie_embeddings: {self.head.description}, and its head is no embedding")
         if self.centred_norm and self.norm_offset:
             raise ValueError(f"norm_offset = {self.norm_offset}: a centred norm has none")
         if self.fused_qkv and self.attention_gate:

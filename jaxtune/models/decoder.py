@@ -68,7 +68,7 @@ def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> 
     rows, length, hidden = x.shape
     tokens = jnp.maximum(layout.doc_end - layout.doc_start, 1).astype(jnp.float32)
     largest = alpha * jax.lax.rsqrt(tokens * hidden)[..., None]
-    uniform_draws = uniform(key, (rows * length, hidden), partition.part_of_rows()).reshape(x.shape)
+    uniform_draws = uniform(key, (rows * length, hidden), partition.row_shard_index()).reshape(x.shape)
     return (x + largest * (2.0 * uniform_draws - 1.0)).astype(x.dtype)
 
 
@@ -148,7 +148,7 @@ class Decoder(nnx.Module):
         """The factors of the logits: (the head's whole weight as stored, `hidden` in the dtype in which logits are
         computed). A loss multiplies them for a part of the vocabulary at a time.
         """
-        head, hidden = gathers.whole_beside(self.head_variable, hidden)
+        head, hidden = gathers.gathered_after(self.head_variable, hidden)
         return head, hidden.astype(self.head_compute or hidden.dtype)
 
     @property
@@ -195,7 +195,7 @@ class Decoder(nnx.Module):
                 x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
             return x
 
-    def given(
+    def per_layer_inputs(
         self,
         tokens: jax.Array,
         x: jax.Array,
@@ -277,7 +277,7 @@ class Decoder(nnx.Module):
             with jax.named_scope("embed"):
                 x = noised(x, layout, *noise)
         projection_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers)
-        layer_inputs = self.given(tokens, x, projection_key, table_rows.get("per_layer"))
+        layer_inputs = self.per_layer_inputs(tokens, x, projection_key, table_rows.get("per_layer"))
         layers = self.layers, self.config.layers
         x, values = run_stack(*layers, x, layout, plan, dropout_key, gradient_sums, aux, layer_inputs)
         with jax.named_scope("final_norm"):

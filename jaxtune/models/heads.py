@@ -18,7 +18,7 @@ class Head:
     architecture: str  # how the names of Hugging Face's classes with this head end, such as "ForCausalLM"
     task_type: str  # PEFT's name of it in adapter_config.json, such as "CAUSAL_LM"
     # a clause that describes a model with this head, used in error messages, such as "this is a language model"
-    what: str
+    description: str
 
     @property
     def is_text(self) -> bool:

@@ -379,7 +379,7 @@ def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, file
         return Group(make, expert_files.split_experts(name, value, dtype, files))
     if files is not None and files.module:
         name = name.replace(".mlp.", f".{files.module}.")
-    return file_plan.one(name, value.shape, dtype, make, lambda tensor: tensor.astype(dtype))
+    return file_plan.single_tensor_group(name, value.shape, dtype, make, lambda tensor: tensor.astype(dtype))
 
 
 def save_pretrained(

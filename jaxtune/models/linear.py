@@ -315,13 +315,13 @@ def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> 
         biases,
         dropout_rate=rate,
         dropout_key=key,
-        dropout_run=partition.part_of_rows(),
+        dropout_run=partition.row_shard_index(),
         fp8=any(linear.fp8 for linear in linears),
     )
     dropped = rounded_x
     if key is not None and rate > 0 and any(linear.lora and linear.fake_quant for linear in linears):
         flat = rounded_x.reshape(-1, rounded_x.shape[-1])
-        dropped = dropout(flat, rate, key, partition.part_of_rows()).reshape(rounded_x.shape)
+        dropped = dropout(flat, rate, key, partition.row_shard_index()).reshape(rounded_x.shape)
     return tuple(
         out if linear.lora is None or linear.fake_quant is None else _with_adapter(out, linear, rounded_x, dropped)
         for out, linear in zip(outputs, linears, strict=True)

@@ -163,7 +163,7 @@ def freeze(model: Decoder) -> Decoder:
     return model
 
 
-def _chosen(
+def _ranks_and_alphas(
     model: Decoder, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern
 ) -> dict[str, tuple[int, float]]:
     """{matrix's name: (rank, alpha)} of the matrices that get_peft_model would adapt, linears first. Raises ValueError
@@ -227,7 +227,7 @@ def get_peft_model(
         raise ValueError("this model has adapters already; merge them first (merge_adapter) or start from the base")
     model = freeze(model)
     modules = dict(matrices(model))
-    selected = _chosen(model, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern)
+    selected = _ranks_and_alphas(model, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern)
     if (lora_dropout or use_dora) and any(isinstance(modules[name], ExpertLinear) for name in selected):
         setting = f"lora_dropout = {lora_dropout}" if lora_dropout else "use_dora = True"
         raise ValueError(f"{setting}: experts (target_parameters) cannot have it; PEFT refuses it too")
@@ -325,7 +325,7 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
         return False
     choice = ("r", "lora_alpha", "target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
     try:
-        expected = _chosen(model, *(settings[key] for key in choice))
+        expected = _ranks_and_alphas(model, *(settings[key] for key in choice))
     except ValueError:
         return False
     loras = {name: matrix.lora for name, matrix in matrices(model) if matrix.lora is not None}

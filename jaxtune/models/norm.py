@@ -47,7 +47,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The normed x [..., size], in x's dtype."""
-        return self.beside(x)[1]
+        return self.stream_and_normed(x)[1]
 
     def by_kernel(self, x: jax.Array) -> bool:
         """Whether a kernel computes the gradient of this norm of x [..., size], so that `beside` saves a pass."""
@@ -58,7 +58,7 @@ class RMSNorm(nnx.Module):
         weight = self.weight[...].astype(jnp.float32)
         return low_rank.Factors(x, inverse_rms(x, self.eps), weight + self.offset if self.offset else weight)
 
-    def beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def stream_and_normed(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(x [..., size], the normed x). The gradient of this x is added within the kernel of the norm's gradient, so
         read x from here, not from before the norm.
         """

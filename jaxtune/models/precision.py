@@ -69,7 +69,7 @@ def resolve(
         fitting = [component for component in undecided if word in DTYPES or component.quantizable]
         where = f"precision: {pattern!r} = {word!r}"
         if not matched:
-            raise ValueError(f"{where}: matches no module of this model; {_known(components)}")
+            raise ValueError(f"{where}: matches no module of this model; {_pattern_help(components)}")
         if not undecided:
             raise ValueError(f"{where}: patterns before it match the same modules; put it before them, or remove it")
         if not fitting:
@@ -87,7 +87,7 @@ def resolve(
     return decided
 
 
-def _known(components: Sequence[Component]) -> str:
+def _pattern_help(components: Sequence[Component]) -> str:
     """The end of the error for a pattern that matches nothing: the names in layers without number, other names, and
     kinds.
     """

@@ -35,7 +35,7 @@ def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
         return model
     call = "reward_model" if head == SCORE else f"with_head({head.name!r})"
     if not model.config.head.is_text or head.outputs is None:
-        raise ValueError(f"{call}: {model.config.head.what}: start from the language model that it was made of")
+        raise ValueError(f"{call}: {model.config.head.description}: start from the language model that it was made of")
     if has_adapter(model):
         raise ValueError(f"{call}: this model has adapters: merge them first (merge_adapter), or start from its base")
     config = dataclasses.replace(model.config, head=head, tie_embeddings=False)

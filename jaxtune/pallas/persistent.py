@@ -18,7 +18,7 @@ def cores() -> int:
     return 3 if gpu_kernel.interpreter() is not None else dispatch.multiprocessors()
 
 
-def place(item: jax.Array, row_tiles: int, column_tiles: int, band: int) -> tuple[jax.Array, jax.Array]:
+def tile_position(item: jax.Array, row_tiles: int, column_tiles: int, band: int) -> tuple[jax.Array, jax.Array]:
     """(row, column) of tile `item`, int32[]. Tiles are numbered by bands of `band` neighbouring rows of tiles, within a
     band down one column after another, so that tiles computed at the same time share rows and weights in the L2 cache.
     The last band may be lower.

@@ -242,7 +242,7 @@ class _Forward:
         name = re.sub(r"(Backward)?\d*$", "", node.name.rsplit(": ", 1)[-1]).lower()
         return any(_bare(enclosing.name) == name for enclosing in call.up())
 
-    def of(self, node: _Call) -> _Call | None:
+    def operator_of(self, node: _Call) -> _Call | None:
         number = node.args.get("Sequence number")
         thread = self._threads.get(node.args.get("Fwd thread id"))
         return None if number is None else self._calls.get((thread, number))
@@ -378,7 +378,7 @@ def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
         recorded = enclosing.category == "cpu_op" and enclosing.args.get("Sequence number", -1) >= 0
         if (recorded and not enclosing.args.get("Fwd thread id")) or _names_a_place(enclosing):
             return _path(call, node), "recompute"
-    origin = forward.of(node)
+    origin = forward.operator_of(node)
     if origin is None:
         return _operator(call), "backward"
     return _path(origin, _backward_call(origin)), "backward"

@@ -77,19 +77,19 @@ class Shape:
     dtype: str  # as HLO writes it, such as "bf16"; "tuple" for a tuple, "?" for an unknown type
     dims: tuple[int, ...] = ()  # empty for a scalar and for a tuple
     bits: int = 0  # of one element; 0 for a tuple, a token and an unknown type
-    parts: tuple[Shape, ...] | None = None  # the shapes of a tuple; None for an array
+    tuple_shapes: tuple[Shape, ...] | None = None  # the shapes of a tuple; None for an array
 
     @property
     def num_bytes(self) -> int:
         """Rounded up; 0 for an unknown type."""
-        if self.parts is not None:
-            return sum(shape.num_bytes for shape in self.parts)
+        if self.tuple_shapes is not None:
+            return sum(shape.num_bytes for shape in self.tuple_shapes)
         return math.ceil(math.prod(self.dims) * self.bits / 8)
 
     def __str__(self) -> str:
         """As in HLO's text: "bf16[8,64]", or "(f32[8], s32[])"."""
-        if self.parts is not None:
-            return f"({', '.join(map(str, self.parts))})"
+        if self.tuple_shapes is not None:
+            return f"({', '.join(map(str, self.tuple_shapes))})"
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
@@ -290,7 +290,7 @@ def _instruction(proto: Any) -> Instruction:
 def _shape(proto: Any) -> Shape:
     number = proto.element_type
     if number == 13:
-        return Shape("tuple", parts=tuple(map(_shape, proto.tuple_shapes)))
+        return Shape("tuple", tuple_shapes=tuple(map(_shape, proto.tuple_shapes)))
     dtype, bits = _TYPES.get(number, ("token" if number == 17 else "?", 0))
     return Shape(dtype, tuple(proto.dimensions), bits)
 
@@ -326,7 +326,7 @@ def flops(instruction: Instruction) -> int:
 
 def _first(shape: Shape) -> Shape:
     """The first result: library calls return it in a tuple with a workspace."""
-    return shape.parts[0] if shape.parts else shape
+    return shape.tuple_shapes[0] if shape.tuple_shapes else shape
 
 
 def _dot_flops(out: Shape, operands: list[Shape], contracting: tuple[int, ...]) -> int:
@@ -372,8 +372,8 @@ def moved_bytes(instruction: Instruction) -> int:
     if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):
         return instruction.shape.num_bytes  # the result of these includes their operands
     workspace = 0
-    if instruction.shape.parts and instruction.is_gemm:
-        workspace = instruction.shape.parts[-1].num_bytes  # cuBLAS's scratch, declared as an s8 output
+    if instruction.shape.tuple_shapes and instruction.is_gemm:
+        workspace = instruction.shape.tuple_shapes[-1].num_bytes  # cuBLAS's scratch, declared as an s8 output
     total = max(instruction.shape.num_bytes - workspace, 0)
     shapes = instruction.operand_shapes
     module = instruction.computation and instruction.computation.module

@@ -56,7 +56,7 @@ def join(module: Module, launches: Sequence[Launch]) -> None:
     classes = _Classes()
     class_positions: dict[Hashable, list[int]] = collections.defaultdict(list)
     for index, instruction in enumerate(schedule):
-        class_positions[classes.of(instruction)].append(index)
+        class_positions[classes.class_of(instruction)].append(index)
 
     class_launches: dict[Hashable, list[int]] = collections.defaultdict(list)
     unassigned = []
@@ -97,7 +97,7 @@ class _Classes:
     def __init__(self):
         self._keys: dict[int, Hashable] = {}
 
-    def of(self, instruction: Instruction) -> Hashable:
+    def class_of(self, instruction: Instruction) -> Hashable:
         if id(instruction) not in self._keys:
             self._keys[id(instruction)] = self._key(instruction)
         return self._keys[id(instruction)]
@@ -111,7 +111,7 @@ class _Classes:
             called = instruction.computation.module.computation(instruction.called[0])
             if instruction.opcode == "async-start":
                 inner = [i for i in called.instructions if i.opcode != "parameter"]
-                return self.of(inner[-1]) if inner else "async"
+                return self.class_of(inner[-1]) if inner else "async"
             # A vendor product that reads or writes a slice in place is a fusion around its custom call.
             if any(i.opcode == "custom-call" and i.is_gemm for i in called.instructions):
                 return "gemm"
@@ -141,12 +141,12 @@ def _class_of_launch(launch: Launch, by_name, kernel_owner, classes: _Classes) -
     kernel_owner: {name of a kernel that XLA compiled: the instruction that it is named after}.
     """
     if launch.hlo_op in by_name:
-        return classes.of(by_name[launch.hlo_op])
+        return classes.class_of(by_name[launch.hlo_op])
     if launch.is_copy:
         return "copy"
     owner = kernel_owner.get(launch.name)
     if owner is not None:
-        return classes.of(owner)
+        return classes.class_of(owner)
     if launch.name.endswith("_mosaic_gpu_kernel"):  # whatever its own name
         return "mosaic"
     if is_attention_kernel(launch.name):

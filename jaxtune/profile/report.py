@@ -14,7 +14,7 @@ from jaxtune.profile.device import Ceilings, known_ceilings
 from jaxtune.profile.page import report_page
 from jaxtune.profile.reading import read
 from jaxtune.profile.roofline import LAUNCH_GAP_NS, floor_ns, losses
-from jaxtune.profile.scopes import CATEGORIES, readable
+from jaxtune.profile.scopes import CATEGORIES, short_name
 from jaxtune.profile.tables import Idle, KernelRow, ReportData, Share, Transfer
 from jaxtune.profile.text import report_text
 from jaxtune.profile.timeline import TRANSFERS, charge, gaps, length, union
@@ -132,7 +132,7 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
     """
     groups: dict[tuple, list[Event]] = collections.defaultdict(list)
     for event in events:
-        groups[readable(event.name), event.category, event.scope, event.phase, event.shape].append(event)
+        groups[short_name(event.name), event.category, event.scope, event.phase, event.shape].append(event)
     rows = []
     for (name, category, scope, phase, shape), members in groups.items():
         per_step = [0.0] * num_steps
@@ -204,8 +204,8 @@ def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle
                     {
                         "ms": (gap_end - gap_start) * _MS,
                         "step": index,
-                        "after": "" if before is None else before.op or readable(before.name),
-                        "before": "" if after is None else after.op or readable(after.name),
+                        "after": "" if before is None else before.op or short_name(before.name),
+                        "before": "" if after is None else after.op or short_name(after.name),
                     }
                 )
     waits.sort(key=lambda w: -w["ms"])
@@ -226,7 +226,7 @@ def _buffers(trace: Trace) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for buffer in trace.buffers:
         # An index in a parameter's path, "layers[3]['mlp']", and not one in a shape.
-        label = re.sub(r"\[\d+\]", "[*]", buffer.what) if "['" in buffer.what else buffer.what
+        label = re.sub(r"\[\d+\]", "[*]", buffer.label) if "['" in buffer.label else buffer.label
         groups[label, buffer.kind].append(buffer.num_bytes)
     rows = [{"bytes": sum(s), "count": len(s), "what": label, "kind": kind} for (label, kind), s in groups.items()]
     return sorted(rows, key=lambda r: -r["bytes"])[:_TOP_BUFFERS]
@@ -245,10 +245,10 @@ def _timeline(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> 
         start, stop = (event.start_ns - origin) / 1e3, (event.end_ns - origin) / 1e3
         if row and row[-1][2] == event.category and row[-1][4] == place_label and start - row[-1][0] - row[-1][1] < 2.0:
             row[-1][1] = round(max(stop - row[-1][0], row[-1][1]), 1)
-            if readable(event.name) not in row[-1][3]:
-                row[-1][3] = (row[-1][3] + ", " + readable(event.name))[:160]
+            if short_name(event.name) not in row[-1][3]:
+                row[-1][3] = (row[-1][3] + ", " + short_name(event.name))[:160]
         else:
             row.append(
-                [round(start, 1), round(stop - start, 1), event.category, readable(event.name)[:120], place_label]
+                [round(start, 1), round(stop - start, 1), event.category, short_name(event.name)[:120], place_label]
             )
     return {"step": step, "length_us": round((end - origin) / 1e3, 1), "streams": streams}

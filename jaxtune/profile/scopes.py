@@ -172,7 +172,7 @@ def is_attention_kernel(name: str) -> bool:
     return bool(_ATTENTION_KERNEL.search(name))
 
 
-def readable(kernel: str) -> str:
+def short_name(kernel: str) -> str:
     """A kernel's name for a table, without C++ templates and arguments; if few characters were left, its first 100."""
     if kernel.startswith("Mem"):  # "Memcpy HtoD (Pinned -> Device)"
         return kernel

@@ -47,7 +47,7 @@ class Buffer:
     """A part of the device's memory that is in use at the peak."""
 
     num_bytes: int  # its size
-    what: str  # the argument or instruction that it holds the value of; words, where it holds that of no single one
+    label: str  # the argument or instruction that it holds the value of; words, where it holds that of no single one
     kind: str  # "argument", "output", "temporary", "constant" or "fragmentation"
 
 

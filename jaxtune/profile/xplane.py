@@ -247,11 +247,11 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
             if linear and linear not in event.scope.split("/"):
                 event.scope = f"{event.scope}/{linear}".lstrip("/")
             if launch is not None and launch.main:
-                event.flops, event.moved_bytes, event.shape, event.dtype = work.of(instruction)
+                event.flops, event.moved_bytes, event.shape, event.dtype = work.work_of(instruction)
             event.kind = COLLECTIVE if is_collective(instruction.opcode) else event.kind
         is_gemm = None
         if instruction is not None and not instruction.is_mosaic:
-            is_gemm = bool(work.of(instruction)[0]) or instruction.is_gemm
+            is_gemm = bool(work.work_of(instruction)[0]) or instruction.is_gemm
         event.category = categorise(
             event.kind,
             item.name,
@@ -285,17 +285,17 @@ class _WorkCache:
     def linear(self, instruction: Instruction) -> str:
         """The linear of a product; "" for other instructions."""
         if id(instruction) not in self._linears:
-            product = instruction.is_gemm or (instruction.opcode == "fusion" and self.of(instruction)[0] > 0)
+            product = instruction.is_gemm or (instruction.opcode == "fusion" and self.work_of(instruction)[0] > 0)
             self._linears[id(instruction)] = linear_of(instruction) if product else ""
         return self._linears[id(instruction)]
 
-    def of(self, instruction: Instruction) -> tuple[float, float, str, str]:
+    def work_of(self, instruction: Instruction) -> tuple[float, float, str, str]:
         """(FLOPs, bytes, operands and result in words, dtype of the first operand or else of the result)."""
         if id(instruction) not in self._work:
             shapes = instruction.operand_shapes
             result = instruction.shape
-            if result.parts and instruction.is_gemm:
-                result = result.parts[0]
+            if result.tuple_shapes and instruction.is_gemm:
+                result = result.tuple_shapes[0]
             words = ", ".join(str(s) for s in shapes[:4]) + (", ..." if len(shapes) > 4 else "")
             dtype = shapes[0].dtype if shapes else result.dtype
             work = float(flops(instruction)), float(moved_bytes(instruction)), f"{words} -> {result}", dtype
@@ -363,10 +363,10 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
         index = bisect.bisect_right(starts, event.start_ns) - 1
         if index >= 0 and event.start_ns <= steps[index][1]:
             event.step = index
-    return _whole(steps, events, {program for _, program, _ in major}, notes)
+    return _without_cut_steps(steps, events, {program for _, program, _ in major}, notes)
 
 
-def _whole(
+def _without_cut_steps(
     steps: list[tuple[float, float]], events: list[Event], programs: set[str], notes: list[str]
 ) -> list[tuple[float, float]]:
     """Leaves out a first or last step that the capture cut: it has less than 90 % of the kernels of each other one.
@@ -396,13 +396,13 @@ def _buffers(modules: list[Module]) -> list[Buffer]:
     best: list[Buffer] = []
     for module in modules:
         peak = module.peak_buffers()
-        rows = [Buffer(size, _what(instruction, kind), kind) for size, instruction, kind in peak if size > 0]
+        rows = [Buffer(size, _buffer_words(instruction, kind), kind) for size, instruction, kind in peak if size > 0]
         if sum(r.num_bytes for r in rows) > sum(r.num_bytes for r in best):
             best = rows
     return best
 
 
-def _what(instruction: Instruction | None, kind: str) -> str:
+def _buffer_words(instruction: Instruction | None, kind: str) -> str:
     """What is in a buffer, in words: an argument's path, or "scope (phase): shape"."""
     if instruction is None:
         return "between buffers" if kind == "fragmentation" else "smaller values in the same place"
@@ -410,4 +410,4 @@ def _what(instruction: Instruction | None, kind: str) -> str:
         return instruction.scope
     scope, phase = scope_of(instruction.scope)
     place_label = f"{scope} ({phase})" if scope else instruction.name
-    return f"{place_label}: {instruction.shape if instruction.shape.parts is None else instruction.opcode}"
+    return f"{place_label}: {instruction.shape if instruction.shape.tuple_shapes is None else instruction.opcode}"

@@ -23,11 +23,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxtune.serve.bodies import Asked, read_chat, read_completion
+from jaxtune.serve.bodies import ParsedRequest, read_chat, read_completion
 from jaxtune.serve.engine import Answers, Engine
 from jaxtune.serve.errors import ApiError, encoded
 from jaxtune.serve.forms import Answer
-from jaxtune.serve.served import Served
+from jaxtune.serve.served import ServedModel
 from jaxtune.system.loopback import refusal
 from jaxtune.system.terminal import say
 
@@ -36,11 +36,11 @@ _BODY_SECONDS = 30.0  # within which a body must have arrived
 _CLIENT_LEFT = 499  # the status that proxies log for it
 _LAST_WORDS_SECONDS = 1.0  # for the error that ends a stream
 
-type Reader = Callable[[object, Mapping[str, Served]], Asked]
+type Reader = Callable[[object, Mapping[str, ServedModel]], ParsedRequest]
 
 
 def make_app(
-    models: Mapping[str, Served], engine: Engine, key: str | None, local: bool, seconds: float, encoding: Executor
+    models: Mapping[str, ServedModel], engine: Engine, key: str | None, local: bool, seconds: float, encoding: Executor
 ) -> ASGIApp:
     """The ASGI application with all routes of the server.
 
@@ -59,7 +59,12 @@ def make_app(
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.completions, methods=["POST"]),
         ],
-        exception_handlers={ApiError: _refuse, HTTPException: _not_found, ClientDisconnect: _left, Exception: _fault},
+        exception_handlers={
+            ApiError: _refuse,
+            HTTPException: _not_found,
+            ClientDisconnect: _client_gone,
+            Exception: _fault,
+        },
     )
     return _Guard(app, key, local)
 
@@ -89,7 +94,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
     return _error(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
 
-async def _left(_: Request, error: Exception) -> Response:
+async def _client_gone(_: Request, error: Exception) -> Response:
     """The client closed the connection before its request had arrived whole."""
     return Response(status_code=_CLIENT_LEFT)  # nobody reads it
 
@@ -138,7 +143,7 @@ class _Guard:
 class _Api:
     """The handlers of the routes."""
 
-    def __init__(self, models: Mapping[str, Served], engine: Engine, seconds: float, encoding: Executor):
+    def __init__(self, models: Mapping[str, ServedModel], engine: Engine, seconds: float, encoding: Executor):
         self._models, self._engine, self._seconds, self._encoding = models, engine, seconds, encoding
         self._began = int(time.time())
 
@@ -159,7 +164,7 @@ class _Api:
             raise ApiError(404, f"model {name!r}: there are {', '.join(self._models)}", "model", "model_not_found")
         return Json(self._card(self._models[name]))
 
-    def _card(self, served: Served) -> dict[str, object]:
+    def _card(self, served: ServedModel) -> dict[str, object]:
         """OpenAI's JSON of a model, with `parent` (an adapter's base) and vLLM's `max_model_len` (prompt and
         answer).
         """
@@ -196,7 +201,7 @@ class _Api:
         with contextlib.closing(answers):
             try:
                 async with asyncio.timeout_at(deadline):
-                    form = await _unless_gone(request.receive, _whole(request_values, answers))
+                    form = await _unless_gone(request.receive, _whole_answer(request_values, answers))
             except TimeoutError:
                 raise self._too_late() from None
         return Response(status_code=_CLIENT_LEFT) if form is None else Json(form)
@@ -227,14 +232,14 @@ async def _body(request: Request) -> object:
         raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
-async def _whole(request_values: Asked, answers: Answers) -> dict[str, object]:
+async def _whole_answer(request_values: ParsedRequest, answers: Answers) -> dict[str, object]:
     answer = Answer(request_values)
     while answers.left:
         answer.add(*await answers.next())
     return answer.whole()
 
 
-async def _events(request_values: Asked, answers: Answers) -> AsyncIterator[dict[str, object]]:
+async def _events(request_values: ParsedRequest, answers: Answers) -> AsyncIterator[dict[str, object]]:
     answer = Answer(request_values)
     for chunk in answer.first_chunks():
         yield chunk

@@ -22,7 +22,7 @@ from jaxtune.conversations.templates import TemplateError, checked_arguments
 from jaxtune.models.generation.sampling import MOST_RANKED
 from jaxtune.serve.engine import Row
 from jaxtune.serve.errors import ApiError
-from jaxtune.serve.served import Served, Tokenizer
+from jaxtune.serve.served import ServedModel, Tokenizer
 
 _MOST_ANSWERS = 128  # to one request
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens where it is not a chat
@@ -131,10 +131,10 @@ class _Completion(_Body):
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """What one request asks for, checked, with all defaults."""
 
-    served: Served
+    served: ServedModel
     rows: list[Row]
     """One for each answer; those to the same prompt follow each other."""
     prompt_tokens: int
@@ -155,7 +155,7 @@ class Asked:
     """Whose message a chat's answer is."""
 
 
-def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
+def read_chat(body: object, models: Mapping[str, ServedModel]) -> ParsedRequest:
     """What a body of /v1/chat/completions, decoded JSON of any type, asks for. May take seconds.
 
     ApiError: 400: the body is wrong, or the chat template is missing or refuses the messages; 404: no such model.
@@ -178,14 +178,17 @@ def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
     logprobs = (checked.top_logprobs or 0) if checked.logprobs else None
     if logprobs is None and checked.top_logprobs:
         raise ApiError(400, f"top_logprobs = {checked.top_logprobs}: set logprobs to true too", "top_logprobs")
-    request_values, reader = _asked(checked, served, [prompt], most, logprobs, chat=True), served.reader(bool(tools))
+    request_values, reader = (
+        _parsed_request(checked, served, [prompt], most, logprobs, chat=True),
+        served.reader(bool(tools)),
+    )
     schemas = schemas_of(tools) if tools else None
     opening = reader.opening(prompt, continues) if begins or continues else ""
     role = "assistant" if begins else turns[-1]["role"]
     return dataclasses.replace(request_values, reader=reader, schemas=schemas, opening=opening, role=role)
 
 
-def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
+def read_completion(body: object, models: Mapping[str, ServedModel]) -> ParsedRequest:
     """What a body of /v1/completions, decoded JSON of any type, asks for: n rows for each prompt. May take seconds.
 
     ApiError: 400: the body is wrong, or asks for more than 128 answers; 404: no such model.
@@ -199,7 +202,7 @@ def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
     if len(prompts) * (checked.n or 1) > _MOST_ANSWERS:
         raise ApiError(400, f"prompt and n ask for more than {_MOST_ANSWERS} answers: ask in several requests", "n")
     most = checked.max_tokens or _COMPLETION_TOKENS
-    return _asked(checked, served, prompts, most, checked.logprobs, chat=False)
+    return _parsed_request(checked, served, prompts, most, checked.logprobs, chat=False)
 
 
 def _checked[B: _Body](kind: type[B], body: object) -> B:
@@ -244,7 +247,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _model(name: str, models: Mapping[str, Served]) -> Served:
+def _model(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
     if name not in models:
         raise ApiError(404, f"model = {_short(name)}: there are {', '.join(models)}", "model", "model_not_found")
     return models[name]
@@ -263,7 +266,7 @@ def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
 def _conversation(
     turns: list[Message],
     tools: list[Message] | None,
-    served: Served,
+    served: ServedModel,
     arguments: Mapping[str, object] | None,
     begins: bool,
     continues: bool,
@@ -300,15 +303,15 @@ def _read[T](read: Callable[[object, str], T], value: object, key: str) -> T:
         raise ApiError(400, str(error), ".".join(map(str, path)), "invalid_value") from None
 
 
-def _asked(
+def _parsed_request(
     body: _Body,
-    served: Served,
+    served: ServedModel,
     prompts: list[list[int]],
     most: int | None,
     logprobs: int | None,
     *,
     chat: bool,
-) -> Asked:
+) -> ParsedRequest:
     """The Asked of a validated body, with the defaults. prompts: token ids, each with `body.n` consecutive rows.
 
     most: new tokens of an answer; None: what the context has room for.
@@ -336,4 +339,4 @@ def _asked(
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(count))
     ]
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return Asked(served, rows, sum(map(len, prompts)), chat, bool(body.stream), usage, logprobs is not None)
+    return ParsedRequest(served, rows, sum(map(len, prompts)), chat, bool(body.stream), usage, logprobs is not None)

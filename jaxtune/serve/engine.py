@@ -122,7 +122,7 @@ class Engine:
         self.plans = {name: sampler.plan for name, sampler in self._samplers.items()}
         self._thread = threading.Thread(target=self._drive, name="jaxtune serve: engine", daemon=True)
         self._thread.start()
-        lifetimes.ends(self, _end_thread, self._commands, self._thread)
+        lifetimes.end_with(self, _end_thread, self._commands, self._thread)
 
     # ---- called in the event loop's thread
 
@@ -222,7 +222,7 @@ class Engine:
         error: ApiError | None = self._ended
         if error is None:
             try:
-                self._place(answers, rows)
+                self._place_rows(answers, rows)
             except ValueError as refused:
                 error = ApiError(400, str(refused).removeprefix("Sampler: "), code=_code(str(refused)))
             except Exception as failed:  # whatever a device or a compiler raises: the thread must not end
@@ -239,7 +239,7 @@ class Engine:
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             submitted.get_loop().call_soon_threadsafe(report)
 
-    def _place(self, answers: Answers, rows: Sequence[Row]) -> None:
+    def _place_rows(self, answers: Answers, rows: Sequence[Row]) -> None:
         """Submits rows to their model's sampler, which is made anew after a failure. ValueError: it refuses a row, and
         the others are cancelled; RuntimeError: too little memory for a new sampler.
         """

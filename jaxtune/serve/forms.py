@@ -8,7 +8,7 @@ import time
 
 from jaxtune.conversations.answers import Pieces
 from jaxtune.models.generation.requests import Piece, text_of
-from jaxtune.serve.bodies import Asked
+from jaxtune.serve.bodies import ParsedRequest
 from jaxtune.serve.served import Tokenizer
 from jaxtune.serve.texts import Text
 
@@ -25,7 +25,7 @@ class _Choice:
       reason: OpenAI's finish_reason; None: the row has not ended.
     """
 
-    def __init__(self, request_values: Asked, index: int):
+    def __init__(self, request_values: ParsedRequest, index: int):
         self._asked, self.index = request_values, index
         self._tokenizer = request_values.served.decoder
         reader, tokenizer = request_values.reader, self._tokenizer
@@ -113,7 +113,7 @@ class Answer:
     `first_chunks`, `chunks` for each Piece, `last_chunks`.
     """
 
-    def __init__(self, request_values: Asked):
+    def __init__(self, request_values: ParsedRequest):
         self._asked = request_values
         self._choices = [_Choice(request_values, index) for index in range(len(request_values.rows))]
         self._pieces: list[Pieces] = [[] for _ in request_values.rows]

@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A model, with an adapter or without, under the name by which clients ask for it."""
 
     name: str  # the `model` of a request's body

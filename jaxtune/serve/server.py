@@ -20,7 +20,7 @@ import uvicorn
 from jaxtune.serve.app import make_app
 from jaxtune.serve.engine import Engine
 from jaxtune.serve.errors import ApiError
-from jaxtune.serve.served import Served
+from jaxtune.serve.served import ServedModel
 from jaxtune.system.loopback import is_loopback
 from jaxtune.system.terminal import say
 
@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        models: Mapping[str, Served],
+        models: Mapping[str, ServedModel],
         engine: Engine,
         listener: socket.socket,
         key: str | None,

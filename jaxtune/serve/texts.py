@@ -50,7 +50,7 @@ class Text:
         for stop in self._stops:
             offset = self._text.find(stop, self._read)
             certain = min(certain, len(self._text) - overlap(self._text, stop) if offset < 0 else offset)
-        return self._given(self._text[: max(certain, self._read)])
+        return self._new_pieces(self._text[: max(certain, self._read)])
 
     def keep(self, ids: Sequence[int]) -> Pieces:
         """Adds token ids of an answer that `end` returns."""
@@ -61,13 +61,13 @@ class Text:
         """Returns what was not returned yet, and sets `calls`."""
         text = self._decode(self._ids)
         offsets = [offset for offset in (text.find(stop) for stop in self._stops) if offset >= 0]
-        pieces = self._given(text[: min(offsets)] if offsets else text)
+        pieces = self._new_pieces(text[: min(offsets)] if offsets else text)
         if self._stream is not None:
             pieces += self._stream.end()
             self.calls = [_openai_call(call) for call in self._stream.calls]
         return pieces
 
-    def _given(self, text: str) -> Pieces:
+    def _new_pieces(self, text: str) -> Pieces:
         """The new pieces of `text`, the answer's text from its start."""
         new, self._read = text[self._read :], max(self._read, len(text))
         if self._stream is not None:

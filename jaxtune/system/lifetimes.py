@@ -17,7 +17,7 @@ _BREATH_SECONDS = 0.02  # in which callbacks of work that has just ended get Pyt
 _ends: list[weakref.finalize] = []
 
 
-def ends(owner: object, end: Callable[..., object], *arguments: object) -> Callable[[], object]:
+def end_with(owner: object, end: Callable[..., object], *arguments: object) -> Callable[[], object]:
     """Has end(*arguments) called once: by the returned function, when `owner` is freed, or when Python ends (last
     registered first). The arguments must not refer to the owner.
     """

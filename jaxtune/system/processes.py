@@ -270,7 +270,7 @@ def of_first(value: Callable[[], Any]) -> Any:
         client.key_value_set(key, sent)
     failed, result = json.loads(_get(client, key))
     if failed is not None:
-        raise shared_errors.made(failed)
+        raise shared_errors.exception_of(failed)
     return result
 
 
@@ -418,7 +418,7 @@ def one_a_host() -> Iterator[None]:
         if failed is not None:
             raise failed
         if failure := next(filter(None, failures), None):
-            raise shared_errors.made(failure)
+            raise shared_errors.exception_of(failure)
 
 
 @contextlib.contextmanager
@@ -440,7 +440,7 @@ def written_by_first(path: Path) -> Iterator[Path]:
             client.key_value_set(f"{key}{index()}", json.dumps(failure))
     for process in range(count()):
         if failure := json.loads(_get(client, f"{key}{process}")):
-            raise shared_errors.made(failure)
+            raise shared_errors.exception_of(failure)
 
 
 def _get(client: Any, key: str) -> str:

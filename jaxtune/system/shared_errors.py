@@ -19,7 +19,7 @@ def described(error: BaseException) -> list:
     return [kind.__name__, [str(error)]]
 
 
-def made(description: list) -> Exception:
+def exception_of(description: list) -> Exception:
     """The exception that `described` described, to be raised here."""
     name, arguments = description
     return next(kind for kind in _KINDS if kind.__name__ == name)(*arguments)

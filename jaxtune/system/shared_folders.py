@@ -27,7 +27,7 @@ def require_shared(folder: Path) -> None:
         )
 
 
-def writes(folder: Path) -> bool:
+def must_write(folder: Path) -> bool:
     """Whether this process must write files that all read: the first process, and the lowest one of each host that does
     not share the folder. Raises OSError. Collective.
     """
@@ -38,7 +38,7 @@ def writes(folder: Path) -> bool:
     return own_index == 0 or own_index in without[:1]
 
 
-def seen(look: Callable[[], bool]) -> bool:
+def wait_until_seen(look: Callable[[], bool]) -> bool:
     """Calls `look` until it is true or half a minute has passed, as a network file system may show a new file late; the
     last value.
     """
@@ -53,7 +53,7 @@ def _see_first(folder: Path) -> list[bool]:
     if processes.count() == 1:
         return [True]
     name = processes.of_first(lambda: _marked(folder))
-    sightings = processes.all_of(seen(lambda: os.path.exists(os.path.join(folder, name))))
+    sightings = processes.all_of(wait_until_seen(lambda: os.path.exists(os.path.join(folder, name))))
     if processes.first():
         os.unlink(os.path.join(folder, name))
     return sightings

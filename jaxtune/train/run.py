@@ -190,7 +190,7 @@ class Run:
                     micro_batches, counts = rows.of(step, state)
                 if self.profile.steps and step - start == self.profile.start:
                     with monitor.pause("profile", step):
-                        m.decorate("the profile", lambda: trace.enter_context(self._capture(at(step))))  # noqa: B023
+                        m.try_optional("the profile", lambda: trace.enter_context(self._capture(at(step))))  # noqa: B023
                     tracing = True
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):  # marks the step in a profile
                     if step == start:
@@ -211,7 +211,7 @@ class Run:
                     steps_done - start == self.profile.start + self.profile.steps or steps_done == self.total_steps
                 ):
                     with monitor.pause("profile", steps_done):
-                        m.decorate("the profile", trace.close)
+                        m.try_optional("the profile", trace.close)
                     tracing = False
                 saver.after_step(steps_done, state, last=steps_done == self.total_steps)
                 if steps_done == self.total_steps or stopped:

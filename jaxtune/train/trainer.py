@@ -32,7 +32,7 @@ from jaxtune.train.data.rendering.templates import trained_tokenizer, writes_tod
 from jaxtune.train.digests import code_of
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import report
-from jaxtune.train.display.monitor import Monitor, Watched
+from jaxtune.train.display.monitor import Monitor, MonitoredRun
 from jaxtune.train.evaluation.answer_metrics import answer_metrics
 from jaxtune.train.evaluation.early_stop import EarlyStop
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, NoRoom, checkpoint_bytes, saved_steps
@@ -259,7 +259,7 @@ class Trainer:
                 with stop.at_once() if saved else contextlib.nullcontext(), phase("export", remedy):
                     delivery.finish(trained, self._same_run(), start < self.total_steps)
             if processes.first():
-                m.decorate("loss.png", lambda: m.loss_plot(self.output, self.objective.unit))
+                m.try_optional("loss.png", lambda: m.loss_plot(self.output, self.objective.unit))
         return with_embedding_on_device(trained)
 
     def _functions(self, objective: Objective | None) -> dict[str, Callable]:
@@ -311,9 +311,9 @@ class Trainer:
             )
         return lines
 
-    def _watched(self) -> Watched:
+    def _watched(self) -> MonitoredRun:
         peak = device_peak_flops(self.mesh.devices.flat[0].device_kind, self.config.dtype)
-        return Watched(
+        return MonitoredRun(
             config=self.config,
             total_steps=self.total_steps,
             batches=self.batches,
@@ -413,7 +413,13 @@ class Trainer:
         planner, model = self.planner, self.model
         if planner.device.name == "cpu":
             return []
-        of_plan = (planner.cost, planner.forecast, planner.device, self.config, partition.MeshShape.of(self.mesh).parts)
+        of_plan = (
+            planner.cost,
+            planner.forecast,
+            planner.device,
+            self.config,
+            partition.MeshShape.of(self.mesh).shard_count,
+        )
         phases = phases_of(model.prepared, model.trainable, *of_plan, self.sampled, self.slots)
         phases = [*self.stored.phases(self.engine), *phases]
         return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)

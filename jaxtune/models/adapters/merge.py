@@ -95,14 +95,14 @@ def _merge_experts(
       weight: [E, out, in], or [E, in, out] if `transposed`, decoded; the merged weights have its shape and dtype.
     """
 
-    def one(expert):
+    def merge_expert(expert):
         weight, a, b = expert
         weight = weight.T if transposed else weight
         lora_of = LoraWeights(a, b, None, lora.scale)
         stored, finite, error = _merged_and_checked(weight, lora_of, probe, weight.dtype, fake_quant)
         return stored.T if transposed else stored, finite, error
 
-    stored, finite, errors = jax.lax.map(one, (weight, lora.a, lora.b))
+    stored, finite, errors = jax.lax.map(merge_expert, (weight, lora.a, lora.b))
     return stored, finite.all(), errors.max()
 
 
@@ -197,10 +197,10 @@ def merged_weights(model: Decoder) -> Weights:
     thread, making = ThreadPoolExecutor(1, "logits"), threading.Event()
     checked = thread.submit(check, True, making)
     thread.shutdown(wait=False)
-    pending_names = set(weights.made)
+    pending_names = set(weights.makers)
     makers = {
-        name: functools.partial(_made, name, make, pending_names, checked, making)
-        for name, make in weights.made.items()
+        name: functools.partial(_verified_tensor, name, make, pending_names, checked, making)
+        for name, make in weights.makers.items()
     }
     return Weights(weights.model, makers)
 
@@ -283,7 +283,7 @@ def _is_divided(model: Decoder) -> bool:
     return any(len(leaf.sharding.device_set) > 1 for leaf in leaves if isinstance(leaf, jax.Array))
 
 
-def _made(
+def _verified_tensor(
     name: str, make: Callable[[], jax.Array], pending_names: set[str], checked: Future[None], making: threading.Event
 ) -> jax.Array:
     """Computes a changed tensor. The last of `pending_names` waits for `checked`, the verification, and each raises its
@@ -309,8 +309,8 @@ def merge_adapter(model: Decoder) -> Decoder:
     weights, check = _merge(model)
     check(False)  # and not in a thread, because what follows takes memory for a second model
     for name, variable in tensors_of(weights.model).items():
-        if name in weights.made:
-            variable.set_value(weights.made[name]())
+        if name in weights.makers:
+            variable.set_value(weights.makers[name]())
     return weights.model
 
 

@@ -127,8 +127,8 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
     for name, (variable, original) in pairs.items():
         if id(original) in views:
             variable.set_value(views[id(original)])
-        elif name in merged.made:  # an embedding or a head, which one forward needs twice if it is tied
-            variable.set_value(merged.made[name]())
+        elif name in merged.makers:  # an embedding or a head, which one forward needs twice if it is tied
+            variable.set_value(merged.makers[name]())
     plain = copy_structure(model)
     for _, matrix in matrices(plain):
         matrix.fp8 = False  # a merged model rounds no activations
@@ -148,7 +148,7 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
     scale = np.sqrt(np.mean(np.square(expected - middle)))
     error = float(np.sqrt(np.mean(np.square(actual - expected))) / scale)
     if not error <= bound:
-        for make in merged.made.values():  # the check of a matrix may give a more precise error
+        for make in merged.makers.values():  # the check of a matrix may give a more precise error
             make()
         raise ArithmeticError(
             f"merge_adapter: the merged model's logits differ from the adapter model's by {error:.3g} of their size; "

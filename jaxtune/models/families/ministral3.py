@@ -28,7 +28,7 @@ class _Rotary(Rotary):
     """
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        parameters = self.given(hf)
+        parameters = self.parameters_of(hf)
         for key in _GROWTH:
             if parameters.get(key) is None:
                 raise ValueError(f"config.json: rope_parameters of a 'ministral3' model lack {key!r}")

@@ -15,7 +15,7 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, WINDOW_PATTERN
 class _Rotary(RotaryByType):
     def given_to(self, layer_type: str, hf: Config) -> Fields:
         """Sliding layers get the base alone, unless rope_parameters has an object for them."""
-        parameters = super().given_to(layer_type, hf)
+        parameters = super().parameters_of_type(layer_type, hf)
         if layer_type == SLIDING and not isinstance((hf["rope_parameters"] or {}).get(SLIDING), dict):
             # The file has one object for all layers, whose extension applies to full layers only.
             return {"rope_theta": parameters["rope_theta"], "rope_type": "default"}

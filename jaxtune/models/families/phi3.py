@@ -11,7 +11,7 @@ class _Rotary(Rotary):
     """Rotary, with Phi-3's names for longrope, and the keys that transformers 4 requires."""
 
     def given(self, hf: Config) -> Fields:
-        parameters = super().given(hf)
+        parameters = super().parameters_of(hf)
         if parameters["rope_type"] in ("su", "yarn"):  # the names of longrope in early files
             parameters["rope_type"] = "longrope"
         return parameters

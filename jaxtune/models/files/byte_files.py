@@ -172,13 +172,13 @@ def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int],
     return digests == sums.values()
 
 
-_own = threading.local()
+_thread_local = threading.local()
 
 
 def _buffer(size_bytes: int) -> np.ndarray:
     """This thread's memory of at least `size_bytes`, reused because touching new memory takes as long as reading."""
-    if len(buffer := getattr(_own, "buffer", np.empty(0, np.uint8))) < size_bytes:
-        buffer = _own.buffer = np.empty(size_bytes, np.uint8)
+    if len(buffer := getattr(_thread_local, "buffer", np.empty(0, np.uint8))) < size_bytes:
+        buffer = _thread_local.buffer = np.empty(size_bytes, np.uint8)
     return buffer
 
 

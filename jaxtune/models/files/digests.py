@@ -94,7 +94,7 @@ def _sampled(label: str, size: int, read: Callable[[int, int], np.ndarray]) -> b
 
 def base_digest(config: DecoderConfig, weights: bytes) -> str:
     """The identity of a base model, 64 hexadecimal digits. weights: `Digest.whole` of all its tensors."""
-    return hashlib.sha256(_said(config) + weights).hexdigest()
+    return hashlib.sha256(_config_json(config) + weights).hexdigest()
 
 
 def random_digest(config: DecoderConfig, key: jax.Array, dtype: str) -> str | None:
@@ -105,7 +105,7 @@ def random_digest(config: DecoderConfig, key: jax.Array, dtype: str) -> str | No
     return base_digest(config, f"random {key_data} {dtype}".encode())
 
 
-def _said(config: DecoderConfig) -> bytes:
+def _config_json(config: DecoderConfig) -> bytes:
     """A config as JSON. Fields with default values are left out, and renamed ones have their first names, so that later
     versions give the same digest.
     """

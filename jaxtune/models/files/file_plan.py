@@ -59,7 +59,7 @@ class Group:
             if number == len(self.pieces) - 1:
                 value = None
             for count, (name, tensor) in enumerate(piece.tensors.items(), 1):
-                array = tensor.of(section)
+                array = tensor.array_of(section)
                 if count == len(piece.tensors):
                     section = None
                 yield name, array
@@ -69,7 +69,9 @@ class Group:
 Planned = dict[str, Group]  # by the model's tensor names, in the order in which they are written
 
 
-def one(name: str, shape: Iterable[int], dtype: Any, make: Callable[[], Any], compute: Callable[[Any], Any]) -> Group:
+def single_tensor_group(
+    name: str, shape: Iterable[int], dtype: Any, make: Callable[[], Any], compute: Callable[[Any], Any]
+) -> Group:
     """The Group of a model's tensor that is one tensor of a file. compute: the model's tensor -> the array to write."""
     return Group(make, (Piece({name: FileTensor(tuple(shape), np.dtype(dtype), compute)}),))
 

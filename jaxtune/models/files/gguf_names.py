@@ -66,7 +66,7 @@ class Architecture:
     # (llama.cpp's key of an end token, the token's text), for end tokens it does not recognise by text
     ends: tuple[tuple[str, str], ...] = ()
     # texts of special tokens that it is to write into an answer, where whoever reads thoughts and tool calls finds them
-    shown: tuple[str, ...] = ()
+    shown_tokens: tuple[str, ...] = ()
 
 
 _LLAMA = Architecture(
@@ -79,7 +79,7 @@ _GEMMA4 = Architecture(
     fused_experts=True,
     by_layer=True,
     ends=(("eot", "<turn|>"),),
-    shown=_GEMMA4_SHOWN,
+    shown_tokens=_GEMMA4_SHOWN,
 )
 ARCHITECTURES = {
     "llama": _LLAMA,

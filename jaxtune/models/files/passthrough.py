@@ -89,7 +89,9 @@ def with_passthrough(planned: Planned, passthrough: Passthrough | None) -> Plann
         is_quantised = isinstance(entry, StoredEntry)
         make = functools.partial(_in_16_bits if is_quantised else shards.read_tensor, entry)
         dtype = headers.DTYPES["BF16" if is_quantised else entry.dtype]
-        extended[entry.name] = file_plan.one(entry.name, entry.shape, dtype, make, lambda tensor: tensor)
+        extended[entry.name] = file_plan.single_tensor_group(
+            entry.name, entry.shape, dtype, make, lambda tensor: tensor
+        )
     return extended
 
 

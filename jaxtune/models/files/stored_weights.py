@@ -15,7 +15,7 @@ from jaxtune.models.files import headers, shards
 from jaxtune.models.files.digests import Digest
 from jaxtune.models.files.file_plan import Group, Piece
 from jaxtune.pallas.formats import Layout, Stored, format_of, layouts
-from jaxtune.pallas.formats.layout import FileTensor, Found
+from jaxtune.pallas.formats.layout import FileTensor, FoundWeight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,9 @@ class StoredEntry(headers.TensorEntry):
     """
 
     layout: Layout  # how its format stores it
-    pieces: tuple[Found, ...]  # the matrices in files that are its rows in order; one, unless experts are in pieces
+    pieces: tuple[
+        FoundWeight, ...
+    ]  # the matrices in files that are its rows in order; one, unless experts are in pieces
 
     @property
     def format_name(self) -> str:
@@ -38,7 +40,7 @@ def gather(entries: Mapping[str, headers.TensorEntry]) -> dict[str, headers.Tens
     """A checkpoint's entries with the tensors of each quantised weight combined to a StoredEntry. Reads only small
     tensors that say how others are stored. Raises ValueError for tensors that are missing or do not fit.
     """
-    left_out = tuple(key for layout in layouts() for key in layout.left_out)
+    left_out = tuple(key for layout in layouts() for key in layout.ignored_keys)
     result = {name: entry for name, entry in entries.items() if not name.endswith(left_out)}
     for layout in layouts():
         modules: dict[str, dict[str, str]] = {}
@@ -63,7 +65,7 @@ def _require_owned(name: str, entry: headers.TensorEntry) -> None:
     kinds = [
         layout
         for layout in layouts()
-        if (module_and_key := layout.key_of(name)) is not None and module_and_key[1] in layout.others
+        if (module_and_key := layout.key_of(name)) is not None and module_and_key[1] in layout.scale_keys
     ]
     if kinds:
         codes = " or ".join(dict.fromkeys(layout.codes_dtype for layout in kinds))

@@ -54,17 +54,17 @@ class Weights:
     # jax.ShapeDtypeStruct in place of each array in it
     model: Decoder
     # {Hugging Face name: function that computes the tensor}; a caller that keeps none of the results has one in memory
-    made: Mapping[str, Callable[[], Any]] = types.MappingProxyType({})
+    makers: Mapping[str, Callable[[], Any]] = types.MappingProxyType({})
 
     def maker(self, name: str, variable: nnx.Variable) -> Callable[[], Any]:
         """The function that returns a tensor's value. name, variable: an item of tensors_of(self.model)."""
-        return self.made.get(name, variable.get_value)
+        return self.makers.get(name, variable.get_value)
 
     def changed(self, changes: Mapping[str, Callable[[Any], Any]]) -> Weights:
         """Replaces matrices. changes: {name, as in lora.matrices: old weight -> new}; traced now for shapes, called
         when needed; unknown names are ignored. Raises ValueError as tensors_of does.
         """
-        model, makers = copy_structure(self.model), dict(self.made)
+        model, makers = copy_structure(self.model), dict(self.makers)
         names = {id(variable): name for name, variable in tensors_of(model).items()}
         for name, matrix in matrices(model):
             if name in changes:

@@ -22,7 +22,7 @@ from jaxtune.models.generation.structure import Structure, structure_of
 from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.linear import Linear, frozen
 from jaxtune.pallas.formats import Stored
-from jaxtune.pallas.grouped_matmul import filled_adapter, fills_adapters
+from jaxtune.pallas.grouped_matmul import padded_adapter, pads_adapters
 from jaxtune.pallas.linear_cross_entropy import filled_up
 from jaxtune.pallas.quant_matmul import decoded
 
@@ -96,7 +96,7 @@ def _adapted(model: Decoder) -> list[list[ExpertLinear]]:
             if matrix.lora is not None
             and matrix.fake_quant is None
             and not matrix.fp8
-            and fills_adapters(matrix.compute or model.dtype, *matrix.sizes[:0:-1])
+            and pads_adapters(matrix.compute or model.dtype, *matrix.sizes[:0:-1])
         ]
         for layer in layers
     ]
@@ -139,7 +139,7 @@ class _Form(NamedTuple):
     dtype: str  # in which weights are decoded
     # for each array of `structure` its index in one list: the arrays of the model, then the decoded weights in the
     # order of `weights`, then the cast and padded sides in the order of `adapters`
-    places: list[int]
+    indices: list[int]
     weights: list[tuple[Any, list[int]]]  # of each weight that is decoded: (its tree structure, its arrays' places)
     # of each side (A or B) of an experts' adapter that is cast and padded: (its place, the axis of the rank, the dtype)
     adapters: list[tuple[int, int, str]]
@@ -169,7 +169,7 @@ def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers
             side = getattr(lora, name)
             value = side.get_value()
             form.adapters.append((index_of[id(value)], axis, dtype))
-            padded = jax.eval_shape(lambda a, axis=axis, dtype=dtype: filled_adapter(a, axis, dtype), value)
+            padded = jax.eval_shape(lambda a, axis=axis, dtype=dtype: padded_adapter(a, axis, dtype), value)
             setattr(lora, name, side.replace(new_mark(padded.shape, dtype)))
         lora.alpha, lora.rslora = scale * lora.rank, False  # which leaves the scale as it is
     graph, state = nnx.split(model)
@@ -185,7 +185,7 @@ class Converted:
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
-        self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}
+        self._cache: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def of(self, structure: Structure, leaves: Sequence[jax.Array]) -> tuple[Structure, list[jax.Array]]:
         """(structure, arrays) of the converted model. Weights that the last call decoded are reused, or freed."""
@@ -194,7 +194,7 @@ class Converted:
         for tree, indices in form.weights:
             codes = leaves[indices[0]]
             # The codes are kept, so that no other array gets their id.
-            entry = self._kept.get(id(codes))
+            entry = self._cache.get(id(codes))
             if entry is None:
                 weight = jax.tree.unflatten(tree, [leaves[index] for index in indices])
                 entry = codes, _decoded(weight, form.dtype)
@@ -203,11 +203,11 @@ class Converted:
         arrays += _filled(
             [leaves[index] for index, *_ in form.adapters], tuple((axis, dtype) for _, axis, dtype in form.adapters)
         )
-        self._kept = cache
-        return form.structure, [arrays[index] for index in form.places]
+        self._cache = cache
+        return form.structure, [arrays[index] for index in form.indices]
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _filled(sides: list[jax.Array], how) -> list[jax.Array]:
     """Casts and pads the A [E, r, in] or B [E, out, r] of experts' adapters. how: for each (axis of r, dtype)."""
-    return [filled_adapter(side, axis, dtype) for side, (axis, dtype) in zip(sides, how, strict=True)]
+    return [padded_adapter(side, axis, dtype) for side, (axis, dtype) in zip(sides, how, strict=True)]

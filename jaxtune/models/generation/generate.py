@@ -83,7 +83,7 @@ def generate(
     """
     config = model.config
     if not config.head.is_text:
-        raise ValueError(f"generate: {config.head.what} and cannot continue texts")
+        raise ValueError(f"generate: {config.head.description} and cannot continue texts")
     if len(prompts) == 0:
         raise ValueError("generate: prompts is empty; give at least one list of token ids")
     rows = [checked_prompt(row, config.vocab_size, f"generate: prompt {i}") for i, row in enumerate(prompts)]

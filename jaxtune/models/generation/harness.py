@@ -72,7 +72,7 @@ class JaxtuneLM(TemplateLM):
             pretrained, folder_tokenizer = from_pretrained(pretrained, dtype=dtype, load_in=load_in)
             tokenizer = tokenizer or folder_tokenizer
         if not pretrained.config.head.is_text:
-            raise ValueError(f"JaxtuneLM: {pretrained.config.head.what} and has no log-probabilities")
+            raise ValueError(f"JaxtuneLM: {pretrained.config.head.description} and has no log-probabilities")
         if tokenizer is None:
             raise ValueError("JaxtuneLM: tokenizer is missing: give the model's")
         if not str(batch_size).isdigit() or int(batch_size) < 1:

@@ -49,7 +49,7 @@ def through_layers(
             stream = jax.lax.optimization_barrier(stream)
             new_states.append(layer_state)
         return stream.normed[:, None], new_states
-    decoder_values = model.given(tokens, x) or [{}] * len(model.layers)
+    decoder_values = model.per_layer_inputs(tokens, x) or [{}] * len(model.layers)
     for (graph, *state), (layer, spec), layer_state, layer_values in zip(
         splits, layers, states, decoder_values, strict=True
     ):

@@ -100,7 +100,7 @@ class Prefills:
         self._batches: list[Batch] = []
         self._long: _Long | None = None
 
-    def wanted(self, request: Request) -> bytes:
+    def add_waiting(self, request: Request) -> bytes:
         """Counts a request among those that wait for its prompt. Returns the prompt's key for request.key; equal
         prompts share it.
         """
@@ -108,7 +108,7 @@ class Prefills:
         self._wanted[key] += 1
         return key
 
-    def unwanted(self, request: Request) -> None:
+    def remove_waiting(self, request: Request) -> None:
         """Registers that a request no longer waits. Drops prompts for which nobody waits."""
         self._wanted[request.key] -= 1
         if self._wanted[request.key] <= 0:
@@ -127,7 +127,7 @@ class Prefills:
         """
         batch = self.ready(request)
         assert batch is not None
-        self.unwanted(request)
+        self.remove_waiting(request)
         return batch.rows[request.key]
 
     def forget(self) -> None:

@@ -105,7 +105,7 @@ class Request:
     slot: int | None = None  # the slot in which it decodes; None while it waits
     # how often it was placed in a slot, by which the sampler knows results of an earlier stay in a slot; more than once
     # only if a longrope model changes its factors, and its states are computed anew
-    placed: int = 0
+    placements: int = 0
     rounds: int = 0  # how many rounds that decode it were dispatched to the device and have not been read
     # identifies the tokens of which its states are computed, so that requests with equal prompts share a prefill; set
     # when it is queued (Prefills.wanted)

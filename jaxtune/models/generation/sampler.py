@@ -122,7 +122,7 @@ class Sampler:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Sampler: {name} = {value!r}: must be a positive integer")
         if not model.config.head.is_text:
-            raise ValueError(f"Sampler: {model.config.head.what} and cannot continue texts")
+            raise ValueError(f"Sampler: {model.config.head.description} and cannot continue texts")
         self.config, self._ends = model.config, end_token_ids(model)
         self._structure, self._leaves = flattened(model)
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
@@ -151,7 +151,7 @@ class Sampler:
         self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count
         self._rounds: collections.deque[_Round] = collections.deque()
-        self._end = lifetimes.ends(self, _wait_for, self._rounds, self._prefills)
+        self._end = lifetimes.end_with(self, _wait_for, self._rounds, self._prefills)
         self._closed = False
         self._pieces: list[Piece] = []  # the next step returns these
         self._runs = False  # whether `run` has rows to yield
@@ -160,7 +160,7 @@ class Sampler:
         self._number, self._capacity, self._states, self._seen = 0, 0, None, None
         self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
         self._unchanged = jnp.zeros(count, bool), jax.tree.map(jnp.copy, self._live)  # for rounds without changes
-        self._changed, self._given = np.zeros(count, bool), jax.tree.map(np.array, self._live)
+        self._changed, self._new_live = np.zeros(count, bool), jax.tree.map(np.array, self._live)
         self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size)
         self._sent_rows: device.Rows | None = None  # as the last round got them; None after a change
 
@@ -231,7 +231,7 @@ class Sampler:
         )
         self._number += 1
         self._requests[request.number] = request
-        self._wait(request)
+        self._enqueue(request)
         return request.number
 
     def cancel(self, request: int) -> None:
@@ -254,9 +254,9 @@ class Sampler:
         if self._has_work():
             self._dispatch()
             if len(self._rounds) >= _IN_FLIGHT:
-                self._look()
+                self._read_round()
         elif self._rounds:
-            self._look()
+            self._read_round()
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -334,11 +334,11 @@ class Sampler:
 
     # ---- filling slots
 
-    def _wait(self, request: Request, first: bool = False) -> None:
+    def _enqueue(self, request: Request, first: bool = False) -> None:
         """Queues a request and asks for its prefill. first: before all others, for a row whose states are computed
         anew.
         """
-        request.slot, request.key = None, self._prefills.wanted(request)
+        request.slot, request.key = None, self._prefills.add_waiting(request)
         (self._waiting.appendleft if first else self._waiting.append)(request)
 
     def _fill(self) -> None:
@@ -367,7 +367,7 @@ class Sampler:
     def _place(self, request: Request, slot: int) -> None:
         """Sets a slot's numbers and settings for the next round; the caller copies the states."""
         self._slots[slot], request.slot = request, slot
-        request.placed += 1
+        request.placements += 1
         self._change(slot, request.tokens[-1], len(request.tokens), True)
         rows, numbers = self._rows, request.sampling.numbers(self.config.vocab_size)
         self._widen_ends(len(request.ends))
@@ -397,7 +397,7 @@ class Sampler:
 
     def _change(self, slot: int, token: int, length: int, active: bool) -> None:
         self._changed[slot] = True
-        for array, value in zip(self._given, (token, length, active), strict=True):
+        for array, value in zip(self._new_live, (token, length, active), strict=True):
             array[slot] = value
 
     # ---- memory
@@ -441,7 +441,9 @@ class Sampler:
         if not self._on_host:
             for array in jax.tree.leaves(emitted):
                 array.copy_to_host_async()
-        requests = {slot: (request, request.placed) for slot, request in enumerate(self._slots) if request is not None}
+        requests = {
+            slot: (request, request.placements) for slot, request in enumerate(self._slots) if request is not None
+        }
         for request, _ in requests.values():
             request.rounds += 1
         self._rounds.append(_Round(emitted, requests))
@@ -453,9 +455,9 @@ class Sampler:
         if not self._changed.any():
             return self._unchanged
         changed, self._changed = self._changed, np.zeros_like(self._changed)
-        return changed, device.Live(*(array.copy() for array in self._given))
+        return changed, device.Live(*(array.copy() for array in self._new_live))
 
-    def _look(self) -> None:
+    def _read_round(self) -> None:
         """Reads the oldest round: makes pieces and ends complete rows. A row that paused, because a longrope model
         changes its factors at its length, waits again at the head of the queue.
         """
@@ -482,9 +484,9 @@ class Sampler:
                 self._pieces.append(Piece(request.number, new_tokens, values, None, tops))
             # It paused, so that its states are computed anew. In a round that was dispatched before that was known, it
             # made no token either, but has left its slot.
-            if count < self._steps and request.placed == placed and self._slots[slot] is request:
+            if count < self._steps and request.placements == placed and self._slots[slot] is request:
                 self._slots[slot] = None
-                self._wait(request, first=True)
+                self._enqueue(request, first=True)
 
     def _finish(self, request: Request, ids: list[int], logprobs: list[float], reason: FinishReason, tops=()) -> None:
         """Ends a request with a last Piece, and frees its slot or removes it from the queue."""
@@ -493,7 +495,7 @@ class Sampler:
         self._pieces.append(Piece(request.number, ids, logprobs, reason, list(tops)))
         if request.slot is None:
             self._waiting.remove(request)
-            self._prefills.unwanted(request)
+            self._prefills.remove_waiting(request)
         elif self._slots[request.slot] is request:
             self._slots[request.slot] = None
             self._change(request.slot, 0, 1, False)

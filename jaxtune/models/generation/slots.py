@@ -207,7 +207,7 @@ def _forward(model: Decoder, tokens, layout: PackedLayout, first_state: Callable
     """
     x = model.embed(tokens)
     states, shared = [], {}
-    decoder_values = model.given(tokens, x) or [{}] * len(model.layers)
+    decoder_values = model.per_layer_inputs(tokens, x) or [{}] * len(model.layers)
     for layer, spec, layer_values in zip(model.layers, model.config.layers, decoder_values, strict=True):
         graph, *state = nnx.split(layer, nnx.Param, ...)
         inputs = layer_values | {name: shared[name] for name in layer.takes if name not in layer_values}

@@ -48,7 +48,7 @@ def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
     leaves, treedef = jax.tree.flatten(state)
     partition.require_undivided(leaves, "Sampler")
     structure = structure_of(graph, treedef, model.config)
-    indices = rounded_places(structure, tuple(leaf.shape for leaf in leaves))
+    indices = rounded_indices(structure, tuple(leaf.shape for leaf in leaves))
     indices = [index for index in indices if leaves[index].dtype != model.dtype]
     for index, value in zip(indices, _cast([leaves[index] for index in indices], model.dtype), strict=True):
         leaves[index] = value
@@ -56,7 +56,7 @@ def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
 
 
 @functools.lru_cache(32)
-def rounded_places(structure: Structure, shapes: tuple[tuple[int, ...], ...]) -> list[int]:
+def rounded_indices(structure: Structure, shapes: tuple[tuple[int, ...], ...]) -> list[int]:
     """The indices among jax.tree.leaves of the arrays that a sampler casts."""
     leaves = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     index_of = {id(leaf): index for index, leaf in enumerate(leaves)}

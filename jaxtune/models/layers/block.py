@@ -23,7 +23,7 @@ from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.experts import MoE
 from jaxtune.models.layers.mlp import MLP
-from jaxtune.models.layers.places import LAYER_INPUT, LAYER_OUTPUT, Place, SumNorm, places_of
+from jaxtune.models.layers.places import LAYER_INPUT, LAYER_OUTPUT, Connection, SumNorm, connections_of
 from jaxtune.models.layers.segment import (
     INPUT,
     OUTPUT,
@@ -100,12 +100,12 @@ class Block(nnx.Module):
 
     def normed(self, part: str, x: jax.Array) -> jax.Array:
         """x [B, T, hidden] through the norm before `part`, if it has one."""
-        norm = places_of(self.stages)[0][part].norm
+        norm = connections_of(self.stages)[0][part].norm
         return x if norm is None else getattr(self, norm)(x)
 
     def to_norm(self, part: str, x: jax.Array) -> jax.Array | Normed:
         """As `normed`, but a Normed if linears may compute the norm within their products."""
-        name = places_of(self.stages)[0][part].norm
+        name = connections_of(self.stages)[0][part].norm
         norm = None if name is None else getattr(self, name)
         if isinstance(norm, RMSNorm) and (norm.float32 or norm.compute is None):
             return Normed(norm, x)
@@ -116,7 +116,7 @@ class Block(nnx.Module):
 
         x: the residual stream, or in a stage whose sum is normed the sum so far, None for its first part.
         """
-        place = places_of(self.stages)[0][part]
+        place = connections_of(self.stages)[0][part]
         out = out if place.post_norm is None else getattr(self, place.post_norm)(out)
         if x is None:
             return out
@@ -158,7 +158,7 @@ class Block(nnx.Module):
 
     def part_segments(self, part: str, apart: Collection[str] = ()) -> tuple[Segment, ...]:
         """The segments of one part as segments of the block, with norms, additions and auxiliary values."""
-        (segments, names), (places, norms) = self._own_segments()[part], places_of(self.stages)
+        (segments, names), (places, norms) = self._own_segments()[part], connections_of(self.stages)
         place = places[part]
         block_segments = tuple(new for s in segments for new in _in_block(s, part, place, names, place.norm in apart))
         return block_segments + (
@@ -206,7 +206,7 @@ class Block(nnx.Module):
         for part, module in self.parts.items():
             if part not in self.mixers:
                 orders.append(module.order)
-                names = self._own_segments()[part][1] | {INPUT: places_of(self.stages)[0][part].reads}
+                names = self._own_segments()[part][1] | {INPUT: connections_of(self.stages)[0][part].reads}
                 shared += [names[name] for name in module.order.shared]
                 free += [names[name] for name in module.order.free]
         return BackwardOrder(
@@ -283,7 +283,7 @@ class Block(nnx.Module):
         """
         values, after, given_values = {LAYER_INPUT: layer_input, **(taken or {})}, {}, {}
         context = dataclasses.replace(context, taken=taken or {})
-        places, norms = places_of(self.stages)
+        places, norms = connections_of(self.stages)
         for part, module in self.parts.items():
             segments = self.part_segments(part)
             if part in state:
@@ -303,7 +303,9 @@ class Block(nnx.Module):
         return values[LAYER_OUTPUT], after, given_values
 
 
-def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str], apart: bool) -> tuple[Segment, ...]:
+def _in_block(
+    segment: Segment, part: str, place: Connection, names: Mapping[str, str], apart: bool
+) -> tuple[Segment, ...]:
     """One segment of a part as one or two of the block. A norm of the output and the addition are a segment of their
     own: the norm's derivative reads the output, which a product would otherwise compute again. A segment with its own
     backward may not read INPUT or make OUTPUT.
@@ -362,11 +364,11 @@ def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str
 
 def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple[Residual, ...]:
 
-    def one(residual: Residual) -> Residual:
+    def in_block(residual: Residual) -> Residual:
         decided_with = residual.decided_with and names[residual.decided_with]
         return dataclasses.replace(residual, name=names[residual.name], decided_with=decided_with)
 
-    return tuple(map(one, residuals))
+    return tuple(map(in_block, residuals))
 
 
 def _sum_norm_segment(norm: SumNorm, tokenwise: bool) -> Segment:

@@ -83,24 +83,24 @@ def _merged_and_rounded(
     """
     weight, lora, _ = optimization_barrier((weight, lora, x))
 
-    def one(expert):
+    def round_expert(expert):
         weight, lora = expert
         rounded = spec.round(_merged(weight, lora, transposed))
         return rounded.T if transposed else rounded
 
-    return jax.lax.map(one, (dense(weight, spec.dtype), lora))
+    return jax.lax.map(round_expert, (dense(weight, spec.dtype), lora))
 
 
 def _merged_and_rounded_bwd(spec: FakeQuant, transposed: bool, residuals, dmerged: jax.Array):
     """Each expert's weight is merged again, one at a time."""
     weight, lora, dmerged = optimization_barrier((*residuals, dmerged))
 
-    def one(expert):
+    def expert_gradient(expert):
         weight, lora, dmerged = expert
         dmerged = dmerged.T if transposed else dmerged
         return unclipped_gradients(spec, lambda lora: _merged(weight, lora, transposed), lora, dmerged)
 
-    return None, jax.lax.map(one, (dense(weight, spec.dtype), lora, dmerged)), None
+    return None, jax.lax.map(expert_gradient, (dense(weight, spec.dtype), lora, dmerged)), None
 
 
 _merged_and_rounded.defvjp(

@@ -75,7 +75,7 @@ def _down(
       earlier_low_rank: low-rank inputs of an earlier run; None: they are computed.
     """
     rows = gated_rows(gate_up, by_row, gate)
-    with low_rank.kept(earlier_low_rank) as low_rank_values:
+    with low_rank.collected(earlier_low_rank) as low_rank_values:
         out = nnx.merge(graph, trainable, frozen).to_tokens(rows, routing, choice, by_token)
     return out, tuple(low_rank_values)
 
@@ -91,7 +91,7 @@ def _down_bwd(gate, graph, residuals, gradients):
     (trainable, frozen, gate_up, by_row, by_token, routing, choice, low_rank_values), (dout, _) = residuals, gradients
 
     def product(trainable, by_token, rows):
-        with low_rank.kept(low_rank_values):
+        with low_rank.collected(low_rank_values):
             return nnx.merge(graph, trainable, frozen).to_tokens(rows, routing, choice, by_token)
 
     # A linear map's gradient to its input doesn't depend on the input, so gate can stand for the inner rows, which

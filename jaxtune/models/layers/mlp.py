@@ -195,7 +195,7 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key, earlier_low_
       graph, trainable, frozen: the linear, from nnx.split(linear, nnx.Param, ...).
       earlier_low_rank: low-rank inputs of an earlier run; None: they are computed.
     """
-    with low_rank.kept(earlier_low_rank) as low_rank_values:
+    with low_rank.collected(earlier_low_rank) as low_rank_values:
         out = nnx.merge(graph, trainable, frozen)(ACTIVATIONS[activation](gate) * up, key)
     return out, tuple(low_rank_values)
 
@@ -211,7 +211,7 @@ def _down_bwd(activation, graph, residuals, gradients):
     dout, _ = gradients
 
     def linear(trainable, x):
-        with low_rank.kept(low_rank_values):
+        with low_rank.collected(low_rank_values):
             return nnx.merge(graph, trainable, frozen)(x, key)
 
     # A linear map's gradient to its input doesn't depend on the input, so gate can stand for the input, which isn't

@@ -11,7 +11,7 @@ LAYER_INPUT, MID, LAYER_OUTPUT = "layer_input", "mid", "layer_output"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Connection:
     """How one part is connected to the residual stream, as names of values and of norms."""
 
     reads: str  # name of the value of the residual stream that the part reads, the same for all parts of its stage
@@ -34,7 +34,7 @@ class SumNorm:
 
 
 @functools.lru_cache(64)
-def places_of(stages: tuple[Stage, ...]) -> tuple[dict[str, Place], dict[str, SumNorm]]:
+def connections_of(stages: tuple[Stage, ...]) -> tuple[dict[str, Connection], dict[str, SumNorm]]:
     """({part's name: its Place}, {name of the last part of a stage whose sum is normed: the SumNorm of that sum})."""
     places, norms = {}, {}
     count, part_number, stream = sum(len(stage.parts) for stage in stages), 0, LAYER_INPUT
@@ -47,7 +47,7 @@ def places_of(stages: tuple[Stage, ...]) -> tuple[dict[str, Place], dict[str, Su
             adds_to, makes = (total, f"{part.name}_sum") if stage.post_norm else (stream, after)
             norm = f"{part.name if part.norm is True else part.norm}_norm" if part.norm else None
             post_norm = f"{part.name}_post_norm" if part.post_norm else None
-            places[part.name] = Place(stage_input, norm, post_norm, adds_to, makes, stage.post_norm)
+            places[part.name] = Connection(stage_input, norm, post_norm, adds_to, makes, stage.post_norm)
             total, stream = makes, makes
         if stage.post_norm:
             norms[stage.parts[-1].name] = SumNorm(f"{first}_sum_norm", stream, stage_input, after)

@@ -65,22 +65,22 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
     def run(module, context: Context, *inputs: jax.Array):
 
         # The output overwrites the last input, which the chain's end adds to.
-        def one(_, piece, *other_tiles):
+        def output_tile(_, piece, *other_tiles):
             return None, (whole(module, context, *other_tiles, piece),)
 
-        return _over_tiles(one, None, inputs[-1:], inputs[:-1], tile)[1]
+        return _over_tiles(output_tile, None, inputs[-1:], inputs[:-1], tile)[1]
 
     def backward(module_of, trainable, context: Context, inputs, outputs, gradients):
         del outputs
 
-        def one(total, doutput, *pieces):
+        def gradient_tiles(total, doutput, *pieces):
             pieces = pieces[len(other_zeros) :]
             _, pullback = jax.vjp(lambda t, *pieces: whole(module_of(t), context, *pieces), trainable, *pieces)
             dtrainable, *dpieces = pullback(doutput)
             return jax.tree.map(jnp.add, total, dtrainable), (dpieces[-1], *dpieces[:-1])
 
         zeros, *other_zeros = jax.tree.map(jnp.zeros_like, (trainable, *inputs[:-1]))
-        total, (dlast, *dothers) = _over_tiles(one, zeros, (gradients[0], *other_zeros), inputs, tile)
+        total, (dlast, *dothers) = _over_tiles(gradient_tiles, zeros, (gradients[0], *other_zeros), inputs, tile)
         return total, (*dothers, dlast)
 
     def work(tokens: int, length: int, backward: bool) -> float:
@@ -98,7 +98,7 @@ def _over_tiles(step, sums, arrays: tuple[jax.Array, ...], read_only: tuple[jax.
       arrays, read_only: [B, T, ...]; `tile` divides T.
     """
 
-    def one(index, state):
+    def run_tile(index, state):
         sums, arrays = state
         pieces = [jax.lax.dynamic_slice_in_dim(a, index * tile, tile, axis=1) for a in (*arrays, *read_only)]
         sums, replacing = step(sums, *pieces)
@@ -107,4 +107,4 @@ def _over_tiles(step, sums, arrays: tuple[jax.Array, ...], read_only: tuple[jax.
             for array, piece in zip(arrays, replacing, strict=True)
         )
 
-    return jax.lax.fori_loop(0, arrays[0].shape[1] // tile, one, (sums, arrays))
+    return jax.lax.fori_loop(0, arrays[0].shape[1] // tile, run_tile, (sums, arrays))

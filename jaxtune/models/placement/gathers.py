@@ -65,7 +65,7 @@ def _rows_of_bwd(take, residuals, gradient):
 _rows_of.defvjp(_rows_of_fwd, _rows_of_bwd)
 
 
-def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gathered_after(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(whole array, x), for a variable such as the head's weight that is not needed before x. A Shard is gathered after
     x is there, and its gradient scattered before x's is passed on; otherwise XLA keeps the whole array and gradient for
     as long as it can combine collectives.
@@ -112,7 +112,7 @@ def scatter(shard: Shard, gradient: jax.Array) -> Shard:
     because a sum of two numbers is rounded only once either way.
     """
     if shard.sync is not None:
-        total = low_format.part_of_sum(gradient, TENSORS, shard.axis, shard.count, shard.sync)
+        total = low_format.sum_shard(gradient, TENSORS, shard.axis, shard.count, shard.sync)
     else:
         wide = gradient if shard.count == 2 else gradient.astype(jnp.float32)
         total = jax.lax.psum_scatter(wide, TENSORS, scatter_dimension=shard.axis, tiled=True)

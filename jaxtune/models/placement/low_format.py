@@ -139,7 +139,7 @@ def all_gather(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: 
     return decode(gathered, format), x - decode(sent, format)
 
 
-def part_of_sum(gradient: jax.Array, axes: Axes, axis: int, count: int, format: SyncFormat) -> jax.Array:
+def sum_shard(gradient: jax.Array, axes: Axes, axis: int, count: int, format: SyncFormat) -> jax.Array:
     """This device's part, float32, of an array's sum over `axes`: psum_scatter along `axis` in a low format, rounded
     stochastically. The seed is a checksum of the bits, so that equal arrays give equal sums and no key is passed to
     each layer's backward.

@@ -60,14 +60,14 @@ class MeshShape(tuple[int, ...]):
         return math.prod(self)
 
     @property
-    def parts(self) -> int:
+    def shard_count(self) -> int:
         """The number of devices that divide a tensor."""
         return next(count for axis, count in zip(AXES, self, strict=True) if axis.name == TENSORS)
 
     @property
     def copies(self) -> int:
         """The number of copies of the model."""
-        return self.size // self.parts
+        return self.size // self.shard_count
 
     def to_record(self) -> dict[str, int]:
         """For checkpoints, such as {"mesh_data": 1, "mesh_fsdp": 2}."""
@@ -225,7 +225,7 @@ def _row_axes() -> tuple[str, ...]:
     return tuple(name for name in names if name in mesh.manual_axes and mesh.shape[name] > 1)
 
 
-def part_of_rows() -> jax.Array | int:
+def row_shard_index() -> jax.Array | int:
     """The index, int32[], of this device's part of the batch's rows; 0 outside `divided`. Fold it into keys."""
     axes = _row_axes()
     return jax.lax.axis_index(axes) if axes else 0
@@ -297,7 +297,7 @@ def divide(tree: Any, mesh: Mesh | None, sync: SyncFormat | None = None) -> Any:
     """Wraps the arrays of nnx variables that the mesh divides in Shards; no array is cut. Quantised tensors are divided
     between blocks; what does not divide evenly stays whole.
     """
-    return divided_into(tree, 1 if mesh is None else MeshShape.of(mesh).parts, sync)
+    return divided_into(tree, 1 if mesh is None else MeshShape.of(mesh).shard_count, sync)
 
 
 def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
@@ -350,7 +350,7 @@ def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
         return None
     value = variable.get_value()
     if isinstance(value, Stored):
-        return value.divided(axis, count)
+        return value.shard_axes(axis, count)
     return (axis,) if value.shape[axis] % count == 0 else None
 
 

@@ -164,7 +164,7 @@ class Rounding:
     # (weight [..., out, in], group_size or None, the dtype's name) -> rounded weight of the same shape in that dtype
     weights: Callable[[jax.Array, int | None, str], jax.Array]
     # (the same) -> bool in the weight's shape: False where it is outside the grid's range, so that it is clipped
-    within: Callable[[jax.Array, int | None, str], jax.Array]
+    in_range: Callable[[jax.Array, int | None, str], jax.Array]
     block: int = 1  # without groups, how many consecutive weights of a row the format has in a block
     # activations [..., in], and the linear's observed scale float32[] if `observed` is not None -> the same rounded, in
     # their dtype; None: activations are not rounded
@@ -327,10 +327,10 @@ class FakeQuant:
         with jax.named_scope("fake_quantise"):
             return ROUNDINGS[self.format].weights(weight, self.group_size, self.dtype)
 
-    def within(self, weight: jax.Array) -> jax.Array:
+    def in_range(self, weight: jax.Array) -> jax.Array:
         """bool in the weight's shape: which numbers are in the grid's range."""
         with jax.named_scope("fake_quantise"):
-            return ROUNDINGS[self.format].within(weight, self.group_size, self.dtype)
+            return ROUNDINGS[self.format].in_range(weight, self.group_size, self.dtype)
 
     @property
     def observes(self) -> bool:

@@ -26,13 +26,15 @@ class _Largest:
 
     def __init__(self):
         self.real = np.zeros(0, bool)  # bool[tokens], of the row that runs: False on padding
-        self.found: dict[str, float] = {}  # {name of a linear: the largest magnitude so far}
+        self.magnitude_by_name: dict[str, float] = {}  # {name of a linear: the largest magnitude so far}
 
     def note(self, name: str, magnitudes: jax.Array) -> None:
         """magnitudes: float32[1, tokens], of each token of the row that runs; padding does not count."""
         of_tokens = np.asarray(magnitudes).reshape(self.real.shape)
         largest = of_tokens.max(where=self.real, initial=0.0)
-        self.found[name] = float(np.maximum(self.found.get(name, 0.0), largest))  # not finite if any is not
+        self.magnitude_by_name[name] = float(
+            np.maximum(self.magnitude_by_name.get(name, 0.0), largest)
+        )  # not finite if any is not
 
 
 def observed_scales(
@@ -70,10 +72,10 @@ def observed_scales(
         row_positions = None if positions is None else positions[index : index + 1]
         jax.block_until_ready(run(state, tokens[index : index + 1], ids[index : index + 1], row_positions))
         jax.effects_barrier()
-    if wrong := [name for name, value in largest.found.items() if not np.isfinite(value)]:
+    if wrong := [name for name, value in largest.magnitude_by_name.items() if not np.isfinite(value)]:
         raise FloatingPointError(f"the inputs of {wrong[0]} are not finite: their range cannot be observed")
     dtypes = {name: linear.compute or model.dtype for name, linear in linears(model)}
-    return {name: float(scale(jnp.float32(value), dtypes[name])) for name, value in largest.found.items()}
+    return {name: float(scale(jnp.float32(value), dtypes[name])) for name, value in largest.magnitude_by_name.items()}
 
 
 def with_input_scales(model: Decoder, scales: Mapping[str, float]) -> Decoder:

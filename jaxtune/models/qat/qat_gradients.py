@@ -35,7 +35,7 @@ def _straight_through_bwd(spec: FakeQuant, weight: jax.Array | None, dweight: ja
     if weight is None:
         return dweight, None
     tied, dweight = optimization_barrier((weight, dweight))
-    return jnp.where(spec.within(tied), dweight, 0), None
+    return jnp.where(spec.in_range(tied), dweight, 0), None
 
 
 straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
@@ -49,7 +49,7 @@ def unclipped_gradients[A](spec: FakeQuant, merge: Callable[[A], jax.Array], lor
       dmerged: [out, in], the gradient of the rounded weight.
     """
     merged, pullback = jax.vjp(merge, lora)
-    (dlora,) = pullback(jnp.where(spec.within(merged), dmerged, 0).astype(merged.dtype))
+    (dlora,) = pullback(jnp.where(spec.in_range(merged), dmerged, 0).astype(merged.dtype))
     return dlora
 
 

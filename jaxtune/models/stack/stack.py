@@ -34,7 +34,7 @@ from jaxtune.models.stack.residual_plan import KEEP, ResidualPlan, residuals_of,
 from jaxtune.models.stack.stack_layers import (
     UNTUNED,
     StackProgram,
-    described,
+    describe_layer,
     require_given,
     total_over_layers,
 )
@@ -437,7 +437,7 @@ def run_stack(
     layer_inputs = tuple(map(dict, layer_inputs or [{}] * len(layers)))
     short = any(layer != KEEP for layer in plan.layers)
     layers_of_program = tuple(
-        described(layer, split[0], spec, layer_plan, plan.tile_tokens, tuple(layer_given))
+        describe_layer(layer, split[0], spec, layer_plan, plan.tile_tokens, tuple(layer_given))
         for layer, split, spec, layer_plan, layer_given in zip(
             layers, splits, specs, plan.layers, layer_inputs, strict=True
         )

@@ -45,11 +45,11 @@ class StackLayer:
     shared: tuple[str, ...]  # names of the values that it takes from earlier layers, such as their keys and values
     # the items of Block.gives (it is what this layer gives, not what it is given): pairs (its name of a residual, the
     # name under which later layers take it)
-    given: tuple[tuple[str, str], ...]
+    gives_items: tuple[tuple[str, str], ...]
 
     @property
     def gives(self) -> dict[str, str]:
-        return dict(self.given)
+        return dict(self.gives_items)
 
     def taken(self, decoder_values: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The values that the layer takes from outside: all of `decoder_values`, the decoder's, and its own of
@@ -85,7 +85,7 @@ def require_given(layers: Sequence[StackLayer]) -> None:
         given_names |= set(layer.gives.values())
 
 
-def described(
+def describe_layer(
     block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None, decoder_names: tuple[str, ...]
 ) -> StackLayer:
     """The static description of a layer under a plan. Residuals that later layers take are always kept.

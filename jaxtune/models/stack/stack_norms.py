@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.models.layers.block import Block
-from jaxtune.models.layers.places import places_of
+from jaxtune.models.layers.places import connections_of
 from jaxtune.models.layers.segment import Segment, matrix_of
 from jaxtune.models.linear import Linear
 from jaxtune.models.norm import RMSNorm
@@ -28,7 +28,7 @@ class NormsApart:
 
     def __init__(self, block: Block, x: jax.Array, tile: int | None, aux: Collection[str], saved: Mapping):
         self._block = block
-        read = {} if tile is not None else {p.norm: p.reads for p in places_of(block.stages)[0].values() if p.norm}
+        read = {} if tile is not None else {p.norm: p.reads for p in connections_of(block.stages)[0].values() if p.norm}
         norms = {name: getattr(block, name) for name in read}
         # {the norm's name: that of the value of the residual stream that it reads}
         self._stream = {n: read[n] for n, norm in norms.items() if isinstance(norm, RMSNorm) and norm.by_kernel(x)}

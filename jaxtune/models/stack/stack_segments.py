@@ -30,7 +30,7 @@ def run_segment(
     kept_low_rank: low-rank inputs of an earlier run; None: they are computed.
     normed: pairs of one of `values` and its Factors (low_rank.py).
     """
-    with scope_of(segment), low_rank.kept(kept_low_rank, normed) as low_rank_values:
+    with scope_of(segment), low_rank.collected(kept_low_rank, normed) as low_rank_values:
         outputs = segment.run(block, context, *values)
     return outputs, {low_rank_inputs(segment): tuple(low_rank_values)} if jax.tree.leaves(low_rank_values) else {}
 

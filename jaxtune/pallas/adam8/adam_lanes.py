@@ -103,7 +103,7 @@ def direction(m, v, mean_factor, root_factor, eps, layout):
     return _elementwise([m, v, mean_factor, root_factor], [], layout, jnp.float32, of_one)
 
 
-def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
+def nearest_codes(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
     """uint8 code of each x in a dynamic map of 256 values (blockwise8.py), the index of the nearest.
 
     The map is divided into cells, ranges of magnitudes with the same upper float32 bits, within which the code rises by

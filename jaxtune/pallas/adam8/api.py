@@ -153,7 +153,7 @@ def _check(op, dtypes, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
     check.number("eps", eps, least=0)
 
 
-def _written_out_places(x, table, signed: bool):
+def nearest_codes_in_jnp(x, table, signed: bool):
     """adam_lanes.places in jnp, as Pallas' interpreter cannot run PTX."""
     shift, first = _SHIFT[signed], _FIRST[signed]
     bits = lax.bitcast_convert_type(x, jnp.int32)
@@ -219,8 +219,10 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
         absmax = jnp.where(absmax < np.finfo(np.float32).tiny, 0.0, absmax)
         scaled = x * all_columns(1.0 / jnp.where(absmax == 0, 1.0, absmax))
         if interpreted:
-            return _written_out_places(scaled, tables[2 + moment][...], signed), absmax
-        return adam_lanes.places(scaled, smem[2 + moment], _SHIFT[signed], _FIRST[signed], signed, _LAYOUT), absmax
+            return nearest_codes_in_jnp(scaled, tables[2 + moment][...], signed), absmax
+        return adam_lanes.nearest_codes(
+            scaled, smem[2 + moment], _SHIFT[signed], _FIRST[signed], signed, _LAYOUT
+        ), absmax
 
     def update_chunk(index, _):
         if not interpreted:

@@ -99,7 +99,7 @@ def query_kernel(
             return wg * blocks.buffers + lax.rem(turn, jnp.int32(blocks.buffers))
 
         def fetch(turn, item):
-            row, head, base = side.place(item)
+            row, head, base = side.queries_of(item)
             token_slice, full = pl.ds(base, own_tokens), own_full.at[buffer(turn)]
             plgpu.copy_gmem_to_smem(q_ref.at[row, token_slice, head], q_smem.at[buffer(turn)], full)
             plgpu.copy_gmem_to_smem(do_ref.at[row, token_slice, head], do_smem.at[buffer(turn)], full)
@@ -108,7 +108,7 @@ def query_kernel(
             plgpu.copy_gmem_to_smem(lower_ref.at[row, token_slice], lower_smem.at[buffer(turn)], full)
 
         def work(turn, steps_before, item, following):
-            row, head, base = side.place(item)
+            row, head, base = side.queries_of(item)
             query = q_smem.at[buffer(turn)]
             if blocks.buffers == 1:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left the buffer
@@ -161,9 +161,9 @@ def query_kernel(
             return item[4]
 
         if blocks.buffers == 2:
-            pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))
+            pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.item_at(jnp.int32(0))))
         turns.begin()
-        side.items.each(work)
+        side.items.for_each(work)
         turns.end()
         plgpu.wait_smem_to_gmem(0)
 
@@ -360,8 +360,8 @@ def key_kernel(
             plgpu.copy_smem_to_gmem(value, dv_ref.at[row, token_slice, kv_head])
             return count * group
 
-        pl.when(items.rounds > 0)(lambda: fetch(jnp.int32(0), items.at(jnp.int32(0))))
+        pl.when(items.rounds > 0)(lambda: fetch(jnp.int32(0), items.item_at(jnp.int32(0))))
         turns.begin()
-        items.each(work)
+        items.for_each(work)
         turns.end()
         plgpu.wait_smem_to_gmem(0)

@@ -123,7 +123,7 @@ def wide_key_kernel(
             plgpu.copy_smem_to_gmem(k_smem, dv_ref.at[row, token_slice, kv_head])
             return count * group
 
-        total_steps = items.each(work)
+        total_steps = items.for_each(work)
         plgpu.wait_smem_to_gmem(0)
         for weight_slot in range(weights_smem.shape[0]):
             pl.when(weight_slot < total_steps)(
@@ -162,5 +162,5 @@ def wide_key_kernel(
             plgpu.copy_smem_to_gmem(v_smem, dk_ref.at[row, token_slice, kv_head])
             return steps
 
-        items.each(work)
+        items.for_each(work)
         plgpu.wait_smem_to_gmem(0)

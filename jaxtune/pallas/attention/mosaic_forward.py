@@ -146,14 +146,14 @@ def forward_kernel(
             return buffer, buffer
 
         def fetch(turn, item, warpgroup: jax.Array | int = wg):
-            row, head, base = side.place(item, warpgroup)
+            row, head, base = side.queries_of(item, warpgroup)
             buffer, barrier = room(warpgroup, turn)
             token_slice, full = pl.ds(base, own_tokens), own_full.at[barrier]
             plgpu.copy_gmem_to_smem(q_ref.at[row, token_slice, head], qo_smem.at[buffer], full)
             plgpu.copy_gmem_to_smem(lower_ref.at[row, token_slice], lower_smem.at[buffer], full)
 
         def work(turn, steps_before, item, following):
-            row, head, base = side.place(item)
+            row, head, base = side.queries_of(item)
             buffer, barrier = room(wg, turn)
             qo = qo_smem.at[buffer]
             plgpu.barrier_wait(own_full.at[barrier])
@@ -214,10 +214,10 @@ def forward_kernel(
             plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[row, head, token_slice])
             return item[4]
 
-        pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.at(jnp.int32(0))))
+        pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.item_at(jnp.int32(0))))
         if single:
-            pl.when((wg == 0) & (side.items.rounds > 1))(lambda: fetch(jnp.int32(1), side.items.at(jnp.int32(1))))
+            pl.when((wg == 0) & (side.items.rounds > 1))(lambda: fetch(jnp.int32(1), side.items.item_at(jnp.int32(1))))
         turns.begin()
-        side.items.each(work)
+        side.items.for_each(work)
         turns.end()
         plgpu.wait_smem_to_gmem(0)

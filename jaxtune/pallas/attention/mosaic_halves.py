@@ -185,31 +185,31 @@ def half_forward_kernel(
             def step(i, _):
                 row, token_slice, head = side.keys(item, i)
                 bring_pieces(k_ref, (row, token_slice, head), steps_before + i, k_smem, k_full, k_free)
-                source = v_ref.at[row, token_slice, head, columns_of(side.part(item), HALF)]
+                source = v_ref.at[row, token_slice, head, columns_of(side.column_section(item), HALF)]
                 bring(steps_before + i, ((source, v_smem, v_full, v_free),))
                 return ()
 
             lax.fori_loop(0, item[4], step, ())
             return item[4]
 
-        total_steps = side.items.each(work)
+        total_steps = side.items.for_each(work)
         drain(total_steps * (2 * HALF // PIECE), (k_smem, k_free))
         drain(total_steps, (v_smem, v_free))
 
     @computing(wg)
     def _():
         def fetch(item, half):
-            row, head, base = side.place(item)
+            row, head, base = side.queries_of(item)
             source = q_ref.at[row, pl.ds(base, own_tokens), head, columns_of(half, HALF)]
             plgpu.copy_gmem_to_smem(source, q_smem.at[wg * 2 + half], own_full.at[wg])
 
         def fetch_bounds(item):
-            row, _, base = side.place(item)
+            row, _, base = side.queries_of(item)
             plgpu.copy_gmem_to_smem(lower_ref.at[row, pl.ds(base, own_tokens)], lower_smem.at[wg], own_full.at[wg])
 
         def work(turn, steps_before, item, following):
-            row, head, base = side.place(item)
-            half = side.part(item)
+            row, head, base = side.queries_of(item)
+            half = side.column_section(item)
             plgpu.barrier_wait(own_full.at[wg])
             lower = plgpu.load(lower_smem.at[wg], layout=rows)
             last_lower = lower_smem[wg, own_tokens - 1]
@@ -276,12 +276,12 @@ def half_forward_kernel(
 
         @pl.when(side.items.rounds > 0)
         def _():
-            first = side.items.at(jnp.int32(0))
+            first = side.items.item_at(jnp.int32(0))
             fetch(first, 0)
             fetch(first, 1)
             fetch_bounds(first)
 
-        side.items.each(work)
+        side.items.for_each(work)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -338,20 +338,20 @@ def half_query_kernel(
             lax.fori_loop(0, item[4], step, ())
             return item[4]
 
-        total_steps = side.items.each(work)
+        total_steps = side.items.for_each(work)
         drain(total_steps * (2 * HALF // PIECE), (v_smem, v_free))
         drain(total_steps * 2, (k_smem, k_free))
 
     @computing(wg)
     def _():
         def fetch(item, ref, target):
-            row, head, base = side.place(item)
+            row, head, base = side.queries_of(item)
             source = ref.at[row, pl.ds(base, own_tokens), head, columns_of(wg, HALF)]
             plgpu.copy_gmem_to_smem(source, target.at[wg], own_full.at[0])
 
         def fetch_beside(item):
             fetch(item, do_ref, do_smem)
-            row, head, base = side.place(item)
+            row, head, base = side.queries_of(item)
             token_slice = pl.ds(base, own_tokens)
 
             @pl.when(wg == 0)
@@ -361,7 +361,7 @@ def half_query_kernel(
                 plgpu.copy_gmem_to_smem(lower_ref.at[row, token_slice], lower_smem, own_full.at[0])
 
         def work(turn, steps_before, item, following):
-            row, head, base = side.place(item)
+            row, head, base = side.queries_of(item)
             plgpu.barrier_wait(own_full.at[0])
             stat = plgpu.load(numbers_smem.at[0], layout=rows)
             delta = plgpu.load(numbers_smem.at[1], layout=rows)
@@ -399,9 +399,9 @@ def half_query_kernel(
 
         @pl.when(side.items.rounds > 0)
         def _():
-            first = side.items.at(jnp.int32(0))
+            first = side.items.item_at(jnp.int32(0))
             fetch(first, q_ref, q_smem)
             fetch_beside(first)
 
-        side.items.each(work)
+        side.items.for_each(work)
         plgpu.wait_smem_to_gmem(0)

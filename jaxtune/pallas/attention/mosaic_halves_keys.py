@@ -198,11 +198,11 @@ def half_key_kernel(
 
         @pl.when(side.items.rounds > 0)
         def _():
-            first = side.items.at(jnp.int32(0))
+            first = side.items.item_at(jnp.int32(0))
             fetch(first, k_ref, k_smem)
             fetch_beside(first)
 
-        side.items.each(work)
+        side.items.for_each(work)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -307,6 +307,6 @@ def half_value_kernel(
             pl.when(turn + 1 < side.items.rounds)(lambda: fetch(following))
             return steps
 
-        pl.when(side.items.rounds > 0)(lambda: fetch(side.items.at(jnp.int32(0))))
-        side.items.each(work)
+        pl.when(side.items.rounds > 0)(lambda: fetch(side.items.item_at(jnp.int32(0))))
+        side.items.for_each(work)
         plgpu.wait_smem_to_gmem(0)

@@ -181,7 +181,7 @@ class Items:
         forth = lax.rem(turn, jnp.int32(2)) == 0
         return turn * self.programs + jnp.where(forth, self.me, self.programs - 1 - self.me)
 
-    def at(self, turn):
+    def item_at(self, turn):
         """An item of this program: [head number, columns of its line...], int32[] each. Past the last it is some valid
         item, so that the next one can be read early without a condition.
         """
@@ -190,7 +190,7 @@ class Items:
         columns = [self.table_ref[line, column] for column in range(self.table_ref.shape[1])]
         return [lax.rem(number, jnp.int32(self.heads)), *columns]
 
-    def each(self, work):
+    def for_each(self, work):
         """Calls work(turn, steps_before, item, following) for every item in order, and returns the steps of all,
         int32[].
 
@@ -199,10 +199,10 @@ class Items:
 
         def run_item(turn, state):
             steps_before, item = state
-            following = self.at(turn + 1)
+            following = self.item_at(turn + 1)
             return steps_before + work(turn, steps_before, item, following), following
 
-        return lax.fori_loop(0, self.rounds, run_item, (jnp.int32(0), self.at(jnp.int32(0))))[0]
+        return lax.fori_loop(0, self.rounds, run_item, (jnp.int32(0), self.item_at(jnp.int32(0))))[0]
 
 
 def computing(wg, number: int | None = None):
@@ -266,7 +266,7 @@ class QuerySide:
 
     def __init__(self, q_ref, k_ref, table_ref, blocks: Blocks, pairs: bool, wg, *, shared=False, column_sections=1):
         heads, self.length = q_ref.shape[2], q_ref.shape[1]
-        self.blocks, self.pairs, self.wg, self.shared, self.parts = (
+        self.blocks, self.pairs, self.wg, self.shared, self.column_sections = (
             blocks,
             pairs and not shared,
             wg,
@@ -276,11 +276,11 @@ class QuerySide:
         self.group = heads // k_ref.shape[2]
         self.items = Items(table_ref, column_sections * (heads // WARPGROUPS if self.pairs else heads))
 
-    def part(self, item):
+    def column_section(self, item):
         """Which of the `parts` column ranges the item computes, int32[]."""
-        return lax.rem(item[0], jnp.int32(self.parts))
+        return lax.rem(item[0], jnp.int32(self.column_sections))
 
-    def place(self, item, wg=None):
+    def queries_of(self, item, wg=None):
         """(row of the batch, query head, first query): the `blocks.own` queries of an item that warpgroup `wg` computes
         (None: the calling one).
         """
@@ -297,7 +297,7 @@ class QuerySide:
 
     def _head(self, item):
         """Query head of an item, or its pair of heads if `pairs`."""
-        return item[0] if self.parts == 1 else lax.div(item[0], jnp.int32(self.parts))
+        return item[0] if self.column_sections == 1 else lax.div(item[0], jnp.int32(self.column_sections))
 
     def keys(self, item, i):
         """(row, slice of tokens, key head) of the block of keys that step i of an item takes."""
@@ -311,7 +311,7 @@ class QuerySide:
 
           lower: int32[own] in registers, the first key that each query sees; last_lower: the last query's, the largest.
         """
-        base, keys, shape = self.place(item)[2], (item[3] + i) * self.blocks.step, values.shape
+        base, keys, shape = self.queries_of(item)[2], (item[3] + i) * self.blocks.step, values.shape
 
         def mask(values):
             if self.blocks.lean:
@@ -343,4 +343,4 @@ class QuerySide:
             lax.fori_loop(0, item[4], step, ())
             return item[4]
 
-        drain(self.items.each(work), (k_smem, k_free), (v_smem, v_free))
+        drain(self.items.for_each(work), (k_smem, k_free), (v_smem, v_free))

@@ -162,7 +162,7 @@ def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any)
     )
 
 
-class Made(NamedTuple):
+class ChunkFactors(NamedTuple):
     """What the first two kernels compute, which depends on no state: two matrices of each chunk in key's dtype; from
     `total` to `reach` float32[B, heads, tokens padded to whole chunks of 64]; and a number of each chunk. Factors are
     for queries and keys as they are in memory, so they contain unit_q or unit_k.
@@ -183,7 +183,7 @@ class Made(NamedTuple):
     faded: jax.Array
 
 
-def _chunks(query, key, decay, beta, value, layout) -> Made:
+def _chunks(query, key, decay, beta, value, layout) -> ChunkFactors:
     """Runs the first two kernels. Of value only the shape is read."""
     rows, length, heads = value.shape[:3]
     chunks = math.ceil(length / CHUNK)
@@ -208,10 +208,10 @@ def _chunks(query, key, decay, beta, value, layout) -> Made:
         key,
         value,
     )
-    return Made(inverse, weights, *token_factors)
+    return ChunkFactors(inverse, weights, *token_factors)
 
 
-def _states(query, key, value, factors: Made, *, save: bool):
+def _states(query, key, value, factors: ChunkFactors, *, save: bool):
     """(out [B, T, heads, V], errors z in value's shape and dtype, states before each chunk [B, heads, chunks, V, K] in
     key's dtype).
 
@@ -243,7 +243,7 @@ def _states(query, key, value, factors: Made, *, save: bool):
     )
 
 
-def _reverse(query, key, dout, factors: Made):
+def _reverse(query, key, dout, factors: ChunkFactors):
     """(dvalue [B, T, heads, V], gradients of the states after each chunk, [B, heads, chunks, V, K] in key's dtype);
     dout is 0 at padding.
     """
@@ -269,7 +269,7 @@ def _reverse(query, key, dout, factors: Made):
     )
 
 
-def _backward(query, key, dout, error, states, layout, factors: Made):
+def _backward(query, key, dout, error, states, layout, factors: ChunkFactors):
     """(dquery, dkey, dvalue, ddecay, dbeta); the last two float32. dout is 0 at padding; error and states are those of
     `_states`.
     """

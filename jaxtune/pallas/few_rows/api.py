@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.few_rows import gated_mosaic, reference, triton
-from jaxtune.pallas.few_rows.cases import drawn, wide
+from jaxtune.pallas.few_rows.cases import in_float32, normal_array
 from jaxtune.pallas.quant_matmul import LoraWeights
 
 IMPLEMENTATIONS = {"triton": triton, "reference": reference}
@@ -64,8 +64,8 @@ def _small_adapters(
     return [
         lora
         and LoraWeights(
-            drawn(7, lora.a.shape[0], columns, dtype=dtype),
-            0.1 * drawn(8, size, lora.a.shape[0], dtype=dtype),
+            normal_array(7, lora.a.shape[0], columns, dtype=dtype),
+            0.1 * normal_array(8, size, lora.a.shape[0], dtype=dtype),
             scale=lora.scale,
         )
         for lora, size in zip(loras, sizes, strict=False)
@@ -103,10 +103,12 @@ def products(
 
     def compare():
         rows, columns, sizes = triton.padded(len(x)), 2048, (tile.rows, 2 * tile.rows, tile.rows)
-        weights = [drawn(i, size, columns, dtype=x.dtype) for i, size in enumerate(sizes, 1)]
-        operands = drawn(0, rows, columns, dtype=x.dtype), weights
+        weights = [normal_array(i, size, columns, dtype=x.dtype) for i, size in enumerate(sizes, 1)]
+        operands = normal_array(0, rows, columns, dtype=x.dtype), weights
         operands = *operands, _small_adapters([*loras, None, None][:3] if loras else [], sizes, columns, x.dtype)
-        return [jax.jit(triton.products)(*operands).sum(0)], [dispatch.exactly(reference.products)(*wide(operands))[0]]
+        return [jax.jit(triton.products)(*operands).sum(0)], [
+            dispatch.exactly(reference.products)(*in_float32(operands))[0]
+        ]
 
     def first_use():
         call = f"{x.dtype}, {triton.padded(len(x))} rows{_adapters_text(loras)}, {tile}"
@@ -154,15 +156,15 @@ def gated_product(
 
     def compare():
         operands = (
-            drawn(0, rows, columns, dtype=x.dtype),
-            *(0.02 * drawn(i, size, columns, dtype=x.dtype) for i in (1, 2)),
+            normal_array(0, rows, columns, dtype=x.dtype),
+            *(0.02 * normal_array(i, size, columns, dtype=x.dtype) for i in (1, 2)),
         )
         adapters = jax.tree.map(lambda array: 0.1 * array, _small_adapters(loras, (128, 128), columns, x.dtype))
         kernel, plain = (
             lambda x, gate, up, loras, module=module: module.gated_product(x, gate, up, activation, loras)
             for module in (triton, reference)
         )
-        return [jax.jit(kernel)(*operands, adapters)], [dispatch.exactly(plain)(*wide((*operands, adapters)))]
+        return [jax.jit(kernel)(*operands, adapters)], [dispatch.exactly(plain)(*in_float32((*operands, adapters)))]
 
     def first_use():
         call = f"{x.dtype}, {activation}, {rows} rows{_adapters_text(loras)}, {tile}"
@@ -186,12 +188,12 @@ def _by_mosaic(x, gate, activation: str) -> bool:
         # One pair of programs has fewer tiles than the others, there are more steps than are loaded ahead, and the
         # halves of the rows overlap.
         sizes = 200, 67 * (gated_mosaic.columns_of(gate.shape[0]) or 0), 1024
-        operands = [drawn(0, sizes[0], sizes[2], dtype=x.dtype)]
-        operands += [0.03 * drawn(i, *sizes[1:], dtype=x.dtype) for i in (1, 2)]
+        operands = [normal_array(0, sizes[0], sizes[2], dtype=x.dtype)]
+        operands += [0.03 * normal_array(i, *sizes[1:], dtype=x.dtype) for i in (1, 2)]
         kernel, exact = (
             functools.partial(module.gated_product, activation=activation) for module in (gated_mosaic, reference)
         )
-        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*wide(operands))]
+        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*in_float32(operands))]
 
     def first_use():
         call = f"{x.dtype}, {activation}, tiles of {gated_mosaic.columns_of(gate.shape[0])}"
@@ -205,9 +207,9 @@ def _by_mosaic(x, gate, activation: str) -> bool:
 def _activated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
 
     def compare():
-        operands = drawn(0, 33, 200, dtype=gate.dtype), drawn(1, 33, 200, dtype=gate.dtype)
+        operands = normal_array(0, 33, 200, dtype=gate.dtype), normal_array(1, 33, 200, dtype=gate.dtype)
         kernel, exact = (functools.partial(module.activated, activation=activation) for module in (triton, reference))
-        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*wide(operands))]
+        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*in_float32(operands))]
 
     def first_use():
         return dispatch.first_use("activated", "triton", f"{gate.dtype}, {activation}", compare)
@@ -244,9 +246,13 @@ def added_norm(
     options = dict(eps=eps, offset=offset, float32=float32)
 
     def compare():
-        operands = drawn(0, 5, 768, dtype=x.dtype), drawn(1, 3, 5, 768, dtype=jnp.float32), drawn(2, 768, dtype=x.dtype)
+        operands = (
+            normal_array(0, 5, 768, dtype=x.dtype),
+            normal_array(1, 3, 5, 768, dtype=jnp.float32),
+            normal_array(2, 768, dtype=x.dtype),
+        )
         kernel, exact = (functools.partial(module.added_norm, **options) for module in (triton, reference))
-        return list(jax.jit(kernel)(*operands)), list(dispatch.exactly(exact)(*wide(operands)))
+        return list(jax.jit(kernel)(*operands)), list(dispatch.exactly(exact)(*in_float32(operands)))
 
     def first_use():
         return dispatch.first_use("added_norm", "triton", f"{x.dtype}, {options}", compare)
@@ -297,13 +303,13 @@ def placed(
 
     def compare():
         rows = jnp.asarray([0, -1, 200, 77, 127], jnp.int32)
-        caches = [drawn(i, 5, 2, 128, dim, dtype=dtype) for i in (1, 2)]
-        angles = drawn(3, 5, dim // 2, dtype=jnp.float32)
+        caches = [normal_array(i, 5, 2, 128, dim, dtype=dtype) for i in (1, 2)]
+        angles = normal_array(3, 5, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
-        weights = None if norms is None else tuple(drawn(i, dim, dtype=norms[0].dtype) for i in (4, 5))
-        operands = drawn(0, 2, 5, 7 * dim, dtype=jnp.float32), *caches, rows, tables, weights
+        weights = None if norms is None else tuple(normal_array(i, dim, dtype=norms[0].dtype) for i in (4, 5))
+        operands = normal_array(0, 2, 5, 7 * dim, dtype=jnp.float32), *caches, rows, tables, weights
         kernel, exact = (functools.partial(module.placed, **options) for module in (triton, reference))
-        kernel, exact = list(jax.jit(kernel)(*operands)), list(dispatch.exactly(exact)(*wide(operands)))
+        kernel, exact = list(jax.jit(kernel)(*operands)), list(dispatch.exactly(exact)(*in_float32(operands)))
         live = rows[:, None, None] >= 0
         return [jnp.where(live, kernel[0], 0), *kernel[1:]], [jnp.where(live, exact[0], 0), *exact[1:]]
 

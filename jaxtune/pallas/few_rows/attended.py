@@ -19,7 +19,7 @@ from jaxtune.pallas.decode_attention.splits import log2_sinks
 from jaxtune.pallas.decode_attention.triton import WHOLE, WHOLE_TILES, Tile
 from jaxtune.pallas.few_rows import reference
 from jaxtune.pallas.few_rows.api import placed
-from jaxtune.pallas.few_rows.cases import drawn, wide
+from jaxtune.pallas.few_rows.cases import in_float32, normal_array
 from jaxtune.pallas.few_rows.triton import placed_refusal
 
 _CORES = 132  # multiprocessors of a Hopper GPU
@@ -174,11 +174,11 @@ def _first_use(
         capacity = max(128, 4 * shares * tile.step)
         rows = jnp.asarray([0, -1, capacity + 72, 77, capacity - 1, 31], jnp.int32)
         count = len(rows)
-        caches = [drawn(i, count, 2, capacity, dim, dtype=dtype) for i in (1, 2)]
-        angles = drawn(3, count, dim // 2, dtype=jnp.float32)
+        caches = [normal_array(i, count, 2, capacity, dim, dtype=dtype) for i in (1, 2)]
+        angles = normal_array(3, count, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
-        weights = None if norms is None else tuple(drawn(i, dim, dtype=norms[0].dtype) for i in (4, 5))
-        operands = drawn(0, 2, count, 2 * (group + 2) * dim, dtype=jnp.float32), *caches, rows, tables, weights
+        weights = None if norms is None else tuple(normal_array(i, dim, dtype=norms[0].dtype) for i in (4, 5))
+        operands = normal_array(0, 2, count, 2 * (group + 2) * dim, dtype=jnp.float32), *caches, rows, tables, weights
         masking = dict(scale=dim**-0.5, window=window and capacity - 28, soft_cap=soft_cap)
         masking["sinks"] = jnp.linspace(-1, 1, 2 * group)
 
@@ -188,7 +188,7 @@ def _first_use(
 
         how: dict = dict(tile=tile, shares=shares, rounding=rounding, masking=masking)
         kernel_results = jax.jit(functools.partial(_by_kernel, **how))(*operands)
-        return each_row(*kernel_results), each_row(*dispatch.exactly(reference_run)(*wide(operands)))
+        return each_row(*kernel_results), each_row(*dispatch.exactly(reference_run)(*in_float32(operands)))
 
     def each_row(out, keys, values):
         """Each row of many keys stands alone, because its numbers are small."""

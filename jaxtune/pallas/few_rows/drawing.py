@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.arguments import FLOATS, Arguments
-from jaxtune.pallas.few_rows.cases import drawn
+from jaxtune.pallas.few_rows.cases import normal_array
 
 _BLOCK = 256  # tokens whose probabilities are added up before a draw looks for the block that it falls into
 _CHUNK = 4096  # tokens that a program of the first kernel reads
@@ -81,7 +81,7 @@ def chosen_token(
         rows, size = 5, 9000
         numbers = jnp.asarray([0.0, 0.3, -1.0, 0.7, 0.99])
         temperatures = jnp.asarray([1.0, 0.7, 1.0, 1.5, 0.2])
-        case = drawn(0, rows, size + 8, dtype=logits.dtype), size, temperatures, jnp.ones(rows), numbers
+        case = normal_array(0, rows, size + 8, dtype=logits.dtype), size, temperatures, jnp.ones(rows), numbers
         if uniform is None:
             case = *case[:4], None
         kernel, exact = (

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.few_rows import experts_triton, reference, triton
-from jaxtune.pallas.few_rows.cases import drawn, wide
+from jaxtune.pallas.few_rows.cases import in_float32, normal_array
 from jaxtune.pallas.gated import ACTIVATIONS
 from jaxtune.pallas.grouped_matmul import GroupedLora
 
@@ -28,15 +28,19 @@ def _case(count: int, choices: int, experts: int, dtype) -> tuple[jax.Array, jax
     tokens, choice_index = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(choices, dtype=jnp.int32)
     turn = 1 + (tokens + choice_index) % max(experts - 1, 1)
     choice = jnp.where(tokens == 0, experts, jnp.where(choice_index == choices - 1, 0, turn))
-    return drawn(0, count, _CASE, dtype=dtype), choice, jax.nn.softmax(drawn(1, count, choices, dtype=jnp.float32))
+    return (
+        normal_array(0, count, _CASE, dtype=dtype),
+        choice,
+        jax.nn.softmax(normal_array(1, count, choices, dtype=jnp.float32)),
+    )
 
 
 def _case_adapters(lora: GroupedLora | None, matrices: jax.Array, dtype) -> GroupedLora | None:
     if lora is None:
         return None
     (experts, rows, columns), rank = matrices.shape, lora.a.shape[1]
-    a = drawn(3, experts, rank, columns, dtype=dtype)
-    return GroupedLora(a, 0.1 * drawn(4, experts, rows, rank, dtype=dtype), lora.scale)
+    a = normal_array(3, experts, rank, columns, dtype=dtype)
+    return GroupedLora(a, 0.1 * normal_array(4, experts, rows, rank, dtype=dtype), lora.scale)
 
 
 def _call_text(count: int, dtype, weight, choices: int, lora: GroupedLora | None) -> str:
@@ -50,7 +54,7 @@ def _gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora 
     def compare():
         experts = len(gate_up)
         rows, choice, weights = _case(triton.padded(len(x)), choices, experts, x.dtype)
-        matrices = 0.1 * drawn(2, experts, _CASE, _CASE, dtype=x.dtype)
+        matrices = 0.1 * normal_array(2, experts, _CASE, _CASE, dtype=x.dtype)
         operands = rows, matrices, jax.tree.map(lambda side: 0.3 * side, _case_adapters(lora, matrices, x.dtype))
         kernel, exact = (
             lambda x, matrices, lora, module=module: module.experts_gated(
@@ -58,7 +62,7 @@ def _gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora 
             )
             for module in (experts_triton, reference)
         )
-        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*wide(operands))]
+        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*in_float32(operands))]
 
     reason = experts_triton.gated_refusal(x, gate_up, choices, activation, lora)
     call = f"{_call_text(len(x), x.dtype, gate_up, choices, lora)}, {activation}"
@@ -73,13 +77,13 @@ def _down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | Non
         experts = len(down)
         rows, choice, _ = _case(triton.padded(count), choices, experts, dtype)
         rows = jnp.repeat(rows[:, : _CASE // 2], choices, axis=0)
-        matrices = drawn(2, experts, 3 * tile.rows, _CASE // 2, dtype=dtype)
+        matrices = normal_array(2, experts, 3 * tile.rows, _CASE // 2, dtype=dtype)
         operands = rows, matrices, _case_adapters(lora, matrices, dtype)
         kernel, exact = (
             lambda rows, matrices, lora, module=module: module.experts_down(rows, matrices, choice, lora)
             for module in (experts_triton, reference)
         )
-        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*wide(operands))]
+        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*in_float32(operands))]
 
     reason = experts_triton.down_refusal(count, dtype, down, choices, lora)
     call = f"{_call_text(count, dtype, down, choices, lora)}, tiles of {tile.rows}"

@@ -31,7 +31,7 @@ from jaxtune.pallas.formats.layout import (
     Export,
     FileTensor,
     Format,
-    Found,
+    FoundWeight,
     Headers,
     Layout,
     Read,
@@ -323,7 +323,7 @@ class BitsAndBytes(Layout):
         """As Layout.claims: there is a tensor besides `.weight`. If the codes are missing, `describe` raises."""
         return any(key != self.codes for key in tensors)
 
-    def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+    def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
         """As Layout.describe, with a _State as `details`. ValueError, too, for a quant_state that is damaged or names a
         type, dtype or block sizes that are not supported.
         """
@@ -367,9 +367,9 @@ class BitsAndBytes(Layout):
                     f"{where}{key.removeprefix(self.codes)} {flaw}; a four-bit tensor {shape} needs {size_bytes} bytes "
                     f"of {dtype}"
                 )
-        return Found(name, tensors, shape, _State(quant_type, dtype_name, offset))
+        return FoundWeight(name, tensors, shape, _State(quant_type, dtype_name, offset))
 
-    def read(self, weight: Found, arrays: Arrays, dtype_name: str) -> FourBit:
+    def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> FourBit:
         """As Layout.read; dtype_name is not used, because quant_state has the dtype. ValueError if quant_map is not the
         type's table.
         """
@@ -383,7 +383,7 @@ class BitsAndBytes(Layout):
         leaves: list[Any] = [arrays[self.codes], arrays[".weight.absmax"], *nested, offset]
         return kind(*leaves, shape=weight.shape, dtype_name=state.dtype_name)
 
-    def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
+    def joining(self, pieces: Sequence[FoundWeight], per_expert: int) -> str | None:
         first = pieces[0]
         if len({piece.details.quant_type for piece in pieces if isinstance(piece.details, _State)}) > 1:
             return "of its experts' matrices some are in four bits of another type"
@@ -394,7 +394,7 @@ class BitsAndBytes(Layout):
             )
         return None
 
-    def digested(self, weight: Found) -> list[tuple[str, str]]:
+    def digested(self, weight: FoundWeight) -> list[tuple[str, str]]:
         """As Layout.digested: the weight's name labels the codes; the others follow in alphabetical order, without
         ".weight.".
         """

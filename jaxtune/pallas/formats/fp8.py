@@ -26,7 +26,7 @@ from jaxtune.pallas.formats.layout import (
     Export,
     FileTensor,
     Format,
-    Found,
+    FoundWeight,
     Header,
     Headers,
     Layout,
@@ -237,17 +237,17 @@ class FP8Files(Layout):
                     f"{values[0]!r} is supported; {_ADVICE}"
                 )
 
-    def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+    def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
         """As Layout.describe, from headers alone: `details` is the block, which follows from the key and the shape of
         the scales. ValueError unless there is exactly one fitting tensor of scales and the codes are a matrix.
         """
         codes = tensors[self.codes]
-        keys = [key for key in self.others if key in tensors]
+        keys = [key for key in self.scale_keys if key in tensors]
         if len(keys) != 1:
             module = name.removesuffix(self.weight)
             raise ValueError(
                 f"{codes.file}: {name} is stored as {codes.dtype} and has {len(keys)} scales; it must have one of "
-                f"{', '.join(module + key for key in self.others)}"
+                f"{', '.join(module + key for key in self.scale_keys)}"
             )
         scales, block = tensors[keys[0]], None
         if len(codes.shape) == 2:
@@ -261,17 +261,17 @@ class FP8Files(Layout):
                 f"{scales.file}: {scales.name} is {scales.dtype}{list(scales.shape)}, which is no scale of {name} "
                 f"{list(codes.shape)}: it must be a float for the matrix, for each row, or for each 128 x 128 numbers"
             )
-        return Found(name, tensors, codes.shape, block)
+        return FoundWeight(name, tensors, codes.shape, block)
 
-    def read(self, weight: Found, arrays: Arrays, dtype_name: str) -> FP8:
+    def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> FP8:
         """As Layout.read. ValueError for a scale that is out of range in `dtype_name` (`_check_scales`)."""
-        codes, (key,) = arrays[self.codes], [key for key in self.others if key in arrays]
+        codes, (key,) = arrays[self.codes], [key for key in self.scale_keys if key in arrays]
         block: Any = weight.details
         _check_scales(weight.tensors[key], arrays[key].astype(np.float32), codes, block, dtype_name)
         leaves: list[Any] = [codes, arrays[key].reshape(scale_shape(codes.shape, block))]
         return FP8(*leaves, block=block, dtype_name=dtype_name)
 
-    def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
+    def joining(self, pieces: Sequence[FoundWeight], per_expert: int) -> str | None:
         first, rows = pieces[0], pieces[0].shape[0]
         kinds = {(p.details, *(h.dtype for key, h in p.tensors.items() if key != self.codes)) for p in pieces}
         if len(kinds) > 1:

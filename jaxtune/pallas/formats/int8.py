@@ -23,7 +23,7 @@ from jaxtune.pallas.formats.layout import (
     Export,
     FileTensor,
     Format,
-    Found,
+    FoundWeight,
     Headers,
     Layout,
     Read,
@@ -125,11 +125,11 @@ class LLMInt8(Layout):
 
     def claims(self, tensors: Headers) -> bool:
         """As Layout.claims; `.SCB` or `.weight_format`, which a plain weight lacks, must be beside the codes."""
-        return super().claims(tensors) and any(key in tensors for key in self.others)
+        return super().claims(tensors) and any(key in tensors for key in self.scale_keys)
 
-    def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+    def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
         """As Layout.describe. ValueError, too, for codes that are no matrix or not in row-major order."""
-        codes, absmax, order = (tensors.get(key) for key in (self.codes, *self.others))
+        codes, absmax, order = (tensors.get(key) for key in (self.codes, *self.scale_keys))
         assert codes is not None
         module, rows = name.removesuffix(self.weight), list(codes.shape[:1])
         if len(codes.shape) != 2:
@@ -142,9 +142,9 @@ class LLMInt8(Layout):
                 f"{codes.file}: {module}.weight_format is not 0 in one byte: the codes are in a GPU's own order, which "
                 "old versions of bitsandbytes wrote; load it with bitsandbytes and save it again"
             )
-        return Found(name, tensors, codes.shape)
+        return FoundWeight(name, tensors, codes.shape)
 
-    def read(self, weight: Found, arrays: Arrays, dtype_name: str) -> Int8:
+    def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> Int8:
         absmax = arrays[".SCB"]
         if (absmax < 0).any():
             raise ValueError(f"{weight.where}: SCB has {absmax.min():.4g}; magnitudes are not negative: fetch it again")

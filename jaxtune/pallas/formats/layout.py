@@ -28,7 +28,7 @@ SERVED_IN_16_BITS = ("shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba
 Settings = Mapping[str, Any]  # quantization_config of a config.json
 Config = dict[str, Any]  # the same, to be written
 Arrays = Mapping[str, np.ndarray]  # the content of tensors, by key
-Of = Callable[[Any], Any]  # takes a weight and returns the array of one of its tensors
+ArrayOf = Callable[[Any], Any]  # takes a weight and returns the array of one of its tensors
 Read = Callable[[str], np.ndarray]  # takes a tensor's key and returns its bytes
 
 
@@ -73,14 +73,14 @@ class FileTensor(NamedTuple):
     dtype: np.dtype  # its dtype
     # takes the weight that the tensor stores, or helps to store (a quantised one, if Layout.tensors made this), and
     # returns the tensor's array
-    of: Of
+    array_of: ArrayOf
 
     @property
     def size_bytes(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-def file_tensor(like: jax.Array | np.ndarray | None, array_of: Of) -> FileTensor:
+def file_tensor(like: jax.Array | np.ndarray | None, array_of: ArrayOf) -> FileTensor:
     """The FileTensor with the shape and dtype of `like`: an array that is written as the weight has it, or its
     jax.ShapeDtypeStruct. None fails an assertion; the type allows it because optional fields of weights have it.
     """
@@ -110,7 +110,7 @@ def check_weights(settings: Settings, supported: Mapping[str, object]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class FoundWeight:
     """A quantised weight in a checkpoint: only its tensors' headers have been read."""
 
     name: str  # the weight's name in the model
@@ -140,10 +140,10 @@ class Layout:
     title: ClassVar[str]  # a phrase that names such checkpoints in errors, such as "bitsandbytes' in four bits"
     codes: ClassVar[str]  # the key of the tensor that has the weight's codes, such as ".weight"
     codes_dtype: ClassVar[str]  # the dtype of that tensor, by safetensors' name
-    others: ClassVar[tuple[str, ...]] = ()  # the keys of the tensors that accompany the codes, such as scales
+    scale_keys: ClassVar[tuple[str, ...]] = ()  # the keys of the tensors that accompany the codes, such as scales
     # the keys of tensors that belong to no weight, such as scales of a key/value cache, which the loader leaves out
     # wherever they are, and no file is written with
-    left_out: ClassVar[tuple[str, ...]] = ()
+    ignored_keys: ClassVar[tuple[str, ...]] = ()
     weight: ClassVar[str] = ".weight"  # what follows the module's name in the weight's name in the model
     # keys of tensors that are read as uint8[bytes], whatever dtype their header has
     raw: ClassVar[tuple[str, ...]] = ()
@@ -180,7 +180,7 @@ class Layout:
         """Divides a tensor's name in a file into (module, key), with the longest fitting key of `codes` and `others`;
         None if none fits.
         """
-        keys = sorted((self.codes, *self.others), key=len, reverse=True)
+        keys = sorted((self.codes, *self.scale_keys), key=len, reverse=True)
         return next(((name.removesuffix(key), key) for key in keys if name.endswith(key)), None)
 
     def claims(self, tensors: Headers) -> bool:
@@ -189,7 +189,7 @@ class Layout:
         """
         return self.codes in tensors and tensors[self.codes].dtype == self.codes_dtype
 
-    def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+    def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
         """Describes the weight that a module's tensors store, before their content is read.
 
           name: the weight's name in the model.
@@ -200,7 +200,7 @@ class Layout:
         """
         raise NotImplementedError
 
-    def read(self, weight: Found, arrays: Arrays, dtype_name: str) -> Stored:
+    def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> Stored:
         """Makes the quantised weight, with numpy arrays as leaves.
 
           weight: what `describe` returned.
@@ -221,7 +221,7 @@ class Layout:
         """
         raise NotImplementedError
 
-    def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
+    def joining(self, pieces: Sequence[FoundWeight], per_expert: int) -> str | None:
         """The reason why separate matrices of experts cannot become one tensor [E, out, in] (Stored.joined), such as
         blocks that would cross from one matrix into the next; None, as by default, if they can.
 
@@ -231,11 +231,11 @@ class Layout:
         del pieces, per_expert
         return None
 
-    def digested(self, weight: Found) -> list[tuple[str, str]]:
+    def digested(self, weight: FoundWeight) -> list[tuple[str, str]]:
         """(label, key) of each tensor of the weight, in the order of the base model's digest; the label enters the
         digest beside the content. Adapters record the digest to recognise their base, so a layout must never change it.
         """
-        keys = [key for key in (self.codes, *self.others) if key in weight.tensors]
+        keys = [key for key in (self.codes, *self.scale_keys) if key in weight.tensors]
         return [(weight.tensors[key].name, key) for key in keys]
 
     # ---- writing

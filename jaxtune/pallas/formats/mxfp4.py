@@ -23,7 +23,7 @@ from jaxtune.pallas.formats.layout import (
     Export,
     FileTensor,
     Format,
-    Found,
+    FoundWeight,
     Headers,
     Layout,
     Read,
@@ -125,7 +125,7 @@ class MXFP4(Stored):
         return BLOCK if axis == self.ndim - (2 if self.swapped else 1) else 1
 
     def divided(self, axis: int, shards: int) -> tuple[int | None, ...] | None:
-        axes = super().divided(axis, shards)
+        axes = super().shard_axes(axis, shards)
         if axes is None or not self.swapped or axis < self.ndim - 2:
             return axes
         return (2 * self.ndim - 3 - axis,) * len(axes)
@@ -222,7 +222,7 @@ class Published(Layout):
         """As Layout.claims: there is a tensor of blocks. If the scales are missing, `describe` raises."""
         return self.codes in tensors
 
-    def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+    def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
         blocks, scales = (tensors.get(key) for key in ("_blocks", "_scales"))
         assert blocks is not None
         where = f"{blocks.file}: {name}"
@@ -232,9 +232,9 @@ class Published(Layout):
             shapes = f"blocks {blocks.dtype}{list(blocks.shape)} do not fit scales {scales.dtype}{list(scales.shape)}"
             raise ValueError(f"{where}: {shapes}")
         experts, out_size, groups = scales.shape
-        return Found(name, tensors, (experts, groups * BLOCK, out_size))
+        return FoundWeight(name, tensors, (experts, groups * BLOCK, out_size))
 
-    def read(self, weight: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
+    def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> MXFP4:
         """As Layout.read: the result is `swapped`. ValueError for a scale of 255, NaN in e8m0."""
         scales = _checked_scales(weight, "_scales", arrays)
         leaves: list = [arrays["_blocks"].reshape(*scales.shape[:-1], -1), scales]
@@ -244,7 +244,7 @@ class Published(Layout):
         """Quantises the model's experts [E, in, out], `in` a multiple of 32; the result is `swapped`."""
         return dataclasses.replace(MXFP4.encode(array.swapaxes(1, 2)), swapped=True)
 
-    def digested(self, weight: Found) -> list[tuple[str, str]]:
+    def digested(self, weight: FoundWeight) -> list[tuple[str, str]]:
         return [(weight.name, "_blocks"), ("scales", "_scales")]
 
     def can_store(self, weight: Stored) -> bool:
@@ -265,7 +265,7 @@ class Published(Layout):
         return {"quant_method": "mxfp4", "modules_to_not_convert": unquantised}
 
 
-def _checked_scales(weight: Found, key: str, arrays: Arrays) -> np.ndarray:
+def _checked_scales(weight: FoundWeight, key: str, arrays: Arrays) -> np.ndarray:
     """arrays[key], a weight's scales; ValueError if one is 255, NaN in e8m0 (OCP Microscaling Formats v1.0, 5.4.1)."""
     scales, header = np.asarray(arrays[key]), weight.tensors[key]
     if (wrong := scales == NAN_SCALE).any():
@@ -302,7 +302,7 @@ class CompressedTensors(Layout):
         scales = tensors.get(".weight_scale")
         return super().claims(tensors) and (scales is None or scales.dtype == "U8")
 
-    def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+    def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
         codes, scales = tensors[self.codes], tensors.get(".weight_scale")
         expected = [codes.shape[0], 2 * codes.shape[1] // BLOCK] if len(codes.shape) == 2 else None
         if scales is None or expected is None or list(scales.shape) != expected or 2 * codes.shape[1] % BLOCK:
@@ -311,9 +311,9 @@ class CompressedTensors(Layout):
                 f"{codes.file}: {name}: .weight_scale {flaw}; codes U8{list(codes.shape)} in blocks of {BLOCK} need "
                 f"U8{expected or '[out, in / 32]'}"
             )
-        return Found(name, tensors, (codes.shape[0], 2 * codes.shape[1]))
+        return FoundWeight(name, tensors, (codes.shape[0], 2 * codes.shape[1]))
 
-    def read(self, weight: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
+    def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> MXFP4:
         """As Layout.read. ValueError for a scale of 255, NaN in e8m0."""
         leaves: list = [arrays[self.codes], _checked_scales(weight, ".weight_scale", arrays)]
         return MXFP4(*leaves, dtype_name=dtype_name)

@@ -25,7 +25,7 @@ from jaxtune.pallas.formats.layout import (
     Export,
     FileTensor,
     Format,
-    Found,
+    FoundWeight,
     Headers,
     Layout,
     Read,
@@ -151,7 +151,7 @@ class NVFP4(Stored):
         """As Stored.divided. The scales of the tensor and of activations are divided only if they have an entry for
         each index of the axis, such as each expert; otherwise each device has all of them.
         """
-        axes = super().divided(axis, shards)
+        axes = super().shard_axes(axis, shards)
         if axes is None:
             return None
         tensor_scale_axis = axis if self.tensor_scale.shape[axis] == self.shape[axis] else None
@@ -258,13 +258,13 @@ class _Files(Layout):
     divides: bool  # whether files in this layout have tensor scales by which scales are divided (NVFP4.divides)
     scalar: tuple[int, ...]  # the shape of the tensor's scale in files that are written, (1,) or ()
 
-    def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+    def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
         codes = tensors[self.codes]
         rows, pairs = codes.shape if len(codes.shape) == 2 else (0, 0)
         where = f"{codes.file}: {name}"
-        scales_key, tensor_scale_key, _ = self.others
+        scales_key, tensor_scale_key, _ = self.scale_keys
         expected: dict[str, tuple[str, tuple]] = {scales_key: ("F8_E4M3", ((rows, 2 * pairs // BLOCK),))}
-        expected |= dict.fromkeys(self.others[1:], ("F32", ((), (1,))))
+        expected |= dict.fromkeys(self.scale_keys[1:], ("F32", ((), (1,))))
         for key, (dtype, shapes) in expected.items():
             header = tensors.get(key)
             if header is None and key not in (scales_key, tensor_scale_key):
@@ -275,13 +275,13 @@ class _Files(Layout):
                     f"{where}: {key} {flaw}; codes {codes.dtype}{list(codes.shape)} in blocks of {BLOCK} need "
                     f"{dtype}{list(shapes[0])}"
                 )
-        return Found(name, tensors, (rows, 2 * pairs))
+        return FoundWeight(name, tensors, (rows, 2 * pairs))
 
-    def read(self, weight: Found, arrays: Arrays, dtype_name: str) -> NVFP4:
+    def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> NVFP4:
         """As Layout.read. ValueError unless the scales of the tensor and of activations, if any, are positive and
         finite.
         """
-        scales_key, tensor_scale_key, input_scale_key = self.others
+        scales_key, tensor_scale_key, input_scale_key = self.scale_keys
         leaves: list = [arrays[self.codes], arrays[scales_key]]
         for key in (tensor_scale_key, input_scale_key):
             value = arrays[key].reshape(1, 1) if key in arrays else None
@@ -300,7 +300,7 @@ class _Files(Layout):
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
         assert isinstance(weight, NVFP4)
-        scales_key, tensor_scale_key, input_scale_key = self.others
+        scales_key, tensor_scale_key, input_scale_key = self.scale_keys
         shape, float32 = self.scalar, np.dtype(np.float32)
         entries = {
             self.codes: file_tensor(weight.codes, lambda w: w.codes),

@@ -73,18 +73,18 @@ class Stored:
         """
         raise NotImplementedError
 
-    def cut(self, axis: int) -> int | None:
+    def block_length(self, axis: int) -> int | None:
         """How many consecutive indices along `axis` (of the decoded tensor, from 0) must stay in one shard or piece, so
         that no block is cut. None: the tensor cannot be divided along the axis.
         """
         raise NotImplementedError
 
-    def divided(self, axis: int, shards: int) -> tuple[int | None, ...] | None:
+    def shard_axes(self, axis: int, shards: int) -> tuple[int | None, ...] | None:
         """The axis along which each leaf, in order, is divided when the tensor is divided into `shards` equal parts
         along `axis` (from 0); an entry is None for a leaf that every device needs whole (`shared`). None: it cannot be
         divided so.
         """
-        whole_blocks = self.cut(axis)
+        whole_blocks = self.block_length(axis)
         if whole_blocks is None or self.shape[axis] % (whole_blocks * shards):
             return None
         fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ class Stored:
         """The rows from `start` to before `start + rows` of expert `index`, as a tensor [rows, columns]: the inverse of
         `joined`. The rows must begin with a whole block.
         """
-        rows_per_block = self.cut(1) or rows  # how many rows share an entry of an array that has fewer rows
+        rows_per_block = self.block_length(1) or rows  # how many rows share an entry of an array that has fewer rows
 
         def rows_of(array: jax.Array) -> jax.Array:
             if array.shape[1] == 1:

@@ -42,7 +42,7 @@ def share_of(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, FAST: tl.constexp
 
 
 @triton.jit
-def within(x, LIMIT: tl.constexpr):
+def limit_slope(x, LIMIT: tl.constexpr):
     """Derivative of min(x, LIMIT): 1 below the limit, half at it, as JAX has it, 0 above."""
     return tl.where(x < LIMIT, 1.0, tl.where(x == LIMIT, 0.5, 0.0))
 
@@ -74,8 +74,8 @@ def row_gradients(
     """
     dx_within, dy_within = 1.0, 1.0
     if CLIPPED:
-        dx_within = within(x, LIMIT)
-        dy_within = within(y, LIMIT) * within(-y, LIMIT)
+        dx_within = limit_slope(x, LIMIT)
+        dy_within = limit_slope(y, LIMIT) * limit_slope(-y, LIMIT)
     x, y = clipped(x, y, CLIPPED, LIMIT)
     share, slope = share_of(x, ACTIVATION, ALPHA, FAST)
     active = x * share

@@ -30,7 +30,7 @@ def gated_thin(
     """
     check = _checked("gated_thin", gate, up, activation)
     check.array("a", a, "r I", FLOATS)
-    if chosen("gated_thin", gate, len(a), activation, implementation) == "reference":
+    if implementation_name("gated_thin", gate, len(a), activation, implementation) == "reference":
         return reference.gated_thin(gate, up, a, activation)  # XLA divides it by itself
     gated, inner = by_kernel(gate, up, a, activation, "gated")
     return gated, inner
@@ -43,7 +43,7 @@ def thin_of_gated(
     """The second result of `gated_thin` alone; the kernel does not write the first."""
     check = _checked("thin_of_gated", gate, up, activation)
     check.array("a", a, "r I", FLOATS)
-    if chosen("thin_of_gated", gate, len(a), activation, implementation) == "reference":
+    if implementation_name("thin_of_gated", gate, len(a), activation, implementation) == "reference":
         return reference.gated_thin(gate, up, a, activation)[1]
     [inner] = by_kernel(gate, up, a, activation, "none")
     return inner
@@ -75,7 +75,7 @@ def gated_thin_backward(
     check = _checked("gated_thin_backward", gate, up, activation)
     check.array("dgated", dgated, "tokens I", gate.dtype)
     check.array("dinner", dinner, "tokens r", gate.dtype)
-    if chosen("gated_thin_backward", gate, dinner.shape[1], activation, implementation) == "reference":
+    if implementation_name("gated_thin_backward", gate, dinner.shape[1], activation, implementation) == "reference":
         gated, dgate, dup = gated_backward(gate, up, dgated, activation)
         return dgate, dup, reference.thin_product(dinner, gated, (0, 0), jnp.float32)
     run = meshes.on_each_device(thin_triton.gated_thin_backward, rows=4, results=2)
@@ -96,7 +96,7 @@ def _checked(op: str, gate, up, activation: str) -> Arguments:
     return check
 
 
-def chosen(op: str, gate, rank: int, activation: str, implementation: str | None) -> str:
+def implementation_name(op: str, gate, rank: int, activation: str, implementation: str | None) -> str:
     if implementation is None and not is_large(*gate.shape):
         implementation = "reference"
     return dispatch.choose(op, implementations(gate, rank, activation), implementation)

@@ -4,11 +4,11 @@ in place of sorted rows are in jaxtune.pallas.routing.
 
 from jaxtune.pallas.grouped_matmul.api import (
     GroupedLora,
-    filled_adapter,
-    fills_adapters,
     grouped_bias,
     grouped_matmul,
     implementations,
+    padded_adapter,
+    pads_adapters,
 )
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 
@@ -16,8 +16,8 @@ __all__ = [
     "TILE_ROWS",
     "GroupedLora",
     "Groups",
-    "filled_adapter",
-    "fills_adapters",
+    "padded_adapter",
+    "pads_adapters",
     "grouped_bias",
     "grouped_matmul",
     "implementations",

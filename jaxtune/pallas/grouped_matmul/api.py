@@ -78,18 +78,18 @@ class Static:
     weight_trains: bool = True  # whether the backward computes the weight's gradient; False: it is zero
 
 
-def fills_adapters(dtype, in_size: int, out_size: int) -> bool:
+def pads_adapters(dtype, in_size: int, out_size: int) -> bool:
     """Whether each product of rows in `dtype` with weights [out_size, in_size] casts and pads the adapters, which a
     caller such as a sampler can do once by `filled_adapter`, with the same results.
     """
     return mosaic.refusal(jnp.dtype(dtype), in_size, out_size, TILE_ROWS) is None
 
 
-def filled_adapter(side: jax.Array, axis: int, dtype) -> jax.Array:
+def padded_adapter(side: jax.Array, axis: int, dtype) -> jax.Array:
     """A [E, r, in] or B [E, out, r], cast to the rows' dtype, its rank (axis 1 of A, 2 of B) padded with zeros to a
     multiple of 64.
     """
-    return mosaic.filled(side.astype(dtype), axis)
+    return mosaic.padded_rank_axis(side.astype(dtype), axis)
 
 
 def implementations(
@@ -140,7 +140,7 @@ def gathers(implementation: str) -> bool:
     return implementation == "mosaic" and first_use.refusal("mosaic", mosaic.product, None, gathering=True) is None
 
 
-def fills(implementation: str) -> bool:
+def pads_rank(implementation: str) -> bool:
     """Whether products by `implementation` take an adapter's low-rank input with its rank padded to multiples of 64."""
     return implementation in _MOSAIC
 
@@ -177,7 +177,7 @@ def contracted(thin, wide, groups, rank, implementation, tokens):
     rows. thin: [rows, at least rank], scaled already; wide: [rows, n], or [T, n] with `tokens`.
     """
     if implementation in _MOSAIC and mosaic_contract.refusal(wide.dtype) is None:
-        return mosaic_contract.contract_rows(mosaic.filled(thin, 1), wide, groups, rank, tokens)
+        return mosaic_contract.contract_rows(mosaic.padded_rank_axis(thin, 1), wide, groups, rank, tokens)
     sums = mosaic_sums.per_expert if implementation in _MOSAIC else reference.per_expert
     return reference.contract_rows(thin[:, :rank], reference.rows_of(wide, tokens), groups, jnp.float32, sums)
 
@@ -228,7 +228,7 @@ def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None, inn
         if inner is None:
             inner = _thin(x, a, groups, 2, static.implementation, tokens)
         u = scaled(inner, static.scale)
-        u = mosaic.filled(u, 1) if fills(static.implementation) else u
+        u = mosaic.padded_rank_axis(u, 1) if pads_rank(static.implementation) else u
         if bias is not None and u.shape[1] > b.shape[2] and bias.dtype == u.dtype:
             (u, b), bias = _with_bias(u, b, bias), None
         extra = (u, b.mT if static.transposed else b)

@@ -138,7 +138,7 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> 
     """The reason why this GPU must not run an FP8 kernel, or None. whole: whether 128 divides the summed axis;
     otherwise the kernel's steps are shorter, in another layout.
     """
-    padded_rank = fp8_mosaic.filled_rank(rank) if rank else 0
+    padded_rank = fp8_mosaic.padded_rank(rank) if rank else 0
     sizes, shape, count = (200, 0, 1, 128), (4, 512, 768) if whole_steps else (4, 576, 960), 150
 
     def compare():

@@ -69,13 +69,15 @@ def _first_use(dtype, gate: RowGate, rank: int) -> str | None:
         gate_up, dgated, dinner = (rows(key, size) for key, size in zip(keys, (832, 416, rank)))
         weights = jnp.abs(rows(keys[3], 1, jnp.float32))[:, 0]
         a = jax.random.normal(keys[4], (groups.num_experts, rank, 416)).astype(dtype)
-        results = jax.jit(_both, static_argnums=6)(gate_up, weights, a, dgated, mosaic.filled(dinner, 1), groups, gate)
+        results = jax.jit(_both, static_argnums=6)(
+            gate_up, weights, a, dgated, mosaic.padded_rank_axis(dinner, 1), groups, gate
+        )
 
         def exact(gate_up, weights, a, dgated, dinner):
             inner = gated_rows(gate_up, weights, gate)
             inner_again, dgate_up, dweights = gated_rows_backward(gate_up, weights, dgated, gate)
             da = reference.contract_rows(dinner, inner_again, groups, jnp.float32)
-            return inner, mosaic.filled(reference.thin(inner, a, groups, 2), 1), dgate_up, dweights, da
+            return inner, mosaic.padded_rank_axis(reference.thin(inner, a, groups, 2), 1), dgate_up, dweights, da
 
         wide = (array.astype(jnp.float32) for array in (gate_up, weights, a, dgated, dinner))
         return results, dispatch.exactly(exact)(*wide)
@@ -131,7 +133,7 @@ def gated_rows_thin(
 
     (rows, double), (experts, rank, size) = gate_up.shape, a.shape
     assert double == 2 * size
-    width = mosaic.filled_rank(rank)
+    width = mosaic.padded_rank(rank)
     inner_rows, inner = _called(
         gated_kernels.gated_rows_thin_kernel,
         (gate_up, weights, a.astype(gate_up.dtype), groups.tile_expert, groups.tile_sizes),

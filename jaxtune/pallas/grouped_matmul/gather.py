@@ -74,7 +74,7 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
     return load(first, tokens_ref)
 
 
-def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
+def start_copy(x_ref, tokens, target, first_column, transforms, interpreted: bool):
     """Starts to copy rows of x_ref to `target`; all lanes of the loading warpgroup call it, and nobody may still read
     `target`. The rows have arrived after `tell` and `wait`.
 
@@ -131,7 +131,7 @@ def _barrier(barriers_ref, slot):
     return arith.trunci(ir_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
 
 
-def begin(barriers_ref, interpreted: bool):
+def init_barriers(barriers_ref, interpreted: bool):
     """Initialises the barriers; each completes when 128 lanes have arrived. All lanes of the loading warpgroup call it
     first, and then arrive at a barrier of Pallas, for which the others wait before their first `wait`.
     """
@@ -151,7 +151,7 @@ def begin(barriers_ref, interpreted: bool):
     begin(barriers_ref)
 
 
-def tell(barriers_ref, slot, interpreted: bool):
+def signal_arrival(barriers_ref, slot, interpreted: bool):
     """Makes each lane of the loading warpgroup arrive at barrier `slot` once everything that it has copied so far has
     arrived; returns at once.
     """

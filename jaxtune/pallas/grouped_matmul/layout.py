@@ -47,7 +47,7 @@ class Groups:
         return _first_tiles(self.sizes, self.tile_rows) * self.tile_rows
 
 
-def divided(numbers: jax.Array, denominator: int) -> jax.Array:
+def floor_divided(numbers: jax.Array, denominator: int) -> jax.Array:
     """numbers // by, for integers that are not negative. `//` tests every number's sign, of which XLA makes six
     operations.
     """
@@ -58,7 +58,7 @@ def divided(numbers: jax.Array, denominator: int) -> jax.Array:
 
 
 def _tiles(sizes, tile_rows):
-    return divided(sizes + (tile_rows - 1), tile_rows)
+    return floor_divided(sizes + (tile_rows - 1), tile_rows)
 
 
 def ends_of(counts):

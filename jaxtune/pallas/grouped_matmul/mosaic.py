@@ -170,7 +170,7 @@ def _kernel(
     lead = min(blocks.lead, stages, all_steps)
 
     def item_place(index):
-        return persistent.place(program + index * programs, row_tiles, column_tiles, blocks.band)
+        return persistent.tile_position(program + index * programs, row_tiles, column_tiles, blocks.band)
 
     def tile_of(index):
         """An item's tile of rows, to read of it an item early, as that takes as long as two steps; any item's if there
@@ -195,7 +195,7 @@ def _kernel(
     def bring():
         plgpu.set_max_registers(registers.memory, action="decrease")
         if gathered:
-            gather.begin(rows_there, interpreted)
+            gather.init_barriers(rows_there, interpreted)
         if decoder is not None and gpu_kernel.interpreter() is not None:
             plgpu.barrier_wait(ready)  # type: ignore[arg-type]
 
@@ -212,12 +212,12 @@ def _kernel(
             def copy(slot, x, w, step):
                 along = pl.ds(step * _STEP, _STEP)
                 if gathered and x is x_ref:
-                    gather.bring(x, tokens[0], x_smem.at[slot], step * _STEP, _TRANSFORMS, interpreted)
+                    gather.start_copy(x, tokens[0], x_smem.at[slot], step * _STEP, _TRANSFORMS, interpreted)
                     plgpu.barrier_arrive(full.at[slot])
                 else:
                     plgpu.copy_gmem_to_smem(x.at[rows, along], x_smem.at[slot], full.at[slot])
                 if gathered:
-                    gather.tell(rows_there, slot, interpreted)
+                    gather.signal_arrival(rows_there, slot, interpreted)
                 side = w.at[expert, column_slice, along] if contract == 2 else w.at[expert, along, column_slice]
                 plgpu.copy_gmem_to_smem(side, w_smem.at[slot], full.at[slot])
 
@@ -312,7 +312,7 @@ def _kernel(
         if gpu_kernel.interpreter() is None:
             decoder.decode(packed_refs, w_ref, ready, program, programs)
         else:
-            decoder.written_out(packed_refs, w_ref)
+            decoder.decode_all(packed_refs, w_ref)
             plgpu.barrier_arrive(ready)  # type: ignore[arg-type]
 
     def others():
@@ -326,14 +326,14 @@ def _smem(shape, dtype):
     return plgpu.SMEM(shape, dtype, transforms=_TRANSFORMS)
 
 
-def filled(array, axis: int):
+def padded_rank_axis(array, axis: int):
     """Pads `axis`, an adapter's rank, with zeros to a multiple of 64: the kernel sums over it in steps of 64."""
     widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, filled_rank(array.shape[axis]) - array.shape[axis])
+    widths[axis] = (0, padded_rank(array.shape[axis]) - array.shape[axis])
     return jnp.pad(array, widths)
 
 
-def filled_rank(rank: int) -> int:
+def padded_rank(rank: int) -> int:
     return -(-rank // _STEP) * _STEP
 
 
@@ -341,7 +341,7 @@ def thin(x, weight, groups: Groups, contract: int, tokens=None):
     """`reference.thin` by the kernel, padded with zero columns to a multiple of 64, as the u of `product`'s `extra`. x
     is [T, K] with `tokens`.
     """
-    return product(x, filled(weight.astype(x.dtype), 3 - contract), groups, contract, tokens=tokens)
+    return product(x, padded_rank_axis(weight.astype(x.dtype), 3 - contract), groups, contract, tokens=tokens)
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *, blocks: Blocks | None = None):
@@ -361,7 +361,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
         operands.append(tokens)
     if extra is not None:
         u, side = extra
-        operands += [filled(u, 1), filled(side.astype(x.dtype), contract)]
+        operands += [padded_rank_axis(u, 1), padded_rank_axis(side.astype(x.dtype), contract)]
     decoder, packed = None, [weight]
     out_type = [jax.ShapeDtypeStruct((groups.rows, columns), x.dtype)]
     if ahead:

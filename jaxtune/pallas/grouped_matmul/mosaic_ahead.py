@@ -105,7 +105,7 @@ class Decoder:
         chunk_count = lax.div(self.chunks.count - program + (programs - 1), jnp.int32(programs))
         lax.fori_loop(0, chunk_count, step, tuple(load(jnp.int32(number)) for number in range(_AHEAD)))
 
-    def written_out(self, operands, weight_ref):
+    def decode_all(self, operands, weight_ref):
         """Decodes the whole weight at once, for the interpreter, which has no semaphores."""
         chunks = [jnp.int32(chunk) for chunk in range(self.chunks.count)]
         values = [

@@ -72,7 +72,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool
 
     def bring():
         if gathered:
-            gather.begin(refs[0], interpreted)
+            gather.init_barriers(refs[0], interpreted)
 
         def item(index, cursor):
             expert, thin_block, block = place(index)
@@ -92,9 +92,9 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool
                 plgpu.copy_gmem_to_smem(thin, thin_smem.at[slot], full.at[slot])
                 if gathered:
                     target = wide_smem.at[slot]
-                    gather.bring(wide_ref, tokens[0], target, block * columns, _TRANSFORMS, interpreted)
+                    gather.start_copy(wide_ref, tokens[0], target, block * columns, _TRANSFORMS, interpreted)
                     plgpu.barrier_arrive(full.at[slot])
-                    gather.tell(refs[0], slot, interpreted)
+                    gather.signal_arrival(refs[0], slot, interpreted)
                 else:
                     wide = wide_ref.at[rows, pl.ds(block * columns, columns)]
                     plgpu.copy_gmem_to_smem(wide, wide_smem.at[slot], full.at[slot])

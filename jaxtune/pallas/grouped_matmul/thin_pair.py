@@ -48,12 +48,12 @@ def _first_use(dtype, b_dtype, rank: int) -> str | None:
         def rows(key, size):
             return (jax.random.normal(key, (groups.rows, size)) * inside.reshape(-1, 1)).astype(dtype)
 
-        dout, inner = rows(keys[0], 1352), mosaic.filled(rows(keys[1], rank), 1)
+        dout, inner = rows(keys[0], 1352), mosaic.padded_rank_axis(rows(keys[1], rank), 1)
         b = jax.random.normal(keys[2], (groups.num_experts, 1352, rank)).astype(b_dtype)
         results = jax.jit(thin_pair)(dout, b, inner, groups)
 
         def exact(dout, b, inner):
-            dinner = mosaic.filled(reference.thin(dout, b, groups, 1), 1)
+            dinner = mosaic.padded_rank_axis(reference.thin(dout, b, groups, 1), 1)
             return dinner, reference.contract_rows(dout, inner[:, :rank], groups, jnp.float32)
 
         wide = (array.astype(jnp.float32) for array in (dout, b.astype(dtype), inner))
@@ -99,4 +99,4 @@ def thin_pair(dout, b, inner, groups: Groups) -> tuple[jax.Array, jax.Array]:
     # Rows without a token were not written: what is in them could be anything, also NaN.
     inside = jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]
     total = jnp.where(inside[:, :, None], reference.tiled(dinner.sum(0), groups), 0)
-    return mosaic.filled(total.reshape(rows, rank).astype(dout.dtype), 1), db.sum(0)
+    return mosaic.padded_rank_axis(total.reshape(rows, rank).astype(dout.dtype), 1), db.sum(0)

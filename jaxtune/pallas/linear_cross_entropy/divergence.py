@@ -24,7 +24,7 @@ from jaxtune.pallas.meshes import on_any_mesh
 NOTHING = -1e30
 
 
-def within(logits: jax.Array, size: int) -> jax.Array:
+def masked_beyond(logits: jax.Array, size: int) -> jax.Array:
     """Logits [..., n] with NOTHING from index `size`, the vocabulary's, on: there are rows that fill up a head."""
     return logits if logits.shape[-1] == size else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, NOTHING)
 
@@ -71,7 +71,7 @@ def _chunk(
     teacher_logits, _ = logits_of(teacher_hidden, teacher_head, others[0], others[1], temperature)
 
     def log_probs(logits):
-        logits = within(logits, size)
+        logits = masked_beyond(logits, size)
         return logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     width = max(len(head), len(teacher_head))  # heads of two dtypes may be filled up differently

@@ -21,7 +21,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas.arguments import FLOATS, Arguments
-from jaxtune.pallas.linear_cross_entropy.divergence import NOTHING, divergence_of, length_of_chunks, summed, within
+from jaxtune.pallas.linear_cross_entropy.divergence import (
+    NOTHING,
+    divergence_of,
+    length_of_chunks,
+    masked_beyond,
+    summed,
+)
 from jaxtune.pallas.linear_cross_entropy.reference import Results, filled_up, in_chunks, logits_of, through_head
 from jaxtune.pallas.meshes import on_any_mesh
 
@@ -90,7 +96,7 @@ def _chunk(hidden, ids, log_probs, weights, *, head, own, size, beta, temperatur
     own: the student's (logit scale, soft cap).
     """
     logits, slope = logits_of(hidden, head, own[0], own[1], temperature)
-    logits = within(logits, size)
+    logits = masked_beyond(logits, size)
     all_log_probs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     entropies = -(jnp.exp(all_log_probs) * all_log_probs).sum(-1)
     student, teacher, ids, bucket_log_probs = _outcomes(logits, ids, log_probs, size)
@@ -189,7 +195,7 @@ def linear_top_k(
 
     def top_of_chunk(chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits, _ = logits_of(chunk, cast, logit_scale, soft_cap, temperature)
-        logits = within(logits, size)
+        logits = masked_beyond(logits, size)
         values, ids = _largest(logits, k)
         return ids.astype(jnp.int32), values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 

@@ -93,13 +93,13 @@ def quant_matmul(
     typed = isinstance(dropout_key, jax.Array) and jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
     if dropout_key is not None and not typed:
         check.array("dropout_key", dropout_key, "2", jnp.uint32)  # of jax.random.PRNGKey
-    kernels, as_stored = chosen(weights, x.dtype, fp8, implementation)
+    kernels, as_stored = choose(weights, x.dtype, fp8, implementation)
     if not (isinstance(dropout_run, int) and dropout_run == 0):
         check.array("dropout_run", jnp.asarray(dropout_run), "", INTEGERS)
     return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_run, kernels, as_stored)
 
 
-def chosen(
+def choose(
     weights: Sequence[jax.Array | Stored], dtype, fp8: bool, implementation: str | None
 ) -> tuple[ModuleType, tuple[str | None, ...]]:
     """How a call's products are computed: (kernels, as_stored) of reference.Static."""

@@ -71,12 +71,12 @@ def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_block
         return f"{tokens} tokens, no multiple of 8"  # Mosaic has no layout for others
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
-    if filled_rank(rank) is None:
+    if padded_rank(rank) is None:
         return f"adapters of rank {rank} in all, more than {RANKS[-1]}"
     return None
 
 
-def filled_rank(rank: int) -> int | None:
+def padded_rank(rank: int) -> int | None:
     """Columns to which an adapter's operands must be padded: 16, 32 or 64; None for a rank above 64."""
     return next((size for size in RANKS if rank <= size), None)
 
@@ -106,7 +106,7 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
         """(first row, first column) of a tile; the last tile's rows overlap the ones before, and both store the same
         values.
         """
-        row, column = persistent.place(program + index * programs, row_tiles, column_tiles, blocks.band)
+        row, column = persistent.tile_position(program + index * programs, row_tiles, column_tiles, blocks.band)
         return jnp.minimum(row * ROWS, all_rows - ROWS), column * columns
 
     def tile_of(index):
@@ -116,7 +116,7 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
         if not grouped:
             return ()
         item = program + jnp.minimum(index, tile_count - 1) * programs
-        row = jnp.clip(persistent.place(item, row_tiles, column_tiles, blocks.band)[0], 0, row_tiles - 1)
+        row = jnp.clip(persistent.tile_position(item, row_tiles, column_tiles, blocks.band)[0], 0, row_tiles - 1)
         return jnp.minimum(expert_ref[row], experts - 1), sizes_ref[row]
 
     def steps_of(tile, least: int | jax.Array = 0):

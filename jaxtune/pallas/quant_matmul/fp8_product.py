@@ -36,7 +36,7 @@ _LEAST_ROWS = 512  # that are rounded by a kernel
 _NO_SCALE = 1e-30  # replaces a weight's scale of zero, by which an adapter's operand is divided
 
 # A product u side^T that is added to another: (u [n, r], side [columns, r]).
-More = tuple[jax.Array, jax.Array]
+AdapterOperands = tuple[jax.Array, jax.Array]
 
 
 class NormRounding(NamedTuple):
@@ -220,7 +220,11 @@ def normed_refusal(x, rank: int, blocks: bool) -> str | None:
 
 
 def forward(
-    coded: tuple[jax.Array, jax.Array], weight: FP8, adapter: More | None, dtype, implementation: str | None = None
+    coded: tuple[jax.Array, jax.Array],
+    weight: FP8,
+    adapter: AdapterOperands | None,
+    dtype,
+    implementation: str | None = None,
 ) -> jax.Array:
     """x W^T [n, out] in `dtype`, plus an adapter's product. A row of x that is not finite affects only that row.
 
@@ -236,7 +240,7 @@ def forward(
 def backward(
     douts: Sequence[jax.Array],
     weights: Sequence[FP8],
-    adapter: More | None,
+    adapter: AdapterOperands | None,
     dtype,
     implementation: str | None = None,
     coded: tuple[jax.Array, jax.Array] | None = None,
@@ -272,7 +276,7 @@ def multiply(
     coded: tuple[jax.Array, jax.Array],
     sides: Sequence[jax.Array],
     side_scale: jax.Array | None,
-    adapter: More | None,
+    adapter: AdapterOperands | None,
     dtype,
     blocks: bool,
     implementation: str | None,
@@ -347,7 +351,7 @@ def by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str,
         side_scale = jnp.where(side_scale == 0, _NO_SCALE, side_scale)
     extra = None
     if u is not None:
-        padded_rank = fp8_mosaic.filled_rank(add.shape[-1])
+        padded_rank = fp8_mosaic.padded_rank(add.shape[-1])
         u = u[:, :padded_rank]
         if not blocks:  # the adapter's product is scaled with the rest at the end
             u, add = u.astype(jnp.float32) / scale[:, None], add.astype(jnp.float32) / side_scale[..., None]
@@ -366,7 +370,7 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> 
     """Compares kernel `name` with an exact product; the last tile's rows overlap those before. whole: whether 128
     divides the summed axis; otherwise the kernel has another swizzle.
     """
-    padded_rank, width = fp8_mosaic.filled_rank(rank) if rank else 0, 1024 if whole_steps else 960
+    padded_rank, width = fp8_mosaic.padded_rank(rank) if rank else 0, 1024 if whole_steps else 960
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)

@@ -16,7 +16,7 @@ from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS, gated_thin, gated_thin_backward, thin_of_gated
 from jaxtune.pallas.quant_matmul import low_rank, reference
-from jaxtune.pallas.quant_matmul.api import LoraWeights, chosen
+from jaxtune.pallas.quant_matmul.api import LoraWeights, choose
 from jaxtune.pallas.quant_matmul.as_stored import product_of
 
 
@@ -56,7 +56,7 @@ def gated_matmul(
         check.array("bias", bias, "out", FLOATS)
     check.choice("activation", activation, tuple(ACTIVATIONS))
     check.is_a("fp8", fp8, bool, "True or False")
-    static = reference.Static((0,), (lora.scale,), *chosen([weight], gate.dtype, fp8, None))
+    static = reference.Static((0,), (lora.scale,), *choose([weight], gate.dtype, fp8, None))
     flat = (array.reshape(-1, array.shape[-1]) for array in (gate, up))
     run = functools.partial(_gated, activation, static, *flat, weight, (lora.a, lora.b), bias)
     out: jax.Array = low_rank.of_function(run)
@@ -167,7 +167,7 @@ def gated_mlp(
         description = "weights of gate and up must be in FP8 with scales of 128 x 128, and loras without row_scale"
         raise ValueError(f"gated_mlp: {description}: use quant_matmul and gated_matmul")
     first, second = (
-        reference.Static(owners, tuple(lora.scale for lora in group_loras), *chosen(group_weights, x.dtype, True, None))
+        reference.Static(owners, tuple(lora.scale for lora in group_loras), *choose(group_weights, x.dtype, True, None))
         for owners, group_loras, group_weights in (((0, 1), loras[:2], weights[:2]), ((0,), loras[2:], weights[2:]))
     )
     pairs = tuple((lora.a, lora.b) for lora in loras)

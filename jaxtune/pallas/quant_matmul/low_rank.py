@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 # a low-rank input, [tokens, r] or an OfNormed, several of them, or None without an adapter
-type Made = jax.Array | Sequence[Made] | None
+type LowRankInputs = jax.Array | Sequence[LowRankInputs] | None
 
 
 class OfNormed(NamedTuple):
@@ -58,8 +58,10 @@ class Factors(NamedTuple):
 class _Run:
     """The run of a function whose low-rank inputs are collected."""
 
-    made: list[Made]  # what was computed or given so far
-    given: Iterator[Made] | None  # what an earlier run made and this one has not used yet; None: there was none
+    inputs: list[LowRankInputs]  # what was computed or given so far
+    earlier: (
+        Iterator[LowRankInputs] | None
+    )  # what an earlier run made and this one has not used yet; None: there was none
     normed: Sequence[tuple[jax.Array, Factors]]  # normed inputs, and what the norms multiplied
     trace: object  # JAX's trace in which the function runs
 
@@ -68,9 +70,9 @@ _current: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("low_rank
 
 
 @contextlib.contextmanager
-def kept(
-    earlier: Sequence[Made] | None = None, normed: Sequence[tuple[jax.Array, Factors]] = ()
-) -> Iterator[list[Made]]:
+def collected(
+    earlier: Sequence[LowRankInputs] | None = None, normed: Sequence[tuple[jax.Array, Factors]] = ()
+) -> Iterator[list[LowRankInputs]]:
     """A context that collects low-rank inputs: a list, to which each call of `one` appends what it returns.
 
     earlier: the list of an earlier run of the same calls, whose values they return; None: they compute them.
@@ -79,41 +81,41 @@ def kept(
     run = _Run([], None if earlier is None else iter(earlier), normed, get_opaque_trace_state())
     token = _current.set(run)
     try:
-        yield run.made
+        yield run.inputs
     finally:
         _current.reset(token)
 
 
-def one(make: Callable[[Made], Made]) -> Made:
+def recorded(make: Callable[[LowRankInputs], LowRankInputs]) -> LowRankInputs:
     """What `make` returns for an earlier run's value, or None: a low-rank input [tokens, r], or a pytree of them. Both
     runs must call it in the same order. Outside of `kept`, and in a trace within it, nothing is collected.
     """
     run = _current.get()
     if run is None or run.trace != get_opaque_trace_state():
         return make(None)
-    value = make(None if run.given is None else next(run.given))
-    run.made.append(value)
+    value = make(None if run.earlier is None else next(run.earlier))
+    run.inputs.append(value)
     return value
 
 
 def factors_of(x: jax.Array) -> Factors | None:
     """The Factors that `kept` has for the input x, if it has low-rank inputs too; else None."""
     run = _current.get()
-    if run is None or run.given is None:
+    if run is None or run.earlier is None:
         return None
     return next((factors for value, factors in run.normed if value is x), None)
 
 
-def of_function[Result](run: Callable[[Made], tuple[Result, Made]]) -> Result:
+def of_function[Result](run: Callable[[LowRankInputs], tuple[Result, LowRankInputs]]) -> Result:
     """The result of a function that is traced on its own: from the low-rank inputs of an earlier run, or None, to (the
     result, the low-rank inputs).
     """
     results: list[Result] = []
 
-    def make(earlier: Made) -> Made:
+    def make(earlier: LowRankInputs) -> LowRankInputs:
         result, inner = run(earlier)
         results.append(result)
         return inner
 
-    one(make)
+    recorded(make)
     return results[0]

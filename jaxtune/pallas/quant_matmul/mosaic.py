@@ -152,7 +152,7 @@ class _Plan:
 
     # 1 or 2: of each row's codes in a chunk, each of the 4 warps reads `parts` times 64 bytes; 2 reads whole memory
     # lines of 128 bytes, but leaves room for at most 4 tokens
-    parts: int
+    runs: int
     width: int  # the N of the tensor-core product, 8 or 16: room for tokens times `parts`; not a size of the weight
     warpgroups: int  # the number of warpgroups in a program
     # the most programs in the grid: how many run at the same time on 132 multiprocessors, which registers limit
@@ -161,14 +161,14 @@ class _Plan:
     @property
     def chunk(self) -> int:
         """Elements of a row that a warpgroup multiplies in one step."""
-        return 512 * self.parts
+        return 512 * self.runs
 
     @property
     def codes(self):
         """The register layout of a chunk's codes, uint8[16 rows, chunk / 2]: each warp has `parts` times 64 bytes of
         every row, each lane 16 neighbouring bytes of every (8 / parts)-th row.
         """
-        rows, own_bytes = 8 // self.parts, 64 * self.parts
+        rows, own_bytes = 8 // self.runs, 64 * self.runs
         tiling = Tiling(((rows, 4 * own_bytes), (rows, own_bytes), (16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -269,8 +269,8 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
         if interpreted:
             own_scales = scales[:, pl.ds(chunk * (chunk_size // BLOCK), chunk_size // BLOCK)]
             x = x_ref[:, pl.ds(chunk * chunk_size, chunk_size)]
-            return _written_out_product(acc, codes, pairs_ref[...], own_scales, x, plan.parts)
-        x = lanes.x_fragments(chunk, x_ref, plan.width, plan.parts)
+            return _written_out_product(acc, codes, pairs_ref[...], own_scales, x, plan.runs)
+        x = lanes.x_fragments(chunk, x_ref, plan.width, plan.runs)
         return lanes.small_product(acc, codes, x, chunk, pairs_smem, scales, (plgpu.Layout.WGMMA, plan.codes), dtype)
 
     def one_tile(number, state):
@@ -297,7 +297,7 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
         def _():
             plgpu.barrier_wait(finished)
             if interpreted:
-                total = _written_out_sums(partial_smem[...], x_ref.shape[0], plan.parts)
+                total = _written_out_sums(partial_smem[...], x_ref.shape[0], plan.runs)
                 out_ref[:, pl.ds(row_of(number), _ROWS)] = total.astype(dtype)
             else:
                 lanes.store_sums(partial_smem, out_ref, row_of(number), dtype)
@@ -427,7 +427,7 @@ def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, 
             plgpu.SMEM((256, 32), jnp.uint32),
             # Rows have 4 more than a multiple of 8 elements, so that pairs of rows are read from different banks.
             plgpu.SMEM((2, _ROWS, columns // BLOCK + 4), jnp.float32),
-            plgpu.SMEM((plan.warpgroups, 64 * plan.parts, plan.width), jnp.float32),
+            plgpu.SMEM((plan.warpgroups, 64 * plan.runs, plan.width), jnp.float32),
             plgpu.Barrier(num_arrivals=plan.warpgroups),
             plgpu.Barrier(num_arrivals=plan.warpgroups),
         ],

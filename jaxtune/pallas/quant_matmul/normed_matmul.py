@@ -125,7 +125,7 @@ def _normed_fwd(rounding: NormRounding, x, norm_weight, weights, loras, biases, 
 
     def plain(x, norm_weight, loras, biases):
         norm_weight = norm_weight if trained else jax.lax.stop_gradient(norm_weight)
-        with low_rank.kept(None if earlier is None else (earlier,)) as recorded:
+        with low_rank.collected(None if earlier is None else (earlier,)) as recorded:
             outs = _plain(x, norm_weight, weights, loras, biases, rounding, True)
         return outs, tuple(recorded)
 

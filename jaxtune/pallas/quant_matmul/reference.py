@@ -148,7 +148,9 @@ def low_rank_input(x, source, loras):
     if not loras:
         return None, source
     x, loras = jax.lax.stop_gradient((source if isinstance(source, jax.Array) else x, loras))
-    recorded = low_rank.one(lambda earlier: _product(x, _join(loras, x.dtype), (1, 1)) if earlier is None else earlier)
+    recorded = low_rank.recorded(
+        lambda earlier: _product(x, _join(loras, x.dtype), (1, 1)) if earlier is None else earlier
+    )
     if not isinstance(recorded, low_rank.OfNormed):
         return recorded, source
     if isinstance(source, low_rank.Factors):  # nothing reads its own factors of rows then, and XLA removes them

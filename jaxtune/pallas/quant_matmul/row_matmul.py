@@ -41,7 +41,9 @@ class Plan:
     slices: int  # the number of slices of 1,024 columns in a row
     pairs: int  # the number of pairs of rows in a chunk: 1, 2, 4, 8 or 16
     stages: int  # 2 to 4: the number of chunks for which a program has shared memory, and that are in flight at most
-    places: int  # the largest number of chunks that one program multiplies; it has shared memory for the sums of all
+    chunks_per_program: (
+        int  # the largest number of chunks that one program multiplies; it has shared memory for the sums of all
+    )
 
     @property
     def warpgroups(self) -> int:
@@ -77,7 +79,7 @@ def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
     sizes = Plan(slices, pairs, stages, chunks_per_program)
     table, barriers = 256 * 64 * 4 + 1024, 1024
     ring = stages * (sizes.chunk + sizes.blocks * 4)
-    partial = sizes.places * sizes.warpgroups * 4 * 64
+    partial = sizes.chunks_per_program * sizes.warpgroups * 4 * 64
     return sizes if table + barriers + ring + partial <= _SMEM_BYTES else None
 
 
@@ -237,7 +239,7 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, inter
             plgpu.SMEM((256,), jnp.float32),
             plgpu.SMEM((sizes.stages, sizes.chunk), jnp.uint8),
             plgpu.SMEM((sizes.stages, sizes.blocks), absmax.dtype),
-            plgpu.SMEM((sizes.places, 4 * sizes.warpgroups, 8, 2), jnp.float32),
+            plgpu.SMEM((sizes.chunks_per_program, 4 * sizes.warpgroups, 8, 2), jnp.float32),
             plgpu.SMEM((2 * sizes.stages,), jnp.int32),
             plgpu.Barrier(num_arrivals=sizes.warpgroups, num_barriers=sizes.stages),
             plgpu.Barrier(num_arrivals=sizes.warpgroups),

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.grouped_matmul import api as grouped
-from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, divided
+from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, floor_divided
 from jaxtune.pallas.quant_matmul import low_rank
 from jaxtune.pallas.routing import first_use, mosaic, mosaic_sort, reference
 
@@ -81,7 +81,7 @@ def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -
     check.array("choice", choice, "T k", jnp.int32)
     logits = logits.astype(jnp.float32)
     has_expert = choice < logits.shape[1]
-    weights = reference.chosen(logits if renormalize else jax.nn.softmax(logits, axis=-1), choice)
+    weights = reference.chosen_values(logits if renormalize else jax.nn.softmax(logits, axis=-1), choice)
     if renormalize:  # masked with a finite number, because a token may have no expert at all
         weights = jax.nn.softmax(jnp.where(has_expert, weights, jnp.finfo(jnp.float32).min), axis=-1)
     return jnp.where(has_expert, weights, 0.0)
@@ -213,7 +213,7 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
 
 def _row_tokens(routing):
     """The token of each row, int32[rows]; T for empty rows."""
-    return divided(routing.source, routing.slots.shape[1])
+    return floor_divided(routing.source, routing.slots.shape[1])
 
 
 def as_rows(x, routing, static):
@@ -370,7 +370,7 @@ def _token_bias_fwd(out, weights, bias, choice):
 def _token_bias_bwd(residuals, dout):
     weights, bias, choice = residuals
     exact: Any = dict(precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    dweights = reference.chosen(jnp.einsum("tn,en->te", dout, bias.astype(dout.dtype), **exact), choice)
+    dweights = reference.chosen_values(jnp.einsum("tn,en->te", dout, bias.astype(dout.dtype), **exact), choice)
     # XLA removes this if the bias is frozen.
     by_expert = reference.chosen_by(weights, choice, bias.shape[0])
     dbias = jnp.einsum("te,tn->en", by_expert, dout.astype(jnp.float32), **exact)

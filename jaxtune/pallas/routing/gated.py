@@ -65,7 +65,7 @@ def gated_to_tokens(
 
 def _by_kernels(gate_up, lora, gate: RowGate, static: grouped.Static) -> bool:
     """Whether kernels compute the activation and the adapters' products with it."""
-    mosaic = grouped.fills(static.implementation) and len(gate_up) >= _ROWS
+    mosaic = grouped.pads_rank(static.implementation) and len(gate_up) >= _ROWS
     return mosaic and gated_thin.refusal(gate_up, lora[0].shape[1], gate) is None
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas.grouped_matmul.layout import divided, groups_of
+from jaxtune.pallas.grouped_matmul.layout import floor_divided, groups_of
 
 BLOCK = 256
 
@@ -32,7 +32,7 @@ class Passes(NamedTuple):
     slots: Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
+def chosen_values(values: jax.Array, choice: jax.Array) -> jax.Array:
     """Each token's values for its chosen experts: values [T, E], choice int32[T, k] -> [T, k], 0 for no expert.
 
     It compares each choice with all experts, because a gather's derivative is a scatter, which adds in no fixed order.
@@ -103,7 +103,7 @@ def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
     int32[rows], the pair of each row, or T * k for an empty row.
     """
     tokens, k = slots.shape
-    return rows_of(x, jnp.where(source < tokens * k, divided(source, k), tokens))
+    return rows_of(x, jnp.where(source < tokens * k, floor_divided(source, k), tokens))
 
 
 def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -276,7 +276,7 @@ def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int | None) -> Iterator[Chunk]:
     """The chunks, with a progress bar on a terminal; none in a stream's later windows, where the run has its own."""
     console = terminal.console(stderr=True)
-    if not console.is_terminal or any(source.part for source in sources):
+    if not console.is_terminal or any(source.is_later_window for source in sources):
         yield from chunks
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -323,7 +323,7 @@ def _require_usable(
         if summary.masked:
             raise NothingUsable(f"{name}: {where}: data.mask_spans takes out all of every response")
         raise NothingUsable(f"{name}: {where}: the template shows no response; set data.train_on: all, or give markers")
-    if not summary.ended and not any(source.part for source in sources):
+    if not summary.ended and not any(source.is_later_window for source in sources):
         tail = documents[0]
         ending = tokenizer.decode(tail.tokens[tail.mask.nonzero()[0][-12:]])
         raise ValueError(

@@ -551,7 +551,7 @@ def loss_plot(folder: Path, unit: str) -> None:
     figure.savefig(folder / "loss.png")
 
 
-def decorate(name: str, make: Callable[[], Any]) -> None:
+def try_optional(name: str, make: Callable[[], Any]) -> None:
     """Calls `make`, which makes something that a run can do without: an error is only logged, with its name `name`."""
     try:
         make()

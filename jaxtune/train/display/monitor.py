@@ -81,7 +81,7 @@ class _Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Watched:
+class MonitoredRun:
     """What a Monitor needs to know about its run. A line is a step's metrics with the speeds of this step alone."""
 
     config: TrainConfig  # the run's
@@ -120,7 +120,7 @@ class Monitor:
 
     def __init__(
         self,
-        run: Watched,
+        run: MonitoredRun,
         logger: m.MetricsLogger,
         progress: m.Progress,
         finished: Callable[[Any], float] = finished,

@@ -270,7 +270,7 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
         return lines
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     for placement, words in _PLACEMENTS.items():
-        placed_names = (name for layer in plan.residuals.layers for name in layer.named(placement, parts.known))
+        placed_names = (name for layer in plan.residuals.layers for name in layer.named(placement, parts.all_residuals))
         counts = collections.Counter(name for name in placed_names if parts.residuals[name])
         if not counts:
             continue

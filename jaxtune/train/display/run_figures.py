@@ -278,7 +278,7 @@ def _exact_match(results: JsonMapping, when: str) -> float | None:
 def _samples(results: JsonMapping) -> list[dict[str, str]]:
     """[{"question", "expected", "before": the answer before training, "given": after}]; "" for a missing answer."""
     before, after = (
-        {sample["question"]: sample for sample in _asked(results.get(when))} for when in ("before", "after")
+        {sample["question"]: sample for sample in _sampled_answers(results.get(when))} for when in ("before", "after")
     )
     samples_shown = []
     for question, sample in (before | after).items():
@@ -300,7 +300,7 @@ def _rollouts(folder: Path) -> list[JsonObject]:
         answers.append(
             {
                 "step": line["step"],
-                **{key: _shown(line.get(key)) for key in ("prompt", "answer")},
+                **{key: _cut_text(line.get(key)) for key in ("prompt", "answer")},
                 "rewards": ", ".join(f"{name} {number(value)}" for name, value in rewards.items()),
                 **{key: number(line.get(key)) for key in ("reward", "advantage", "tokens")},
                 "ended": str(line.get("ended", "")),
@@ -309,7 +309,7 @@ def _rollouts(folder: Path) -> list[JsonObject]:
     return answers
 
 
-def _shown(value: object) -> str:
+def _cut_text(value: object) -> str:
     """Text of at most 1,000 characters; of messages "role: content", a line each."""
     messages = value if isinstance(value, list) else [value]
     texts = [
@@ -327,7 +327,7 @@ def _content(message: JsonMapping) -> str:
     )
 
 
-def _asked(entry: Any) -> list[dict[str, str]]:
+def _sampled_answers(entry: Any) -> list[dict[str, str]]:
     """Sampled answers of an entry of results.json, which may contain anything; incomplete ones are left out."""
     samples = entry.get("samples") if isinstance(entry, dict) else None
     keys = ("question", "expected", "given")

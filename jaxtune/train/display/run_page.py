@@ -19,7 +19,7 @@ def run_page(folders: Sequence[Path]) -> str:
     return page(", ".join(run["name"] for run in pages), pages)
 
 
-def comparison(folders: Sequence[Path]) -> Path:
+def comparison_path(folders: Sequence[Path]) -> Path:
     """comparison.html in the deepest folder that has all runs, so that each keeps its own report.html."""
     parents = [str(folder.resolve().parent) for folder in folders]
     page = Path(os.path.commonpath(parents)) / "comparison.html"

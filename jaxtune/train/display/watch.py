@@ -34,7 +34,7 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
         """{"version", "runs"}; without "runs" if the page has this version."""
         nonlocal served, version
         with reading:
-            run_figures = [_of(run_files) for run_files in files]
+            run_figures = [_figures_of(run_files) for run_files in files]
             if run_figures != served:
                 served, version = run_figures, version + 1
             return (
@@ -73,7 +73,7 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
         raise ValueError(f"--port {port} is not available ({error}): choose another, or 0 for a free one") from None
 
 
-def _of(run: RunFiles) -> JsonObject:
+def _figures_of(run: RunFiles) -> JsonObject:
     """The figures of a run, or {"name", "folder", "error"}, so that one run's errors do not hide the others."""
     named = {"name": run.folder.resolve().name, "folder": str(run.folder)}
     if not (run.folder / m.JSONL).is_file():

@@ -133,11 +133,11 @@ class AnswerMetrics:
         del sampler  # frees its caches before the functions run
         answers = [[token for token in row.ids if token not in self.ends] for row in rows]
         completions = [
-            self.completion(question_prompt.given, question_prompt.ids, ids)
+            self.completion(question_prompt.turns, question_prompt.ids, ids)
             for question_prompt, ids in zip(self.prompts, answers, strict=True)
         ]
         sampled = Sampled.of(
-            [prompt.given for prompt in self.prompts],
+            [prompt.turns for prompt in self.prompts],
             [prompt.columns for prompt in self.prompts],
             [row.ids for row in rows],
             completions,

@@ -196,7 +196,7 @@ class Saver:
                 self._save_at_an_error(steps_done, state)
                 if failure() is not None:
                     future.result()
-                raise shared_errors.made(agreed.failed)
+                raise shared_errors.exception_of(agreed.failed)
             self._follow(agreed.signal_name, agreed.due, steps_done, state)
             if agreed.ready:
                 return future.result()
@@ -215,7 +215,7 @@ class Saver:
         failures = [] if alone else [failure for failure in processes.all_of(None) if failure is not None]
         if failures:
             self._end_in_all(failures, steps_done, state)
-            raise shared_errors.made(failures[0][0])
+            raise shared_errors.exception_of(failures[0][0])
         return value
 
     def _end_in_all(self, failures: list, steps_done: int, state: TrainState) -> None:

@@ -164,7 +164,7 @@ class GRPO:
         if self.losses.beta:
             require_fixed_base(self.name, model)
         if not model.config.head.is_text:
-            raise ValueError(f"objective = {self.name}: {model.config.head.what}, which cannot answer")
+            raise ValueError(f"objective = {self.name}: {model.config.head.description}, which cannot answer")
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """The count is that of `unit`, or with `over_generation` the batch's SHARE. Old log-probabilities are

@@ -121,7 +121,11 @@ def _candidates(
     unlike: what resembles these is left out if something else fits, but never config.memory.plan.
     layers_of: `_best_layers` of (micro-batches, tokens of a tile).
     """
-    fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, costs.num_layers, costs.known)
+    fixed = (
+        None
+        if config.memory.plan is None
+        else parse_residuals(config.memory.plan, costs.num_layers, costs.all_residuals)
+    )
     candidates: list[Forecast] = []
     for micro in splits(costs.rows, costs.devices, config.micro_batches):
         # A chunk has at most the tokens of a micro-batch, and equal sizes are tried once.
@@ -194,8 +198,8 @@ def _near(costs: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
     """bool[plans]: which layer plans place at most a tenth of the residuals' bytes otherwise than `plan`; their
     forecasts are taken to be equally wrong. placed: int[plans, known residuals], indices into PLACEMENTS.
     """
-    sizes = np.array([costs.residuals[residual.name] for residual in costs.known])
-    plan_placements = np.array([PLACEMENTS.index(plan.of(residual)) for residual in costs.known])
+    sizes = np.array([costs.residuals[residual.name] for residual in costs.all_residuals])
+    plan_placements = np.array([PLACEMENTS.index(plan.of(residual)) for residual in costs.all_residuals])
     return (placed != plan_placements) @ sizes <= _NEAR * sizes.sum()
 
 
@@ -209,7 +213,7 @@ def _related(costs: StepCost, plan: StepPlan, failed_plans: Sequence[StepPlan]) 
     near.
     """
     layers = plan.residuals.layers
-    placed = np.array([[PLACEMENTS.index(layers[index].of(r)) for r in costs.known] for index in (0, -1)])
+    placed = np.array([[PLACEMENTS.index(layers[index].of(r)) for r in costs.all_residuals] for index in (0, -1)])
     return any(
         plan.places == failed.places
         and _run_alike(failed, plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host)

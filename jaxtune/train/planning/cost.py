@@ -87,7 +87,7 @@ class StepCost:
     hidden_size: int
     vocab_size: int
     dtype: jnp.dtype  # the compute dtype
-    known: tuple[Residual, ...]  # the residuals of all layers, each name once: what a plan can place
+    all_residuals: tuple[Residual, ...]  # the residuals of all layers, each name once: what a plan can place
     residuals: Mapping[str, float]  # {residual: bytes per token}, the mean over all layers
     padding: Mapping[str, float]  # {residual: bytes that do not depend on the tokens}, the mean over all layers
     # the pieces of the layers' computation between residuals; their work is the mean over all layers
@@ -240,7 +240,7 @@ def step_cost(
     storage = weight_storage(config.optim.weights, config.computes_in, sum(a.size for a in jax.tree.leaves(masters)))
     stored, on_host = _stored(masters, storage), float(config.optim.offload * optimizer_offload.hosted_bytes(states))
     divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
-    weight_shards, all_residuals, trained_bytes = divided.parts, residuals_of(model.layers), nbytes(masters)
+    weight_shards, all_residuals, trained_bytes = divided.shard_count, residuals_of(model.layers), nbytes(masters)
     # Of one device; a teacher trains none.
     share = partition.bytes_per_device(masters, weight_shards) / max(trained_bytes, 1.0)
     fixed = {
@@ -266,7 +266,7 @@ def step_cost(
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         dtype=dtype,
-        known=all_residuals,
+        all_residuals=all_residuals,
         residuals=residuals,
         padding=padding,
         segments=_segment_costs(kinds, dtype),

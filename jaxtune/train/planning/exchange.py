@@ -34,7 +34,7 @@ def exchange_of(trained, frozen, shape: partition.MeshShape, sync: GradientSync 
     """What one device receives. trained, frozen: nnx.States, in stored dtypes. sync: None: gradients in float32, but in
     the weights' dtype for divided weights in two parts (gathers.scatter).
     """
-    weight_shards = shape.parts
+    weight_shards = shape.shard_count
 
     def of_layers(tree) -> float:
         return partition.divided_sizes(tree["layers"], weight_shards)[0] if "layers" in tree else 0.0

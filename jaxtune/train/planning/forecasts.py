@@ -162,7 +162,7 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     micro, resident = plan.micro_batches, plan.residuals.resident
     gathered = gathered_bytes(costs, plan.residuals.whole_weights, resident)
     leaving = bytes_with_gaps(before.leaving, device)
-    lying = in_sums(costs.sums, costs.kinds, costs.kind_counts, costs.known, costs.cast_bytes, plan, tokens)
+    lying = in_sums(costs.sums, costs.kinds, costs.kind_counts, costs.all_residuals, costs.cast_bytes, plan, tokens)
     # Each moment: what it is, then summands of its bytes. The last is negative: what is then in the sums' memory, which
     # counts with the sums.
     reused_bytes = -lying(costs.num_layers, False)

@@ -64,7 +64,7 @@ class ForwardPlanner:
         self.budget_bytes = devices.budget(config, self.device)
         self.cost = costs = step_cost(model, config, length, optimizer=optax.identity())
         _, trainable, frozen = nnx.split(model, nnx.Param, ...)
-        self.weight_bytes = partition.bytes_per_device((trainable, frozen), divided.parts)
+        self.weight_bytes = partition.bytes_per_device((trainable, frozen), divided.shard_count)
         residuals = ResidualPlan.uniform(RECOMPUTE, costs.num_layers)
         # The fewest micro-batches are tried first, and for each number of them the most logits at a time.
         self._plans = [

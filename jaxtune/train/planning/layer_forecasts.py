@@ -87,7 +87,7 @@ def layer_forecast(
     costs: StepCost, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
 ) -> LayerForecast:
     """The forecast of the mean layer under one plan, as floats; see `layer_forecasts`."""
-    placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in costs.known]])
+    placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in costs.all_residuals]])
     return LayerForecast(*map(float, vars(layer_forecasts(costs, placed, tokens, device, tile_tokens).at(0)).values()))
 
 
@@ -118,12 +118,12 @@ def layer_forecasts(
     seconds_of = {tiles: segment_seconds(tiles) for tiles in {1, most_tiles}}
 
     # A plan is one set of residuals for each placement, stored as bits. There are far fewer sets than plans.
-    bits = 2 ** np.arange(count := len(costs.known))
+    bits = 2 ** np.arange(count := len(costs.all_residuals))
     kept_masks, offloaded, dropped, rounded = ((placed == index) @ bits for index, _ in enumerate(PLACEMENTS))
 
     def names(mask: int) -> tuple[str, ...]:
         """Names of a set of residuals; bit i of `mask` stands for parts.known[i]."""
-        return tuple(residual.name for index, residual in enumerate(costs.known) if mask >> index & 1)
+        return tuple(residual.name for index, residual in enumerate(costs.all_residuals) if mask >> index & 1)
 
     def of_sets(masks: np.ndarray, function: Callable[[int], Any]) -> np.ndarray:
         """function(mask) for each mask, computed once for equal masks: [plans, ...]."""
@@ -254,7 +254,7 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
     at_feed_forward, at_mixer, covered = -math.inf, -math.inf, False
     for layer_part, outputs in reversed([*kind.outputs.items()]):
         scratch = block.backward_bytes(layer_part, sizes)
-        bytes_here = remaining + scratch.own + scratch.around
+        bytes_here = remaining + scratch.own_bytes + scratch.other_segments_bytes
         if layer_part in kind.mixer_outputs:
             if sizes.tiles > 1:
                 bytes_here -= sum(dropped.get(name, 0.0) for name in outputs[-1])

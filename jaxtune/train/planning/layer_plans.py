@@ -39,7 +39,7 @@ def layer_plans(costs: StepCost, offload: bool) -> LayerPlans:
     the number of plans, and small ones have few bytes. offload: whether plans may copy residuals to the host.
     """
     by_decision: dict[str, list[Residual]] = {}
-    for residual in costs.known:
+    for residual in costs.all_residuals:
         if not residual.small:
             by_decision.setdefault(residual.decided_with or residual.name, []).append(residual)
     groups = list(by_decision.values())
@@ -59,8 +59,8 @@ def layer_plans(costs: StepCost, offload: bool) -> LayerPlans:
         return [PLACEMENTS.index(how) for how, can in possible.items() if can]
 
     combinations = np.array(list(itertools.product(*map(placements, groups))))
-    placed = np.full((len(combinations), len(costs.known)), PLACEMENTS.index("keep"))
+    placed = np.full((len(combinations), len(costs.all_residuals)), PLACEMENTS.index("keep"))
     for index, group in enumerate(groups):
         for residual in group:
-            placed[:, costs.known.index(residual)] = combinations[:, index]
-    return LayerPlans(costs.known, placed)
+            placed[:, costs.all_residuals.index(residual)] = combinations[:, index]
+    return LayerPlans(costs.all_residuals, placed)

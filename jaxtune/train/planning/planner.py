@@ -124,7 +124,7 @@ class Planner:
             self.forecast, self._smallest = forecast(self._cost, stored, self.device), False
 
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
-        return StepPlan.from_record(record, self._cost.num_layers, self._cost.known)
+        return StepPlan.from_record(record, self._cost.num_layers, self._cost.all_residuals)
 
     def skip_known_failures(self, failures: KnownFailures) -> None:
         """Skips plans that failed in earlier runs of the same programs with no less memory. If none is left, earlier

@@ -43,24 +43,24 @@ class TeacherPass:
     length: int
     device: Device
     student: nnx.State
-    given: Decoder | None
+    attached_teacher: Decoder | None
     name: str | None
 
     @property
     def own_config(self) -> TrainConfig:
         """The run's config on the mesh of `shape`, without QAT and precision map, which are the student's alone."""
-        mesh = MeshConfig(data=self.shape.copies, fsdp=self.shape.parts)
+        mesh = MeshConfig(data=self.shape.copies, fsdp=self.shape.shard_count)
         return dataclasses.replace(self.config, qat=None, precision=self.config.computes_in, mesh=mesh)
 
     def teacher(self, load_in: str | None = None) -> Decoder:
         """The teacher as shapes, or itself if attached in Python. load_in: a format in place of the config's, for one
         that is loaded.
         """
-        return self.given or pass_shapes(self.config, self.name, load_in)
+        return self.attached_teacher or pass_shapes(self.config, self.name, load_in)
 
     def planner(self, teacher: Decoder, length: int | None = None) -> ForwardPlanner:
         """A planner of the pass, with the student's weights beside. length: tokens of a row; None: the run's."""
-        student_bytes = partition.bytes_per_device(self.student, self.shape.parts)
+        student_bytes = partition.bytes_per_device(self.student, self.shape.shard_count)
         return ForwardPlanner(teacher, self.own_config, length or self.length, self.device, student_bytes)
 
     @functools.cached_property
@@ -81,7 +81,7 @@ class TeacherPass:
         planner = self.planner(self.teacher())
         phase, budget = self.phase, planner.budget_bytes
         weights = planner.beside_bytes + planner.weight_bytes
-        if self.given is None and budget is not None and weights > budget:
+        if self.attached_teacher is None and budget is not None and weights > budget:
             raise ConfigError(
                 f"objective.teacher = {self.name!r}: its weights of {planner.weight_bytes / 1e9:.2f} GB and the "
                 f"student's of {planner.beside_bytes / 1e9:.2f} GB do not fit {budget / 1e9:.2f} GB of device memory: "
@@ -106,7 +106,7 @@ class TeacherPass:
             changed = make_teacher()
             return self._need(changed, self.planner(changed, length))[0] <= budget_bytes
 
-        if self.given is None and stored_in(teacher) is None and fits(lambda: self.teacher("nf4")):
+        if self.attached_teacher is None and stored_in(teacher) is None and fits(lambda: self.teacher("nf4")):
             yield "model.load_in=nf4" if self.name in (None, "base") else "objective.teacher_load_in=nf4"
         length = self.length // 2
         while length >= _SHORTEST and not fits(lambda: teacher, length):

@@ -108,12 +108,13 @@ class GradientSync:
         """
         if not self.feedback or shape.size == 1:
             return {}
-        leaves = jax.tree.leaves(partition.divided_into(trainable, shape.parts), is_leaf=_is_shard)
+        leaves = jax.tree.leaves(partition.divided_into(trainable, shape.shard_count), is_leaf=_is_shard)
         arrays = [leaf.array if _is_shard(leaf) else leaf for leaf in leaves]  # the Shards are of whole arrays
         sizes = [math.prod(array.shape) for array in arrays]
         divided = [_is_shard(leaf) for leaf in leaves]
         tensors = [
-            (n // shape.parts if is_divided else n, is_divided) for n, is_divided in zip(sizes, divided, strict=True)
+            (n // shape.shard_count if is_divided else n, is_divided)
+            for n, is_divided in zip(sizes, divided, strict=True)
         ]
         buffers = self.buffers(tensors, shape)
         sizes = {"sent": [b.size for b in buffers], "summed": [b.part for b in buffers]}
@@ -145,7 +146,7 @@ class GradientSync:
         leaves, structure = jax.tree.flatten(gradients, is_leaf=_is_shard)
         arrays = [leaf.array if _is_shard(leaf) else leaf for leaf in leaves]
         new: dict[str, list[jax.Array]] = {name: [] for name in errors}
-        seed = None if self.feedback else jax.random.key_data(jax.random.fold_in(key, partition.part_of_rows()))
+        seed = None if self.feedback else jax.random.key_data(jax.random.fold_in(key, partition.row_shard_index()))
         tensors = [(array.size, _is_shard(leaf)) for leaf, array in zip(leaves, arrays, strict=True)]
         buffers = self.buffers(tensors, shape)
         for index, buffer in enumerate(buffers):

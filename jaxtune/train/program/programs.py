@@ -131,7 +131,7 @@ class Engine:
 
     @property
     def options(self) -> dict[str, Any]:
-        platform, divides = self.mesh.devices.flat[0].platform, partition.MeshShape.of(self.mesh).parts > 1
+        platform, divides = self.mesh.devices.flat[0].platform, partition.MeshShape.of(self.mesh).shard_count > 1
         merges = self._deterministic or not self.program.by_tensor  # so deterministic runs keep older versions' bits
         return compiler_options(platform, self._deterministic, divides, merges)
 

@@ -68,7 +68,7 @@ class Sums:
     loss: jax.Array  # float32 sum of weighted losses, neither scaled nor with the layers' own losses
     count: jax.Array  # float32: the objective's count, such as the number of targets
     aux: jax.Array | None = None  # float32[n]: the layers' own losses times the count; None if none is added
-    own: dict[str, jax.Array] = dataclasses.field(default_factory=dict)  # the objective's own sums, by name
+    objective_sums: dict[str, jax.Array] = dataclasses.field(default_factory=dict)  # the objective's own sums, by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ class StepProgram:
         return getattr(self.objective, "largest", ())
 
     def _of_all_devices(self, sums: Sums) -> Sums:
-        largest = {name: partition.largest(sums.own[name]) for name in self._largest}
+        largest = {name: partition.largest(sums.objective_sums[name]) for name in self._largest}
         total = of_all_devices(sums)
         return dataclasses.replace(total, own=total.own | largest)
 
@@ -276,7 +276,7 @@ class StepProgram:
         with jax.named_scope("accumulate"):
             total = jax.tree.map(jnp.add, sums, Sums(gradients, *measured))
             for name in self._largest:
-                total.own[name] = jnp.maximum(sums.own[name], measured[-1][name])
+                total.own[name] = jnp.maximum(sums.objective_sums[name], measured[-1][name])
             if layers is not None and runs:
                 # Only the model's first run adds to the sums; gradients of further runs are returned with the tensors'.
                 ran_again = runs > 1
@@ -398,7 +398,7 @@ class StepProgram:
         return {
             "loss": sums.loss / count,
             "count": sums.count,
-            "own": self.objective.metrics({"loss": sums.loss, "count": sums.count} | sums.own),
+            "own": self.objective.metrics({"loss": sums.loss, "count": sums.count} | sums.objective_sums),
         }
 
     def _next(self, state: TrainState, trainable, opt_state, finite: jax.Array) -> TrainState:

@@ -182,7 +182,7 @@ class TrainedModel:
         """The last step of `placed_frozen`, without scales. Transposed codes are only in the result."""
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
-        if partition.MeshShape.of(engine.mesh).parts == 1:
+        if partition.MeshShape.of(engine.mesh).shard_count == 1:
             placed = partition.put(declared, where)
             return transposed_codes.with_copies(placed) if engine.planner.plan.transposed_codes else placed
         if self.keeps_model:

@@ -122,7 +122,7 @@ def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
     """The file of these rows' values, named by tokens, masks, truncation, base model and formats."""
     documents, model = rows.documents, config.model
     digest = hashlib.blake2b(repr((base, model.load_in, model.compute, config.precision)).encode(), digest_size=16)
-    for array in (documents.tokens, documents.mask, documents.starts, rows.kept):
+    for array in (documents.tokens, documents.mask, documents.starts, rows.kept_lengths):
         digest.update(np.ascontiguousarray(array).tobytes())
     return cache_folder(config.data.cache_dir) / f"reference_{digest.hexdigest()}.npy"
 

@@ -259,7 +259,7 @@ class StoredTeacher:
         """
         assert self._objective is not None
         shape = partition.MeshShape.of(engine.mesh)
-        teacher = self._teacher or load_teacher(self._opened, mesh=engine.mesh if shape.parts > 1 else None)
+        teacher = self._teacher or load_teacher(self._opened, mesh=engine.mesh if shape.shard_count > 1 else None)
         assert teacher is not None
         config = planned.own_config
         model = TrainedModel(teacher, config, self._teacher is not None, None)
@@ -319,14 +319,14 @@ def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | N
     with _writable(path.parent):
         if processes.first():
             path.parent.mkdir(parents=True, exist_ok=True)
-        writes = shared_folders.writes(path.parent)
+        writes = shared_folders.must_write(path.parent)
     if writes:
         with _written(path, values) as array:
             yield array
     else:
         yield None
     first, *_ = processes.all_of(_sum_of(path) if writes else None)
-    if not shared_folders.seen(lambda: _sum_of(path) == first):
+    if not shared_folders.wait_until_seen(lambda: _sum_of(path) == first):
         raise ConfigError(
             f"data.cache_dir = {str(path.parent)!r}: process {processes.index()} does not find {path.name} there as "
             "the first process has stored it; set a folder that the processes of a host share"

@@ -24,7 +24,7 @@ _MOST_SHOWN = 120  # characters of a prompt in a message
 
 
 @dataclasses.dataclass
-class Given:
+class SampledTurns:
     """A sampled answer, filled while it is sampled."""
 
     prompt_ids: tuple[int, ...]
@@ -149,7 +149,7 @@ class Answering(Protocol):
 
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
-    ) -> tuple[list[Given], dict[str, float]]:
+    ) -> tuple[list[SampledTurns], dict[str, float]]:
         """Samples one answer to each prompt: (answers in order, metrics by name).
 
         prompts: each once for each of its answers, consecutive.
@@ -178,9 +178,9 @@ class OneTurn:
 
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
-    ) -> tuple[list[Given], dict[str, float]]:
+    ) -> tuple[list[SampledTurns], dict[str, float]]:
         sampler = self.sampling.sampler(model, [prompt.ids for prompt in prompts])
-        answers = [Given(prompt.ids, prompt.given) for prompt in prompts]
+        answers = [SampledTurns(prompt.ids, prompt.turns) for prompt in prompts]
         most = self.sampling.settings.max_completion_length
         requests = {
             self.sampling.submit(sampler, answer.prompt_ids, most, seed): answer
@@ -195,7 +195,7 @@ class OneTurn:
         return answers, {}
 
 
-def _extend(answer: Given, piece: Piece) -> None:
+def _extend(answer: SampledTurns, piece: Piece) -> None:
     """Adds a sampler's piece to the answer in place."""
     answer.ids += piece.ids
     answer.logps += piece.logprobs
@@ -208,7 +208,7 @@ def _extend(answer: Given, piece: Piece) -> None:
 class _Dialogue:
     """An answer with tool calls while it is sampled; a turn ends with calls or the answer."""
 
-    given: Given  # the answer so far
+    answer: SampledTurns  # the answer so far
     seed: int  # its sampling seed
     columns: Mapping[str, object]  # of its data row; they say which tools it has, and no tool gets them
     environment: object  # of this answer, whose methods are tools; None: the run has none
@@ -253,13 +253,13 @@ class ToolTurns:
 
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
-    ) -> tuple[list[Given], dict[str, float]]:
+    ) -> tuple[list[SampledTurns], dict[str, float]]:
         """Metrics are "tools/call_frequency" (calls an answer) and "tools/failure_frequency" (share that failed). An
         answer's next turn begins as soon as its tools have answered. Raises ConfigError if an environment makes a
         prompt too long.
         """
         dialogues = self._new_dialogues(prompts, seeds)
-        sampler = self.sampling.sampler(model, [dialogue.given.prompt_ids for dialogue in dialogues], alone=True)
+        sampler = self.sampling.sampler(model, [dialogue.answer.prompt_ids for dialogue in dialogues], alone=True)
         turns: dict[int, _Dialogue] = {}  # by the number of the sampler's request
         called: list[tuple[ToolCalls, _Dialogue]] = []  # whose tools run
         for dialogue in dialogues:
@@ -268,7 +268,7 @@ class ToolTurns:
             while sampler.pending or called:
                 waiting.look()
                 for piece in sampler.step():
-                    _extend(turns[piece.request].given, piece)
+                    _extend(turns[piece.request].answer, piece)
                     if piece.finish_reason is not None:
                         dialogue = turns.pop(piece.request)
                         if (turn_calls := self._called(dialogue)) is not None:
@@ -285,10 +285,10 @@ class ToolTurns:
                 turn_calls.cancel()
         calls, failures = (sum(getattr(dialogue, name) for dialogue in dialogues) for name in ("calls", "failures"))
         for dialogue in dialogues:
-            dialogue.given.completion = dialogue.messages
+            dialogue.answer.completion = dialogue.messages
             if dialogue.environment is not None:
-                dialogue.given.columns = {ENVIRONMENTS: dialogue.environment}
-        return [dialogue.given for dialogue in dialogues], {
+                dialogue.answer.columns = {ENVIRONMENTS: dialogue.environment}
+        return [dialogue.answer for dialogue in dialogues], {
             "tools/call_frequency": calls / len(dialogues),
             "tools/failure_frequency": failures / calls if calls else 0.0,
         }
@@ -299,14 +299,14 @@ class ToolTurns:
         """
         if not self.tools.has_environments:
             return [
-                _Dialogue(Given(prompt.ids, prompt.given, sampled=[]), seed, prompt.columns, None)
+                _Dialogue(SampledTurns(prompt.ids, prompt.turns, sampled=[]), seed, prompt.columns, None)
                 for prompt, seed in zip(prompts, seeds, strict=True)
             ]
-        reset = self.tools.reset([prompt.given for prompt in prompts], [prompt.columns for prompt in prompts])
+        reset = self.tools.reset([prompt.turns for prompt in prompts], [prompt.columns for prompt in prompts])
         dialogues = []
         for prompt, seed, (environment, messages) in zip(prompts, seeds, reset, strict=True):
             ids = prompt.ids
-            if messages != prompt.given:
+            if messages != prompt.turns:
                 assert not isinstance(messages, str)
                 ids = self.encode(messages, prompt.columns)
             room = self.length - self.sampling.settings.max_completion_length
@@ -316,23 +316,23 @@ class ToolTurns:
                     f"{len(ids):,} tokens, and beside objective.max_completion_length room for {room:,}: "
                     f"{str(messages)[:_MOST_SHOWN]}"
                 )
-            dialogues.append(_Dialogue(Given(ids, messages, sampled=[]), seed, prompt.columns, environment))
+            dialogues.append(_Dialogue(SampledTurns(ids, messages, sampled=[]), seed, prompt.columns, environment))
         return dialogues
 
     def _submitted(self, sampler: Sampler | DividedSampler, dialogue: _Dialogue) -> int:
         """Submits the next turn, with all tokens so far as its prompt; the request's number."""
-        answer, most = dialogue.given, self.sampling.settings.max_completion_length
+        answer, most = dialogue.answer, self.sampling.settings.max_completion_length
         dialogue.began = len(answer.ids)
         ids = [*answer.prompt_ids, *answer.ids]
         return self.sampling.submit(sampler, ids, most - len(answer.ids), dialogue.seed, dialogue.turns)
 
     def _called(self, dialogue: _Dialogue) -> ToolCalls | None:
         """Ends a turn and begins its calls; None if the answer is complete: no calls, the most turns or tokens."""
-        turn = self.sampling.without_end(dialogue.given.ids[dialogue.began :])
+        turn = self.sampling.without_end(dialogue.answer.ids[dialogue.began :])
         message, calls = self.format.parsed(turn, self.tools.parameters(dialogue.columns))
         dialogue.messages.append(message)
         over = self.most_iterations is not None and dialogue.turns >= self.most_iterations
-        if not calls or over or dialogue.given.finish_reason == "length":
+        if not calls or over or dialogue.answer.finish_reason == "length":
             return None
         dialogue.turns += 1
         dialogue.calls += len(calls)
@@ -344,7 +344,7 @@ class ToolTurns:
         if results.is_late and dialogue.environment is not None:
             self.tools.replace(dialogue.environment)
         suffix = self.format.suffix(results.messages)
-        answer = dialogue.given
+        answer = dialogue.answer
         if len(answer.ids) + len(suffix) >= self.sampling.settings.max_completion_length:
             return False
         answer.ids += suffix

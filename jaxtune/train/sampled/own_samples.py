@@ -40,7 +40,7 @@ _SHOWN = 160  # characters of a prompt or an answer on the screen
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class TokenisedRow:
     """A tokenised data row."""
 
     prompt: tuple[int, ...]
@@ -67,7 +67,7 @@ class OwnSamples(BatchSource):
 
     def __init__(
         self,
-        rows: Sequence[Asked],
+        rows: Sequence[TokenisedRow],
         objective: Distill,
         *,
         documents: int,
@@ -78,7 +78,7 @@ class OwnSamples(BatchSource):
         rows_multiple: int = 1,
         chosen_length: bool = False,
     ):
-        self.asked, self.objective, self.documents, self.seed = rows, objective, documents, seed
+        self.rows, self.objective, self.documents, self.seed = rows, objective, documents, seed
         most, longest = objective.drawing.max_completion_length, max(len(row.prompt) for row in rows)
         if longest + most > length:
             raise ConfigError(
@@ -108,12 +108,12 @@ class OwnSamples(BatchSource):
         """4 times the longest ones that fit a packed row, at most `documents`; packing keeps to it however short
         answers are.
         """
-        return self._rows.places
+        return self._rows.most_answers
 
     @property
     def steps_per_epoch(self) -> int:
         """Rounded up: an epoch's last step may have rows of the next."""
-        return -(-len(self.asked) // self.documents)
+        return -(-len(self.rows) // self.documents)
 
     def empty(self, rows: int) -> Batch:
         return Batch.empty(rows, self.length)
@@ -135,22 +135,22 @@ class OwnSamples(BatchSource):
 
     def identity(self) -> dict[str, Json]:
         digest = 0
-        for row in self.asked:
+        for row in self.rows:
             digest = zlib.crc32(np.asarray([*row.prompt, -1, *row.own], np.int32).tobytes(), digest)
             digest = zlib.crc32(bytes(row.mask), digest)
-        return {"prompts": len(self.asked), "tokens_crc32": digest}
+        return {"prompts": len(self.rows), "tokens_crc32": digest}
 
     def first_prompt(self) -> Sequence[int]:
-        return self.asked[0].prompt
+        return self.rows[0].prompt
 
     def described(self, total_steps: int) -> list[str]:
-        share, longest = self.objective.on_policy, max(len(row.prompt) for row in self.asked)
+        share, longest = self.objective.on_policy, max(len(row.prompt) for row in self.rows)
         sampled_share = (
             "all answers are sampled from the student" if share == 1 else f"{share:.0%} of answers are sampled"
         )
         most = f"with at most {self.objective.drawing.max_completion_length:,} tokens"
         return [
-            f"rows: {len(self.asked):,}, with prompts of at most {longest:,} tokens; {sampled_share}, {most}",
+            f"rows: {len(self.rows):,}, with prompts of at most {longest:,} tokens; {sampled_share}, {most}",
             f"{total_steps:,} steps of {self.documents:,} rows of the data, packed into rows of {self.length:,} tokens",
         ]
 
@@ -178,7 +178,7 @@ class OwnSamples(BatchSource):
     # ---- a step
 
     def _chosen(self, step: int) -> list[int]:
-        count, positions = len(self.asked), range(step * self.documents, (step + 1) * self.documents)
+        count, positions = len(self.rows), range(step * self.documents, (step + 1) * self.documents)
         orders = {
             epoch: epoch_order(count, self.seed, epoch) for epoch in {position // count for position in positions}
         }
@@ -189,7 +189,7 @@ class OwnSamples(BatchSource):
         row_indices = self._chosen(step)
         draws = [_draws(self.seed, step, position) for position in range(len(row_indices))]
         sampled_positions = [position for position, (_, draw) in enumerate(draws) if draw < self.objective.on_policy]
-        answers = [_with_own_answer(index, self.asked[index]) for index in row_indices]
+        answers = [_with_own_answer(index, self.rows[index]) for index in row_indices]
         self._metrics[step] = {"on_policy": len(sampled_positions) / len(row_indices)}
         if sampled_positions:
             sampled = self._sampled(
@@ -207,7 +207,7 @@ class OwnSamples(BatchSource):
         # The weights are waited for, so that the memory of the step before is free and counts as room for slots.
         jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
         how, start_time = self.objective.drawing, time.monotonic()
-        prompts = [self.asked[index].prompt for index in row_indices]
+        prompts = [self.rows[index].prompt for index in row_indices]
         longest = max(map(len, prompts)) + how.max_completion_length
         slots = how.slots if self._plan is None else min(how.slots, self._plan.slots)
         sampler = Sampler(
@@ -337,11 +337,11 @@ class _Reading:
         self._encoder = RowEncoder(tokenizer, **{name: getattr(data, name) for name in names})
         self._length, self._most_tokens, self._answered = length, most_tokens, needs_answer
 
-    def __call__(self, row: Mapping[str, object]) -> Asked:
+    def __call__(self, row: Mapping[str, object]) -> TokenisedRow:
         room_words = "objective.max_completion_length data.length leaves"
         prompt = prompt_of(row, self._encoder, self._most_tokens, room_words).ids
         if not self._answered:
-            return Asked(prompt)
+            return TokenisedRow(prompt)
         refuse_excluded(row)
         [encoded] = self._encoder.encode([normalize(row, detect_format(row))])
         if isinstance(encoded, RowError):
@@ -350,10 +350,10 @@ class _Reading:
             raise RowError("it has no answer of its own, which objective.on_policy below 1 trains on too")
         if len(encoded.tokens) > self._length:
             raise RowError(f"with its answer it has {len(encoded.tokens):,} tokens, more than {self._length:,}")
-        return Asked(prompt, tuple(encoded.tokens.tolist()), tuple(encoded.mask.tolist()))
+        return TokenisedRow(prompt, tuple(encoded.tokens.tolist()), tuple(encoded.mask.tolist()))
 
 
-def _with_own_answer(index: int, row: Asked) -> Answer:
+def _with_own_answer(index: int, row: TokenisedRow) -> Answer:
     """The data's answer; it begins with the first trained token but at least one is prompt. Empty if only prompts were
     tokenised.
     """

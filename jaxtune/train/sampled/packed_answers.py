@@ -73,7 +73,7 @@ def fill_warning(longest: int, answers: int, rows: int, length: int) -> list[str
 class Prompt:
     """A data row's prompt."""
 
-    given: Turns
+    turns: Turns
     """As reward functions get it: text or messages."""
     ids: tuple[int, ...]
     """Up to where the answer begins."""
@@ -177,7 +177,7 @@ class AnswerRows:
 
     rows: int
     length: int
-    places: int
+    most_answers: int
     """Most answers of a row."""
     masks_truncated: bool = False
     """Leave answers without an end out of the loss."""
@@ -189,7 +189,7 @@ class AnswerRows:
     def empty(self, rows: int) -> Batch:
         """A batch of padding, with zeros in `extra`."""
         batch = Batch.empty(rows, self.length)
-        answer_shape, slots = (rows, self.places), (rows, self.length)
+        answer_shape, slots = (rows, self.most_answers), (rows, self.length)
         extra = {
             STARTS: np.zeros(answer_shape, np.int32),
             LENGTHS: np.zeros(answer_shape, np.int32),
@@ -230,7 +230,7 @@ class AnswerRows:
         sizes = [len(answer.prompt_ids) + len(answer.ids) for answer in answers]
         placements = [(0, 0, 0)] * len(answers)
         for index in sorted(range(len(answers)), key=lambda i: (-sizes[i], i)):
-            has_room = (used_tokens + sizes[index] <= self.length) & (answer_counts < self.places)
+            has_room = (used_tokens + sizes[index] <= self.length) & (answer_counts < self.most_answers)
             if not has_room.any():
                 raise ConfigError(
                     f"data.length = {self.length:,}: the {len(answers):,} answers of a step with their prompts, "

@@ -110,7 +110,7 @@ def sampled_answers(
     config: TrainConfig,
     ends: Sequence[int],
     positions: int,
-    user_functions: OwnParts | None = None,
+    user_functions: UserFunctions | None = None,
 ) -> SampledAnswers:
     """The batch source of a run that learns from rewards. They are `user_functions.rewards`, then those of
     environments' `get_reward`; without both, the rollout function's column `reward`.
@@ -123,7 +123,7 @@ def sampled_answers(
       user_functions: a script's functions; None: those that the config names.
     """
     data, settings = config.data, objective.settings
-    user_functions = OwnParts.named(config.objective) if user_functions is None else user_functions
+    user_functions = UserFunctions.named(config.objective) if user_functions is None else user_functions
     rewards, reference = user_functions.all_rewards(), user_functions.reference
     weights = np.asarray(rewards.weights, np.float64)
     if reference is None and objective.penalises:
@@ -168,7 +168,7 @@ def rows_multiple(config: TrainConfig) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnParts:
+class UserFunctions:
     """The user's functions of a run with sampled answers, from a recipe or a script."""
 
     rewards: RewardFunctions | None = None
@@ -190,7 +190,7 @@ class OwnParts:
     """Log-probabilities under a script's reference; None: the model with its adapter off."""
 
     @classmethod
-    def named(cls, section: ObjectiveConfig) -> OwnParts:
+    def named(cls, section: ObjectiveConfig) -> UserFunctions:
         """Loads the functions that a config names, by running their files. Raises ConfigError."""
         options = RewardOptions(timeout_seconds=section.reward_timeout, errors=section.reward_errors or "stop")
         rewards = None
@@ -221,7 +221,7 @@ class OwnParts:
 
 
 def _answering(
-    user_functions: OwnParts,
+    user_functions: UserFunctions,
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase,
     config: TrainConfig,

@@ -70,7 +70,7 @@ class Sampled:
 
     columns: dict[str, list[object]]
 
-    also: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    further: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Further arguments, passed as they are."""
 
     named: Mapping[str, object] = dataclasses.field(default_factory=dict)
@@ -341,7 +341,7 @@ def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
     turns = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
     parameters = inspect.signature(function).parameters if sampled.named else {}
     named = {name: value for name, value in sampled.named.items() if name in parameters and name not in sampled.columns}
-    also = {name: value for name, value in {**named, **sampled.also}.items() if name not in turns}
+    also = {name: value for name, value in {**named, **sampled.further}.items() if name not in turns}
     of_answers = arguments(function, {**sampled.columns, **turns})
     return own_copies(of_answers, SHARED) | arguments(function, also)
 

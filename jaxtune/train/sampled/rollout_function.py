@@ -28,7 +28,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.requests import Row
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.config import ConfigError
-from jaxtune.train.sampled.answering import Given, Sampling
+from jaxtune.train.sampled.answering import SampledTurns, Sampling
 from jaxtune.train.sampled.packed_answers import Prompt
 from jaxtune.train.sampled.reward_functions import Turns
 from jaxtune.train.user_code import errors
@@ -116,12 +116,12 @@ class RolloutFunction:
 
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
-    ) -> tuple[list[Given], dict[str, float]]:
+    ) -> tuple[list[SampledTurns], dict[str, float]]:
         """Raises ConfigError if a list is missing, has not an entry for each prompt, or an answer is empty, too long,
         or has another number of log-probabilities.
         """
         sampler = RolloutModel(model, self.sampling, self.length, self.encode, seeds[0])
-        shown_prompts = [prompt.given for prompt in prompts]
+        shown_prompts = [prompt.turns for prompt in prompts]
         result = self._called([own_copy(prompt) for prompt in shown_prompts], sampler)
         if not isinstance(result, Mapping) or any(name not in result for name in _NEEDED):
             lacking = [name for name in _NEEDED if not isinstance(result, Mapping) or name not in result]
@@ -159,7 +159,9 @@ class RolloutFunction:
             raise errors.UserCodeError(errors.described(summary, error)) from error
         return outcome.value
 
-    def _given(self, index: int, prompt: Turns, prompt_ids, ids, logps, mask, columns: Mapping[str, object]) -> Given:
+    def _given(
+        self, index: int, prompt: Turns, prompt_ids, ids, logps, mask, columns: Mapping[str, object]
+    ) -> SampledTurns:
         """One returned answer, checked. Raises ConfigError.
 
         mask: 1 for each of `ids` that was sampled; None: all.
@@ -182,7 +184,7 @@ class RolloutFunction:
             if is_all_sampled
             else self.sampling.decode(self.sampling.without_end(ids))
         )
-        return Given(
+        return SampledTurns(
             tuple(map(int, prompt_ids)),
             prompt,
             list(map(int, ids)),

@@ -152,7 +152,7 @@ class SampledAnswers(BatchSource):
         """A limit that packing keeps: 4 times the longest answers with prompts that fit a row, at most those of a step.
         Further short ones go to other rows.
         """
-        return self.rows.places
+        return self.rows.most_answers
 
     @property
     def steps_per_epoch(self) -> int:

@@ -151,10 +151,10 @@ def _unshared(layer: LayerSpec) -> LayerSpec:
     shape = dataclasses.replace(_shape_of(layer), gives_keys=None, takes_keys=None)
     config = None if shape == AttentionShape() else shape
 
-    def one(part: Part) -> Part:
+    def without_sharing(part: Part) -> Part:
         return dataclasses.replace(part, config=config) if part.name == "mixer" else part
 
-    stages = (dataclasses.replace(stage, parts=tuple(map(one, stage.parts))) for stage in layer.stages)
+    stages = (dataclasses.replace(stage, parts=tuple(map(without_sharing, stage.parts))) for stage in layer.stages)
     return dataclasses.replace(layer, stages=tuple(stages))
 
 
@@ -254,7 +254,7 @@ class _Experts:
         for key in self.record.keys:
             if hf[key.name] is None:
                 raise ValueError(f"config.json: {key.name} is missing, and enable_moe_block = True needs it")
-        moe = self.record.made(hf)
+        moe = self.record.build(hf)
         dense = Part("dense", MLPShape(hf["intermediate_size"]), post_norm=True)
         experts = Part("experts", ExpertsShape(moe, hf_name=""), post_norm=True)
         stages = (Stage((Part("mixer", post_norm=True),)), Stage((dense, experts), post_norm=True))

@@ -117,7 +117,7 @@ class Record:
     def gives(self) -> tuple[str, ...]:
         return () if self.field is None else (self.field,)
 
-    def made(self, hf: Config) -> Any:
+    def build(self, hf: Config) -> Any:
         """The object that a completed config.json describes."""
         arguments = dict(self.fixed)
         for key in self.keys:
@@ -129,7 +129,7 @@ class Record:
         return {name: value for key in self.keys for name, value in key.write(instance).items()}
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        return {} if self.field is None else {self.field: self.made(hf)}
+        return {} if self.field is None else {self.field: self.build(hf)}
 
     def write(self, config: Any) -> Fields:
         return {} if self.field is None else self.described(getattr(config, self.field))

@@ -122,7 +122,7 @@ class LayerTypes:
     def read(self, hf: Config, fields: Config) -> Fields:
         types = {kind.name: kind for kind in self.types}
         names = layer_types(hf, self.default, tuple(types))
-        mixers = {kind.name: kind.mixer.made(hf) for kind in self.types if kind.mixer is not None}
+        mixers = {kind.name: kind.mixer.build(hf) for kind in self.types if kind.mixer is not None}
         window = window_of(hf, fields["rotary"]) if any(types[name].window for name in names) else None
         layers = (
             dataclasses.replace(

@@ -172,13 +172,13 @@ class Rotary:
     )
     gives = ("rotary",)
 
-    def given(self, hf: Config) -> Fields:
+    def parameters_of(self, hf: Config) -> Fields:
         """The file's rotary parameters as one flat dict (rope_parameters)."""
         says_nothing = not hf["rope_parameters"] and not hf["rope_scaling"]
         return rope_parameters({**hf, "rope_parameters": self.default} if says_nothing else hf)
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        return {"rotary": (rope_config(hf, self.given(hf)),)}
+        return {"rotary": (rope_config(hf, self.parameters_of(hf)),)}
 
     def write(self, config: DecoderConfig) -> Fields:
         rope = config.rotary[0]
@@ -194,12 +194,12 @@ class RotaryByType(Rotary):
     types: tuple[str, ...] = (FULL, SLIDING)
     """The order of DecoderConfig.rotary."""
 
-    def given_to(self, layer_type: str, hf: Config) -> Fields:
+    def parameters_of_type(self, layer_type: str, hf: Config) -> Fields:
         """The rotary parameters of one type of layer as one flat dict (rope_parameters)."""
         return rope_parameters(hf, layer_type)
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        return {"rotary": tuple(rope_config(hf, self.given_to(name, hf)) for name in self.types)}
+        return {"rotary": tuple(rope_config(hf, self.parameters_of_type(name, hf)) for name in self.types)}
 
     def write(self, config: DecoderConfig) -> Fields:
         """transformers 4 reads the first type's base alone."""

@@ -89,7 +89,7 @@ class PackedPairs:
         dropped = out[:, 0] if second_yields else out.any(1)
         out = out | dropped[:, None] if second_yields else np.stack([dropped, dropped], 1)
         kept_lengths, trained = np.where(out, 0, kept_lengths), np.where(out, 0, trained)
-        self.kept = kept_lengths
+        self.kept_lengths = kept_lengths
         max_pairs = None if max_documents is None else max_documents // 2
         self.plan = plan_rows(
             kept_lengths.sum(1),
@@ -151,7 +151,7 @@ class PackedPairs:
             if self.labels is not None:
                 batch.extra[LABELS][slot, rows_before] = self.labels[pair]
             for side in (0, 1):
-                index, count = 2 * pair + side, int(self.kept[pair, side])
+                index, count = 2 * pair + side, int(self.kept_lengths[pair, side])
                 offset = documents.write(
                     int(documents.starts[index]), count, batch, slot, offset, 2 * rows_before + side + 1
                 )
@@ -192,7 +192,7 @@ class PairDataset(TokenDataset):
     """float32[documents]: log-probability of each answer under the reference model, NaN until computed."""
     labels: np.ndarray | None = None
     """float32[pairs]: its margin, or for kto 1 if desirable, else 0."""
-    whole: bool = False
+    drops_cut_pairs: bool = False
     """Whether pairs that would be cut are left out (reward)."""
     second_yields: bool = False
     """Whether second documents have only the room that first ones leave (kto)."""
@@ -211,7 +211,7 @@ class PairDataset(TokenDataset):
             packing=self.packing is True,
             reference=self.reference,
             labels=self.labels,
-            drops_cut_pairs=self.whole,
+            drops_cut_pairs=self.drops_cut_pairs,
             second_yields=self.second_yields,
             width=2 * self.length if self.packing == "step" else self.width,
             max_documents=self.max_documents,

@@ -81,7 +81,7 @@ class Encoded:
     """A special token or marker in the messages' text."""
     left_out: str = ""
     """What the template does not write, in words."""
-    cut: bool = False
+    is_cut: bool = False
     """Whether it was cut at `max_tokens`."""
 
 
@@ -458,7 +458,9 @@ class RowEncoder:
         with_bos = np.array(with_beginning(self.tokenizer, ids.tolist(), self._begins), np.int32)
         added = len(with_bos) - len(ids)  # 1 if a BOS was prepended, -k if k repeated ones were removed, else 0
         mask = np.concatenate([np.zeros(added, bool), mask]) if added > 0 else mask[-added:]
-        return Encoded(with_bos, mask, responses, ended, len(masked), rendered.special, rendered.left_out, tokens.cut)
+        return Encoded(
+            with_bos, mask, responses, ended, len(masked), rendered.special, rendered.left_out, tokens.is_cut
+        )
 
     def _mask(
         self, ids: np.ndarray, spans: list[tuple[int, int]], tokens: Tokens
@@ -467,7 +469,7 @@ class RowEncoder:
         mask = np.zeros(len(ids), bool)
         if self.train_on == "all":
             mask[:] = True
-            ended = int(tokens.cut or any(int(token) in self.end_ids for token in ids[1:]))
+            ended = int(tokens.is_cut or any(int(token) in self.end_ids for token in ids[1:]))
             return mask, [(0, len(ids))], 1, ended
         spans = [(first, last) for first, last in spans if first < last]
         ended = 0
@@ -475,7 +477,7 @@ class RowEncoder:
             mask[first:last] = True
             # White space may follow the token that ends the turn.
             trained = ids[max(first, last - 2) : last] if self.train_on != "responses" else ids[last - 1 : last]
-            ended += bool(any(int(token) in self.end_ids for token in trained) or (tokens.cut and last == len(ids)))
+            ended += bool(any(int(token) in self.end_ids for token in trained) or (tokens.is_cut and last == len(ids)))
         return mask, spans, len(spans), ended
 
     def _end_of_turn(self, text: str, tokens: Tokens, first: int, last: int, high: int | None = None) -> int:

@@ -46,7 +46,7 @@ def _look(key: str, rows: Any, config: TrainConfig) -> None:
     form = data.format if objective == "sft" else PREFERENCE
     for source in itertools.islice(sources, 1 if streaming else _MOST_FILES):
         row = next(read_rows([source], form, 1), None)
-        if row is None and not source.part and len(sources) == 1:
+        if row is None and not source.is_later_window and len(sources) == 1:
             raise ConfigError(f"{key} = {rows!r}: there are no rows in it")
         if row is None or data.on_bad_row == "skip":
             continue

@@ -60,7 +60,7 @@ class Source:
     """Whether few rows in memory suffice; False for a JSON array, which data.streaming refuses."""
     set_epoch: Callable[[int], None] | None = None
     """Tells a data set that orders its own rows the number of the next pass, from 0."""
-    part: bool = False
+    is_later_window: bool = False
     """True for a stream's windows after the first: no progress bar, and no response need end its turn."""
 
 
@@ -70,7 +70,7 @@ class Window:
 
     name: str
     rows: Sequence[Row]
-    part: bool = True
+    is_later_window: bool = True
     """False for the first window; becomes `Source.part`."""
 
 
@@ -135,7 +135,7 @@ def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | N
 
 def _window_source(window: Window, rows: list[Row]) -> Source:
     """A source for a window's rows of one file, as the format is detected for each file."""
-    return Source(window.name, lambda after: iter(rows), part=window.part)
+    return Source(window.name, lambda after: iter(rows), is_later_window=window.is_later_window)
 
 
 def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:

@@ -96,7 +96,7 @@ class StreamedRows:
             size += row.size
             if len(rows) == buffer_size or size >= WINDOW_CHARACTERS:
                 break
-        self.first = prepare(Window(name, rows, part=False))
+        self.first = prepare(Window(name, rows, is_later_window=False))
         per_row = self.first.rows.max_documents
         self._max_documents = per_row if self.first.packing is not True else max(2 * per_row, _LEAST_DOCUMENTS)
         self._first_rows = len(rows)
@@ -242,7 +242,7 @@ class StreamFeed:
         self._end = begin  # the end of the window that was made last
         self._window: _TokenisedWindow | None = None
         self._threads: list[threading.Thread] = []  # the last one
-        self._close = lifetimes.ends(self, _end_threads, self._closed, self._threads)
+        self._close = lifetimes.end_with(self, _end_threads, self._closed, self._threads)
         self._loading = self._load()
 
     def next(self) -> tuple[Rows, int]:

@@ -167,7 +167,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         special=special,
         left_out=left_out,
         masked=masked,
-        cut=sum(d.cut for d in documents),
+        cut=sum(d.is_cut for d in documents),
         implied=sum(answer_example.implied for answer_example in examples) // 2,
         unread=list(dict.fromkeys([*columns, *keys])),
     )
