@@ -14,6 +14,8 @@ from jaxtune.compat.arguments import settle
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.tables import AUTO, PEFT_MODEL
 from jaxtune.compat.transformers_names import load_plain
+from jaxtune.compat.wording import worded
+from jaxtune.models.adapters.named import local_adapter
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import AdapterConfig
 
@@ -51,6 +53,7 @@ def with_adapter(model: CompatModel, module: Decoder, adapter: AdapterConfig) ->
     )
 
 
+@worded
 def get_peft_model(
     model: CompatModel, peft_config: object, adapter_name: str = "default", **others: object
 ) -> CompatModel:
@@ -94,6 +97,7 @@ class PeftModel:
     adapter on it, which can be trained further whatever is_trainable says."""
 
     @staticmethod
+    @worded
     def from_pretrained(
         model: CompatModel,
         model_id: str | os.PathLike,
@@ -105,7 +109,7 @@ class PeftModel:
 
         Args:
           model: the script's model without an adapter; it is not changed, and shares its weights with the result.
-          model_id: the adapter's local folder, as PEFT or jaxtune saves it.
+          model_id: the adapter's folder or hub name.
           adapter_name: must be "default", because an adapter has no name here.
           is_trainable: has no effect: the adapter can always be trained further.
           others: PEFT's other arguments. A printed line reports each one that has no effect here.
@@ -115,7 +119,7 @@ class PeftModel:
         """
         del is_trainable
         settle("PeftModel.from_pretrained", {"adapter_name": adapter_name, **others}, PEFT_MODEL)
-        path = os.fspath(model_id)
+        path = local_adapter(model_id)
         return with_adapter(model, jaxtune.load_adapter(model.module, path), AdapterConfig(path=path))
 
 
@@ -124,6 +128,7 @@ class AutoPeftModelForCausalLM:
     names."""
 
     @staticmethod
+    @worded
     def from_pretrained(
         pretrained_model_name_or_path: str | os.PathLike,
         adapter_name: str = "default",

@@ -223,6 +223,8 @@ class RewardedTrainer(PreferenceTrainer):
                 )
             self._functions.append(one)
         if not self._functions and not environment_factory and rollout_func is None:
+            unknown = {one: value for one, value in others.items() if one not in self.table and one not in self.older}
+            settle(name, unknown, {}, RewardedTrainer.__init__)  # perhaps they are under another name
             raise ValueError(
                 f"{name}: reward_funcs = {reward_funcs!r}: give a function, an environment_factory or a rollout_func"
             )

@@ -46,6 +46,7 @@ from jaxtune.compat.tables import OPTIMIZERS, PADDING_COLLATORS, RESIDUALS, RESP
 from jaxtune.compat.transformers_names import loaded
 from jaxtune.compat.wording import ScriptWords
 from jaxtune.conversations import dates
+from jaxtune.export.hub import require_login
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8, stored_in
 from jaxtune.system.terminal import say
@@ -431,6 +432,8 @@ class SFTTrainer(ScriptWords, Evaluations):
             program; or the path is not a checkpoint of that run.
         """
         say(f"{type(self).__name__}: defaults: {version(self.args.library)}'s")
+        if self.args.push_to_hub:
+            require_login(self.args.hub_token)
         output = self._output
         resumes, from_step = folders.resumed(resume_from_checkpoint, output)
         folders.require_own(output)
@@ -467,6 +470,11 @@ class SFTTrainer(ScriptWords, Evaluations):
         if resumes and self.args.load_best_model_at_end:
             events.note_better(output / JSONL, steps)
         events.tell("on_train_end")
+        if self.args.push_to_hub:
+            try:
+                self.push_to_hub()
+            except ValueError as error:  # what was trained stays
+                say(f"{type(self).__name__}: not uploaded: {error}; trainer.push_to_hub() tries again")
         losses = [line["loss"] for line in trainer.history if "loss" in line]
         return TrainOutput(
             steps,
@@ -506,7 +514,10 @@ class SFTTrainer(ScriptWords, Evaluations):
         """Uploads what save_model saves to args.hub_model_id, else to a repository with the name of output_dir. The
         other arguments, which are for a model card, do nothing."""
         del commit_message, others
-        self.model.push_to_hub(self.args.hub_model_id or self._output.name, private=self.args.hub_private_repo)
+        args = self.args
+        name = args.hub_model_id or self._output.name
+        self.model.push_to_hub(name, token=args.hub_token, private=args.hub_private_repo)
+        say(f"{type(self).__name__}: pushed to the hub: {name}")
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
         """Saves the adapter, or the whole model if it has none, with the tokenizer, into a folder (None: the trainer's

@@ -15,6 +15,7 @@ from jaxtune.compat.settings import DEFAULT_LENGTH, SFTConfig
 from jaxtune.compat.tables import AUTO, BITS_AND_BYTES
 from jaxtune.compat.texts import without_torch
 from jaxtune.models.adapters.adapter_config import base_of
+from jaxtune.models.adapters.named import local_adapter
 from jaxtune.models.files.model_folder import load_tokenizer, resolve_folder
 
 # The arguments of transformers' BitsAndBytesConfig that are followed here.
@@ -111,6 +112,7 @@ def plain_arguments(
     load_in_8bit: bool = False,
     load_in_4bit: bool = False,
     load_in_fp8: bool | str = False,
+    rope_scaling: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> dict[str, Any]:
     """Translates arguments of transformers' from_pretrained to those of FastLanguageModel.from_pretrained, which it
@@ -121,7 +123,7 @@ def plain_arguments(
       quantization_config: as in `quantised`.
       dtype: precedes the compute dtype of quantization_config; None or "auto": that one is taken.
       torch_dtype: the older name of dtype.
-      num_labels, load_in_fp8: those of FastLanguageModel.from_pretrained.
+      num_labels, load_in_fp8, rope_scaling: those of FastLanguageModel.from_pretrained.
       load_in_8bit, load_in_4bit: the format, without quantization_config, as in transformers 4; the other arguments of
         BitsAndBytesConfig may then be among `others`.
       others: transformers' other arguments. A printed line reports each one that has no effect here.
@@ -139,7 +141,7 @@ def plain_arguments(
     asked = quantised(quantization_config)
     dtype = torch_dtype if dtype is None else dtype
     asked["dtype"] = asked.get("dtype") if dtype in (None, "auto") else dtype
-    return asked | {"num_labels": num_labels, "load_in_fp8": load_in_fp8}
+    return asked | {"num_labels": num_labels, "load_in_fp8": load_in_fp8, "rope_scaling": rope_scaling}
 
 
 def load_plain(
@@ -216,7 +218,7 @@ class AutoModelForCausalLM:
           ValueError: one of `arguments` would change the result, or is unknown.
         """
         where = "AutoModelForCausalLM.from_pretrained"
-        path = os.fspath(pretrained_model_name_or_path)
+        path = local_adapter(pretrained_model_name_or_path)
         full = not (Path(path).expanduser() / "adapter_config.json").exists()
         return load_plain(where, path, None, 3407, full, arguments)
 

@@ -232,8 +232,7 @@ def _columns(entry: Mapping[str, Any], method: str, recipe: Translation, name: s
     for key in ("images", "videos", "audios"):
         if own.pop(key, None):
             recipe.lack(f"{key} of {name}", key, "only text can be trained on")
-    if history := own.pop("history", None):
-        recipe.lack(f"history of {name}", history, "turns before the last one: rows of messages")
+    history = own.pop("history", None)
     names = {ours: own[ours] for ours in ("system", "tools", "chosen", "rejected") if own.get(ours)}
     if own.get("kto_tag"):
         names["label"] = own["kto_tag"]
@@ -246,6 +245,7 @@ def _columns(entry: Mapping[str, Any], method: str, recipe: Translation, name: s
         asked = f"{{{prompt}}}\n{{{query}}}" if prompt and query else prompt or query
         answer = {"sft": "output", "kto": "completion"}.get(method)
         names |= {"prompt" if pairs else "instruction": asked} if asked else {}
+        names |= {"history": history} if history else {}
         return names | ({answer: response} if answer and response else {})
     field = own.get("messages") or "conversations"
     if pairs and method != "kto" and field not in ("messages", "conversations"):
