@@ -26,7 +26,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks/results/notebooks_once.json"
@@ -217,6 +220,10 @@ class Hub:
         shutil.copytree(folder_path, in_cache(self.cache, name), dirs_exist_ok=True)
 
 
+def push_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, **_: object) -> None:
+    tokenizer.save_pretrained(in_cache(Hub.cache, name))
+
+
 def in_cache(cache: Path, name: str) -> Path:
     """The folder of a model's only revision."""
     repository = cache / f"models--{name.replace('/', '--')}"
@@ -239,6 +246,7 @@ def without_network(folder: Path, model: Path, names: list[str]) -> Iterator[Non
     """A hub that has `model` under these names, and the data sets; `folder` is the working directory."""
     import datasets
     import huggingface_hub
+    import transformers
     from huggingface_hub import constants
 
     Hub.cache = folder / "hub"
@@ -246,6 +254,7 @@ def without_network(folder: Path, model: Path, names: list[str]) -> Iterator[Non
         in_cache(Hub.cache, name).symlink_to(model)
     constants.HF_HUB_CACHE = str(Hub.cache)
     setattr(datasets, "load_dataset", load_dataset)  # noqa: B010
+    setattr(transformers.PreTrainedTokenizerBase, "push_to_hub", push_tokenizer)  # noqa: B010
     setattr(huggingface_hub, "HfApi", Hub)  # noqa: B010
     setattr(huggingface_hub, "notebook_login", lambda: None)  # noqa: B010
     work = folder / "work"
