@@ -118,8 +118,8 @@ DATA: dict[str, tuple[int, Callable[[str, str], dict]]] = {
     "HuggingFaceH4/Multilingual-Thinking": (120, _thinking),
     "AI-MO/NuminaMath-TIR": (12, lambda q, a: {"problem": q, "solution": "$4$", "messages": _chat(q, a)}),
     "trl-lib/Capybara": (16, lambda q, a: {"source": "here", "messages": _chat(q, a), "num_turns": 1}),
-    "trl-lib/DeepMath-103K": (8, lambda q, a: {"prompt": _chat(q, a)[:1], "solution": "$4$"}),
-    "trl-lib/tldr": (8, lambda q, a: {"prompt": f"{q}\nTL;DR:", "completion": f" {a}"}),
+    "trl-lib/DeepMath-103K": (2, lambda q, a: {"prompt": _chat(q, a)[:1], "solution": "$4$"}),
+    "trl-lib/tldr": (2, lambda q, a: {"prompt": f"{q}\nTL;DR:", "completion": f" {a}"}),
     "trl-lib/ultrafeedback_binarized": (16, lambda q, a: {"chosen": _chat(q, a), "rejected": _chat(q, "No.")}),
     "trl-lib/kto-mix-14k": (
         16,
@@ -333,11 +333,11 @@ def finished(namespace: dict[str, object], number: int, seen: set[int]) -> list[
 def main(folder: Path, tokenizers: Path, only: list[str]) -> None:
     with open(Path(__file__).with_name("notebooks.csv"), encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if not only or row["file"] in only]
-    known = json.loads(RECORD.read_text(encoding="utf-8"))["notebooks"] if RECORD.exists() else {}
     for row in rows:
         with tempfile.TemporaryDirectory() as place:
             answer = Path(place) / "record.json"
-            order = [str(folder / f"{row['file']}.ipynb"), str(tokenizers / row["tokenizer"]), row["family"], row["template"], place]
+            order = [str(folder / f"{row['file']}.ipynb"), str(tokenizers / row["tokenizer"])]
+            order += [row["family"], row["template"], place]
             environment = os.environ | {
                 "HF_HUB_OFFLINE": "1",
                 "HF_DATASETS_CACHE": f"{place}/datasets",
@@ -345,8 +345,7 @@ def main(folder: Path, tokenizers: Path, only: list[str]) -> None:
             }
             subprocess.run([sys.executable, "-m", "scripts.notebooks_once", "--one", *order], cwd=ROOT, env=environment)
             made = json.loads(answer.read_text()) if answer.exists() else {"error": {"type": "the process ended"}}
-            if len(rows) == len(only) == 1:
-                shutil.copy(Path(place) / "heard.txt", "/tmp/notebook_heard.txt")
+        known = json.loads(RECORD.read_text(encoding="utf-8"))["notebooks"] if RECORD.exists() else {}
         known[row["file"]] = {key: row[key] for key in ("repository", "path", "commit")} | made
         print(row["file"], made.get("error") or made["runs"], flush=True)
         write(known)
