@@ -1,6 +1,8 @@
 """Runs notebooks of Unsloth, TRL and PEFT as docs/notebooks.md says, once, and records what happened.
 
-    .venv/bin/python -m scripts.notebooks_once FOLDER TOKENIZERS [NAME ...]   # writes benchmarks/results/notebooks_once.json
+    .venv/bin/python -m scripts.notebooks_once FOLDER TOKENIZERS [NAME ...]
+
+It writes benchmarks/results/notebooks_once.json.
 
 FOLDER has NAME.ipynb for each row of notebooks.csv, from its repository at its commit (of a page, a cell for each block
 of Python); their text is not ours and stays outside. TOKENIZERS has the tokenizers, a folder each. A tiny model stands
@@ -43,7 +45,7 @@ CELLS = {
     r'framework = "pt"': "reads tensors of PyTorch",
     r"from vllm import LLM\b|\bllm\.generate\(": "vLLM's own engine",
     r"\bAutoPeftModel\b|\.add_adapter\(": "not a causal language model, or several adapters",
-    r"\bTrainer\(\n    model=peft_model|^training_args = TrainingArguments\(": "transformers' Trainer of tokenised rows",
+    r"\bTrainer\(\n    model=peft_model|^training_args = TrainingArguments\(": "transformers' own Trainer",
 }
 # Lines that the page changes: pattern, what takes its place, name.
 LINES = (
