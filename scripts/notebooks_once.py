@@ -240,7 +240,7 @@ def load_dataset(name: str, config: str | None = None, split: str | None = None,
 
     count, row = DATA[name]
     made = datasets.Dataset.from_list([row(*SAID[index % len(SAID)]) for index in range(count)])
-    return made if split else datasets.DatasetDict(train=made, test=made)
+    return made if split else datasets.DatasetDict({"train": made, "test": made})
 
 
 @contextlib.contextmanager

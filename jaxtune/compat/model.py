@@ -388,8 +388,8 @@ class FastLanguageModel:
         records its base's format and dtype gets them by default. Else dtype None is bfloat16; torch's are accepted.
         use_gradient_checkpointing=False keeps all residuals on the device. num_labels=1 adds a scoring head.
         random_state: the seed of sampling, of that head, and of an adapter from PEFT's get_peft_model. packing: that of
-        an SFTConfig that leaves it unset. max_seq_length: the most tokens of a row; None: the trainer's max_length. Without
-        rope_scaling (as in config.json), more tokens than positions scale them linearly, as in Unsloth.
+        an SFTConfig that leaves it unset. max_seq_length: the most tokens of a row; None: the trainer's max_length.
+        Without rope_scaling (as in config.json), more tokens than positions scale them linearly, as in Unsloth.
         others: load_in_8bit=True (int8), or what has no effect. ValueError: contradictions, or what is unsupported."""
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}

@@ -264,10 +264,11 @@ class RewardedTrainer(PreferenceTrainer):
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, **others)
         self._require_best()
         params = getattr(self.args, "vllm_sampling_params", None)
-        if params is not None and any(text != self.tokenizer.eos_token for text in params.stop):
+        end = getattr(self.tokenizer, "eos_token", None)
+        if params is not None and any(text != end for text in params.stop):
             raise ValueError(
-                f"{self.config_type.__name__}: vllm_sampling_params: stop = {params.stop!r} is not supported: an answer "
-                f"ends with the model's own end, {self.tokenizer.eos_token!r}"
+                f"{self.config_type.__name__}: vllm_sampling_params: stop = {params.stop!r} is not supported: an "
+                f"answer ends with the model's own end, {end!r}"
             )
         self._kept: nnx.State | None = None  # the trained weights of the reference, unless it is the adapter off
         if self.args.beta:

@@ -46,7 +46,8 @@ class SamplingParams:
 
     n: answers to each prompt. top_k: -1 or 0: all tokens. stop: texts that end an answer, without them unless
     include_stop_str_in_output. max_tokens: None: as many as the model has positions. seed: None: draws anew. logprobs:
-    None: none; any number: those of the tokens of the answer. The attribute `changed` has those of the sampler that are not vLLM's defaults.
+    None: none; any number: those of the tokens of the answer. The attribute `changed` has
+    those of the sampler that are not vLLM's defaults.
     """
 
     def __init__(

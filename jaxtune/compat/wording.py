@@ -101,8 +101,8 @@ def _pattern() -> re.Pattern[str]:
 
 def in_script_words(text: str, kind: type[SFTConfig] | None, of_user: bool = False) -> str:
     """A message of jaxtune.train for a script with a config of `kind` (None: of a function that loads a model or adds
-    an adapter): of each recipe's key the argument, or words; a key without a counterpart is called a recipe's. of_user: the text has words of the script's own, in which "seed ="
-    and the like are no keys."""
+    an adapter): of each recipe's key the argument, or words; a key without a counterpart is called a recipe's. of_user:
+    the text has words of the script's own, in which "seed =" and the like are no keys."""
     for phrase, words in _PHRASES.items():
         text = text.replace(phrase, words)
     text = _RANK.sub(r"an adapter of rank \1", text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,9 @@ CHOSEN = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetit
 
 @given(st.sets(st.sampled_from(sorted(CHOSEN))))
 def test_what_sampling_params_set_comes_first(names):
-    own = dict(temperature=0.3, top_p=0.5, top_k=7, min_p=0.2, repetition_penalty=1.3, max_completion_length=50)
+    own: dict[str, Any] = dict(
+        temperature=0.3, top_p=0.5, top_k=7, min_p=0.2, repetition_penalty=1.3, max_completion_length=50
+    )
     params = compat.SamplingParams(**{name: CHOSEN[name] for name in names}, seed=3407, stop=["</s>"])
     config = compat.GRPOConfig(**own, vllm_sampling_params=params)
     for name, value in CHOSEN.items():
