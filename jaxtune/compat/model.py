@@ -340,7 +340,7 @@ class CompatModel(ModelMethods):
             push(Path(folder), repository, private=bool(private), api=HfApi(token=token))
 
 
-def _linear_positions(name: str, adapter: str | None, length: int | None) -> dict[str, Any] | None:
+def _linear_positions(name: str, adapter: str | None, length: int | None) -> dict[str, object] | None:
     """Unsloth's rope_scaling of a model that has fewer positions than `length`, unless it scales them already; None of
     any other. adapter: the folder of one over the model, whose training's scaling comes before this."""
     over = None if adapter is None else trained_over.read(Path(adapter).expanduser())
@@ -377,7 +377,7 @@ class FastLanguageModel:
         random_state: int = 3407,
         packing: bool = False,
         num_labels: int | None = None,
-        rope_scaling: Mapping[str, Any] | None = None,
+        rope_scaling: Mapping[str, object] | None = None,
         **others: Any,
     ) -> tuple[CompatModel, Any]:
         """Returns (model, tokenizer) of `model_name`: a model's or an adapter's folder or hub name.

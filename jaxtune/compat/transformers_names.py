@@ -112,7 +112,7 @@ def plain_arguments(
     load_in_8bit: bool = False,
     load_in_4bit: bool = False,
     load_in_fp8: bool | str = False,
-    rope_scaling: Mapping[str, Any] | None = None,
+    rope_scaling: Mapping[str, object] | None = None,
     **others: Any,
 ) -> dict[str, Any]:
     """Translates arguments of transformers' from_pretrained to those of FastLanguageModel.from_pretrained, which it

@@ -209,7 +209,7 @@ def model_options(recipe: Translation, key: str) -> None:
             recipe.lack(f"{name} of {key}", value, "config.json of the model's folder")
 
 
-def rope_scaling(recipe: Translation, of: str, scaling: Mapping[str, Any]) -> None:
+def rope_scaling(recipe: Translation, of: str, scaling: Mapping[str, object]) -> None:
     """model.rope_scaling with transformers' names; a kind that is not here is lacking."""
     kind = scaling.get("rope_type") or scaling.get("type")
     if kind not in ROPES or ("factor" not in scaling and kind != "longrope"):

@@ -51,13 +51,13 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
     return str(address)
 
 
-def require_login(token: str | None = None, api: Any = None) -> None:
+def require_login(token: str | None = None) -> None:
     """Raises ValueError if the hub takes neither `token` nor this machine's login."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
 
     try:
-        (HfApi(token=token) if api is None else api).whoami()
+        HfApi(token=token).whoami()
     except (LocalTokenNotFoundError, HfHubHTTPError, HTTPError, ConnectionError, TimeoutError) as error:
         raise ValueError(
             "push_to_hub = True: the hub does not know this machine's login, or cannot be reached "
