@@ -693,11 +693,6 @@ def test_what_preference_trainers_refuse(folder, tmp_path):
         (lambda: make(DPOTrainer, DPOConfig(**settings), ref_model=object()), "DPOTrainer: ref_model"),
         (lambda: make(KTOTrainer, KTOConfig(**settings)), "KTOTrainer: the data set has no column completion, label"),
         (lambda: make(DPOTrainer, DPOConfig(**settings), formatting_func=str), "DPOTrainer: it has no formatting_func"),
-        (lambda: make(DPOTrainer, DPOConfig(**settings), model=trained), "DPOTrainer: the adapter has been trained"),
-        (
-            lambda: make(KTOTrainer, KTOConfig(**settings), LABELLED, model=trained),
-            "KTOTrainer: the adapter has been trained before, and TRL takes the model with it as the reference",
-        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -131,7 +131,7 @@ _ELSEWHERE = {
     "Mistral Small 3.1 and 3.2, and Ministral 3",
     "UnslothVisionDataCollator": "images are not supported",
     "PatchFastRL": "nothing has to be patched: leave the call out",
-    "CPOTrainer": "use jaxtune.train with objective=simpo",
+    "CPOTrainer": "its loss is not here; that of loss_type='simpo' with cpo_alpha=0 is jaxtune.train's objective=simpo",
     "PPOTrainer": "use GRPOTrainer or RLOOTrainer, which need no value model",
     "Trainer": "use SFTTrainer, whose rows need not be tokenised before",
     "PeftConfig": "use LoraConfig, or PeftModel.from_pretrained, which reads the adapter's own",
@@ -151,7 +151,7 @@ _ELSEWHERE = {
     "maybe_unpair_preference_dataset": "rows of KTOTrainer have completion and label",
     "unpair_preference_dataset": "rows of KTOTrainer have completion and label",
     "pack_dataset": "use packing=True of SFTConfig",
-    "CPOConfig": "use jaxtune.train with objective=simpo",
+    "CPOConfig": "its loss is not here; that of loss_type='simpo' with cpo_alpha=0 is jaxtune.train's objective=simpo",
     "DataCollatorForCompletionOnlyLM": "use train_on_responses_only, or completion_only_loss of SFTConfig",
 }
 

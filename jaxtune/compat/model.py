@@ -23,6 +23,7 @@ from jaxtune.compat.seeds import begin_at, next_seed
 from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT, RESIDUALS, SAVE
 from jaxtune.compat.texts import NumpyTensor, without_torch
 from jaxtune.compat.vllm_names import LoraRequest, RequestOutput, SamplingParams, fast_generate, load_lora
+from jaxtune.compat.wording import worded
 from jaxtune.conversations.templates import asking_templates
 from jaxtune.conversations.tokenizing import with_beginning
 from jaxtune.export.api import export_model
@@ -31,12 +32,15 @@ from jaxtune.export.modelfile import create_command
 from jaxtune.models.adapters import trained_over
 from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.adapters.merge import merged_weights
+from jaxtune.models.adapters.named import local_adapter
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.model_folder import is_gguf, read_config, resolve_folder
 from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.generation.ends import with_end_tokens
 from jaxtune.models.hf import hf_config_of, load_base, save_weights
 from jaxtune.models.lora import has_adapter
+from jaxtune.models.registry import config_from_hf, text_config
 from jaxtune.pallas.formats import FORMATS
 from jaxtune.system.terminal import say
 from jaxtune.train.config import AdapterConfig
@@ -339,10 +343,31 @@ class CompatModel(ModelMethods):
             push(Path(folder), repository, private=bool(private), api=HfApi(token=token))
 
 
+def _linear_positions(name: str, adapter: str | None, length: int | None) -> dict[str, object] | None:
+    """Unsloth's rope_scaling of a model that has fewer positions than `length`, unless it scales them already; None of
+    any other. adapter: the folder of one over the model, whose training's scaling comes before this."""
+    over = None if adapter is None else trained_over.read(Path(adapter).expanduser())
+    if length is None or (over is not None and any(over.positions.values())):
+        return None
+    folder = resolve_folder(name)
+    if is_gguf(folder):
+        return None
+    config = config_from_hf(text_config(read_config(folder)))
+    most = config.context_length
+    if length <= most or {rope.kind for rope in config.rotary} != {"default"}:
+        return None
+    say(
+        f"max_seq_length = {length:,}: the model has {most:,} positions, which are scaled linearly (as in Unsloth); "
+        "rope_scaling={'rope_type': 'yarn', 'factor': ...} scales them in another way"
+    )
+    return {"rope_type": "linear", "factor": length / most}
+
+
 class FastLanguageModel:
     """Unsloth's class: functions that load a model and add adapters; it has no objects."""
 
     @staticmethod
+    @worded
     def from_pretrained(
         model_name: str,
         max_seq_length: int | None = 2048,
@@ -355,11 +380,13 @@ class FastLanguageModel:
         random_state: int = 3407,
         packing: bool = False,
         num_labels: int | None = None,
+        rope_scaling: Mapping[str, object] | None = None,
         **others: Any,
     ) -> tuple[CompatModel, Any]:
-        """(model, tokenizer) of a model folder, a hub name, or an adapter's folder. ValueError: contradictions.
+        """(model, tokenizer) of a model or an adapter: a folder or a hub name. ValueError: contradictions.
 
-        max_seq_length: the most tokens of a row; None: the trainer's max_length.
+        max_seq_length: the most tokens of a row; None: the trainer's max_length. More than the model's positions scale
+          them linearly, as in Unsloth, unless rope_scaling (as in config.json) is given.
         dtype: None: bfloat16, or what an adapter's folder records, as for the format.
         load_in_4bit: NF4 with double quantisation; None: unless another format or full_finetuning is asked for. False
           keeps weights as stored.
@@ -376,6 +403,7 @@ class FastLanguageModel:
         flags |= {fmt.flag: others.pop(fmt.flag) for fmt in FORMATS.values() if fmt.flag in others}
         settle(where, others, LOAD, FastLanguageModel.from_pretrained)
         load_in: str | None = _format(where, load_in_4bit, load_in_16bit, flags, full_finetuning)
+        model_name = local_adapter(model_name)
         base, adapter = base_of(model_name), None
         recorded = None if base is None else trained_over.read(Path(model_name).expanduser())
         if recorded is not None and load_in_4bit is None and not any(flags.values()):
@@ -385,7 +413,10 @@ class FastLanguageModel:
             raise ValueError(f"{where}: load_in_16bit = True and dtype = {dtype!r} contradict each other: drop one")
         residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         load = jaxtune.from_pretrained if base is None else load_base
-        module, tokenizer = load(model_name, dtype=name, load_in=load_in, max_length=max_seq_length)
+        positions = rope_scaling or _linear_positions(base or model_name, base and model_name, max_seq_length)
+        module, tokenizer = load(
+            model_name, dtype=name, load_in=load_in, max_length=max_seq_length, rope_scaling=positions
+        )
         if any(flags.values()) and load_in is not None and FORMATS[load_in].kinds[0].compute is not None:
             module = compute_in_fp8(module)
         if num_labels is not None:
@@ -415,6 +446,7 @@ class FastLanguageModel:
         return model, tokenizer
 
     @staticmethod
+    @worded
     def get_peft_model(
         model: CompatModel,
         r: int = 16,

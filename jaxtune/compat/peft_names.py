@@ -11,6 +11,8 @@ from jaxtune.compat.arguments import settle
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.tables import AUTO, PEFT_MODEL
 from jaxtune.compat.transformers_names import load_plain
+from jaxtune.compat.wording import worded
+from jaxtune.models.adapters.named import local_adapter
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import AdapterConfig
 
@@ -40,6 +42,7 @@ def with_adapter(model: CompatModel, module: Decoder, adapter: AdapterConfig) ->
     )
 
 
+@worded
 def get_peft_model(
     model: CompatModel, peft_config: object, adapter_name: str = "default", **others: object
 ) -> CompatModel:
@@ -72,6 +75,7 @@ class PeftModel:
     """PEFT's class."""
 
     @staticmethod
+    @worded
     def from_pretrained(
         model: CompatModel,
         model_id: str | os.PathLike,
@@ -81,13 +85,13 @@ class PeftModel:
     ) -> CompatModel:
         """A new model: `model` with the adapter of a PEFT folder. ValueError: it does not fit, or there is one already.
 
-        model_id: the adapter's local folder.
+        model_id: the adapter's folder or hub name.
         adapter_name: must be "default".
         is_trainable: has no effect: it can be trained further.
         """
         del is_trainable
         settle("PeftModel.from_pretrained", {"adapter_name": adapter_name, **others}, PEFT_MODEL)
-        path = os.fspath(model_id)
+        path = local_adapter(model_id)
         return with_adapter(model, jaxtune.load_adapter(model.module, path), AdapterConfig(path=path))
 
 
@@ -95,6 +99,7 @@ class AutoPeftModelForCausalLM:
     """PEFT's class."""
 
     @staticmethod
+    @worded
     def from_pretrained(
         pretrained_model_name_or_path: str | os.PathLike,
         adapter_name: str = "default",

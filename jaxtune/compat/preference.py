@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -23,11 +26,14 @@ from jaxtune.models.lora import matrices
 from jaxtune.models.reward import reward_model
 from jaxtune.system.terminal import say
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.rendering.formats import LABELLED, PREFERENCE
 from jaxtune.train.objectives.kto import mismatched_in_groups
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.preference import sum_log_probs
+from jaxtune.train.program.loss import Forward
 from jaxtune.train.trainer import Trainer
 
 
@@ -206,9 +212,10 @@ class PreferenceTrainer(SFTTrainer):
 
 
 class ReferencedTrainer(PreferenceTrainer):
-    """Base of DPOTrainer and KTOTrainer, whose loss has a reference: the model with its adapter off, or before its
-    first step if all its weights train. ValueError: the adapter was trained before: TRL's reference has it on.
-    """
+    """Base of DPOTrainer and KTOTrainer, whose loss has a reference: the model with its adapter off; with a copy of the
+    adapter if that was trained before, as in TRL; or before its first step if all its weights train."""
+
+    _kept: nnx.State | None = None  # the adapter of the reference
 
     @property
     def _precomputes(self) -> bool:
@@ -216,12 +223,48 @@ class ReferencedTrainer(PreferenceTrainer):
 
     def __init__(self, *args: Any, **arguments: Any):
         super().__init__(*args, **arguments)
+        self._references: dict[tuple[int, int], np.ndarray] = {}
         if trained_before(self.model.module):
-            raise ValueError(
-                f"{type(self).__name__}: the adapter has been trained before, and TRL takes the model with it as the "
-                "reference; here that is the model with its adapter off. Merge it first (save_pretrained_merged), "
-                "then load the merged folder and give it a new adapter (get_peft_model)"
-            )
+            self._kept = jax.tree.map(jnp.copy, nnx.state(self.model.module, nnx.Param))
+            say(f"{type(self).__name__}: the reference is the model with a copy of the adapter that was trained before")
+
+    def _rows_for(self, data: TokenDataset) -> TokenDataset:
+        """With the log-probabilities of a reference that has an adapter of its own."""
+        return self._with_reference(data)
+
+    def _with_reference(self, data: TokenDataset) -> TokenDataset:
+        assert isinstance(data, PairDataset)
+        if self._kept is None or not len(data.documents):
+            return data
+        lengths = np.asarray(data.documents.lengths)
+        known = (len(lengths), hash((lengths.tobytes(), np.asarray(data.documents.starts).tobytes())))
+        if known not in self._references:
+            graph, _, others = nnx.split(self._to_train(), nnx.Param, ...)
+            self._references[known] = _log_probs(nnx.merge(graph, self._kept, others), data)
+        return dataclasses.replace(data, reference=self._references[known])
+
+
+def _log_probs(module: Decoder, data: PairDataset) -> np.ndarray:
+    """float32[documents]: the sum over the answer of each document, in nats."""
+    longest = int(np.asarray(data.documents.lengths).reshape(-1, 2).sum(1).max())
+    rows = copy.copy(data.in_rows(max(longest, 1)).rows)
+    rows.reference = None
+    graph, state = nnx.split(module)
+    say(f"log-probabilities of the reference: one pass over {len(rows):,} rows")
+
+    @jax.jit
+    def of_batch(state: nnx.State, batch: Batch) -> jax.Array:
+        model = nnx.merge(graph, state)
+        return sum_log_probs(model, Forward().frozen(model, batch), batch, Forward()).logps
+
+    found = np.zeros(len(data.documents), np.float32)
+    for row in range(len(rows)):
+        batch = rows.empty(1)
+        rows.fill(batch, 0, row)
+        sums = np.asarray(of_batch(state, jax.tree.map(jnp.asarray, batch)))[0]
+        pairs = np.asarray(rows.pairs(row))
+        found[2 * pairs[:, None] + np.arange(2)] = sums[: len(pairs)]
+    return found
 
 
 def PatchDPOTrainer() -> None:
@@ -274,7 +317,7 @@ class KTOTrainer(ReferencedTrainer):
         assert isinstance(data, PairDataset)
         if data.width is not None:  # room for the pairs before, of which the new ones may be longer
             data = dataclasses.replace(data, packing="step", width=None)
-        return mismatched_in_groups(data, self.args.per_device_train_batch_size)
+        return self._with_reference(mismatched_in_groups(data, self.args.per_device_train_batch_size))
 
     def _objective(self) -> ObjectiveConfig:
         options = {name: getattr(self.args, name) for name in ("beta", "desirable_weight", "undesirable_weight")}

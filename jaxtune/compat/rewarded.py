@@ -21,11 +21,13 @@ from flax import nnx
 from jaxtune.compat.arguments import choose, report_idle, settle
 from jaxtune.compat.callbacks import best_name
 from jaxtune.compat.completions import Completions
+from jaxtune.compat.defaults import Library
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer, trained_before
 from jaxtune.compat.settings import move_quantization_config, plain_value, resolved_config
 from jaxtune.compat.tables import GRPO, REWARDED_TRAINER, RLOO
 from jaxtune.compat.transformers_names import load_named
+from jaxtune.compat.vllm_names import SamplingParams
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import ends_of
 from jaxtune.system.terminal import say
@@ -112,6 +114,20 @@ class RewardedConfig(PreferenceConfig):
     log_completions: bool
     num_completions_to_print: int | None  # None: all of the generation
     log_unique_prompts: bool  # True: the tables have one answer to each prompt
+    vllm_sampling_params: SamplingParams | None = None  # what it sets comes before temperature, top_p, ... above
+
+    def _fill(self, library: Library, given: Mapping[str, object]) -> None:
+        super()._fill(library, given)
+        params: object = self.vllm_sampling_params
+        if params is None:
+            return
+        name = f"{type(self).__name__}: vllm_sampling_params"
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"{name} is a {type(params).__name__}; from jaxtune.compat import SamplingParams")
+        if params.n != 1 or params.ignore_eos or params.stop_token_ids:
+            raise ValueError(f"{name}: n, ignore_eos and stop_token_ids are not supported; leave them out")
+        ours = {"max_tokens": "max_completion_length"}
+        vars(self).update({ours.get(one, one): value for one, value in params.changed.items()})
 
 
 @dataclasses.dataclass(init=False)
@@ -217,6 +233,8 @@ class RewardedTrainer(PreferenceTrainer):
                 )
             self._functions.append(argument)
         if not self._functions and not environment_factory and rollout_func is None:
+            unknown = {one: value for one, value in others.items() if one not in self.table and one not in self.older}
+            settle(name, unknown, {}, RewardedTrainer.__init__)  # perhaps they are under another name
             raise ValueError(
                 f"{name}: reward_funcs = {reward_funcs!r}: give a function, an environment_factory or a rollout_func"
             )
@@ -239,6 +257,13 @@ class RewardedTrainer(PreferenceTrainer):
         self._weights = getattr(config, "reward_weights", None)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, **others)
         self._require_best()
+        params = getattr(self.args, "vllm_sampling_params", None)
+        end = getattr(self.tokenizer, "eos_token", None)
+        if params is not None and any(text != end for text in params.stop):
+            raise ValueError(
+                f"{self.config_type.__name__}: vllm_sampling_params: stop = {params.stop!r} is not supported: an "
+                f"answer ends with the model's own end, {end!r}"
+            )
         self._kept: nnx.State | None = None  # the trained weights of the reference, unless it is the adapter off
         if self.args.beta:
             reference = "its adapter off"

@@ -86,6 +86,10 @@ class SFTConfig:
     metric_for_best_model: str | None
     greater_is_better: bool | None  # None: True unless the metric's name ends with "loss"
     full_determinism: bool  # True: repeated runs have equal bits
+    push_to_hub: bool = False  # True: what was trained is uploaded once, after the run
+    hub_model_id: str | None = None  # the hub's repository; None: the name of output_dir
+    hub_private_repo: bool | None = None  # True: a repository that is made is private
+    hub_token: str | None = None  # of the hub; None: this machine's login
 
     def __init__(self, output_dir: str | None = None, **arguments: Any):
         fields = {field.name: field.default for field in dataclasses.fields(self)}

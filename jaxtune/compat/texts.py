@@ -211,11 +211,15 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
     idle = {"tokenizer", "aliases_for_system", "aliases_for_user", "aliases_for_assistant", "batch_size", "num_proc"}
     if others.keys() - idle:
         raise ValueError(f"standardize_sharegpt: {min(others.keys() - idle)} is not an argument that it has")
-    if not hasattr(dataset, "map"):
-        return [dict(row) | {"conversations": _standard(row)} for row in dataset]
     if isinstance(dataset, Mapping):  # splits
         kind: Any = type(dataset)
         return kind({name: standardize_sharegpt(split) for name, split in dataset.items()})
+    names = getattr(dataset, "column_names", None) or next(iter(dataset), {"conversations": None})
+    if "conversations" not in names:  # Unsloth returns it, too
+        say(f"standardize_sharegpt: nothing to do: no column conversations among {', '.join(map(str, names))}")
+        return dataset
+    if not hasattr(dataset, "map"):
+        return [dict(row) | {"conversations": _standard(row)} for row in dataset]
     if not hasattr(dataset, "__len__"):
         return dataset.map(lambda row: {"conversations": list(map(_as_text, _standard(row)))})
     keys = {key for row in dataset for message in _standard(row) for key in message}

@@ -45,6 +45,7 @@ from jaxtune.compat.tables import OPTIMIZERS, PADDING_COLLATORS, RESIDUALS, RESP
 from jaxtune.compat.transformers_names import load_named
 from jaxtune.compat.wording import ScriptWords
 from jaxtune.conversations import dates
+from jaxtune.export.hub import require_login
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8, stored_in
 from jaxtune.system.terminal import say
@@ -396,6 +397,8 @@ class SFTTrainer(ScriptWords, Evaluations):
             folder from that one, and replaces later ones; None or False replaces a finished run.
         """
         say(f"{type(self).__name__}: defaults: {version(self.args.library)}'s")
+        if self.args.push_to_hub:
+            require_login(self.args.hub_token)
         output = self._output
         resumes, from_step = folders.resumed(resume_from_checkpoint, output)
         folders.require_own(output)
@@ -432,6 +435,11 @@ class SFTTrainer(ScriptWords, Evaluations):
         if resumes and self.args.load_best_model_at_end:
             events.note_better(output / JSONL, steps)
         events.tell("on_train_end")
+        if self.args.push_to_hub:
+            try:
+                self.push_to_hub()
+            except ValueError as error:  # what was trained stays
+                say(f"{type(self).__name__}: not uploaded: {error}; trainer.push_to_hub() tries again")
         losses = [line["loss"] for line in trainer.history if "loss" in line]
         return TrainOutput(
             steps,
@@ -469,7 +477,10 @@ class SFTTrainer(ScriptWords, Evaluations):
     def push_to_hub(self, commit_message: str | None = None, **others: Any) -> None:
         """Uploads what save_model saves to args.hub_model_id, else to output_dir's name. Arguments have no effect."""
         del commit_message, others
-        self.model.push_to_hub(self.args.hub_model_id or self._output.name, private=self.args.hub_private_repo)
+        args = self.args
+        name = args.hub_model_id or self._output.name
+        self.model.push_to_hub(name, token=args.hub_token, private=args.hub_private_repo)
+        say(f"{type(self).__name__}: pushed to the hub: {name}")
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
         """Saves the adapter, or without one the whole model, and the tokenizer into a folder (None: output_dir)."""

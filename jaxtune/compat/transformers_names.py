@@ -13,6 +13,7 @@ from jaxtune.compat.settings import DEFAULT_LENGTH, SFTConfig
 from jaxtune.compat.tables import AUTO, BITS_AND_BYTES
 from jaxtune.compat.texts import without_torch
 from jaxtune.models.adapters.adapter_config import base_of
+from jaxtune.models.adapters.named import local_adapter
 from jaxtune.models.files.model_folder import load_tokenizer, resolve_folder
 
 # The arguments of transformers' BitsAndBytesConfig that are followed here.
@@ -90,6 +91,7 @@ def plain_arguments(
     load_in_8bit: bool = False,
     load_in_4bit: bool = False,
     load_in_fp8: bool | str = False,
+    rope_scaling: Mapping[str, object] | None = None,
     **others: Any,
 ) -> dict[str, Any]:
     """Arguments of transformers' from_pretrained as those of FastLanguageModel.from_pretrained.
@@ -97,6 +99,7 @@ def plain_arguments(
     where: the called function, for messages.
     dtype: replaces quantization_config's compute dtype; "auto" is None.
     torch_dtype: the older name of dtype.
+    num_labels, load_in_fp8, rope_scaling: as in FastLanguageModel.from_pretrained.
     load_in_8bit, load_in_4bit: as in transformers 4, instead of quantization_config; `others` may then have
       BitsAndBytesConfig's arguments.
     """
@@ -110,7 +113,7 @@ def plain_arguments(
     loading = quantization_arguments(quantization_config)
     dtype = torch_dtype if dtype is None else dtype
     loading["dtype"] = loading.get("dtype") if dtype in (None, "auto") else dtype
-    return loading | {"num_labels": num_labels, "load_in_fp8": load_in_fp8}
+    return loading | {"num_labels": num_labels, "load_in_fp8": load_in_fp8, "rope_scaling": rope_scaling}
 
 
 def load_plain(
@@ -164,7 +167,7 @@ class AutoModelForCausalLM:
           arguments: as in plain_arguments.
         """
         where = "AutoModelForCausalLM.from_pretrained"
-        path = os.fspath(pretrained_model_name_or_path)
+        path = local_adapter(pretrained_model_name_or_path)
         full = not (Path(path).expanduser() / "adapter_config.json").exists()
         return load_plain(where, path, None, 3407, full, arguments)
 

@@ -36,15 +36,19 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
+_DEFAULTS = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=16, repetition_penalty=1.0)
+
+
 class SamplingParams:
     """vLLM's settings of an answer, with its defaults. ValueError for others that would change answers.
 
     n: answers to each prompt.
     top_k: -1 or 0: all tokens.
     max_tokens: None: as many as the model has positions.
-    stop: texts that end an answer.
+    stop: texts that end an answer, without them unless include_stop_str_in_output.
     seed: None: draws anew.
     logprobs: any number: those of the answer's tokens.
+    changed: settings of the sampler that are not vLLM's defaults.
     """
 
     def __init__(
@@ -70,6 +74,9 @@ class SamplingParams:
                 raise ValueError(f"SamplingParams: {name} = {value!r} is not an argument that jaxtune.compat knows")
             if value not in _NEUTRAL[name]:
                 raise ValueError(f"SamplingParams: {name} = {value!r} is not supported; leave it out")
+        given = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens)
+        given["repetition_penalty"] = repetition_penalty
+        self.changed = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
         if n < 1:
             raise ValueError(f"SamplingParams: n = {n}: must be at least 1")
         self.n, self.temperature, self.top_p, self.top_k = n, temperature, top_p, max(0, top_k or 0)

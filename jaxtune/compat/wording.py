@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
@@ -25,6 +26,14 @@ _PHRASES = {
     "memory.plan=null micro_batches=null (the planner chooses)": "gradient_checkpointing=True (the planner chooses)",
     "model.load_in=nf4": "from_pretrained's load_in_4bit=True",
     "model.load_in=int8": "from_pretrained's load_in_8bit=True",
+}
+# Arguments of functions for a recipe's keys, beside those of adapters, which have the same names.
+_ARGUMENTS = {
+    "model.rope_scaling": "rope_scaling",
+    "model.max_position_embeddings": "max_seq_length",
+    "model.load_in": "load_in_4bit",
+    "model.compute": "load_in_fp8",
+    "data.length": "max_seq_length",
 }
 _RANK = re.compile(r"adapter=\{r: (\d+)\}")
 _VALUES = {"null": "None", "true": "True", "false": "False"}
@@ -49,8 +58,11 @@ def arguments_of(kind: type[SFTConfig]) -> frozenset[str]:
 
 
 @functools.cache
-def _words(kind: type[SFTConfig]) -> dict[str, str]:
-    """{a recipe's key: what a script with this config calls it}"""
+def _words(kind: type[SFTConfig] | None) -> dict[str, str]:
+    """{a recipe's key: what a script with this config calls it}; None: what functions call it that load models and add
+    adapters"""
+    if kind is None:
+        return {key: _of_functions(key, names) for key, names in _candidates().items()}
     has, followed = arguments_of(kind), {field.name for field in dataclasses.fields(kind)}
     words = {}
     for key, names in _candidates().items():
@@ -58,6 +70,14 @@ def _words(kind: type[SFTConfig]) -> dict[str, str]:
         fitting_names = [name for name in names if name in has or (name not in followed and name not in _anywhere())]
         words[key] = fitting_names[0] if fitting_names and fitting_names[0] else _RECIPES + key
     return words
+
+
+def _of_functions(key: str, names: list[str]) -> str:
+    section, _, name = key.rpartition(".")
+    if section == "adapter":
+        return name
+    words = [words for words in names if words in _ARGUMENTS or not words.isidentifier()]
+    return _ARGUMENTS.get(key) or (words[-1] if words and words[-1] else _RECIPES + key)
 
 
 @functools.cache
@@ -79,9 +99,10 @@ def _pattern() -> re.Pattern[str]:
     return re.compile(rf"{before}(?:({dotted})(?![\w/]|\.\w)|({plain}){_WITH_VALUE})(?:(?<==)|=(null|true|false)\b)?")
 
 
-def in_script_words(text: str, kind: type[SFTConfig], of_user: bool = False) -> str:
+def in_script_words(text: str, kind: type[SFTConfig] | None, of_user: bool = False) -> str:
     """A message of jaxtune.train with a script's arguments in place of a recipe's keys.
 
+    kind: the script's config; None: of a function that loads a model or adds an adapter.
     of_user: the text has words of the script's own, in which "seed =" and the like are no keys.
     """
     for phrase, words in _PHRASES.items():
@@ -118,14 +139,30 @@ class ScriptWords:
 def _worded[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def method(*arguments: P.args, **options: P.kwargs) -> R:
-        kind = getattr(arguments[0], "config_type", SFTConfig)
-        with rewording(lambda text: in_script_words(text, kind)):
-            try:
-                return function(*arguments, **options)
-            except ValueError as error:
-                if error.args and isinstance(error.args[0], str):
-                    of_user = isinstance(error, UserCodeError)
-                    error.args = (in_script_words(error.args[0], kind, of_user), *error.args[1:])
-                raise
+        with _said_in_words_of(getattr(arguments[0], "config_type", SFTConfig)):
+            return function(*arguments, **options)
 
     return method
+
+
+def worded[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """A function that loads a model or adds an adapter, whose errors and lines name its arguments."""
+
+    @functools.wraps(function)
+    def called(*arguments: P.args, **options: P.kwargs) -> R:
+        with _said_in_words_of(None):
+            return function(*arguments, **options)
+
+    return called
+
+
+@contextlib.contextmanager
+def _said_in_words_of(kind: type[SFTConfig] | None) -> Iterator[None]:
+    with rewording(lambda text: in_script_words(text, kind)):
+        try:
+            yield
+        except ValueError as error:
+            if error.args and isinstance(error.args[0], str):
+                of_user = isinstance(error, UserCodeError)
+                error.args = (in_script_words(error.args[0], kind, of_user), *error.args[1:])
+            raise

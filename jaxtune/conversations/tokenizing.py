@@ -45,7 +45,7 @@ class Tokens:
     def joined(cls, pieces: list[Tokens]) -> Tokens:
         """The tokens of consecutive pieces with positions in the whole text."""
         fields = (np.concatenate([getattr(tokens, name) for tokens in pieces]) for name in ("ids", "starts", "ends"))
-        return cls(*fields, cut=pieces[-1].is_cut)
+        return cls(*fields, is_cut=pieces[-1].is_cut)
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
@@ -101,7 +101,7 @@ def tokenize_pieces(tokenizer: Tokenizer, text: str, cuts: Sequence[int], max_to
         count += len(piece)
         full = max_tokens is not None and count >= max_tokens and high < len(text)
         pieces.append(piece.section(0, len(piece), low, cut=piece.is_cut or full))
-        if pieces[-1].cut:
+        if pieces[-1].is_cut:
             break
     return Tokens.joined(pieces)
 

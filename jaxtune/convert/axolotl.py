@@ -23,6 +23,10 @@ def translate(recipe: Translation, folder: Path) -> None:
     recipe.set("model.path", recipe["base_model"])
     if recipe.sets("tokenizer_config") and recipe["tokenizer_config"] != recipe["base_model"]:
         recipe.set("model.tokenizer", recipe["tokenizer_config"])
+    for key in ("overrides_of_model_config", "model_config"):
+        common.model_options(recipe, key)
+    if scaling := recipe["rope_scaling"]:
+        common.rope_scaling(recipe, "rope_scaling", scaling if isinstance(scaling, dict) else {"type": scaling})
     method = _objective(recipe)
     _chat_template(recipe)
     _data(recipe, method)

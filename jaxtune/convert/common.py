@@ -9,6 +9,8 @@ from jaxtune.convert.schedules import schedule_keys
 from jaxtune.convert.translation import Translation
 from jaxtune.train.config import OptimConfig
 
+ROPES = ("yarn", "linear", "llama3", "longrope")
+
 
 def batch(recipe: Translation, rows_key: str, documents: str) -> None:
     """rows_per_step of one GPU. documents: what a row is there, such as "pairs"."""
@@ -187,6 +189,35 @@ def trainer_keys(recipe: Translation) -> None:
 def quantised(recipe: Translation, four: bool, eight: bool) -> None:
     if four or eight:
         recipe.set("model.load_in", "nf4" if four else "int8")
+
+
+_NO_NUMBER = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage", "trust_remote_code")
+_ROPE = ("rope_scaling", "rope_parameters")
+
+
+def model_options(recipe: Translation, key: str) -> None:
+    """What replaces keys of the model's config.json, and arguments of from_pretrained: positions are translated."""
+    options = recipe.config.get(key)
+    if options and not isinstance(options, Mapping):
+        recipe.lack(key, options, "a mapping")
+        return
+    for name, value in (options or {}).items():
+        if name in _ROPE and isinstance(value, Mapping):
+            rope_scaling(recipe, f"{name} of {key}", value)
+        elif name == "max_position_embeddings":
+            recipe.set("model.max_position_embeddings", value, key)
+        elif name not in _NO_NUMBER and value is not None:
+            recipe.lack(f"{name} of {key}", value, "config.json of the model's folder")
+
+
+def rope_scaling(recipe: Translation, of: str, scaling: Mapping[str, object]) -> None:
+    """model.rope_scaling with transformers' names; a kind that is not here is lacking."""
+    kind = scaling.get("rope_type") or scaling.get("type")
+    if kind not in ROPES or ("factor" not in scaling and kind != "longrope"):
+        recipe.lack(of, dict(scaling), f"model.rope_scaling has {', '.join(ROPES)}, with a factor")
+        return
+    rest = {name: value for name, value in scaling.items() if name not in ("type", "rope_type")}
+    recipe.set("model.rope_scaling", {"rope_type": kind, **rest})
 
 
 def listed(value: Any) -> list[str]:

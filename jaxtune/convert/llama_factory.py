@@ -231,8 +231,7 @@ def _columns(entry: Mapping[str, Any], method: str, recipe: Translation, name: s
     for key in ("images", "videos", "audios"):
         if entry_columns.pop(key, None):
             recipe.lack(f"{key} of {name}", key, "only text can be trained on")
-    if history := entry_columns.pop("history", None):
-        recipe.lack(f"history of {name}", history, "turns before the last one: rows of messages")
+    history = entry_columns.pop("history", None)
     names = {ours: entry_columns[ours] for ours in ("system", "tools", "chosen", "rejected") if entry_columns.get(ours)}
     if entry_columns.get("kto_tag"):
         names["label"] = entry_columns["kto_tag"]
@@ -245,6 +244,7 @@ def _columns(entry: Mapping[str, Any], method: str, recipe: Translation, name: s
         prompt_text = f"{{{prompt}}}\n{{{query}}}" if prompt and query else prompt or query
         answer = {"sft": "output", "kto": "completion"}.get(method)
         names |= {"prompt" if pairs else "instruction": prompt_text} if prompt_text else {}
+        names |= {"history": history} if history else {}
         return names | ({answer: response} if answer and response else {})
     field = entry_columns.get("messages") or "conversations"
     if pairs and method != "kto" and field not in ("messages", "conversations"):

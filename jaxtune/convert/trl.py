@@ -27,6 +27,7 @@ def translate(recipe: Translation, trainer: str | None) -> None:
     recipe.defaults.update(section.defaults)
     recipe.defaults.update({"optim": "adamw_torch_fused"})
     recipe.set("model.path", recipe["model_name_or_path"])
+    common.model_options(recipe, "model_init_kwargs")
     if trainer != "sft":
         recipe.set("objective.name", trainer)
     _loss(recipe, trainer)

@@ -23,7 +23,8 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
     try:
         api.whoami()
         address = api.create_repo(repository, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by jaxtune export")
+        whole = getattr(address, "repo_id", repository)  # with its owner, which the name may lack
+        api.upload_folder(repo_id=whole, folder_path=folder, commit_message="Upload by jaxtune export")
     except LocalTokenNotFoundError:
         raise ValueError(
             f"push: {repository}: this machine is not logged in to the hub; log in (hf auth login), or set HF_TOKEN"
@@ -40,3 +41,17 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
             f"push: {repository}: the hub cannot be reached, or the upload broke off ({type(error).__name__}: {error})"
         ) from None
     return str(address)
+
+
+def require_login(token: str | None = None) -> None:
+    """Raises ValueError if the hub takes neither `token` nor this machine's login."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
+
+    try:
+        HfApi(token=token).whoami()
+    except (LocalTokenNotFoundError, HfHubHTTPError, HTTPError, ConnectionError, TimeoutError) as error:
+        raise ValueError(
+            "push_to_hub = True: the hub does not know this machine's login, or cannot be reached "
+            f"({type(error).__name__}): hf auth login, or HF_TOKEN; or push_to_hub=False"
+        ) from None

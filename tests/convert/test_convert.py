@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import yaml
 
 from jaxtune.cli import main
-from jaxtune.train.config.file import load_config
+from jaxtune.train.config.file import config_from_dict, load_config
+from jaxtune.train.data.rendering.templates import trained_tokenizer
+from jaxtune.train.objectives.named import objective_of
+from tests.train.data.conftest import make_tokenizer
 
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B
@@ -483,3 +487,66 @@ report_to: [wandb]
     assert (
         recipe["metrics"] == {"log_every": 10, "wandb_project": "huggingface"} or "wandb_project" in recipe["metrics"]
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "told"),
+    [
+        (
+            "overrides_of_model_config: {rope_scaling: {type: linear, factor: 2.0}, max_position_embeddings: 8192}",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "max_position_embeddings": 8192},
+            [],
+        ),
+        (
+            "model_config: {rope_scaling: {rope_type: yarn, factor: 4.0}, attention_dropout: 0.1, use_cache: false}",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            ["attention_dropout of model_config: 0.1"],
+        ),
+        ("rope_scaling: {type: dynamic, factor: 2.0}", {}, ['rope_scaling: {"type": "dynamic"']),
+        ("rope_scaling: linear", {}, ["rope_scaling: "]),
+    ],
+)
+def test_positions_of_axolotl_are_followed_or_told(text, model, told, tmp_path, capsys):
+    whole = f"base_model: m\ndatasets: [{{path: a.jsonl, type: alpaca}}]\nadapter: lora\n{text}\n"
+    recipe, told_there, _ = converted(whole, tmp_path, capsys)
+    assert {key: value for key, value in recipe["model"].items() if key != "path"} == model
+    assert all(line in told_there for line in told)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+def test_llama_factorys_rope_scaling_is_told(kind, tmp_path, capsys):
+    text = f"model_name_or_path: m\nstage: sft\ndataset: x\ntemplate: qwen\nrope_scaling: {kind}\n"
+    _, told_there, _ = converted(text, tmp_path, capsys)
+    assert f'rope_scaling: "{kind}"' in told_there and "model.rope_scaling={rope_type: " in told_there
+
+
+def test_trls_model_init_kwargs(tmp_path, capsys):
+    text = (
+        "model_name_or_path: m\ndataset_name: a\npacking: true\nassistant_only_loss: true\n"
+        "model_init_kwargs: {attn_implementation: sdpa, torchscript: true, rope_scaling: {type: yarn, factor: 2.0}}\n"
+    )
+    recipe, told_there, _ = converted(text, tmp_path, capsys)
+    assert recipe["model"]["rope_scaling"] == {"rope_type": "yarn", "factor": 2.0}
+    assert "torchscript of model_init_kwargs: true" in told_there and "attn_implementation" not in told_there
+
+
+def test_turns_before_a_question_are_read(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.json").write_text(
+        json.dumps([{"ask": "Third?", "said": "3", "past": [["First?", "1"], ["Second?", "2"]]}])
+    )
+    columns = {"prompt": "ask", "response": "said", "history": "past"}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps({"a": {"file_name": "a.json", "columns": columns}}))
+    text = "model_name_or_path: m\nstage: sft\ndataset: a\ntemplate: qwen\nfinetuning_type: lora\n"
+    recipe, told_there, _ = converted(text, tmp_path, capsys)
+    assert recipe["data"]["columns"] == {"instruction": "ask", "output": "said", "history": "past"}
+    assert "history" not in told_there
+    config, tokenizer = config_from_dict(recipe), make_tokenizer()
+    tokenizer = trained_tokenizer(tokenizer, config.data.template, config.data.template_arguments)
+    made = objective_of(config).prepare(config.data.train, tokenizer, config.data, vocab_size=10**6, max_rows=None)
+    document = made.documents[0]
+    said = tokenizer.decode(document.tokens)
+    places = [said.index(words) for words in ("First?", "1", "Second?", "2", "Third?", "3")]
+    assert len(made.documents) == 1 and places == sorted(places)
+    trained = tokenizer.decode(document.tokens[np.asarray(document.mask)])
+    assert [part.strip() for part in trained.split("<|im_end|>")][:3] == ["1", "2", "3"]

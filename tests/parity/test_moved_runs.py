@@ -13,8 +13,11 @@ import numpy as np
 import peft
 import pytest
 import reference
+import torch
 import transformers
 import trl
+import trl.experimental.orpo
+from random_weights import random_tensor
 from tiny import CONFIGS
 
 from jaxtune import compat
@@ -29,7 +32,7 @@ def text(draw: np.random.Generator, most: int) -> str:
 
 
 # The trainer of each kind of rows: GSM8K-like questions and answers as prompt and completion are SFT's, too.
-TRAINERS = {"completion": "SFT"}
+TRAINERS = {"completion": "SFT", "text": "SFT"}
 
 
 def rows_of(kind: str, count: int) -> list[dict[str, Any]]:
@@ -42,6 +45,8 @@ def rows_of(kind: str, count: int) -> list[dict[str, Any]]:
             }
             for _ in range(count)
         ]
+    if kind == "text":
+        return [{"text": text(draw, 40)} for _ in range(count)]
     if kind == "SFT":
         return [
             {
@@ -73,9 +78,21 @@ def documents(tokens: np.ndarray, segments: np.ndarray) -> list[list[int]]:
     )
 
 
-def theirs(kind: str, base: Path, folder: Path, settings: dict[str, Any], rows: list) -> dict[str, Any]:
-    """What TRL does: {"losses", "rates", "updates": [sorted texts of each]}."""
-    trainer_type, config = (getattr(trl, TRAINERS.get(kind, kind) + what) for what in ("Trainer", "Config"))
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def theirs(
+    kind: str, base: Path, folder: Path, settings: dict[str, Any], rows: list, trained: bool = False
+) -> dict[str, Any]:
+    """What TRL does: {"losses", "rates", "updates": [sorted texts of each]}. trained: the adapter was trained before,
+    and the model has it."""
+    rooms: dict[str, Any] = {"ORPO": trl.experimental.orpo}
+    name = TRAINERS.get(kind, kind)
+    trainer_type, config = (getattr(rooms.get(name, trl), name + what) for what in ("Trainer", "Config"))
     found: dict[str, Any] = {"rates": [], "updates": [[]]}
 
     class Noting(transformers.TrainerCallback):
@@ -86,21 +103,29 @@ def theirs(kind: str, base: Path, folder: Path, settings: dict[str, Any], rows: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args = config(use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", **settings)
+        task = "SEQ_CLS" if name == "Reward" else "CAUSAL_LM"
+        lora: Any = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type=task)
+        model: Any = reference.load(base)
+        if name == "Reward":
+            kind_of_model = transformers.AutoModelForSequenceClassification
+            model = kind_of_model.from_pretrained(base, num_labels=1, dtype="float32")
+        if trained:
+            model, lora = shaken(peft.get_peft_model(model, lora)), None
         trainer = trainer_type(
-            model=reference.load(base),
+            model=model,
             args=args,
             train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=make_tokenizer(),
+            processing_class=tokenizer_of(kind, settings),
             callbacks=[Noting],
-            peft_config=peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+            peft_config=lora,
         )
         trainer.model.peft_config["default"].base_model_name_or_path = str(base)
-        trainer.model.save_pretrained(folder / "adapter")
+        trainer.model.save_pretrained(folder / "adapter", selected_adapters=["default"])
         step = trainer.training_step
 
         def noting(model, inputs, *more):
             for prefix in ("", "KL_"):
-                if f"{prefix}input_ids" in inputs:
+                if f"{prefix}attention_mask" in inputs:
                     mask = inputs[f"{prefix}attention_mask"].numpy()
                     found["updates"][-1] += documents(inputs[f"{prefix}input_ids"].numpy(), mask)
             return step(model, inputs, *more)
@@ -112,6 +137,22 @@ def theirs(kind: str, base: Path, folder: Path, settings: dict[str, Any], rows: 
     return found
 
 
+def shaken(model: Any) -> Any:
+    """The model with an adapter that does something."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data += 0.2 * torch.from_numpy(random_tensor(name, tuple(parameter.shape)))
+    return model
+
+
+def tokenizer_of(kind: str, settings: dict[str, Any]) -> Any:
+    """ORPO's writes its BOS, which TRL's writes in any case; where a reward is read, padding is not a text's end."""
+    options: dict[str, Any] = {"pad_token": "<|eos|>"} if kind in ("ORPO", "Reward") else {}
+    if kind == "ORPO":
+        options["adds_bos"] = True
+    return make_tokenizer(MARKED, **options) if settings.get("assistant_only_loss") else make_tokenizer(**options)
+
+
 def ours(kind: str, folder: Path, settings: dict[str, Any], rows: list) -> dict[str, Any]:
     model, _ = compat.FastLanguageModel.from_pretrained(
         str(folder / "adapter"), 64, dtype="float32", load_in_4bit=False
@@ -119,7 +160,7 @@ def ours(kind: str, folder: Path, settings: dict[str, Any], rows: list) -> dict[
     name = TRAINERS.get(kind, kind)
     args = getattr(compat, f"{name}Config")(**settings | {"output_dir": str(folder / "ours")})
     trainer = getattr(compat, f"{name}Trainer")(
-        model, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=make_tokenizer()
+        model, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer_of(kind, settings)
     )
     trainer.train()
     history = [line for line in trainer.state.log_history if "loss" in line]
@@ -182,9 +223,44 @@ def test_the_same_script_gives_the_same_run(base, tmp_path, monkeypatch, kind, s
     np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=2e-4)
 
 
-def test_the_order_is_torchs():
-    import torch
+SCRIPTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "continued pretraining": ("text", {}),
+    "packing": ("text", dict(packing=True)),
+    "assistant_only_loss": ("SFT", dict(assistant_only_loss=True)),
+    "ORPO": ("ORPO", dict(beta=0.2)),
+    "Reward": ("Reward", dict(center_rewards_coefficient=0.1)),
+    "DPO of an adapter that was trained": ("DPO", dict(beta=0.3)),
+    "KTO of an adapter that was trained": ("KTO", dict(train_sampling_strategy="sequential")),
+}
 
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_first_steps_have_trls_losses(base, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
+    kind, more = SCRIPTS[name]
+    settings = more | dict(
+        output_dir=str(tmp_path / "theirs"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        warmup_steps=0,
+        learning_rate=1e-2,
+        optim="adamw_torch",
+        adam_epsilon=1e-4,
+        logging_steps=1,
+        max_length=40,
+        seed=11,
+        report_to="none",
+        dataset_num_proc=1,
+    )
+    rows = rows_of(kind, 12)
+    wanted = theirs(kind, base, tmp_path, settings, rows, trained="trained" in name)
+    found = ours(kind, tmp_path, settings, rows)
+    assert len(found["losses"]) == 2 and wanted["losses"][0] != pytest.approx(wanted["losses"][1], rel=1e-3)
+    np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=2e-4)
+
+
+def test_the_order_is_torchs():
     for rows in (1, 2, 7, 1000):
         for seed, epoch in ((0, 0), (3407, 2), (2**32 - 1, 1)):
             drawn = torch.randperm(rows, generator=torch.Generator().manual_seed(seed + epoch)).tolist()

@@ -23,7 +23,7 @@ def scope_of(segment: Segment) -> contextlib.AbstractContextManager:
 
 def run_segment(
     segment: Segment, block: Block, context: Context, values, kept_low_rank=None, normed=()
-) -> tuple[tuple, dict[str, low_rank.Made]]:
+) -> tuple[tuple, dict[str, low_rank.LowRankInputs]]:
     """(one result for each of the segment's outputs, {name: its low-rank inputs}, empty if it has none).
 
     values: one for each of the segment's reads.

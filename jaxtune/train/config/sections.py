@@ -38,7 +38,7 @@ ROW_OPTIONS = (
 # Columns of the formats of rows, which data.columns finds under other names.
 COLUMN_NAMES = (
     *("messages", "conversations", "instruction", "input", "output", "prompt", "completion", "text", "system", "tools"),
-    *("chosen", "rejected", "label", "margin", "answer"),
+    *("chosen", "rejected", "label", "margin", "answer", "history"),
 )
 
 
