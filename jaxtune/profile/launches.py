@@ -289,7 +289,7 @@ def _fill(position, unassigned, launches, schedule, executions, by_name, kernel_
             elif key == "copy":  # XLA also runs fusions that only move data as copies
                 is_candidate = instruction.opcode.startswith(("copy", "async-start")) or "dynamic" in instruction.name
             else:
-                is_candidate = classes.of(instruction) == key
+                is_candidate = classes.class_of(instruction) == key
             if slot not in occupied and is_candidate:
                 position[index] = slot
                 occupied.add(slot)

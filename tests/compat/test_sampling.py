@@ -128,4 +128,4 @@ def test_prompts_lose_their_first_tokens(folder, tmp_path, capsys):  # noqa: F81
     chat = [{"role": "user", "content": LONG}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
     plain = tokenizer(LONG)["input_ids"]
-    assert list(prompts[0].ids) in (ids[-10:], plain[-10:]) and prompts[0].given == LONG
+    assert list(prompts[0].ids) in (ids[-10:], plain[-10:]) and prompts[0].turns == LONG

@@ -193,7 +193,7 @@ def test_full_fine_tuning_gets_the_gradient_within_the_range():
     wanted = dict(linears(nnx.merge(nnx.graphdef(base), nnx.grad(mean_loss)(convert_qat(prepared), TOKENS))))
     clipped = 0
     for (name, ours), (_, own) in zip(linears(nnx.merge(nnx.graphdef(base), gradient)), linears(prepared), strict=True):
-        kept = np.asarray(own.fake_quant.within(own.weight[...]))
+        kept = np.asarray(own.fake_quant.in_range(own.weight[...]))
         dense = np.where(kept, wanted[name].weight[...], 0)
         np.testing.assert_allclose(ours.weight[...], dense, rtol=1e-5, atol=1e-7, err_msg=name)
         clipped += (~kept & (np.asarray(wanted[name].weight[...]) != 0)).sum()
@@ -275,7 +275,7 @@ def test_experts_get_the_gradient_within_the_range(transposed):
     wanted = dict(experts(nnx.merge(nnx.graphdef(base), nnx.grad(mean_loss)(convert_qat(whole), TOKENS))))
     for key, matrix in experts(whole):
         weight = matrix.weight[...].swapaxes(1, 2) if transposed else matrix.weight[...]
-        kept = matrix.fake_quant.within(weight)
+        kept = matrix.fake_quant.in_range(weight)
         dweight = np.where(kept.swapaxes(1, 2) if transposed else kept, wanted[key].weight[...], 0)
         np.testing.assert_allclose(gradient[key].weight[...], dweight, rtol=1e-4, atol=1e-6, err_msg=key)
 

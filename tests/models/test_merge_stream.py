@@ -142,7 +142,7 @@ def test_with_room_logits_are_verified_while_tensors_are_written(tmp_path, monke
     monkeypatch.setattr(merge, "_has_room", lambda model: True)
     monkeypatch.setattr(merge, "check_logits", slowly)
     weights = merged_weights(model)
-    *former, last = weights.made.values()
+    *former, last = weights.makers.values()
     for make in former:
         make()
     assert not ended
@@ -174,7 +174,7 @@ def test_logits_are_verified_once_tensors_are_made_or_soon_after(monkeypatch):
         weights = merged_weights(MODELS["lora"]())
         assert not (makes and verified.wait(0.3))
         if makes:
-            next(iter(weights.made.values()))()
+            next(iter(weights.makers.values()))()
         assert verified.wait(20)
 
 

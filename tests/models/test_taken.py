@@ -67,7 +67,7 @@ def loss_and_gradients(model, plan):
     def total(trainable):
         model = nnx.merge(graph, trainable, frozen)
         layout, x = model.layout(SEGMENTS.shape, jnp.asarray(SEGMENTS)), model.embed(tokens)
-        given = model.given(tokens, x)
+        given = model.per_layer_inputs(tokens, x)
         assert given is not None
         if plan is None:
             out = run_plainly(model, x, layout, given)
@@ -104,7 +104,7 @@ def test_who_shares_with_whom():
 
 def test_a_layer_that_takes_what_nothing_gives_is_refused(model):
     layout, x = model.layout((1, 4)), jnp.zeros((1, 4, 64))
-    given = model.given(jnp.ones((1, 4), jnp.int32), x)
+    given = model.per_layer_inputs(jnp.ones((1, 4), jnp.int32), x)
     with pytest.raises(ValueError, match="layer 0 takes full_attention_key.*which no earlier layer gives"):
         run_stack(list(model.layers)[3:], model.config.layers[3:], x, layout, layer_inputs=given[3:])
     with pytest.raises(ValueError, match="layer 0 takes per_layer_input, which no earlier layer gives"):

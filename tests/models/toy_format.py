@@ -39,7 +39,7 @@ class Q8(Stored):
         wanted = (*self.shape[:-1], self.shape[-1] // BLOCK)
         return None if self.scales.shape == wanted else f"scales are {self.scales.shape}; they must be {wanted}"
 
-    def cut(self, axis):  # between whole blocks along the last axis, and anywhere along the others
+    def block_length(self, axis):  # between whole blocks along the last axis, and anywhere along the others
         return BLOCK if axis % self.ndim == self.ndim - 1 else 1
 
     def _decode(self, dtype):
@@ -51,7 +51,7 @@ class Q8Files(Layout):
 
     title = "Q8"
     codes, codes_dtype = ".weight", "I8"
-    others = (".weight_scale_32",)
+    scale_keys = (".weight_scale_32",)
 
     def recognises(self, settings):  # of quantization_config in config.json
         return settings.get("quant_method") == "q8"

@@ -237,7 +237,7 @@ def test_rows_are_sampled_or_keep_their_own_answers():
     drawn = parts_of(all_.batch_at(0, lambda: model))
     metrics = all_.metrics_at(0)
     assert sum(int(weights.sum()) for weights in drawn.values()) == 4 * metrics["completions/mean_length"]
-    prompts = {row.prompt for row in all_.asked}
+    prompts = {row.prompt for row in all_.rows}
     assert all(any(tokens[: len(prompt)] == prompt for prompt in prompts) for tokens in drawn)
     again = source_of(1.0)
     again.resume(0, None)

@@ -253,7 +253,7 @@ def test_an_axis_of_the_mesh_is_its_declaration(monkeypatch):
     monkeypatch.setattr(partition, "ROWS", PartitionSpec(tuple(axis.name for axis in added)))
     assert partition.make_mesh(2, 2, -1).shape == {"data": 2, "fsdp": 2, "islands": 2}
     shape = partition.mesh_shape(2, 2, 2)
-    assert (shape.size, shape.parts, shape.copies) == (8, 2, 4)
+    assert (shape.size, shape.shard_count, shape.copies) == (8, 2, 4)
     assert partition.MeshShape.from_record({"mesh_data": 2, "mesh_fsdp": 2}) == (2, 2, 1)
     assert partition.MeshShape.from_record(shape.to_record()) == shape
     require_same(run.__wrapped__(name, (2, 2, 2)), want)

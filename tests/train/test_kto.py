@@ -142,13 +142,13 @@ def test_a_rows_own_answer_is_never_cut_for_a_strangers(rows, length, packing):
     documents, labels = with_mismatched_answers(documents_of(rows))
     packed = PackedPairs(documents, length, labels=labels, second_yields=True, packing=packing)
     for row, (_, before, answer) in enumerate(rows):
-        own, stranger = (int(count) for count in packed.kept[row])
+        own, stranger = (int(count) for count in packed.kept_lengths[row])
         whole = min(before + answer, length)
         assert own == (whole if whole > before else 0)
         there = min(len(documents[2 * row + 1].tokens), length - own)
         assert stranger == (there if own and there > before else 0)
     assert packed.report.truncated == sum(before < length < before + answer for _, before, answer in rows)
-    assert packed.without_second == int(((packed.kept[:, 1] == 0) & (packed.kept[:, 0] > 0)).sum())
+    assert packed.without_second == int(((packed.kept_lengths[:, 1] == 0) & (packed.kept_lengths[:, 0] > 0)).sum())
     if any(before + answer > length for _, before, answer in rows):
         with pytest.raises(ValueError, match="longer"):
             PackedPairs(documents, length, labels=labels, second_yields=True, overflow="error")
@@ -157,7 +157,7 @@ def test_a_rows_own_answer_is_never_cut_for_a_strangers(rows, length, packing):
 def test_the_lengths_of_the_finding():
     documents, labels = with_mismatched_answers(documents_of([(0, 100, 600), (1, 100, 1400)]))
     packed = PackedPairs(documents, 1024, labels=labels, second_yields=True)
-    assert packed.kept.tolist() == [[700, 324], [1024, 0]]
+    assert packed.kept_lengths.tolist() == [[700, 324], [1024, 0]]
     data = PairDataset(documents, Summary(rows=2, documents=2), 1024, labels=labels, second_yields=True)
     assert any("1 rows estimate no divergence" in line for line in data.warnings())
     alike = PairDataset(documents, Summary(rows=2, documents=2), 1024, labels=labels)
@@ -169,7 +169,7 @@ def test_a_row_without_a_mismatched_answer_has_no_part_in_the_divergence():
     documents, labels = with_mismatched_answers(documents_of([(0, 2, 3), (1, 2, 14)]))
     documents = dataclasses.replace(documents, tokens=documents.tokens % 48)
     rows = PackedPairs(documents, 16, labels=labels, second_yields=True, packing=False)
-    assert rows.kept.tolist() == [[5, 11], [16, 0]]
+    assert rows.kept_lengths.tolist() == [[5, 11], [16, 0]]
     kls = []
     for filled in (1, 2):
         batch = rows.empty(2)

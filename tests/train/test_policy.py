@@ -538,7 +538,7 @@ def test_prompts_come_from_rows_of_every_form(tmp_path):
     ]
     tokenizer = make_tokenizer()
     found = read_prompts(rows, tokenizer, DataConfig(train="x"), 100)
-    assert [prompt.given for prompt in found] == [
+    assert [prompt.turns for prompt in found] == [
         "ask",
         [{"role": "user", "content": "hi"}],
         [{"role": "user", "content": "hi"}],
@@ -550,14 +550,14 @@ def test_prompts_come_from_rows_of_every_form(tmp_path):
     more = [{"role": "assistant", "content": "call"}, {"role": "user", "content": "go on"}, *good]
     for completion in ("good", good, more):  # TRL's forms; any other is a column for reward functions
         [prompt] = read_prompts([{"prompt": hi, "completion": completion}], tokenizer, DataConfig(train="x"), 100)
-        assert (prompt.given, prompt.columns["answer"], prompt.ids) == (hi, "good", found[1].ids)
+        assert (prompt.turns, prompt.columns["answer"], prompt.ids) == (hi, "good", found[1].ids)
     for completion in (None, 4, ["a", "b"], []):
         [prompt] = read_prompts([{"prompt": hi, "completion": completion}], tokenizer, DataConfig(train="x"), 100)
-        assert prompt.given == hi and prompt.columns == {"completion": completion} and prompt.ids == found[1].ids
+        assert prompt.turns == hi and prompt.columns == {"completion": completion} and prompt.ids == found[1].ids
     text = tokenizer.decode(found[1].ids)
     assert "hi" in text and text.rstrip().endswith("assistant")
     [templated] = read_prompts([{"prompt": "hi"}], tokenizer, DataConfig(train="x", template="chatml"), 100)
-    assert templated.given == "hi" and templated.ids == found[1].ids
+    assert templated.turns == "hi" and templated.ids == found[1].ids
     with pytest.raises(ConfigError, match=r"rows:1: its prompt has .* tokens"):
         read_prompts([{"prompt": "very long " * 50}], tokenizer, DataConfig(train="x"), 20)
     with pytest.raises(ConfigError, match=r"rows:1: not valid Unicode"):

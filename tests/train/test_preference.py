@@ -232,7 +232,7 @@ def test_long_pairs_are_cut_and_dropped():
 
     made = [document(30, 2), document(6, 2), document(20, 2), document(20, 2), document(5, 2), document(40, 25)]
     rows = PackedPairs(Documents.gather(made), 24)
-    assert rows.kept.tolist() == [[18, 6], [12, 12], [0, 0]]  # of the last, nothing of one answer is left
+    assert rows.kept_lengths.tolist() == [[18, 6], [12, 12], [0, 0]]  # of the last, nothing of one answer is left
     assert rows.report.truncated == 3 and rows.report.dropped == 2 and rows.report.cut_tokens == 12 + 16
     assert PackedPairs(Documents.gather(made), 25).kept.tolist() == [[19, 6], [12, 12], [0, 0]]
     with pytest.raises(ValueError, match=r"longer than data\.length=24"):

@@ -78,7 +78,7 @@ class Merged(Stored):
     def problem(self) -> str | None:
         return None
 
-    def cut(self, axis: int) -> int | None:
+    def block_length(self, axis: int) -> int | None:
         return None
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -191,7 +191,7 @@ def _last_layer(tokens: jax.Array, model: Decoder) -> jax.Array:
 def _before_layers(graph: nnx.GraphDef, state: nnx.State, tokens: jax.Array):
     model = nnx.merge(graph, state)
     x = model.embed(tokens)
-    return x, model.layout(tokens.shape), model.given(tokens, x)
+    return x, model.layout(tokens.shape), model.per_layer_inputs(tokens, x)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4), compiler_options=UNTUNED)

@@ -19,7 +19,7 @@ class _Rotary(RotaryByType):
 
     keys = (*RotaryByType.keys, Key("rope_local_base_freq", (), above_one, 10_000.0))
 
-    def given_to(self, layer_type: str, hf: Config) -> Fields:
+    def parameters_of_type(self, layer_type: str, hf: Config) -> Fields:
         """Parameters of rope_parameters outside an object for a type of layer are ignored, as in transformers."""
         by_type = {key: value for key, value in (hf["rope_parameters"] or {}).items() if isinstance(value, Mapping)}
         hf = {**hf, "rope_parameters": by_type}

@@ -13,7 +13,7 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, WINDOW_PATTERN
 
 
 class _Rotary(RotaryByType):
-    def given_to(self, layer_type: str, hf: Config) -> Fields:
+    def parameters_of_type(self, layer_type: str, hf: Config) -> Fields:
         """Sliding layers get the base alone, unless rope_parameters has an object for them."""
         parameters = super().parameters_of_type(layer_type, hf)
         if layer_type == SLIDING and not isinstance((hf["rope_parameters"] or {}).get(SLIDING), dict):

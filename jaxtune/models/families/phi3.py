@@ -10,7 +10,7 @@ from jaxtune.models.families.common.rope import ORIGINAL_POSITIONS, PARTIAL_ROTA
 class _Rotary(Rotary):
     """Rotary, with Phi-3's names for longrope, and the keys that transformers 4 requires."""
 
-    def given(self, hf: Config) -> Fields:
+    def parameters_of(self, hf: Config) -> Fields:
         parameters = super().parameters_of(hf)
         if parameters["rope_type"] in ("su", "yarn"):  # the names of longrope in early files
             parameters["rope_type"] = "longrope"

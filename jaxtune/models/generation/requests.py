@@ -108,7 +108,7 @@ class Request:
     placements: int = 0
     rounds: int = 0  # how many rounds that decode it were dispatched to the device and have not been read
     # identifies the tokens of which its states are computed, so that requests with equal prompts share a prefill; set
-    # when it is queued (Prefills.wanted)
+    # when it is queued (Prefills.add_waiting)
     key: bytes = b""
     done: bool = False  # whether it has ended
 

@@ -81,7 +81,7 @@ class NormsApart:
 
             def run(trainable, x, name=name, with_stream=stream in gradients):
                 norm = getattr(block_of(trainable), name)
-                return norm.beside(x) if with_stream else norm(x)
+                return norm.stream_and_normed(x) if with_stream else norm(x)
 
             with jax.named_scope(name):
                 pullback = jax.vjp(run, trainable, values[stream])[1]

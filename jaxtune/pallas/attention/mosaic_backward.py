@@ -222,7 +222,7 @@ def bring_queries(items, group, width, operands, slots, full, free):
         lax.fori_loop(0, count * group, step, ())
         return count * group
 
-    drain(items.each(work), (q_smem, q_free), (do_smem, do_free))
+    drain(items.for_each(work), (q_smem, q_free), (do_smem, do_free))
 
 
 def key_kernel(

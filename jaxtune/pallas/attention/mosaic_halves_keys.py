@@ -54,7 +54,7 @@ def _bring_queries(items, group, width, copies):
         lax.fori_loop(0, count * group, step, ())
         return count * group
 
-    return items.each(work)
+    return items.for_each(work)
 
 
 class _KeySide:

@@ -142,8 +142,8 @@ class FourBit(Stored):
                 fields |= dict(absmax=absmax, nested_absmax=None, nested_map=None, offset=None)
         return dataclasses.replace(self, **fields, shape=(rows, columns))
 
-    def cut(self, axis: int) -> int | None:
-        """As Stored.cut: along the first axis whole blocks of 64 or, with double quantisation, groups of 256 blocks;
+    def block_length(self, axis: int) -> int | None:
+        """As Stored.block_length: along the first axis whole blocks of 64 or, with double quantisation, groups of 256 blocks;
         None for other axes, because codes are flat in row-major order. `piece` can cut groups.
         """
         row, unit_size = math.prod(self.shape[1:]), BLOCK * (1 if self.offset is None else NESTED_BLOCK)
@@ -300,7 +300,7 @@ class BitsAndBytes(Layout):
     title = "bitsandbytes' in four bits"
     codes = ".weight"
     codes_dtype = "U8"
-    others = (".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
+    scale_keys = (".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
     raw = (".weight",)  # whatever dtype the header gives the codes, their bytes are read
     digests_pieces = True
     expert_note = (

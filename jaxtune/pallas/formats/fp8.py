@@ -114,7 +114,7 @@ class FP8(Stored):
     def largest(self) -> jax.Array:
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST)).decode("float32")
 
-    def cut(self, axis: int) -> int | None:
+    def block_length(self, axis: int) -> int | None:
         axis = axis % self.ndim
         return 1 if axis < self.ndim - 2 else self.block[axis - self.ndim + 2]
 
@@ -209,7 +209,7 @@ class FP8Files(Layout):
     title = "FP8 (quant_method fp8, or compressed-tensors' float-quantized)"
     codes = ".weight"
     codes_dtype = "F8_E4M3"
-    others = (".weight_scale_inv", ".weight_scale")
+    scale_keys = (".weight_scale_inv", ".weight_scale")
 
     def recognises(self, settings: Settings) -> bool:
         method, kind = settings.get("quant_method"), settings.get("format")

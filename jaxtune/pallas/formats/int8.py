@@ -68,8 +68,8 @@ class Int8(Stored):
             return None
         return f"absmax is {list(self.absmax.shape)}; codes of {list(self.shape)} need {list(self.shape[:-1])}"
 
-    def cut(self, axis: int) -> int:
-        """As Stored.cut: 1, because a part of a row is decoded by the whole row's scale."""
+    def block_length(self, axis: int) -> int:
+        """As Stored.block_length: 1, because a part of a row is decoded by the whole row's scale."""
         return 1
 
     def rescaled(self, factor: np.ndarray) -> Int8:
@@ -78,8 +78,8 @@ class Int8(Stored):
     def largest(self) -> jax.Array:
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, _LARGEST)).decode("float32")
 
-    def divided(self, axis: int, shards: int) -> tuple[int | None, ...] | None:
-        """As Stored.divided; along `in`, which cuts every row, each device keeps all of absmax: (axis, None)."""
+    def shard_axes(self, axis: int, shards: int) -> tuple[int | None, ...] | None:
+        """As Stored.shard_axes; along `in`, which cuts every row, each device keeps all of absmax: (axis, None)."""
         if self.shape[axis] % shards:
             return None
         axis = axis % self.ndim
@@ -113,7 +113,7 @@ class LLMInt8(Layout):
     title = "bitsandbytes' in eight bits (LLM.int8)"
     codes = ".weight"
     codes_dtype = "I8"
-    others = (".SCB", ".weight_format")
+    scale_keys = (".SCB", ".weight_format")
     expert_note = (
         "experts in int8 are written as the linears of transformers 4, which jaxtune loads again and transformers 5 "
         "does not: it has no experts in int8 (dequantize writes 16 bits)"

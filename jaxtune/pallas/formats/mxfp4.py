@@ -121,10 +121,10 @@ class MXFP4(Stored):
             return f"codes are {self.codes.dtype} and scales {self.scales.dtype}; both must be uint8"
         return None
 
-    def cut(self, axis: int) -> int | None:
+    def block_length(self, axis: int) -> int | None:
         return BLOCK if axis == self.ndim - (2 if self.swapped else 1) else 1
 
-    def divided(self, axis: int, shards: int) -> tuple[int | None, ...] | None:
+    def shard_axes(self, axis: int, shards: int) -> tuple[int | None, ...] | None:
         axes = super().shard_axes(axis, shards)
         if axes is None or not self.swapped or axis < self.ndim - 2:
             return axes
@@ -208,7 +208,7 @@ class Published(Layout):
     title = "gpt-oss's in MXFP4"
     codes = "_blocks"
     codes_dtype = "U8"
-    others = ("_scales",)
+    scale_keys = ("_scales",)
     weight = ""
     decoded_on_load = True
     kept_on_request = True
@@ -286,7 +286,7 @@ class CompressedTensors(Layout):
     title = "MXFP4 of compressed-tensors (mxfp4-pack-quantized)"
     codes = ".weight_packed"
     codes_dtype = "U8"
-    others = (".weight_scale",)
+    scale_keys = (".weight_scale",)
     decoded_on_load = True
 
     def recognises(self, settings: Settings) -> bool:

@@ -128,7 +128,7 @@ class NVFP4(Stored):
                 return f"{name} is {describe(array)}; it must be float32{list(shapes[0])} or {list(shapes[1])}"
         return None
 
-    def cut(self, axis: int) -> int | None:
+    def block_length(self, axis: int) -> int | None:
         return BLOCK if axis % self.ndim == self.ndim - 1 else 1
 
     def rescaled(self, factor: np.ndarray) -> NVFP4:
@@ -147,8 +147,8 @@ class NVFP4(Stored):
     def largest(self) -> jax.Array:
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST_CODES)).decode("float32")
 
-    def divided(self, axis: int, shards: int) -> tuple[int | None, ...] | None:
-        """As Stored.divided. The scales of the tensor and of activations are divided only if they have an entry for
+    def shard_axes(self, axis: int, shards: int) -> tuple[int | None, ...] | None:
+        """As Stored.shard_axes. The scales of the tensor and of activations are divided only if they have an entry for
         each index of the axis, such as each expert; otherwise each device has all of them.
         """
         axes = super().shard_axes(axis, shards)
@@ -322,7 +322,7 @@ class CompressedTensors(_Files):
     title = "NVFP4 of compressed-tensors (nvfp4-pack-quantized)"
     codes = ".weight_packed"
     codes_dtype = "U8"
-    others = (".weight_scale", ".weight_global_scale", ".input_global_scale")
+    scale_keys = (".weight_scale", ".weight_global_scale", ".input_global_scale")
     divides = True
     scalar = (1,)
 
@@ -368,8 +368,8 @@ class ModelOpt(_Files):
     title = "NVFP4 of nvidia-modelopt"
     codes = ".weight"
     codes_dtype = "U8"
-    others = (".weight_scale", ".weight_scale_2", ".input_scale")
-    left_out = (".k_scale", ".v_scale")
+    scale_keys = (".weight_scale", ".weight_scale_2", ".input_scale")
+    ignored_keys = (".k_scale", ".v_scale")
     divides = False
     scalar = ()
 

@@ -378,7 +378,7 @@ def _best_layers(costs, tokens, device, tile) -> tuple[LayerPlans, LayerForecast
         different
     ]
     best = different[_unbeaten(figures)]
-    return LayerPlans(costs.known, plans.placed[best]), forecasts.at(best)
+    return LayerPlans(costs.all_residuals, plans.placed[best]), forecasts.at(best)
 
 
 def _unbeaten(figures: np.ndarray) -> list[int]:

@@ -96,7 +96,7 @@ def layer_forecasts(
 ) -> LayerForecast:
     """Forecasts of the mean layer under many plans, as arrays [plans].
 
-    placed: int[plans, len(parts.known)], indices into PLACEMENTS.
+    placed: int[plans, len(costs.all_residuals)], indices into PLACEMENTS.
     tokens: of a micro-batch on one device.
     tile_tokens: of a tile of MLPs, under plans that recompute all of parts.tiled; None: no tiles.
     """
@@ -122,7 +122,7 @@ def layer_forecasts(
     kept_masks, offloaded, dropped, rounded = ((placed == index) @ bits for index, _ in enumerate(PLACEMENTS))
 
     def names(mask: int) -> tuple[str, ...]:
-        """Names of a set of residuals; bit i of `mask` stands for parts.known[i]."""
+        """Names of a set of residuals; bit i of `mask` stands for costs.all_residuals[i]."""
         return tuple(residual.name for index, residual in enumerate(costs.all_residuals) if mask >> index & 1)
 
     def of_sets(masks: np.ndarray, function: Callable[[int], Any]) -> np.ndarray:

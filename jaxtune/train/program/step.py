@@ -125,7 +125,7 @@ class StepProgram:
     def _of_all_devices(self, sums: Sums) -> Sums:
         largest = {name: partition.largest(sums.objective_sums[name]) for name in self._largest}
         total = of_all_devices(sums)
-        return dataclasses.replace(total, own=total.own | largest)
+        return dataclasses.replace(total, objective_sums=total.objective_sums | largest)
 
     @property
     def devices(self) -> int:
@@ -276,7 +276,7 @@ class StepProgram:
         with jax.named_scope("accumulate"):
             total = jax.tree.map(jnp.add, sums, Sums(gradients, *measured))
             for name in self._largest:
-                total.own[name] = jnp.maximum(sums.objective_sums[name], measured[-1][name])
+                total.objective_sums[name] = jnp.maximum(sums.objective_sums[name], measured[-1][name])
             if layers is not None and runs:
                 # Only the model's first run adds to the sums; gradients of further runs are returned with the tensors'.
                 ran_again = runs > 1

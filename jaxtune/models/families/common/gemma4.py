@@ -98,7 +98,7 @@ class _Rotary(RotaryByType):
 
     keys = (Key("rope_parameters", (), check_parameters, None),)
 
-    def given_to(self, layer_type: str, hf: Config) -> Fields:
+    def parameters_of_type(self, layer_type: str, hf: Config) -> Fields:
         parameters = (hf["rope_parameters"] or _ROPE).get(layer_type)
         if not isinstance(parameters, Mapping):
             raise ValueError(

@@ -71,7 +71,7 @@ class Window:
     name: str
     rows: Sequence[Row]
     is_later_window: bool = True
-    """False for the first window; becomes `Source.part`."""
+    """False for the first window; becomes `Source.is_later_window`."""
 
 
 def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str] | None = None) -> list[Source]:
