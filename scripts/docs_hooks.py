@@ -52,10 +52,14 @@ def compat_tables() -> str:
     sampling = (compat.GRPOConfig, compat.RLOOConfig, compat.DistillationConfig, compat.GKDConfig)
     load = parameters(model.from_pretrained)
     load += [each.flag for each in FORMATS.values() if each.flag is not None and each.flag not in load]
+    merged = parameters(compat.CompatModel.save_pretrained_merged)
     callables = {
         "FastLanguageModel.from_pretrained": (load, tables.LOAD),
         "FastLanguageModel.get_peft_model": (parameters(model.get_peft_model), tables.PEFT),
-        "AutoModelForCausalLM.from_pretrained": (parameters(plain_arguments)[1:], tables.AUTO),  # all but `where`
+        "AutoModelForCausalLM.from_pretrained, beside what FastLanguageModel.from_pretrained does not follow": (
+            parameters(plain_arguments)[1:],  # all but `where`
+            {name: fate for name, fate in tables.AUTO.items() if name in load or tables.LOAD.get(name) != fate},
+        ),
         "BitsAndBytesConfig": (parameters(compat.BitsAndBytesConfig.__init__), tables.BITS_AND_BYTES),
         "get_peft_model, PeftModel.from_pretrained": (
             [name for name in parameters(compat.get_peft_model) if name not in tables.PEFT_MODEL],
@@ -79,28 +83,34 @@ def compat_tables() -> str:
             ["teacher_model"],
             {name: fate for name, fate in tables.DISTILLATION_TRAINER.items() if name not in tables.TRAINER},
         ),
-        "save_pretrained_merged": (parameters(compat.CompatModel.save_pretrained_merged), tables.SAVE),
-        "save_pretrained_gguf": (parameters(compat.CompatModel.save_pretrained_gguf), tables.SAVE),
+        "save_pretrained_merged": (merged, tables.SAVE),
+        "save_pretrained_gguf, beside what save_pretrained_merged does not follow": (
+            parameters(compat.CompatModel.save_pretrained_gguf),
+            {name: fate for name, fate in tables.SAVE.items() if name in merged},
+        ),
         "generate": (parameters(compat.CompatModel.generate), tables.GENERATE),
         "train_on_responses_only": (parameters(compat.train_on_responses_only), tables.RESPONSES),
         "get_chat_template": (parameters(compat.get_chat_template), tables.TEMPLATE),
     }
-    lines: list[str] = []
-    for name, (followed, others) in callables.items():
-        lines += [f"## {name}", "", "| argument | what becomes of it | why, or what to use instead |", "|---|---|---|"]
-        lines += [f"| `{argument}` | followed | |" for argument in followed]
-        for argument, fate in others.items():
-            if argument in followed:
-                continue
-            free = " or ".join(f"`{value!r}`" for value in fate.free)
-            if fate.idle:
-                lines.append(f"| `{argument}` | nothing to do | {fate.text} |")
-            else:
-                lines.append(
-                    f"| `{argument}` | error{f', unless it is {free}' if free else ''} | instead: {fate.text} |"
-                )
+    return "\n".join(line for name, (followed, others) in callables.items() for line in _table(name, followed, others))
+
+
+def _table(name: str, followed: list[str], others: dict[str, Any]) -> list[str]:
+    """A heading, the followed arguments, and a row for each fate of others, of all arguments that share it."""
+    lines = [f"## {name}", ""]
+    if followed:
+        lines += ["Followed: " + ", ".join(f"`{argument}`" for argument in followed) + ".", ""]
+    shared: dict[tuple[str, str], list[str]] = {}
+    for argument, fate in others.items():
+        free = " or ".join(f"`{value!r}`" for value in fate.free)
+        means = "nothing to do" if fate.idle else f"error{f', unless it is {free}' if free else ''}"
+        if argument not in followed:
+            shared.setdefault((means, fate.text if fate.idle else f"instead: {fate.text}"), []).append(f"`{argument}`")
+    if shared:
+        lines += ["| argument | what becomes of it | why, or what to use instead |", "|---|---|---|"]
+        lines += [f"| {', '.join(arguments)} | {means} | {why} |" for (means, why), arguments in shared.items()]
         lines.append("")
-    return "\n".join(lines)
+    return lines
 
 
 def with_tables(text: str) -> str:
