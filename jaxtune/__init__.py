@@ -1,10 +1,8 @@
 """Fine-tune open-weight language models in JAX.
 
-The package exports the names in __all__, and the subpackages compat, export, models, pallas, profile and train.
 `from_pretrained` loads a model (`Decoder`), `get_peft_model` gives it a LoRA adapter, `Trainer` trains it, `generate`
-and `Sampler` answer prompts, `save_adapter`, `save_pretrained` and `export_model` write what was trained. All but
-`__version__` are imported on first use (PEP 562, `__getattr__`): importing jaxtune costs milliseconds, imports neither
-jax nor transformers, and touches no accelerator. On a Python older than 3.12 importing it raises ImportError.
+and `Sampler` answer prompts, `save_adapter`, `save_pretrained` and `export_model` write it. Names are imported on first
+use (PEP 562): importing jaxtune takes milliseconds and touches neither jax nor an accelerator.
 """
 
 from __future__ import annotations
@@ -75,10 +73,7 @@ _SUBMODULES = ("compat", "export", "models", "pallas", "profile", "train")
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the public name or the subpackage `name`, such as "Trainer" or "train", and imports its module. Python
-    calls this when a name is used for the first time, so that `import jaxtune` loads neither JAX nor a model. The value
-    becomes a global of the package, so that Python finds it there afterwards. Raises AttributeError if the package has
-    no such name."""
+    """Imports a public name or subpackage on first use."""
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     elif name in _SUBMODULES:
@@ -90,6 +85,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Returns, for dir(jaxtune), the sorted names of the package's globals, its public names and its subpackages, also
-    those that have not been imported yet."""
     return sorted({*globals(), *__all__, *_SUBMODULES})

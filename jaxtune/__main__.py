@@ -1,4 +1,4 @@
-"""`python -m jaxtune COMMAND`, the same as `jaxtune COMMAND`: it runs the command and exits with its exit code."""
+"""`python -m jaxtune COMMAND` is `jaxtune COMMAND`."""
 
 import sys
 

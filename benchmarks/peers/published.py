@@ -34,8 +34,8 @@ FIGURES = {
     ),
     "qwen3-4b": Figure(
         "--shape qwen3-4b --rank 16 --rows 2 --length 16384",
-        6229,
-        f"{_FILES}Qwen3-4B-Instruct-2507-rl-16-{_ENDS}",
+        6038,
+        f"benchmarks/baselines/benchmark-8xh100-Qwen--Qwen3-4B-Instruct-2507-rl-16-{_ENDS}",
         "Qwen3-4B, LoRA r=16, 2 x 16,384 (theirs: the trainer of RL; here: SFT)",
     ),
 }

@@ -76,7 +76,7 @@ def text(record: Record) -> str:
         f"{said['length']:,} tokens a step, AdamW, on one {record['device']}. Each peer runs in its own "
         f"trainer, at the fastest of its micro-batches, {said['timed_steps']} steps after two; peaks are those of each "
         "program's allocator. jaxtune has no more than each peak; its planner chooses the rest. A ratio is jaxtune's "
-        f"tokens/s over the peer's, in no more memory. {_padding(record)}"
+        f"tokens/s over the peer's, in no more memory. {_padding(record)} {record.get('note', '')}".rstrip()
     )
 
 

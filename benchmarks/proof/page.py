@@ -134,12 +134,14 @@ def formats(record: Record, images: Path, name: str) -> str:
         text += f" The seeds of bf16 are {spread:.4f} apart."
     if cut := [run for run, curve in record["runs"].items() if curve.get("exit")]:
         text += f" Stopped by the clock: {', '.join(cut)}."
-    title, model = "Formats of the weights", ""
+    title, options = "Formats of the weights", ""
+    if name != "formats":
+        title = f"Formats, {record['steps']:,} steps"
+        options = f" --seeds {1 + max(int(run.rpartition('_')[2]) for run in record['runs'])}"
     if name == "formats_wide":
-        title = "Formats, eight times wider"
-        model = f" --model WIDE --seeds {1 + max(int(run.rpartition('_')[2]) for run in record['runs'])}"
+        title, options = "Formats, eight times wider", f" --model WIDE{options}"
         text += " WIDE: `python scripts/real_model.py GGUF --widen 8 --output WIDE`, the same function, hidden 4,608."
-    command = f"formats{model} --steps {record['steps']}"
+    command = f"formats{options} --steps {record['steps']}"
     return _part(title, command, record, [text, "", f"![Held-out losses](images/proof_{name}.svg)", "", *lines])
 
 
@@ -263,6 +265,7 @@ def picture(
 _PARTS: dict[str, Callable[[Record, Path, str], str]] = {
     "curves": curves,
     "formats": formats,
+    "formats_1000": formats,
     "formats_wide": formats,
     "ranks": ranks,
     "rewards": rewards,

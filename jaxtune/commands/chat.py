@@ -1,7 +1,4 @@
-"""The command `jaxtune chat`: a conversation with a model in the terminal.
-
-`run` takes the words of the command line after `chat`; its docstring is the text that --help prints.
-"""
+"""The command `jaxtune chat`: a conversation with a model in the terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The command `jaxtune doctor`, which checks this machine and says how to fix what is wrong.
-
-`run` takes the words of the command line after `doctor`; its docstring is the text that --help prints.
-"""
+"""The command `jaxtune doctor`."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def run(arguments: Sequence[str]) -> int:
 
     wrong, screen = 0, console()
     for finding in findings(measure=not options.quick):
-        what, *advice = finding.to_text().split("\n")  # advice is printed below the finding, indented to its text
-        say("\n".join([fitted(what, screen, 6), *(fitted(line, screen, 0) for line in advice)]), flush=True)
+        headline, *advice = finding.to_text().split("\n")  # advice is printed below the finding, indented to its text
+        say("\n".join([fitted(headline, screen, 6), *(fitted(line, screen, 0) for line in advice)]), flush=True)
         wrong += finding.state == "wrong"
     return int(wrong > 0)

@@ -1,8 +1,4 @@
-"""The command `jaxtune evaluate`, which prints a model's scores on held-out rows as JSON: the loss, and what else the
-config, a run's or a recipe, asks for, such as exact match with sampled answers.
-
-`run` takes the words of the command line after `evaluate`; its docstring is the text that --help prints.
-"""
+"""The command `jaxtune evaluate`, which prints a model's scores on held-out rows as JSON."""
 
 from __future__ import annotations
 
@@ -35,9 +31,9 @@ def run(arguments: Sequence[str]) -> None:
 
     from jaxtune.train.config.file import load_to_evaluate
 
-    config, taken = load_to_evaluate(options.recipe, options.overrides)
+    config, checkpoint = load_to_evaluate(options.recipe, options.overrides)
     processes.join(options.coordinator, options.processes, options.process)
     from jaxtune.train.scoring import evaluate as evaluate_config
 
-    found = evaluate_config(config, options.recipe, options.overrides, taken, options.load_in)
-    say(json.dumps(found, indent=2))
+    scores = evaluate_config(config, options.recipe, options.overrides, checkpoint, options.load_in)
+    say(json.dumps(scores, indent=2))

@@ -1,8 +1,4 @@
-"""The command `jaxtune export`, which writes a model or an adapter in the format of another program, and with --push
-uploads the folder to the Hugging Face Hub.
-
-`run` takes the words of the command line after `export`; its docstring is the text that --help prints.
-"""
+"""The command `jaxtune export`."""
 
 from __future__ import annotations
 
@@ -58,7 +54,7 @@ def run(arguments: Sequence[str]) -> None:
     require_format(options.output, options.to, options.outtype)
     with StopSignal() as stop, stop.at_once():  # an incomplete folder is removed
         model, tokenizer = common.load(options)
-        done = jaxtune.export_model(
+        exported = jaxtune.export_model(
             model,
             options.output,
             options.to,
@@ -67,13 +63,13 @@ def run(arguments: Sequence[str]) -> None:
             max_shard_bytes=int(options.max_shard_gb * 1e9),
         )
     screen = console()
-    for note in done.notes:
+    for note in exported.notes:
         say(fitted(f"note: {note}", screen))
-    what = "merged model" if options.to == "merged" else options.to
-    say(fitted(f"{what}: {options.output} (read back: {', '.join(done.files)})", screen))
-    if MODELFILE in done.files:
-        say(f"next: {create_command(options.output, done.folder.name)}")
+    kind = "merged model" if options.to == "merged" else options.to
+    say(fitted(f"{kind}: {options.output} (read back: {', '.join(exported.files)})", screen))
+    if MODELFILE in exported.files:
+        say(f"next: {create_command(options.output, exported.folder.name)}")
     if options.push:
         from jaxtune.export.hub import push
 
-        say(f"pushed: {push(done.folder, options.push, private=options.private)}")
+        say(f"pushed: {push(exported.folder, options.push, private=options.private)}")

@@ -1,5 +1,4 @@
-"""What made the lines of a file that a command continues: a record beside the file, which the next command must
-agree with."""
+"""A record of what made the lines of a file that a command continues: settings, prompts and weights."""
 
 from __future__ import annotations
 
@@ -31,31 +30,28 @@ def record_path(output: Path) -> Path:
 
 
 def agree(output: Path, settings: Mapping[str, object], prompts: Sequence[Sequence[int]], continues: bool) -> None:
-    """Writes the record of a new file. Of one that it continues, raises ValueError unless it was started with the
-    same settings and prompts, after which there may be more prompts now, and names what differs.
+    """Writes the record of a new file. If `continues`, raises ValueError unless the record has the same settings and
+    its prompts are the first of these.
 
-    Args:
-      output: the file.
-      settings: {name: JSON value} of all that its lines depend on, beside the prompts.
-      prompts: their token ids.
-      continues: whether the file has lines already.
+      settings: {name: JSON value} of all that the lines depend on, beside the prompts.
+      prompts: token ids.
     """
-    path, wanted = record_path(output), json.loads(json.dumps({"format": _FORMAT, **settings}))
+    path, record = record_path(output), json.loads(json.dumps({"format": _FORMAT, **settings}))
     if continues:
         fix = "name another output, or remove it"
         try:
-            kept = dict(json.loads(path.read_text(encoding="utf-8")))
-            count = int(kept["prompts"])
+            recorded = dict(json.loads(path.read_text(encoding="utf-8")))
+            count = int(recorded["prompts"])
         except FileNotFoundError:
             raise ValueError(f"{output} has lines already, and no {path.name} says what made them: {fix}") from None
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, which says what made {output}, cannot be read ({error}): {fix}") from None
-        before = wanted | _prompts(prompts[:count])
-        names = [name for name in sorted(kept.keys() | before.keys()) if kept.get(name) != before.get(name)]
+        before = record | _prompts(prompts[:count])
+        names = [name for name in sorted(recorded.keys() | before.keys()) if recorded.get(name) != before.get(name)]
         if names:
-            differing = "; ".join(f"{name}: {kept.get(name)!r}, now {before.get(name)!r}" for name in names)
+            differing = "; ".join(f"{name}: {recorded.get(name)!r}, now {before.get(name)!r}" for name in names)
             raise ValueError(f"{output} was started with other settings ({differing}): {fix}")
-    files.atomic_write(path, json.dumps(wanted | _prompts(prompts), indent=1) + "\n")
+    files.atomic_write(path, json.dumps(record | _prompts(prompts), indent=1) + "\n")
 
 
 def _prompts(prompts: Sequence[Sequence[int]]) -> dict[str, object]:
@@ -66,7 +62,7 @@ def _prompts(prompts: Sequence[Sequence[int]]) -> dict[str, object]:
 
 
 def model_settings(model: Decoder) -> dict[str, object]:
-    """What identifies a model's outputs: a digest of its weights, with those of its adapter, and how it computes."""
+    """What identifies a model's outputs: a digest of its weights and adapter, its dtype and format."""
     digest = hashlib.sha256(str(model.base_digest).encode())
     if has_adapter(model):
         config, arrays, _ = adapter_content(model)

@@ -1,8 +1,4 @@
-"""The command `jaxtune generate`, which reads the options and loads the model; answers.py then answers the prompts,
-those of --prompt and those of a file.
-
-`run` takes the words of the command line after `generate`; its docstring is the text that --help prints.
-"""
+"""The command `jaxtune generate`."""
 
 from __future__ import annotations
 
@@ -25,9 +21,9 @@ def run(arguments: Sequence[str]) -> None:
     """
     parser = common.parser("generate", run.__doc__)
     parser.add_argument("model", help="model folder, GGUF file, hub name or adapter folder")
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", action="append", help="may be repeated")
-    asked.add_argument(
+    prompt_options = parser.add_mutually_exclusive_group(required=True)
+    prompt_options.add_argument("--prompt", action="append", help="may be repeated")
+    prompt_options.add_argument(
         "--prompts", metavar="FILE", help="JSONL: a line is an object with 'messages', or with 'prompt', and any others"
     )
     parser.add_argument(

@@ -1,7 +1,4 @@
-"""The command `jaxtune info`, which prints versions, devices and recipes, or the kernels that would run here.
-
-`run` takes the words of the command line after `info`; its docstring is the text that --help prints.
-"""
+"""The command `jaxtune info`."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ def _print_card(card: str) -> None:
     from jaxtune.train.planning import recipe_plans
 
     like = recipe_plans.nearest(card)
-    fitting, others = recipe_plans.on_card(like)
+    fitting, too_large = recipe_plans.on_card(like)
     say(f"recipes on {card}" + ("" if like == card else f", as planned for {like}, which is like it") + ":")
     rows = [
         (
@@ -70,18 +67,18 @@ def _print_card(card: str) -> None:
         for plan in fitting
     ]
     common.print_columns(rows or [("none", "not even the smallest recipe fits")])
-    if others:
-        say(f"too large: {', '.join(others)}")
+    if too_large:
+        say(f"too large: {', '.join(too_large)}")
     if unplanned := recipe_plans.unplanned():
         say(f"without a stored plan, so that --plan alone says it: {', '.join(unplanned)}")
     if fitting:
         say(
             "* the fastest recipe of a model. Forecasts, for the recipe's rows; what was measured was on H200 and H100."
         )
-        taken = recipe_plans.choice(fitting)
+        best = recipe_plans.choice(fitting)
         say(
-            f"take {taken.recipe}: the largest model at {recipe_plans.FAST:,} tokens/s or more"
-            if taken.tokens_per_second >= recipe_plans.FAST
-            else f"take {taken.recipe}, the fastest"
+            f"take {best.recipe}: the largest model at {recipe_plans.FAST:,} tokens/s or more"
+            if best.tokens_per_second >= recipe_plans.FAST
+            else f"take {best.recipe}, the fastest"
         )
-        say(f"for rows of another length: {spelled(f'train {taken.recipe} --plan plan.device={card!r}')} data.length=N")
+        say(f"for rows of another length: {spelled(f'train {best.recipe} --plan plan.device={card!r}')} data.length=N")

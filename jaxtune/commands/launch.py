@@ -1,9 +1,4 @@
-"""The command `jaxtune launch`, which runs `jaxtune train` in N processes on this machine: with --gpus N one on each of
-N GPUs, with --processes N, for a machine without GPUs, on its CPUs. It passes signals on to them, ends the others when
-one fails, and returns the exit code of the first failure. `_Processes` does this work, and `_gpus` chooses the GPUs.
-
-`run` takes the words of the command line after `launch`; its docstring is the text that --help prints.
-"""
+"""The command `jaxtune launch`: `jaxtune train` in N processes on this machine, with one GPU each or on the CPUs."""
 
 from __future__ import annotations
 
@@ -39,23 +34,17 @@ def run(arguments: Sequence[str]) -> int:
     some.add_argument("--gpus", type=int, metavar="N", help="start N processes, each with one GPU of this machine")
     some.add_argument("--processes", type=int, metavar="N", help="start N processes that share the machine's CPUs")
     parser.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="a recipe and overrides, as for jaxtune train")
-    options, more = parser.parse_known_args(arguments)
+    options, unparsed = parser.parse_known_args(arguments)
     name = "--gpus" if options.gpus is not None else "--processes"
     count = options.gpus if options.gpus is not None else options.processes
     if count < 1:
         raise ValueError(f"{name} = {count}: must be 1 or more")
     gpus = _gpus(count) if options.gpus is not None else None
-    return _Processes([*options.arguments, *more], count, gpus).run()
+    return _Processes([*options.arguments, *unparsed], count, gpus).run()
 
 
 def _gpus(count: int) -> list[str]:
-    """Chooses one GPU for each of `count` processes and returns the values of CUDA_VISIBLE_DEVICES for them, such as
-    ["0", "1"]: the first ones in this process's own CUDA_VISIBLE_DEVICES, or if it is not set, the numbers from 0;
-    whether the machine has these GPUs is not checked.
-
-    Raises:
-      ValueError: the variable names fewer GPUs than `count`.
-    """
+    """The first `count` GPUs of CUDA_VISIBLE_DEVICES, or without it 0, 1, ...; ValueError if it names fewer."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(number) for number in range(count)]
@@ -66,15 +55,11 @@ def _gpus(count: int) -> list[str]:
 
 
 class _Processes:
-    """The processes of one run on this machine. The method `run` starts them, waits for them, passes signals on to
-    them, and ends the others after one has failed, that is, ended with another exit code than 0; it returns the exit
-    code of the first failure, or 0. Each process is `jaxtune train` with the address of the first one, which listens on
-    a free port of the loopback address.
+    """The processes of one run. The first one listens on a free port of the loopback address.
 
     Args:
-      arguments: the command line of `jaxtune train`, a recipe and overrides.
-      count: number of processes.
-      gpus: the value of CUDA_VISIBLE_DEVICES of each process; None: it is left as it is, for processes on CPUs.
+      arguments: of `jaxtune train`.
+      gpus: CUDA_VISIBLE_DEVICES of each process; None: unchanged.
     """
 
     def __init__(self, arguments: Sequence[str], count: int, gpus: Sequence[str] | None):
@@ -104,10 +89,7 @@ class _Processes:
         ]
 
     def run(self) -> int:
-        """Starts the processes and waits until all have ended. SIGTERM, SIGINT and SIGHUP that come to this process are
-        passed on to them (SIGHUP only if it is not ignored). After one has failed, the others are killed if they do not
-        end within 20 seconds, or at once if a signal ended it. Returns the exit code of the one that failed first, as a
-        shell reports it (128 + the signal's number), or 0."""
+        """Starts the processes, waits for all, and returns the first failure's exit code, or 0. None outlives it."""
         # Under nohup SIGHUP stays ignored; child processes inherit that.
         old = {number: signal.signal(number, self._note) for number in handled(StopSignal.signals)}
         running: dict[int, subprocess.Popen] = {}
@@ -125,20 +107,12 @@ class _Processes:
             self._port.close()
 
     def _note(self, number: int, frame: object) -> None:
-        """The signal handler: appends the signal's number to a list, from which `_wait` passes all on to the processes,
-        in the order in which they came. number: the signal's; frame: what Python gives every handler, not used."""
+        """The signal handler."""
         self._signals.append(number)
 
     def _wait(self, running: dict[int, subprocess.Popen]) -> int:
-        """Waits until no process is running, and passes signals on to them. After a failure the others have 20 seconds
-        to report and end (none if a signal ended the failed one), and are then killed. A line on stderr names the
-        process that failed, if others still run.
-
-        Args:
-          running: {index: process}; a process is removed when it has ended.
-
-        Returns:
-          the exit code of the first process that failed, as a shell reports it, or 0.
+        """Waits until all have ended, and passes signals on. After a failure the others have 20 seconds (none if a
+        signal ended the failed one), and are then killed.
         """
         code, deadline = 0, None
         while running:
@@ -163,17 +137,11 @@ class _Processes:
 
 
 def _exit_code(code: int) -> int:
-    """Converts the Popen.returncode of the first process that failed to the exit code that a shell reports, with which
-    `jaxtune launch` ends: 128 plus the signal's number for a process that a signal ended (a negative `code`), else
-    `code` itself."""
+    """A Popen.returncode as a shell reports it: 128 plus the signal's number."""
     return 128 - code if code < 0 else code
 
 
 def _how(code: int) -> str:
-    """Words on how a process failed and that the others end too, such as "ended with exit code 1; the others follow";
-    if a signal ended it, also that the same command continues the run. They follow "process N" in a message that
-    `_wait` prints if other processes still run. code: the failed process's Popen.returncode, not 0; minus the signal's
-    number if a signal ended it."""
     if code > 0:
         return f"ended with exit code {code}; the others follow"
     return f"was ended by {signal.Signals(-code).name}; the others are ended too. The same command continues the run"

@@ -1,4 +1,4 @@
-"""Options of other programs' commands, which are keys of a recipe here: what an error proposes for them."""
+"""Other programs' options, which are keys of a recipe here: what an error proposes for them."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ _NAMES = {
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command whose settings are words key=value. ValueError for an option that it has not, with the
-    nearest key of a recipe."""
+    """The options of a command whose settings are words key=value; ValueError proposes a key for an unknown one."""
     options, unknown = parser.parse_known_intermixed_args(arguments)
     if not unknown:
         return options
@@ -64,15 +63,15 @@ def as_override(option: str, value: str = "...") -> str:
     """What to write in place of an option such as --lr; "" if no key is near."""
     from jaxtune.train.config.file import config_keys
 
-    name, equals, given = option.lstrip("-").partition("=")
-    name, value = name.replace("-", "_"), given if equals else value
+    name, equals, given_value = option.lstrip("-").partition("=")
+    name, value = name.replace("-", "_"), given_value if equals else value
     keys = [key.name for key in config_keys()]
     last = {key.rpartition(".")[2]: key for key in reversed(keys)}
-    known = {**last, **{key: key for key in keys}, **_NAMES}
-    near = [name] if name in known else difflib.get_close_matches(name, known, 1, 0.75)
+    names = {**last, **{key: key for key in keys}, **_NAMES}
+    near = [name] if name in names else difflib.get_close_matches(name, names, 1, 0.75)
     if not near:
         return ""
-    key = known[near[0]]
+    key = names[near[0]]
     if not key:
         return "the same command continues a run that was stopped"
     return f"write {key}" if "=" in key else f"write {key}={value}"

@@ -1,9 +1,4 @@
-"""The command `jaxtune profile` with its subcommands: `show` (where the time of a step goes), `compare` (what got
-faster or slower from one profile to another) and `ceilings` (the highest rates that this device reaches, measured once
-and cached).
-
-`run` takes the words of the command line after `profile`; its docstring is the text that --help prints.
-"""
+"""The command `jaxtune profile`, with the subcommands show, compare and ceilings."""
 
 from __future__ import annotations
 
@@ -28,18 +23,18 @@ def run(arguments: Sequence[str]) -> int | None:
     parser = common.parser("profile", run.__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="show|compare|ceilings")
     trace_help = "folder or file: jaxtune's or JAX's XPlane, or a Chrome trace of PyTorch's profiler"
-    shown = commands.add_parser("show", help="where the time of a step goes", allow_abbrev=False)
-    shown.add_argument("trace", help=trace_help)
-    compared = commands.add_parser("compare", help="what got faster or slower from A to B", allow_abbrev=False)
-    compared.add_argument("a", help=trace_help)
-    compared.add_argument("b", help="likewise")
-    compared.add_argument("--fail-if-slower", metavar="3%", help="exit with 1 if B's step is slower by more than this")
-    for command in (shown, compared):
+    show = commands.add_parser("show", help="where the time of a step goes", allow_abbrev=False)
+    show.add_argument("trace", help=trace_help)
+    compare = commands.add_parser("compare", help="what got faster or slower from A to B", allow_abbrev=False)
+    compare.add_argument("a", help=trace_help)
+    compare.add_argument("b", help="likewise")
+    compare.add_argument("--fail-if-slower", metavar="3%", help="exit with 1 if B's step is slower by more than this")
+    for command in (show, compare):
         command.add_argument("--json", metavar="FILE", help="also write the tables as JSON")
         command.add_argument("--html", metavar="FILE", help="also write one self-contained page")
-    measured_help = "GEMM, copy, host link and launch rates, measured once and cached"
-    measured = commands.add_parser("ceilings", help=measured_help, allow_abbrev=False)
-    measured.add_argument("--remeasure", action="store_true", help="measure again")
+    ceilings_help = "GEMM, copy, host link and launch rates, measured once and cached"
+    ceilings = commands.add_parser("ceilings", help=ceilings_help, allow_abbrev=False)
+    ceilings.add_argument("--remeasure", action="store_true", help="measure again")
     options = parser.parse_args(arguments)
 
     from jaxtune import profile as profiling
@@ -63,15 +58,7 @@ def run(arguments: Sequence[str]) -> int | None:
 
 
 def _fraction(option: str, text: str) -> float:
-    """Returns a percentage from the command line, that of --fail-if-slower, as a fraction: "3%" gives 0.03. A number
-    without the percent sign is refused, because 3 could mean 3 % or three times.
-
-    Args:
-      option: the option's name, for messages.
-      text: its value.
-    Raises:
-      ValueError: it is not a percentage, or is negative or infinite.
-    """
+    """ "3%" as 0.03; a number without the sign is refused, because 3 could mean three times."""
     try:
         if not text.endswith("%"):
             raise ValueError

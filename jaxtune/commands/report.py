@@ -1,8 +1,4 @@
-"""The command `jaxtune report`, which writes one self-contained HTML page that compares runs: their curves, samples and
-settings.
-
-`run` takes the words of the command line after `report`; its docstring is the text that --help prints.
-"""
+"""The command `jaxtune report`."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ def run(arguments: Sequence[str]) -> None:
     from jaxtune.train.display.run_page import comparison, is_ours, run_page
     from jaxtune.train.display.run_table import run_table
 
-    folders = [Path(one) for one in options.runs]
+    folders = [Path(run_folder) for run_folder in options.runs]
     page = Path(options.output or (folders[0] / "report.html" if len(folders) == 1 else comparison(folders)))
     if not options.output and not is_ours(page):
         raise ValueError(f"{page} is no page of jaxtune report: --output names another file")

@@ -1,7 +1,4 @@
-"""Options that the commands `generate` and `chat` share: the settings of jaxtune.generate, such as --temperature,
---seed and --stop, and how the model's weights are loaded, --dtype and --load-in (their quantised format). `add_options`
-adds all of them to a parser. `settings` makes arguments of jaxtune.generate from the first ones; common.load reads the
-other two."""
+"""Options of commands that sample, as settings of jaxtune.generate."""
 
 from __future__ import annotations
 
@@ -26,9 +23,7 @@ def _arguments(text: str) -> Mapping[str, object] | None:
 
 
 def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
-    """Adds the options --temperature, --top-k, --top-p, --min-p, --repetition-penalty, --seed and --stop, and --dtype
-    and --load-in of the model's weights, to `parser`. temperature: the default of --temperature: 0, which always takes
-    the likeliest token, in `generate`, so that answers are reproducible; 0.7 in `chat`."""
+    """Adds the options of sampling, and those of common.add_numbers. temperature: the default of --temperature."""
     default = f"0 takes the likeliest token (default: {temperature:g})"
     parser.add_argument("--temperature", type=float, default=temperature, metavar="X", help=default)
     for flag, kind, value, words in (
@@ -60,8 +55,6 @@ def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns keyword arguments of jaxtune.generate, which Sampler.submit and Conversation take too, from parsed
-    options: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `seed` and `stop_strings`. The number of
-    tokens is not among them, because `generate` and `chat` have different defaults for it."""
+    """Keyword arguments of jaxtune.generate, Sampler.submit and Conversation, without the number of tokens."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     return {name: getattr(options, name) for name in names} | {"stop_strings": options.stop}

@@ -1,8 +1,4 @@
-"""The command `jaxtune sensitivity`, which measures the matrices of a model that suffer most from quantisation.
-
-`run` takes the words of the command line after `sensitivity`; its docstring is the text that --help prints. The output,
-on stdout, is YAML: the figures as comments, and with --memory-gb the keys of a recipe.
-"""
+"""The command `jaxtune sensitivity`, which prints YAML."""
 
 from __future__ import annotations
 
@@ -46,23 +42,23 @@ def run(arguments: Sequence[str]) -> None:
     config = load_config(options.recipe, options.overrides)
     use_program_cache()
     model, batches = sensitivity.model_and_batches(config, options.rows)
-    of = sensitivity.Sensitivity(model, batches, options.format)
-    with counted("matrices", of.count) as done:
-        matrices = of.measure(done)
-    worst = sorted(matrices, key=lambda each: -each.loss)[:_SHOWN]
-    say(f"# Mean divergence in nats a token over {of.tokens:,.0f} tokens, of single matrices in {options.format}:")
-    for each in worst:
-        say(f"# {each.loss:.2e}  {each.name} ({each.saved_bytes / 1e6:,.1f} MB saved)")
-    say(f"# {of.divergence([]):.2e}  none: what two programs of the same numbers differ by")
-    size = of.weight_bytes - sum(each.saved_bytes for each in matrices)
-    say(f"# {of.divergence():.2e}  all {len(matrices)}: the weights take {size / 1e9:.3f} GB")
+    probe = sensitivity.Sensitivity(model, batches, options.format)
+    with counted("matrices", probe.count) as advance:
+        matrices = probe.measure(advance)
+    worst = sorted(matrices, key=lambda matrix: -matrix.loss)[:_SHOWN]
+    say(f"# Mean divergence in nats a token over {probe.tokens:,.0f} tokens, of single matrices in {options.format}:")
+    for matrix in worst:
+        say(f"# {matrix.loss:.2e}  {matrix.name} ({matrix.saved_bytes / 1e6:,.1f} MB saved)")
+    say(f"# {probe.divergence([]):.2e}  none: what two programs of the same numbers differ by")
+    size = probe.weight_bytes - sum(matrix.saved_bytes for matrix in matrices)
+    say(f"# {probe.divergence():.2e}  all {len(matrices)}: the weights take {size / 1e9:.3f} GB")
     if options.memory_gb is None:
         return
-    kept = sensitivity.choose(matrices, of.weight_bytes, options.memory_gb * 1e9)
-    packed = [each for each in matrices if each.name not in kept]
-    size = of.weight_bytes - sum(each.saved_bytes for each in packed)
-    lost = of.divergence([each.name for each in packed])
-    say(f"# {lost:.2e}  all but {len(kept)}, as follows: the weights take {size / 1e9:.3f} GB")
-    words = sensitivity.patterns(model, kept, config.computes_in)
+    unquantised = sensitivity.choose(matrices, probe.weight_bytes, options.memory_gb * 1e9)
+    packed = [matrix for matrix in matrices if matrix.name not in unquantised]
+    size = probe.weight_bytes - sum(matrix.saved_bytes for matrix in packed)
+    divergence = probe.divergence([matrix.name for matrix in packed])
+    say(f"# {divergence:.2e}  all but {len(unquantised)}, as follows: the weights take {size / 1e9:.3f} GB")
+    words = sensitivity.patterns(model, unquantised, config.computes_in)
     keys = sensitivity.as_recipe(options.format, config.computes_in, words)
     say(yaml.safe_dump(keys, sort_keys=False, allow_unicode=True).rstrip())

@@ -1,8 +1,4 @@
-"""The command `jaxtune serve`: its options, and the models that the server (jaxtune/serve) answers with.
-
-`run` takes the words of the command line after `serve` and checks them; its docstring is the text that --help prints.
-`_serve` loads the models (`_models`) and serves them until a signal, which jaxtune/serve/server.py handles.
-"""
+"""The command `jaxtune serve`: its options, and the models that the server answers with."""
 
 from __future__ import annotations
 
@@ -83,12 +79,11 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _serve(options: argparse.Namespace, key: str | None) -> None:
-    """Opens the socket, loads the models, prints each one's slots, and serves them until a signal. Each of N models has
-    a sampler. The samplers are made one by one after all models are loaded, and the slots of each (the rows that it
-    decodes at once) may take an equal share of the device memory that those before it have left: 1/N of it, 1/(N - 1),
-    and so on. This holds also when one is made anew after a failure. options: the command's parsed options. key: the
-    API key that clients must send; None: none is needed. Raises ValueError if the address is not available, a model
-    cannot be served, or the slots do not fit in memory."""
+    """Opens the socket, loads the models, and serves them until a signal. key: that clients must send; None: no key.
+
+    Each of N models has a sampler, made in order: the first may take 1/N of the free device memory for its slots, the
+    next 1/(N - 1) of what is left, and so on, also when one is made anew.
+    """
     from jaxtune.models.generation.sampler import Sampler
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine
@@ -98,7 +93,7 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
     with server.listen(options.host, options.port) as listener:
         models = {served.name: served for served in _models(options)}
         # They are made in this order, each with its part of the memory that those before it have left.
-        shares = (1 / (len(models) - place) for place in range(len(models)))
+        shares = (1 / (len(models) - index) for index in range(len(models)))
         samplers = {
             name: functools.partial(Sampler, served.model, options.slots, options.length, memory_share=share)
             for (name, served), share in zip(models.items(), shares, strict=True)
@@ -110,15 +105,8 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
 
 
 def _models(options: argparse.Namespace) -> list[Served]:
-    """Loads the model of the command line and each adapter of --adapter, for the server. All of them refer to the same
-    arrays of the base model. options: the command's parsed options.
-
-    Returns:
-      the models with their names: first the base, then the argument `model` itself if it is an adapter folder, then
-        those of --adapter. Each of these has its folder's tokenizer, or that of `model` if there is none in it; the
-        one or two before have that of `model`.
-    Raises:
-      ValueError: the model has no tokenizer, two models have the same name, or an --adapter is not NAME=FOLDER.
+    """The base, then the argument `model` if it is an adapter, then those of --adapter, over the same arrays.
+    ValueError: two have the same name, there is no tokenizer, or an --adapter is not NAME=FOLDER.
     """
     from jaxtune.models.adapters.adapter_config import base_of
     from jaxtune.models.adapters.adapter_files import load_adapter
@@ -133,22 +121,23 @@ def _models(options: argparse.Namespace) -> list[Served]:
         raise ValueError(f"{options.model} has no tokenizer: copy its tokenizer files into the model's folder")
     path = base_of(Path(options.model).expanduser())
     base, name = (model, options.model) if path is None else (without_adapter(model), path)
-    found = [Served(_name(name), with_end_tokens(base, tokenizer), tokenizer)]
+    models = [Served(_name(name), with_end_tokens(base, tokenizer), tokenizer)]
     if path is not None:
-        found.append(Served(_name(options.model), model, tokenizer, found[0].name))
+        models.append(Served(_name(options.model), model, tokenizer, models[0].name))
     for name, folder in adapters:
-        own: Any = load_tokenizer(folder) or tokenizer
-        found.append(Served(name, with_end_tokens(load_adapter(base, folder), own), own, found[0].name))
-    names = [served.name for served in found]
+        its_tokenizer: Any = load_tokenizer(folder) or tokenizer
+        models.append(
+            Served(name, with_end_tokens(load_adapter(base, folder), its_tokenizer), its_tokenizer, models[0].name)
+        )
+    names = [served.name for served in models]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"two models have the name {name!r}: give the adapter another one (--adapter NAME=FOLDER)")
-    return found
+    return models
 
 
 def _named(text: str) -> tuple[str, Path]:
-    """Splits a value of --adapter, "NAME=FOLDER", into (name for clients, the adapter's folder). Raises ValueError for
-    any other text."""
+    """(name, folder) of NAME=FOLDER."""
     name, equals, folder = text.partition("=")
     if not (name and equals and folder):
         raise ValueError(f"--adapter {text}: must be NAME=FOLDER")
@@ -156,7 +145,6 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def _name(model: str) -> str:
-    """The name by which clients ask for a model: for a local folder its own name, after links and "." are resolved;
-    otherwise the whole hub name. model: a folder or hub name, from the command line or from an adapter's config."""
+    """The name of a model for clients: a local folder's own name, else the hub name."""
     path = Path(model).expanduser()
     return path.resolve().name if path.exists() else model

@@ -1,7 +1,6 @@
-"""The command `jaxtune train`, which is also `python -m jaxtune.train`. `run` takes the words of the command line after
-`train`. It reads the options, loads the config, sets the share of device memory and the pinned memory that JAX may use,
-and joins the processes of a run of several, all before JAX starts its devices. It refuses unreadable rows, before a
-model is loaded; then train/app.py does the work. `_print_help` prints the help."""
+"""The command `jaxtune train`. The share of device memory and pinned memory are set, and the processes of a run joined,
+before JAX starts its devices; unreadable rows are refused before a model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +19,9 @@ from jaxtune.system.terminal import say
 def run(arguments: Sequence[str]) -> int | None:
     """Fine-tune a model, or train one from scratch, as a recipe says.
 
-    With --plan it only shows the memory and speed that the run would have, with --check only what would be trained, of
-    which the rows are read, and with --help only the options, the packaged recipes and all config keys. Without --plan
-    it makes this process one of several, if the options or the environment say so, before JAX starts its devices. It
-    lets JAX use 95 % of the device's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.
-
-    Args:
-      arguments: the words of the command line after `train`: a recipe, overrides (key=value) and options.
-    Returns:
-      the exit code, never None (the annotation is that of COMMANDS in cli.py): 0, also after --help, --plan and
-        --check, or 75 if a signal ended the run and the same command continues it from what is saved, or begins it
-        again if nothing is.
-    Raises:
-      ValueError: the recipe is missing, or the config or the rows are wrong.
+    --plan only shows the memory and speed of the run, --check only what would be trained. JAX may use 95 % of the
+    device's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set. Returns 0, or 75 if a signal ended the run and the
+    same command continues it. ValueError: the recipe is missing, or the config or the rows are wrong.
     """
     parser = argparse.ArgumentParser(prog="jaxtune train", allow_abbrev=False, add_help=False)
     parser.add_argument("recipe", nargs="?")
@@ -74,8 +63,6 @@ def run(arguments: Sequence[str]) -> int | None:
 
 
 def _print_help() -> None:
-    """Prints what `jaxtune train --help` shows: the usage, the options, the packaged recipes with a summary of each,
-    and all config keys with type, default and meaning, which is the text in the Annotated hint of the key's field."""
     from jaxtune.train.config.file import config_keys, packaged_recipes, recipe_summary
 
     console = common.wide_console()
@@ -97,9 +84,9 @@ def _print_help() -> None:
     say("\npackaged recipes\n")
     common.print_columns([(name, recipe_summary(path)) for name, path in packaged_recipes().items()])
     say("\nkeys (type, default)\n")
-    part = "model"
+    section = "model"
     for key in config_keys():
-        if part != (part := key.name.partition(".")[0] if "." in key.name or key.type == "section" else ""):
+        if section != (section := key.name.partition(".")[0] if "." in key.name or key.type == "section" else ""):
             say()
         # Names are never cut, however narrow the terminal, because users type them.
         say(f"  {key.name} ({key.type}, {key.default})")

@@ -1,8 +1,4 @@
-"""The command `jaxtune tune`, which measures the block sizes of hand-written kernels on this GPU, a Hopper, and stores
-the fastest: in the user's cache, from which the kernels read them, or in the file that --output names.
-
-`run` takes the words of the command line after `tune`; its docstring is the text that --help prints.
-"""
+"""The command `jaxtune tune`."""
 
 from __future__ import annotations
 
@@ -54,10 +50,9 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError("tune: only kernels for Hopper GPUs have blocks to measure, and there is none")
     tell = functools.partial(say, end="", flush=True)
 
-    def fastest(what, entry):
-        """Prints the block sizes and the time of `entry`, the fastest that was measured for `what`."""
+    def fastest(product, entry):
         blocks = ", ".join(f"{name} {value}" for name, value in entry["blocks"].items())
-        say(f"{what}: fastest {blocks}: {entry['milliseconds']:.4f} ms")
+        say(f"{product}: fastest {blocks}: {entry['milliseconds']:.4f} ms")
 
     if options.op == "grouped_matmul":
         from jaxtune.pallas.grouped_matmul.tune import tune as measure_grouped
@@ -78,6 +73,6 @@ def run(arguments: Sequence[str]) -> None:
             options.window,
             options.soft_cap,
         )
-        found = measure(case, options.kernels or KERNELS, options.dtype, tell, options.output)
-        for kernel, entry in found.items():
+        fastest_entries = measure(case, options.kernels or KERNELS, options.dtype, tell, options.output)
+        for kernel, entry in fastest_entries.items():
             fastest(f"attention {kernel}, head dim {dim}", entry)

@@ -1,7 +1,4 @@
-"""The command `jaxtune watch`, which serves a web page on this machine that shows runs side by side while they train.
-
-`run` takes the words of the command line after `watch`; its docstring is the text that --help prints.
-"""
+"""The command `jaxtune watch`."""
 
 from __future__ import annotations
 

@@ -2,16 +2,9 @@
 
     from jaxtune.compat import FastLanguageModel, SFTConfig, SFTTrainer, train_on_responses_only
 
-Argument names are those of unsloth 2026.10 and trl 1.16; defaults are Unsloth's where FastLanguageModel made the model,
-else TRL's, and transformers' of TrainingArguments. An argument is followed; or it has no effect here, which is printed
-as one line; or it is an error that says what to use instead. The page "Arguments of other libraries" lists all of them.
-
-jaxtune's modules are values: training returns a new one. These scripts expect `model` itself to change, so their model
-is a `CompatModel`, which refers to the current module. `SFTTrainer.train` puts the trained module into it, so everybody
-with a reference to the model sees the trained weights. `model.module` is a plain `jaxtune.Decoder`.
-
-UnslothTrainer and UnslothTrainingArguments are other names of SFTTrainer and SFTConfig. The import of a name that does
-not exist here raises ImportError, which says what to use instead.
+Arguments are those of unsloth 2026.10 and trl 1.16. One is followed; or has no effect here, which is printed; or is an
+error that says what to use instead. These scripts expect training to change `model`, and jaxtune's modules are values:
+their model is a `CompatModel`, which refers to the current `jaxtune.Decoder`.
 """
 
 import difflib
@@ -164,16 +157,17 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Raises ImportError for a name that is not here, which says what to use instead or the nearest names; so hasattr
-    raises too. AttributeError for names with two underscores, as Python expects."""
+    """Raises ImportError that says what to use instead, so hasattr raises too; AttributeError for names with "__"."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise ImportError(f"jaxtune.compat has no {name}: {_ELSEWHERE.get(name) or _near(name)}")
 
 
 def _near(name: str) -> str:
-    known = {one.lower(): one for one in __all__}
-    near = [known[one] for one in difflib.get_close_matches(name.lower(), known, 3, 0.7)]
+    by_lower_case = {public_name.lower(): public_name for public_name in __all__}
+    near = [
+        by_lower_case[public_name] for public_name in difflib.get_close_matches(name.lower(), by_lower_case, 3, 0.7)
+    ]
     if near:
         return f"the nearest are {', '.join(near)}"
     return "import it from where the script has it, if it needs no torch model; docs/compat.md lists what is here"

@@ -1,12 +1,4 @@
-"""transformers' callbacks for scripts (`TrainerCallback`, `EarlyStoppingCallback`, with `TrainerControl` and
-`TrainerState`), whose events are derived from those of jaxtune.train.callbacks by `Events`.
-
-Every event gets `args`, `state` and `control`, and by name `model` (with the current weights), `processing_class`, and
-what transformers passes in addition. What a callback sets in `control` after a step is done at that step, as in
-transformers. If a callback `listens` to on_log, the numbers of each step that is logged are waited for. `checked`
-accepts a script's callback or refuses it; `best_name` and `best_value` compare evaluations, and
-`with_trained` restores the best weights.
-"""
+"""transformers' callbacks. What one sets in `control` after a step is done at that step."""
 
 from __future__ import annotations
 
@@ -31,10 +23,9 @@ from jaxtune.train.early_stop import is_better, waited
 
 @dataclasses.dataclass
 class TrainerControl:
-    """What callbacks request of the run: a callback sets a field to True, and the run does it after this step. Before
-    on_step_end the run itself sets the last three fields: True if SFTConfig makes that due after this step, else False.
-    So earlier requests are lost, but should_log passes the last step's numbers to on_log if they arrive before that. A
-    callback cannot prevent what is due by setting the field to False, but should_log False prevents on_log."""
+    """Requests of callbacks. The run sets the last three anew before on_step_end, True if SFTConfig makes that due, so
+    earlier requests are lost. False does not prevent what is due, except on_log.
+    """
 
     should_training_stop: bool = False  # end the run
     should_epoch_stop: bool = False  # raises ValueError, because an epoch is not a loop of its own here
@@ -45,8 +36,7 @@ class TrainerControl:
 
 @dataclasses.dataclass
 class TrainerState:
-    """The progress of a run, with transformers' field names. Callbacks get it, and trainer_state.json is written from
-    it."""
+    """The progress of a run, with transformers' field names."""
 
     epoch: float = 0.0  # epochs done so far, with the fraction of the current one
     global_step: int = 0  # optimizer steps done so far, those before a continued run included
@@ -70,93 +60,54 @@ class TrainerState:
 
 
 class TrainerCallback:
-    """transformers' base class of callbacks, whose methods do nothing: a script overrides those of the events that it
-    wants to react to. Each method gets `args` (the SFTConfig), `state` (the TrainerState), `control` (the
-    TrainerControl) and, by name, `model`, `processing_class` and what the event adds (on_log `logs`, on_evaluate
-    `metrics`). It may change `control`, or return another one that replaces it; None keeps it. transformers' own class
-    is accepted too. A callback that defines on_substep_end, on_pre_optimizer_step or on_optimizer_step is refused with
-    ValueError (`checked`), because a step is one compiled program; other events of transformers, such as
-    on_prediction_step, are never called."""
+    """transformers' base class of callbacks; a script overrides the methods that it wants.
+
+    Each gets `args` (SFTConfig), `state`, `control` and by name `model`, `processing_class`, and None for transformers'
+    other objects. A control that it returns replaces the current one. should_epoch_stop raises ValueError. Classes with
+    on_substep_end, on_pre_optimizer_step or on_optimizer_step are refused: a step is one compiled program.
+    """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called when the trainer has been made. `args` is the SFTConfig, `state` the TrainerState. `control` is the
-        TrainerControl; what is set in it or returned has no effect, because train() and each step set its fields anew,
-        except that should_epoch_stop raises ValueError. `kwargs` has `model`, `processing_class` (also as `tokenizer`),
-        and None for transformers' other objects, such as `optimizer`."""
+        """Called when the trainer has been made; requests have no effect."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before the first step of a call of train(). `args` is the SFTConfig, `state` the TrainerState. It may
-        change `control`, the TrainerControl, or return another one (None keeps it), but only should_training_stop has
-        an effect from here, after the first step, and should_epoch_stop raises ValueError. `kwargs` has `model`,
-        `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
+        """Called before the first step of train(); only should_training_stop has an effect, after it."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called at the end of train(), when the model has its final weights: the trained ones, or the best ones with
-        load_best_model_at_end. `args` is the SFTConfig, `state` the TrainerState and `control` the TrainerControl, of
-        which nothing has an effect any more, except that should_epoch_stop raises ValueError. `kwargs` has `model`,
-        `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
+        """Called at the end of train() with the final weights (the best ones with load_best_model_at_end)."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before the first step of an epoch, and before the first step of train(), even if it continues within
-        an epoch. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or
-        return another one (None keeps it): should_training_stop has an effect after that step, should_log passes
-        numbers of the step before to on_log if they arrive before on_step_end, should_epoch_stop raises ValueError, and
-        the rest does nothing. `kwargs` has `model`, `processing_class`, also as `tokenizer`, and None for others."""
+        """Called before the first step of an epoch and of train(); requests as in on_step_begin."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after the last step of an epoch, and after the last step of the run, but not if a callback ends the
-        run within an epoch. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the
-        TrainerControl, or return another one (None keeps it): its requests to log (unless this step was logged),
-        evaluate, save or stop take effect at the same step, and should_epoch_stop raises ValueError. `kwargs` has
-        `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects."""
+        """Called after the last step of an epoch and of the run. Requests are done at that step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before an optimizer step. `args` is the SFTConfig, `state` the TrainerState. It may change `control`,
-        the TrainerControl, or return another one (None keeps it): should_training_stop has an effect after this step,
-        should_log passes numbers of the step before to on_log if they arrive before on_step_end, should_epoch_stop
-        raises ValueError, and the rest does nothing. `kwargs` has `model`, `processing_class` (also as `tokenizer`),
-        and None for transformers' other objects, such as `optimizer`."""
+        """Called before a step, after which should_training_stop ends the run."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after an optimizer step was dispatched; its numbers may not have arrived. `args` is the SFTConfig,
-        `state` the TrainerState. It may change `control`, the TrainerControl, or return another one (None keeps it):
-        its requests to log, evaluate, save or stop take effect at the same step, and should_epoch_stop raises
-        ValueError. The fields are True already for what the SFTConfig makes due, which False does not prevent
-        (should_log False only prevents on_log). `kwargs` has `model`, `processing_class` (also as `tokenizer`), and
-        None for transformers' other objects, such as `optimizer`."""
+        """Called after a step was dispatched; its numbers may not have arrived. Requests are done at that step."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called with `logs` in `kwargs`, {name: number} of a step that is logged or of an evaluation; `kwargs` also
-        has `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as
-        `optimizer`. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or
-        return another one (None keeps it): after a step of train() a request to save or stop takes effect at that step,
-        and so does one to evaluate if `logs` are a step's. In the evaluation of eval_on_start only a request to stop
-        has an effect, after the first step."""
+        """Called with `logs`, {name: number} of a logged step or an evaluation. Requests are done at that step, to
+        evaluate only if `logs` are a step's; before the first step only should_training_stop counts.
+        """
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after an evaluation with `metrics` in `kwargs`, its numbers by name; `kwargs` also has `model`, with
-        the weights that were evaluated, `processing_class` (also as `tokenizer`), and None for transformers' other
-        objects. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or
-        return another one (None keeps it): after a step of train() a request to save or stop takes effect at that step.
-        In the evaluation of eval_on_start only a request to stop has an effect, after the first step."""
+        """Called after an evaluation with its `metrics`; requests as in on_log."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after a checkpoint was saved. The folder checkpoint-N has been written by then if save_strategy or a
-        callback caused the save; the save at the end of a run, or after a signal, comes without it. `args` is the
-        SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or return another one (None
-        keeps it), of which only should_training_stop has an effect here, after this step, and should_epoch_stop raises
-        ValueError. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for transformers' other
-        objects, such as `optimizer`."""
+        """Called after a checkpoint was saved; only should_training_stop has an effect. The folder checkpoint-N exists
+        by then, unless the save is the run's last or a signal caused it.
+        """
 
 
 class EarlyStoppingCallback(TrainerCallback):
-    """transformers' callback that ends training when evaluations do not become better, for SFTTrainer's `callbacks`.
-    SFTConfig's metric_for_best_model names the number that is compared.
+    """Ends training when metric_for_best_model does not become better.
 
     Args:
-      early_stopping_patience: training ends after that number of evaluations in a row that were not better than the
-        best one before by more than the threshold. The first evaluation counts as better, and NaN never does.
-      early_stopping_threshold: the difference by which a value must be better; None: 0.
+      early_stopping_patience: evaluations in a row that were not better than the best before; NaN never is.
+      early_stopping_threshold: the difference by which a value must be better.
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0):
@@ -165,8 +116,7 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts to count anew; raises ValueError if `args`, the SFTConfig, asks for no evaluation, or names no metric
-        to compare. The other arguments are not used."""
+        """Starts to count anew; ValueError without evaluations or a metric."""
         if args.metric_for_best_model is None:
             raise ValueError(
                 "EarlyStoppingCallback: metric_for_best_model = None: name what is watched, such as 'eval_loss'"
@@ -176,10 +126,7 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Called after each evaluation with `metrics`, its numbers; as in transformers, also after those of evaluate().
-        args: the SFTConfig. state: the TrainerState, whose best_metric does not count this evaluation yet. Counts the
-        evaluations in a row without improvement, and sets control.should_training_stop after early_stopping_patience of
-        them. One without the number of metric_for_best_model is not counted, and a line says so."""
+        """Counts this evaluation, as in transformers also one of evaluate(); one without the metric does not count."""
         if (name := best_name(args)) not in metrics:
             return say(f"EarlyStoppingCallback: an evaluation without {name} (metric_for_best_model) does not count")
         value = best_value(args, metrics)
@@ -195,20 +142,13 @@ class EarlyStoppingCallback(TrainerCallback):
 
 
 def best_name(args: Any) -> str:
-    """Returns the name that the number of metric_for_best_model has in an evaluation's metrics: "eval_loss" for "loss"
-    and for "eval_loss". Evaluations are compared by that number: best_value and Events.note_better look it up. `args`
-    is an SFTConfig in which metric_for_best_model is not None."""
-    wanted = args.metric_for_best_model
-    return wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+    """The key of metric_for_best_model in an evaluation's metrics: "eval_loss" for "loss" and for "eval_loss"."""
+    metric = args.metric_for_best_model
+    return metric if metric.startswith("eval_") else f"eval_{metric}"
 
 
 def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
-    """Returns the number in an evaluation's `metrics` by which evaluations are compared, that named best_name(args).
-    `args` is an SFTConfig in which metric_for_best_model is not None. Events and EarlyStoppingCallback call it.
-
-    Raises:
-      ValueError: the evaluation has no such number.
-    """
+    """The number of metric_for_best_model in an evaluation's metrics; ValueError if it is missing."""
     name = best_name(args)
     if name not in metrics:
         raise ValueError(
@@ -219,7 +159,7 @@ def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
 
 
 def _greatest(args: Any) -> bool:
-    """Whether greater values of metric_for_best_model, which must not be None, are better."""
+    """Whether greater values of metric_for_best_model are better."""
     greater = args.greater_is_better
     return not args.metric_for_best_model.endswith("loss") if greater is None else bool(greater)
 
@@ -232,7 +172,6 @@ _PRINTERS = ("PrinterCallback", "ProgressCallback")  # transformers': they print
 
 
 def _in_words(metrics: Mapping[str, Any]) -> str:
-    """Numbers as transformers prints them: {'loss': 0.6931, ..., 'epoch': 0.5}."""
     names = [name for name, value in metrics.items() if isinstance(value, int | float) and name not in _UNPRINTED]
     names = [name for name in names if not name.endswith(("_seconds", "_bytes")) and "tokens" not in name]
     names.sort(key=lambda name: name == "epoch")
@@ -243,14 +182,7 @@ _WITHIN_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"
 
 
 def checked(callback: Any) -> Any:
-    """Returns a script's callback as an instance, which SFTTrainer adds to its list; of a class an instance is made,
-    without arguments.
-
-    Raises:
-      ValueError: it is not a callback (it has none of on_step_end, on_log and on_train_begin), or its class defines
-        on_substep_end, on_pre_optimizer_step or on_optimizer_step, which cannot be called because a step is one
-        compiled program.
-    """
+    """A script's callback as an instance (a class is called); ValueError if it is none or has an event in a step."""
     callback = callback() if isinstance(callback, type) else callback
     if not any(callable(getattr(callback, f"on_{event}", None)) for event in ("step_end", "log", "train_begin")):
         raise ValueError(f"SFTTrainer: callbacks = {callback!r}: give objects of a class made from TrainerCallback")
@@ -264,9 +196,7 @@ def checked(callback: Any) -> Any:
 
 
 def listens(callback: Any, event: str) -> bool:
-    """Whether the class of a callback defines the method `event`, such as "on_log", instead of inheriting the empty one
-    of TrainerCallback, this module's or transformers'. If none listens to on_log, the run does not wait for a step's
-    numbers; `checked` refuses by it callbacks with events within a step."""
+    """Whether a callback's class defines the method `event` ("on_log") itself, and not only TrainerCallback does."""
     for kind in type(callback).__mro__:
         if kind.__name__ == "TrainerCallback":
             return False
@@ -276,24 +206,14 @@ def listens(callback: Any, event: str) -> bool:
 
 
 class Events(Callback):
-    """Passes the events of a run of SFTTrainer to the script's callbacks, does what they request, and keeps the best
-    weights if load_best_model_at_end asks for it. It is a callback of jaxtune.train, which calls it. SFTTrainer makes
-    one for each call of train(), and others to report on_init_end and the numbers of evaluate().
+    """Passes the events of a run to the script's callbacks, does what they request, and keeps the best weights.
 
     Args:
-      args: the SFTConfig.
-      state, control: the TrainerState and TrainerControl, which are passed to the callbacks.
-      model: the script's model; it refers to the current weights while callbacks look at it.
-      processing_class: the tokenizer, which is passed to the callbacks.
-      callbacks: the script's callbacks, as instances.
-      measure: returns the numbers of the script's compute_metrics for the current model; it is called after each
-        evaluation.
-      handed_back: maps a module of the run to the one that the script sees, for example with dropout turned on again.
-      leave: called after a save that save_strategy made due or a callback requested, with the number of steps done:
-        writes the current model as a checkpoint-N folder. By default nothing is written.
+      measure: the numbers of compute_metrics for the current model.
+      handed_back: maps a module of the run to the script's, with dropout turned on again.
+      leave: writes checkpoint-N, given N, after a save that was due or requested.
     Attributes:
-      best: the trained arrays of the best evaluation (an nnx state of numpy arrays), if load_best_model_at_end asks for
-        them; None otherwise, and before an evaluation.
+      best: trained arrays of the best evaluation, an nnx state of numpy arrays, if load_best_model_at_end.
     """
 
     is_users = False  # it writes folders; the callbacks that it calls are
@@ -317,18 +237,11 @@ class Events(Callback):
         self._scheduled: dict[str, float | None] = {}
         self._steps_per_epoch, self._can_evaluate = 1, False
         self._printed: set[str] = set()
-        self._prints = not any(kind.__name__ in _PRINTERS for each in callbacks for kind in type(each).__mro__)
+        self._prints = not any(kind.__name__ in _PRINTERS for callback in callbacks for kind in type(callback).__mro__)
         self._left = 0  # the step of the last checkpoint-N folder
 
     def tell(self, event: str, **more: Any) -> None:
-        """Calls the method named `event`, such as "on_log", of every callback that has one, in their order. The method
-        gets the SFTConfig, the state and the control, and by name the model, the tokenizer (as processing_class and
-        tokenizer), None for objects of transformers that do not exist here (optimizer, lr_scheduler, data loaders), and
-        `more`. A control that a callback returns replaces the current one; None keeps it.
-
-        Raises:
-          ValueError: a callback set should_epoch_stop.
-        """
+        """Calls the method `event` of every callback; ValueError if one set should_epoch_stop."""
         for callback in self._callbacks:
             method = getattr(callback, event, None)
             if method is None:
@@ -356,15 +269,8 @@ class Events(Callback):
     # ---- the run
 
     def begin(self, config: TrainConfig, total_steps: int, steps_per_epoch: int) -> None:
-        """Called by SFTTrainer.train before the first step: sets the state's max_steps and num_train_epochs, clears its
-        best_metric, best_global_step and best_model_checkpoint, which are of an earlier call, and the control's request
-        to stop, and calls on_train_begin, on_epoch_begin and on_step_begin. It leaves global_step and epoch as they
-        are, so these methods do not see the step that a continued run begins with.
-
-        Args:
-          config: the run's config, which says after how many steps it logs, evaluates and saves without a request.
-          total_steps: the number of optimizer steps of the whole run.
-          steps_per_epoch: the number of optimizer steps of an epoch.
+        """Starts a call of train(): resets the state's best and the request to stop, and calls the first events.
+        global_step and epoch stay, so these events do not see the step that a continued run begins with.
         """
         self._scheduled = {
             "log": config.metrics.log_every,
@@ -381,10 +287,7 @@ class Events(Callback):
         self.tell("on_step_begin")
 
     def between(self, moment: Between) -> None:
-        """Called by jaxtune's trainer after each step was dispatched: calls the callbacks' methods in the order of
-        transformers' loop (on_step_end, on_epoch_end, ...), and logs, evaluates, saves or stops if that is due or
-        requested. moment: the run between two steps, whose methods evaluate, save and stop it. Raises ValueError if a
-        callback requests an end of the epoch, or an evaluation without eval_dataset."""
+        """After a step was dispatched: calls the events in transformers' order and does what is due or requested."""
         control = self.control
         self._at(moment.step, moment.model)
         due = {name: bool(every) and moment.step % every == 0 for name, every in self._scheduled.items()}
@@ -406,26 +309,12 @@ class Events(Callback):
         self.tell("on_step_begin")
 
     def _at(self, step: int, model: Callable[[], Decoder]) -> None:
-        """Sets the state's step and epoch, and makes the script's model refer to the current weights. step: the number
-        of steps done. model: a function that assembles the current module; it is called only when the script's model is
-        next accessed: by a callback or compute_metrics, to write a checkpoint-N folder, or to copy the best weights."""
+        """Sets the state's step and epoch, and the script's model to `model`, which is called when it is looked at."""
         self.state.global_step, self.state.epoch = step, step / self._steps_per_epoch
         self.model.module = lambda: self._handed_back(model())
 
     def _do(self, moment: Between, due: Mapping[str, bool]) -> None:
-        """Logs, evaluates and saves if the control's fields request it, in the order of transformers, and then clears
-        these fields; `between` has set those of what is due. The numbers of a step are waited for, and on_log is
-        called, only if a callback listens to on_log. After a save that is done here `saved` writes a checkpoint-N
-        folder, unless it has written that of this step. `between` calls it after on_step_end and on_epoch_end.
-
-        Args:
-          moment: the run between two steps.
-          due: {"log", "evaluate", "save": whether the script's config makes that due at this step}; {} after an epoch.
-            If a callback sets such a request to False, jaxtune's trainer logs, evaluates or saves all the same, which
-            is printed once; should_log False prevents on_log.
-        Raises:
-          ValueError: an evaluation is requested and there is no eval_dataset.
-        """
+        """Logs, evaluates and saves as the control's fields say, and clears them. due: what SFTConfig makes due."""
         for name, is_due in due.items():
             if is_due and not getattr(self.control, f"should_{name}") and name not in self._printed:
                 self._printed.add(name)
@@ -444,8 +333,6 @@ class Events(Callback):
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
-        """The numbers of step `step` (from 1) have arrived: they are printed if logging_steps has the step, and passed
-        to on_log if they were waited for (`_do`)."""
         if self._prints and (every := self._scheduled.get("log")) and step % every == 0:
             say(_in_words(metrics))
         if self.control.should_log and step == self.state.global_step:
@@ -453,17 +340,10 @@ class Events(Callback):
             self.tell("on_log", logs=metrics)
 
     def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
-        """Called by jaxtune's trainer before an evaluation: makes the script's model refer to the weights that it
-        evaluates. Callbacks and compute_metrics then see these weights. step: the number of steps done. model: a
-        function that returns the module with these weights."""
         self._at(step, model)
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
-        """Called by jaxtune's trainer after an evaluation, with its numbers: adds the epoch and the numbers of
-        compute_metrics to `metrics`, in place, and calls on_log and on_evaluate with them. If metric_for_best_model is
-        set and its number is the best so far, the state records it, and with load_best_model_at_end `best` becomes a
-        copy of the trained weights. step: the number of steps done. Raises ValueError if the evaluation lacks that
-        number, or compute_metrics returns no numbers."""
+        """Adds the epoch and compute_metrics' numbers to `metrics`, in place, calls the events, and notes the best."""
         metrics["epoch"] = round(self.state.epoch, 4)
         metrics |= self.measure()
         if self._prints:
@@ -480,41 +360,34 @@ class Events(Callback):
                 self.best = jax.tree.map(np.array, jax.device_get(nnx.state(self.model.module, nnx.Param)))
 
     def saved(self, step: int) -> None:
-        """Called by jaxtune's trainer after each save, with the number of steps done. If save_strategy made the save
-        due or a callback requested it, it writes the checkpoint-N folder, and then calls on_save. Such a save comes
-        some steps later if updates were skipped at its own step, as their numbers were not finite. After other saves,
-        such as one that a signal caused or that of the run's end, it only calls on_save."""
+        """Writes checkpoint-N if the save was due or requested; it comes late if updates at its step were skipped."""
         if self._asked:
             self._asked, self._left = False, step
             self._leave(step)
         self.tell("on_save")
 
     def note_better(self, metrics: Path, done: int) -> None:
-        """Called at the end of a run that was continued and has load_best_model_at_end: prints a note if an evaluation
-        of an earlier call of train() was better than that of the weights that the model now has, or if these were not
-        evaluated and others were. Those better weights were lost with the earlier process.
+        """Prints a note if an evaluation before an interruption was better than that of the current weights.
 
-        Args:
-          metrics: the file metrics.jsonl of the run, which has all evaluations.
-          done: the number of steps done; if this call evaluated nothing, the model has the weights after them, and else
-            those of its own best evaluation.
+        metrics: the run's metrics.jsonl.
+        done: the steps done.
         """
-        kept = done if self.state.best_global_step is None else self.state.best_global_step
+        current_step = done if self.state.best_global_step is None else self.state.best_global_step
         name = best_name(self.args)
-        found = {line["step"]: line[name] for line in read_metrics(metrics) if not np.isnan(line.get(name, np.nan))}
-        best = kept
-        for step, value in found.items():
-            best = step if is_better(value, found.get(best), _greatest(self.args)) else best
-        if best != kept:
+        evaluations = {
+            line["step"]: line[name] for line in read_metrics(metrics) if not np.isnan(line.get(name, np.nan))
+        }
+        best = current_step
+        for step, value in evaluations.items():
+            best = step if is_better(value, evaluations.get(best), _greatest(self.args)) else best
+        if best != current_step:
             say(
                 f"SFTTrainer: load_best_model_at_end: the evaluation after step {best} was the best, but its weights "
-                f"were lost when the run was interrupted: the model has those of step {kept}"
+                f"were lost when the run was interrupted: the model has those of step {current_step}"
             )
 
 
 def with_trained(module: Decoder, trained: Any) -> Decoder:
-    """Returns a new module, `module` with its trained arrays (nnx.Param) replaced by the numpy arrays `trained`, a
-    state such as Events.best; each is put on the devices that its predecessor was on. It is used at the end of a run
-    with load_best_model_at_end."""
-    graph, own, frozen = nnx.split(module, nnx.Param, ...)
-    return nnx.merge(graph, jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), trained, own), frozen)
+    """A new module: `module` with its trained arrays replaced by numpy arrays, on the devices of their predecessors."""
+    graph, replaced, frozen = nnx.split(module, nnx.Param, ...)
+    return nnx.merge(graph, jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), trained, replaced), frozen)

@@ -34,8 +34,9 @@ class _Option:
 
 
 class HfArgumentParser(argparse.ArgumentParser):
-    """An option for each field of the dataclasses, with - or _ between words. What a command line does not give is left
-    to the dataclass, so that a config here knows which arguments a script gives."""
+    """transformers' parser: an option for each field of the dataclasses. What is not given is left to the dataclass, so
+    that a config knows which arguments a script gives.
+    """
 
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **options: object):
         super().__init__(**{"formatter_class": argparse.RawTextHelpFormatter, "allow_abbrev": False, **options})
@@ -63,7 +64,7 @@ class HfArgumentParser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> NoReturn:
-        """Without the usage, which is a page here."""
+        """Leaves out the usage, which is a page here."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def parse_args_into_dataclasses(
@@ -74,25 +75,24 @@ class HfArgumentParser(argparse.ArgumentParser):
         args_filename: str | None = None,
         args_file_flag: str | None = None,
     ) -> tuple[DataClass, ...]:
-        """An object of each dataclass, and with return_remaining_strings the words that belong to none, which are an
-        error otherwise. The files of arguments that transformers looks for are not read."""
+        """An object of each dataclass, and with return_remaining_strings the words that belong to none."""
         del look_for_args_file
         if args_filename or args_file_flag:
             raise ValueError(
                 "HfArgumentParser: files of arguments are not read; parse_yaml_file and parse_json_file are"
             )
-        made, remaining = self._parsed(args, {})
+        configs, remaining = self._parsed(args, {})
         if return_remaining_strings:
-            return (*made, remaining)
+            return (*configs, remaining)
         if remaining:
             self.error(self._unknown(remaining))
-        return made
+        return configs
 
     def parse_dict(self, args: Mapping[str, object], allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
-        made, unknown = self._of_values(args)
+        configs, unknown = self._of_values(args)
         if unknown and not allow_extra_keys:
             raise ValueError(f"keys that no dataclass has: {self._unknown(unknown)}")
-        return made
+        return configs
 
     def parse_json_file(self, json_file: str | os.PathLike, allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
         return self.parse_dict(json.loads(Path(json_file).read_text(encoding="utf-8")), allow_extra_keys)
@@ -105,29 +105,32 @@ class HfArgumentParser(argparse.ArgumentParser):
     ) -> tuple[tuple[DataClass, ...], list[str]]:
         space, remaining = self.parse_known_args(sys.argv[1:] if args is None else list(args))
         typed = vars(space)
-        of_script = {name: value for name, value in typed.items() if name not in self._options}
+        script_values = {name: value for name, value in typed.items() if name not in self._options}
         try:
-            made, _ = self._of_values({**defaults, **{n: v for n, v in typed.items() if n in self._options}})
+            configs, _ = self._of_values({**defaults, **{n: v for n, v in typed.items() if n in self._options}})
         except ValueError as error:
             self.error(str(error))
-        return (*made, *([argparse.Namespace(**of_script)] if of_script else [])), remaining
+        return (*configs, *([argparse.Namespace(**script_values)] if script_values else [])), remaining
 
     def _of_values(self, values: Mapping[str, object]) -> tuple[tuple[DataClass, ...], list[str]]:
-        """(an object of each dataclass, the names that none has)"""
-        known = {n: _value(n, v, self._options[n].hint) for n, v in values.items() if n in self._options}
+        typed_values = {n: _value(n, v, self._options[n].hint) for n, v in values.items() if n in self._options}
         configs = []
         for kind in self.dataclass_types:
-            arguments = {name: value for name, value in known.items() if kind in self._options[name].kinds}
+            arguments = {name: value for name, value in typed_values.items() if kind in self._options[name].kinds}
             if missing := [name for name in _required(kind) if name not in arguments]:
                 raise ValueError(f"{kind.__name__} needs {', '.join(f'--{name}' for name in missing)}")
             configs.append(kind(**arguments))
         return tuple(configs), [name for name in values if name not in self._options]
 
     def _unknown(self, words: Sequence[str]) -> str:
-        """The words that are no option, each with the nearest that is one."""
+        """The words that are no option, each with the nearest option."""
         lines = []
         for word in words:
-            if not word.startswith("-") and word not in words[:1] and any(one.startswith("-") for one in words):
+            if (
+                not word.startswith("-")
+                and word not in words[:1]
+                and any(other_word.startswith("-") for other_word in words)
+            ):
                 continue  # a value
             name = word.lstrip("-").partition("=")[0].replace("-", "_")
             near = difflib.get_close_matches(name, self._options, 1)
@@ -136,8 +139,7 @@ class HfArgumentParser(argparse.ArgumentParser):
 
 
 class TrlParser(HfArgumentParser):
-    """TRL's parser, which also reads a YAML file, `--config FILE`: the command line's values replace the
-    file's, and these the dataclasses' defaults."""
+    """TRL's parser: `--config FILE` names a YAML file; the command line replaces its values, and they the defaults."""
 
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **options: object):
         super().__init__(dataclass_types, **options)
@@ -153,14 +155,11 @@ class TrlParser(HfArgumentParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[DataClass, ...]:
-        """An object of each dataclass. The mapping `env` of the YAML file is set in the environment.
+        """An object of each dataclass. Sets the YAML file's mapping `env` in the environment.
 
-        Args:
-          return_remaining_strings: also returns the words that belong to no dataclass, those of the file as "--name",
-            "value"; of both sources apart with separate_remaining_strings.
-          fail_with_unknown_args: False: unknown keys of the file are named in a line, and not read.
-        Raises:
-          ValueError: the file is no mapping, or has unknown keys.
+        return_remaining_strings: also returns words that belong to no dataclass, the file's as "--name", "value";
+          separate_remaining_strings: both sources apart.
+        fail_with_unknown_args: False prints unknown keys of the file.
         """
         words = sys.argv[1:] if args is None else list(args)
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -172,17 +171,17 @@ class TrlParser(HfArgumentParser):
             raise ValueError(f"{space.config}: env = {env!r}: must be a mapping of variables")
         os.environ.update({str(name): str(value) for name, value in env.items()})
         unknown = [name for name in values if name not in self._options]
-        made, remaining = self._parsed(words, {name: value for name, value in values.items() if name not in unknown})
+        configs, remaining = self._parsed(words, {name: value for name, value in values.items() if name not in unknown})
         if return_remaining_strings:
-            of_file = [word for name in unknown for word in (f"--{name}", str(values[name]))]
-            return (*made, of_file, remaining) if separate_remaining_strings else (*made, of_file + remaining)
+            extra = [word for name in unknown for word in (f"--{name}", str(values[name]))]
+            return (*configs, extra, remaining) if separate_remaining_strings else (*configs, extra + remaining)
         if remaining:
             self.error(self._unknown(remaining))
         if unknown and fail_with_unknown_args:
             raise ValueError(f"{space.config}: keys that no dataclass has: {self._unknown(unknown)}")
         if unknown:
             say(f"{space.config}: not read: {self._unknown(unknown)}")
-        return made
+        return configs
 
 
 def _yaml(path: str | os.PathLike) -> dict[str, object]:
@@ -193,8 +192,7 @@ def _yaml(path: str | os.PathLike) -> dict[str, object]:
 
 
 def _options(kinds: Sequence[type]) -> dict[str, _Option]:
-    """The options of the dataclasses. Those that a config here knows and does not follow are options too, unless
-    another dataclass has a field of that name."""
+    """The options of the dataclasses, with arguments that a config knows and does not follow."""
     options: dict[str, _Option] = {}
     for kind in kinds:
         hints = typing.get_type_hints(kind)
@@ -213,9 +211,9 @@ def _options(kinds: Sequence[type]) -> dict[str, _Option]:
     return options
 
 
-def _default(made: SFTConfig | None, field: dataclasses.Field) -> object:
-    if made is not None:
-        return getattr(made, field.name)
+def _default(config: SFTConfig | None, field: dataclasses.Field) -> object:
+    if config is not None:
+        return getattr(config, field.name)
     return None if field.default is dataclasses.MISSING else field.default
 
 
@@ -229,9 +227,8 @@ def _required(kind: type) -> list[str]:
 
 
 def _kinds(hint: object) -> list[object]:
-    """The members of a union, each without its parameters."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [kind for one in typing.get_args(hint) for kind in _kinds(one)]
+        return [kind for member in typing.get_args(hint) for kind in _kinds(member)]
     return [typing.get_origin(hint) or hint]
 
 
@@ -240,16 +237,12 @@ def _has(hint: object, kinds: tuple[object, ...]) -> bool:
 
 
 def _value(name: str, value: object, hint: object) -> object:
-    """A value of a command line or of YAML as its type `hint` asks for.
-
-    Raises:
-      ValueError: it is none of that type.
-    """
+    """A value of a command line or of YAML as its type `hint` asks for; ValueError if it is none."""
     if isinstance(value, list):
         if not _has(hint, (list, tuple, set, Sequence)):
-            return [_value(name, one, object) for one in value]
-        element = next((typing.get_args(one)[:1] for one in _members(hint) if _is_list(one)), ())
-        items = [_value(name, one, element[0] if element else object) for one in value]
+            return [_value(name, entry, object) for entry in value]
+        element = next((typing.get_args(entry)[:1] for entry in _members(hint) if _is_list(entry)), ())
+        items = [_value(name, entry, element[0] if element else object) for entry in value]
         # One word for an argument that is a list or a text, such as "all-linear".
         return items[0] if len(items) == 1 and isinstance(items[0], str) and _has(hint, (str,)) else items
     kinds = _kinds(hint)
@@ -293,7 +286,7 @@ def _of_text(name: str, text: str, hint: object, kinds: list[object]) -> object:
 
 def _members(hint: object) -> list[object]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [one for member in typing.get_args(hint) for one in _members(member)]
+        return [nested for member in typing.get_args(hint) for nested in _members(member)]
     return [hint]
 
 

@@ -1,4 +1,4 @@
-"""Prints sampled answers, as TRL does with log_completions (`Completions`)."""
+"""Sampled answers as a table in the terminal, as TRL prints them with log_completions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from jaxtune.train.data.batches import Rollout
 
 
 class Completions(Callback):
-    """Prints the answers of the latest generation at each logged step. logging_steps: the steps from one to the next.
-    most: the answers that are printed, the first ones; None: all."""
+    """Prints the first `most` answers (None: all) of the latest generation every `logging_steps` steps."""
 
     is_users = False
 
@@ -34,17 +33,24 @@ class Completions(Callback):
         table = Table("prompt", "completion", *names, *extra, "advantage", title=f"step {step}", show_lines=True)
         for row in self._rollouts[: self._most]:
             rewards = [_cell(row.get("rewards", {}).get(name)) for name in names]
-            others = [_cell(row.get("extra", {}).get(name)) for name in extra]
-            cells = (_cell(row.get("prompt")), _cell(row.get("answer")), *rewards, *others, _cell(row.get("advantage")))
+            extra_cells = [_cell(row.get("extra", {}).get(name)) for name in extra]
+            cells = (
+                _cell(row.get("prompt")),
+                _cell(row.get("answer")),
+                *rewards,
+                *extra_cells,
+                _cell(row.get("advantage")),
+            )
             table.add_row(*(printable(cell) for cell in cells))
         console(stderr=True).print(table)
         self._rollouts = ()
 
 
 def _cell(value: object) -> str:
-    """A value of the table as text; of messages each role and content."""
     if isinstance(value, float):
         return "" if value != value else f"{value:.2f}"
-    if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
-        return "\n".join(f"{one.get('role')}: {one.get('content') or json.dumps(one, default=str)}" for one in value)
+    if isinstance(value, list) and all(isinstance(turn, Mapping) for turn in value):
+        return "\n".join(
+            f"{turn.get('role')}: {turn.get('content') or json.dumps(turn, default=str)}" for turn in value
+        )
     return str(value)

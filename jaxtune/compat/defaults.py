@@ -29,7 +29,7 @@ def _here() -> dict[str, dict[str, object]]:
 
 @functools.cache
 def defaults(library: Library, section: str) -> Mapping[str, object]:
-    """{argument: its default} of the config `section` ("sft", "dpo", "training_arguments", ...)."""
+    """{argument: default} of the config `section` ("sft", "dpo", "training_arguments", ...)."""
     keys = {**_schema("trl_scripts")["keys"], **_schema("trl")["keys"]}[section]
     values = {**keys, **{name: value for name, value in _here()["computed"].items() if keys.get(name, 0) is None}}
     values |= {name: value for name, value in _here()["of_the_model"].items() if name in keys}
@@ -37,14 +37,14 @@ def defaults(library: Library, section: str) -> Mapping[str, object]:
         values |= _here()["trl"]
     if library == "Unsloth":
         replaced = _schema("unsloth")["keys"]
-        for part in (replaced[""], replaced.get(section, {})):
+        for replacements in (replaced[""], replaced.get(section, {})):
             # None marks an argument that the script does not give.
-            values |= {name: value for name, value in part.items() if name in keys and value is not None}
+            values |= {name: value for name, value in replacements.items() if name in keys and value is not None}
         values |= {name: value for name, value in _here()["unsloth"].items() if name in keys}
     return values
 
 
 def version(library: Library) -> str:
-    """The release whose defaults these are, such as "TRL 1.16.0"."""
+    """The release with these defaults, such as "TRL 1.16.0"."""
     schema = _schema("unsloth" if library == "Unsloth" else "trl")
     return f"{library} {schema['versions'][_WHEELS[library]]}"

@@ -1,8 +1,5 @@
-"""TRL's DistillationTrainer and GKDTrainer with their configs, built on SFTTrainer's run. DistilledTrainer and
-DistilledConfig are their bases; `_teacher` finds and loads the teacher.
-
-A teacher of its own is attached to the model that trains, and is on the same device; without one the teacher is the
-student with its adapter off. Answers are sampled from the student in the same process.
+"""TRL's DistillationTrainer and GKDTrainer. A separate teacher is attached to the model that trains, on the same
+device; without one it is the student with its adapter off.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ _USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the tr
 
 @dataclasses.dataclass(init=False)
 class DistilledConfig(PreferenceConfig):
-    """The base class of DistillationConfig and GKDConfig: the arguments that they share, under TRL's names, beside
-    those of SFTConfig and disable_dropout, which is True in GKDConfig and False in DistillationConfig."""
+    """Arguments that DistillationConfig and GKDConfig share. disable_dropout is True in GKDConfig, else False."""
 
     teacher_model_name_or_path: str | None  # the teacher, if the trainer's argument teacher_model is None
     # transformers' arguments of from_pretrained for a teacher that is given by a name, such as quantization_config
@@ -44,8 +40,7 @@ class DistilledConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class DistillationConfig(DistilledConfig):
-    """The arguments of a DistillationTrainer: TRL's DistillationConfig. An update trains on
-    per_device_train_batch_size * gradient_accumulation_steps answers."""
+    """TRL's. An update has per_device_train_batch_size * gradient_accumulation_steps answers."""
 
     section = "distillation"  # of the tables of defaults
     table = DISTILLATION  # the arguments that are not fields: without effect here, or refused
@@ -63,8 +58,7 @@ class DistillationConfig(DistilledConfig):
 
 @dataclasses.dataclass(init=False)
 class GKDConfig(DistilledConfig):
-    """The arguments of a GKDTrainer: TRL's GKDConfig. The temperature divides the logits only
-    when answers are sampled, and not in the loss, as in TRL."""
+    """TRL's GKDConfig. As there, the temperature divides the logits only in sampling, not in the loss."""
 
     section = "gkd"  # of the tables of defaults
     table = GKD  # the arguments that are not fields: without effect here, or refused
@@ -76,21 +70,15 @@ class GKDConfig(DistilledConfig):
 
 
 class DistilledTrainer(PreferenceTrainer):
-    """The base class of DistillationTrainer and GKDTrainer, which train a student to have the output distributions of a
-    teacher. A subclass sets `config_type` to the class of its config, and defines `_drawing` and `_read`.
+    """Base of DistillationTrainer and GKDTrainer: trains a student to have a teacher's output distributions.
+
+    A subclass sets `config_type`, and defines `_drawing` and `_read`. ValueError: no teacher, or another vocabulary.
 
     Args:
-      model: the student: a CompatModel, or a hub name or folder, which is loaded.
-      teacher_model: the teacher, a CompatModel or its hub name or folder. None takes args.teacher_model_name_or_path;
-        if that is None too, the teacher of a model with an adapter is the same model with its adapter off, which is
-        printed, and a model without one raises ValueError.
-      args: a DistillationConfig or GKDConfig, or TRL's own object.
-      train_dataset, eval_dataset: the rows to train on and to evaluate on, which the subclasses describe.
+      model: the student: a CompatModel, or a hub name or folder.
+      teacher_model: likewise; None: teacher_model_name_or_path, or else the student with its adapter off.
       processing_class: the tokenizer; None: the model's.
       others: further arguments of SFTTrainer.
-    Raises:
-      ValueError: there is no teacher, or its vocabulary differs from the student's; or an argument, which the message
-        names, is not supported.
     """
 
     config_type: type[DistilledConfig]
@@ -107,13 +95,13 @@ class DistilledTrainer(PreferenceTrainer):
         processing_class: object = None,
         **others: object,
     ):
-        name, found = type(self).__name__, settled(args, self.config_type, model)
-        quantised_by(found, others, model)
+        name, config = type(self).__name__, settled(args, self.config_type, model)
+        quantised_by(config, others, model)
         if isinstance(model, str | os.PathLike):
-            roomy = copy.copy(found)
-            roomy.max_length = self._room(found)
+            roomy = copy.copy(config)
+            roomy.max_length = self._room(config)
             model = loaded(os.fspath(model), roomy, full=others.get("peft_config") is None)
-        self._teacher = _teacher(name, teacher_model, found)
+        self._teacher = _teacher(name, teacher_model, config)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, **others)
         if self._teacher is not None:
             with_teacher(self.model.module, self._teacher.module)  # refuses another vocabulary before rows are read
@@ -126,100 +114,59 @@ class DistilledTrainer(PreferenceTrainer):
             )
 
     def _room(self, args: object) -> int | None:
-        """The number of tokens of the longest row that a student given by its name is loaded for. Here it is the
-        config's max_length, or None if that is None or missing: `loaded` then takes the config's max_seq_length if it
-        is set, else TRL's default, 1,024; DistillationTrainer, whose rows are made of prompts and sampled answers,
-        takes 512 plus max_completion_length. args: the script's config."""
+        """Tokens of the longest row, for a student that is loaded by name; None: max_seq_length, or TRL's 1,024."""
         return getattr(args, "max_length", None)
 
     def _to_train(self) -> Decoder:
-        """Returns the module that the run trains, of which jaxtune's Trainer is made: the student, or with
-        disable_dropout=True another module over the same arrays whose adapters have no dropout; with its teacher
-        attached, unless the teacher is the student with its adapter off. Raises ValueError if the teacher's vocabulary
-        differs."""
+        """The student with its teacher attached; ValueError for another vocabulary."""
         return with_teacher(super()._to_train(), None if self._teacher is None else self._teacher.module)
 
     def _objective(self) -> ObjectiveConfig:
-        """Returns the section `objective` of the run's config: distillation from this teacher, with the script's beta
-        and the options of `_drawing`. It names the teacher by its folder or hub name, "in memory" for a teacher without
-        a name, or BASE for the model with its adapter off."""
         teacher = BASE if self._teacher is None else self._teacher.module.name_or_path or "in memory"
         return dataclasses.replace(ObjectiveConfig("distill", teacher=teacher, beta=self.args.beta), **self._drawing())
 
     def _drawing(self) -> dict[str, float | int]:
-        """Returns those options of the config's section `objective`, {name: value}, that say what share of the answers
-        is sampled from the student, and how, with the loss's temperature. Subclasses define it; here it raises
-        NotImplementedError. The share, `on_policy`, is 1 in DistillationTrainer, and lmbda in GKDTrainer. The loss's
-        temperature is the script's in DistillationTrainer, and 1 in GKDTrainer. The others are the config's arguments
-        under jaxtune's names. `_objective` calls it."""
+        """The options of ObjectiveConfig about sampling and the loss's temperature: {name: value}."""
         raise NotImplementedError
 
     @property
     def _samples(self) -> bool:
-        """Whether the run samples answers from the student (True, except in a GKDTrainer with an lmbda of 0), or trains
-        on the rows' answers alone. If it is True, `config` sets data.packing to True, because rows are packed with
-        their sampled answers; if not, data.packing stays as SFTTrainer.config sets it. A script cannot set packing=True
-        (ValueError). GKDTrainer._drawing reads it too."""
+        """Whether the run samples answers; rows are then packed with them, so data.packing is True."""
         return True
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """Returns the TrainConfig of the run, as SFTTrainer.config makes it. If answers are sampled, its data.packing
-        is True, because rows are packed with their sampled answers; rows_per_step still counts rows of the data set.
+        """The TrainConfig of the run, packed if answers are sampled; rows_per_step counts rows of the data set.
 
-        Args:
-          resume: "auto" continues the run in output_dir, "never" starts a new one.
-          prepared: True allows tokenising the rows to count an epoch's steps. False does not, as for the constructor's
-            check of arguments: every_steps for a strategy "epoch" is then None, and without max_steps `epochs` is set
-            in place of `steps`.
-        Raises:
-          ValueError: an argument of the script that is not supported.
+        prepared: as in SFTTrainer.config.
         """
-        made = super().config(resume, prepared)
+        config = super().config(resume, prepared)
         if not self._samples:
-            return made
+            return config
         arguments = dict(getattr(self.args, "chat_template_kwargs", None) or {}) or None
-        data = dataclasses.replace(made.data, packing=True, template_arguments=arguments)
-        return dataclasses.replace(made, data=data)
+        data = dataclasses.replace(config.data, packing=True, template_arguments=arguments)
+        return dataclasses.replace(config, data=data)
 
 
 class DistillationTrainer(DistilledTrainer):
     """TRL's DistillationTrainer: the student samples an answer to every prompt and learns the teacher's distributions
-    over the tokens of that answer. The arguments are those of DistilledTrainer, with a DistillationConfig as `args`. If
-    neither teacher_model nor args.teacher_model_name_or_path names a teacher, it is the student with its adapter off; a
-    student without an adapter then raises ValueError.
+    over its tokens. Arguments as in DistilledTrainer.
 
-    Rows of train_dataset have a column `prompt` (a text or a list of messages) or `messages`. Rows of eval_dataset must
-    have answers, too (a column `completion`, or a last message of the assistant): the divergence is measured over these
-    answers, while TRL samples answers there as well.
+    Rows have `prompt` or `messages`. Rows of eval_dataset also need answers, over which the divergence is measured; TRL
+    samples answers there as well.
     """
 
     config_type = DistillationConfig
 
     def _room(self, args: object) -> int:
-        """Returns the tokens of the longest row that a student given by its name is loaded for: 512 for the prompt,
-        plus max_completion_length of `args`, the script's config (512 if it has no such field)."""
         return _USUAL_PROMPT + getattr(args, "max_completion_length", _USUAL_PROMPT)
 
     def _drawing(self) -> dict[str, float | int]:
-        """Returns the options of the config's section `objective` about sampling, {name: value}: on_policy is 1,
-        because every answer is sampled from the student; the others are the config's arguments of the same names (None
-        for top_k or min_p becomes 0, which is off). Its temperature is also the loss's."""
         names = ("temperature", "max_completion_length", "top_p", "repetition_penalty")
         options = {name: getattr(self.args, name) for name in names}
         return options | dict(on_policy=1.0, top_k=max(0, self.args.top_k or 0), min_p=self.args.min_p or 0.0)
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
-        """Checks a script's data set, and returns (its rows, "auto": their format is detected later). The constructor
-        calls it for train_dataset and eval_dataset, and evaluate and predict for rows that the script passes to them.
-
-        Args:
-          dataset: a name or path (str or os.PathLike), whose columns are not checked here, a data set with columns, or
-            an iterable of rows, which is read into a list.
-          formatting_func: must be None, because this trainer does not support one.
-        Raises:
-          ValueError: the data set is an IterableDataset, is a list without rows, or has neither a column `prompt` nor
-            `messages`; or formatting_func is not None.
-        """
+        """(the rows, "auto": their format is detected later); ValueError for a stream, no rows, or no prompts."""
         name = type(self).__name__
         if is_stream(dataset):
             raise ValueError(
@@ -238,22 +185,11 @@ class DistillationTrainer(DistilledTrainer):
 
 
 class GKDTrainer(DistilledTrainer):
-    """TRL's GKDTrainer: a row's answer is sampled from the student with probability lmbda, and otherwise the row's own
-    last answer is taken; on either one the student learns the teacher's distributions over the answer's tokens. Rows
-    are conversations (`messages`), or have `prompt` and `completion`. TRL draws once for each micro-batch, and this
-    trainer once for each row. assistant_only_loss and completion_only_loss have no effect, which is printed.
+    """TRL's GKDTrainer: the answer is sampled from the student with probability lmbda, else it is the row's last one;
+    the student learns the teacher's distributions over it. TRL draws once for each micro-batch, this trainer for each
+    row. Arguments as in DistilledTrainer.
 
-    Args:
-      teacher_model: the teacher, a CompatModel or its hub name or folder. None takes args.teacher_model_name_or_path;
-        if that is None too, the teacher is the student with its adapter off, and a student without an adapter raises
-        ValueError.
-      data_collator: None, or a collator that only pads, which has no effect, as is printed; any other raises
-        ValueError.
-      model, args, train_dataset, eval_dataset, processing_class: the student, a CompatModel or its name; a GKDConfig;
-        the rows to train on and to evaluate on; and the tokenizer (None: the model's).
-      others: further arguments of SFTTrainer.
-    Raises:
-      ValueError: also what DistilledTrainer refuses.
+    Rows are `messages`, or `prompt` and `completion`. data_collator may only pad.
     """
 
     config_type = GKDConfig
@@ -272,21 +208,17 @@ class GKDTrainer(DistilledTrainer):
         others["data_collator"] = data_collator
         super().__init__(model, teacher_model, args, train_dataset, eval_dataset, processing_class, **others)
         self._masking["last_response_only"] = True
-        for given in ("assistant_only_loss", "completion_only_loss"):
-            if getattr(self.args, given):
-                tell(type(self.args).__name__, given, "the last answer of a conversation is trained on, as in TRL")
+        for loss_option in ("assistant_only_loss", "completion_only_loss"):
+            if getattr(self.args, loss_option):
+                tell(
+                    type(self.args).__name__, loss_option, "the last answer of a conversation is trained on, as in TRL"
+                )
 
     @property
     def _samples(self) -> bool:
-        """Whether the run samples answers from the student, which is so if lmbda is above 0. `config` then sets
-        data.packing to True, and `_drawing` returns the options of sampling."""
         return self.args.lmbda > 0
 
     def _drawing(self) -> dict[str, float | int]:
-        """Returns the options of the config's section `objective` about sampling, {name: value}: on_policy, the share
-        of sampled answers, is lmbda, and the loss's temperature is 1, as in TRL; sampling_temperature and
-        max_completion_length are the script's temperature and max_new_tokens. Without sampling (lmbda is 0) they are
-        only the first two."""
         if not self._samples:
             return dict(temperature=1.0, on_policy=0.0)
         return dict(
@@ -297,16 +229,7 @@ class GKDTrainer(DistilledTrainer):
         )
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
-        """Reads a script's data set: returns (its rows, the name of their format, such as "messages"). The constructor
-        calls it for train_dataset and eval_dataset, and evaluate and predict for rows that the script passes to them.
-
-        Args:
-          dataset: the data set, with a column `messages`, or with `prompt` and `completion`.
-          formatting_func: must be None, because this trainer does not support one.
-        Raises:
-          ValueError: formatting_func is not None; the columns are of no known format, or there are no rows; or the rows
-            are plain texts, which have no answer that is separate from the prompt.
-        """
+        """(the rows, the name of their format); ValueError for rows without separate answers."""
         if formatting_func is not None:
             raise ValueError(f"{type(self).__name__}: it has no formatting_func; give a column `messages`")
         rows, form = SFTTrainer._read(self, dataset, None)
@@ -318,28 +241,15 @@ class GKDTrainer(DistilledTrainer):
 def _teacher(
     trainer: str, teacher_model: CompatModel | str | os.PathLike | None, args: SFTConfig
 ) -> CompatModel | None:
-    """Returns the teacher of a distillation; None if the script neither gave nor named one: then the student with its
-    adapter off is the teacher. A teacher that is given by a name is loaded as the config's teacher_model_init_kwargs
-    say, and by default in bfloat16, or the base of an adapter's folder in the dtype that the folder records.
-    DistilledTrainer's constructor calls it.
-
-    Args:
-      trainer: the name of the trainer's class, for messages.
-      teacher_model: the trainer's argument: a CompatModel, a hub name or a folder; None: teacher_model_name_or_path of
-        `args` is taken.
-      args: the trainer's config.
-    Raises:
-      ValueError: teacher_model is an object of another class, or teacher_model_init_kwargs has an argument that is
-        unknown or would change the result.
-    """
-    given = teacher_model if teacher_model is not None else getattr(args, "teacher_model_name_or_path", None)
-    if isinstance(given, CompatModel) or given is None:
-        return given
-    if not isinstance(given, str | os.PathLike):
+    """The teacher that the script gave or named, loaded if it is a name; None: the student with its adapter off."""
+    teacher = teacher_model if teacher_model is not None else getattr(args, "teacher_model_name_or_path", None)
+    if isinstance(teacher, CompatModel) or teacher is None:
+        return teacher
+    if not isinstance(teacher, str | os.PathLike):
         raise ValueError(
-            f"{trainer}: teacher_model is a {type(given).__name__}; give a name or folder, or load it with "
+            f"{trainer}: teacher_model is a {type(teacher).__name__}; give a name or folder, or load it with "
             "FastLanguageModel"
         )
     where = f"{type(args).__name__}.teacher_model_init_kwargs"
     settings = getattr(args, "teacher_model_init_kwargs", None) or {}
-    return load_plain(where, given, None, args.seed, False, settings)
+    return load_plain(where, teacher, None, args.seed, False, settings)

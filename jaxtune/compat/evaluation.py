@@ -1,5 +1,4 @@
-"""The methods `evaluate` and `predict` of transformers' Trainer, in the class `Evaluations`, from which SFTTrainer
-inherits, and what predict returns (`PredictionOutput`)."""
+"""The methods `evaluate` and `predict` of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from jaxtune.train.trainer import Trainer
 
 
 class PredictionOutput(NamedTuple):
-    """What predict() returns, as in transformers: the first two fields are those of EvalPrediction, which says what a
-    row is."""
+    """What predict() returns, as in transformers; EvalPrediction says what a row is."""
 
     predictions: object  # float32[rows, length, vocab] logits, or the joined results of preprocess_logits_for_metrics
     # int32[rows, length]: the row's token where it is trained on, -100 elsewhere; the logits at position t predict the
@@ -31,10 +29,7 @@ class PredictionOutput(NamedTuple):
 
 
 class Evaluations(Reports):
-    """The methods of a trainer that compute numbers of the current model on rows that it does not train on: `evaluate`
-    and `predict`. SFTTrainer inherits from it, and sets the attributes below. Subclasses that sample answers for
-    rewards (GRPOTrainer, RLOOTrainer) raise ValueError in both, because sampled answers have no held-out loss; their
-    runs evaluate rewards instead."""
+    """The part of SFTTrainer that measures the current model on held-out rows."""
 
     model: CompatModel  # the script's
     tokenizer: object  # of transformers
@@ -58,18 +53,14 @@ class Evaluations(Reports):
     def evaluate(
         self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluates the current model, calls on_log and on_evaluate of the callbacks with the numbers, and returns
-        them: {"eval_loss": mean loss, "eval_targets": the number of trained tokens that it is a mean over} (for pairs
-        of answers "eval_pairs", for KTO "eval_examples", their number), the objective's other numbers and those of
-        compute_metrics. Callbacks cannot request anything by their control here.
+        """Evaluates the current model, calls on_log and on_evaluate, and returns the numbers: "eval_loss",
+        "eval_targets" (trained tokens; "eval_pairs", "eval_examples"), and those of the objective and of
+        compute_metrics.
 
-        Args:
-          eval_dataset: rows of the same format as train_dataset; None: the trainer's eval_dataset.
-          ignore_keys: has no effect; transformers' method has it.
-          metric_key_prefix: what the names begin with in place of "eval".
-        Raises:
-          ValueError: there are no rows to evaluate on, or they have another format than the trained ones;
-            compute_metrics needs all logits, which take more than half of the host's memory, or returns no numbers.
+        ValueError: no rows, another format than the trained ones, or logits of more than half of the host's memory.
+          eval_dataset: None: the trainer's.
+          ignore_keys: has no effect.
+          metric_key_prefix: replaces "eval" in the names.
         """
         del ignore_keys
         trainer = self._trainer() if eval_dataset is None else self._on(eval_dataset)
@@ -87,37 +78,23 @@ class Evaluations(Reports):
     def predict(
         self, test_dataset: object, ignore_keys: object = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Runs the current model on `test_dataset` and returns its predictions for each row, beside the numbers that
-        `evaluate` computes. No method of the callbacks is called.
+        """Logits, labels and the numbers of `evaluate` for rows of train_dataset's format, padded to the trainer's
+        length; calls no callback. ValueError as in `evaluate`.
 
-        Args:
-          test_dataset: rows of the same format as train_dataset.
-          ignore_keys: has no effect; transformers' method has it.
-          metric_key_prefix: what the names of the numbers begin with in place of "eval".
-        Returns:
-          a PredictionOutput: the logits, float32[rows, length, vocab] (of a reward model vocab is 1), or what
-            preprocess_logits_for_metrics makes of them; the labels, int32[rows, length]; and the numbers. All rows have
-            the length of the trainer's rows (at most the least of max_length and the model's max_seq_length, for pairs
-            twice that), padding included. The logits at position t predict the label at t + 1, and labels are -100
-            wherever a token is not trained on.
-        Raises:
-          ValueError: all logits take more than half of the host's memory, and preprocess_logits_for_metrics is not
-            given; the rows have another format than the trained ones; or compute_metrics returns no numbers.
+          ignore_keys: has no effect.
+          metric_key_prefix: replaces "eval" in the names.
         """
         del ignore_keys
         trainer = self._on(test_dataset)
         values = trainer.evaluate()
         assert trainer.eval_data is not None
-        found = self._predicted(trainer.eval_data)
+        prediction = self._predicted(trainer.eval_data)
         if self.compute_metrics is not None:
-            values |= measured(found, self.compute_metrics)
-        return PredictionOutput(found.predictions, found.label_ids, _renamed(values, metric_key_prefix))
+            values |= measured(prediction, self.compute_metrics)
+        return PredictionOutput(prediction.predictions, prediction.label_ids, _renamed(values, metric_key_prefix))
 
     def _on(self, dataset: object) -> Trainer:
-        """Makes a jaxtune Trainer that evaluates the current model on the rows of `dataset`, a data set in any form
-        that the trainer accepts as train_dataset, and trains nothing; evaluate and predict use it for rows that the
-        script passes to them. Its eval_data has these rows, tokenised and in the form that `_rows_for` gives them.
-        Raises ValueError if the rows have another format than the trained ones."""
+        """A jaxtune Trainer that evaluates the current model on these rows and trains nothing."""
         rows, form = self._read(dataset, self._formatting)
         if form != self._format:
             raise ValueError(f"SFTTrainer: train_dataset is {self._format}, these rows are {form}: make them alike")
@@ -125,27 +102,21 @@ class Evaluations(Reports):
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval="eval_dataset"))
         train = self._prepared.train_data or self._train_rows()  # type: ignore[attr-defined]
         trainer = Trainer(self._to_train(), self.tokenizer, config, train, rows, trains=False)
-        read = trainer.eval_data
-        assert read is not None  # config and rows ask for them
-        held_out = self._rows_for(read)
-        if held_out is read:
+        tokenised = trainer.eval_data
+        assert tokenised is not None  # config and rows ask for them
+        held_out = self._rows_for(tokenised)
+        if held_out is tokenised:
             return trainer
         return Trainer(self._to_train(), self.tokenizer, config, train, held_out, trains=False)
 
     def _measure(self, held_out: TokenDataset | None) -> dict[str, float]:
-        """Returns the numbers that compute_metrics returns for the current model on `held_out`, the tokenised rows of
-        a run's evaluations; {} if there is no compute_metrics. Events calls it after each evaluation of a run, which
-        therefore has rows. Raises ValueError if compute_metrics returns no numbers, or if it needs all logits and they
-        take more than half of the host's memory."""
+        """The numbers of compute_metrics on `held_out`; {} without compute_metrics."""
         if self.compute_metrics is None:
             return {}
         assert held_out is not None  # it is called after an evaluation
         return measured(self._predicted(held_out), self.compute_metrics)
 
     def _predicted(self, held_out: TokenDataset) -> EvalPrediction:
-        """Returns the current model's logits (or what preprocess_logits_for_metrics makes of them) and labels on the
-        tokenised rows `held_out`, by measures.predicted, for compute_metrics and predict. A row has one document (or
-        one pair), or several if the script asks for packing."""
         if not self._packing():
             held_out = dataclasses.replace(held_out, packing=False)
         rows = held_out.batches(1, shuffle=False)
@@ -153,7 +124,5 @@ class Evaluations(Reports):
 
 
 def _renamed(values: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The numbers of an evaluation, `values`, under the names that the script asked for by metric_key_prefix
-    (`prefix`): {"test_loss": ...} for {"eval_loss": ...}. The prefix and an underscore take the place of "eval_", and
-    are put before a name that lacks it."""
+    """{"test_loss": ...} for {"eval_loss": ...} and the prefix "test"."""
     return {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in values.items()}

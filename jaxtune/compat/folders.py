@@ -1,8 +1,5 @@
-"""output_dir and its checkpoint-N folders, for scripts that are run more than once: what a script wrote before is
-replaced, as transformers does; what anybody else wrote never is.
-
-A run's resume state (optimizer states, the position in the data) is in output_dir/checkpoints, in jaxtune's format; a
-checkpoint-N folder has the weights for PEFT and transformers.
+"""output_dir and its checkpoint-N folders: a run replaces what a script wrote before, as transformers does, and never
+what anybody else wrote. The resume state is in output_dir/checkpoints; checkpoint-N has weights for other programs.
 """
 
 from __future__ import annotations
@@ -37,18 +34,13 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def write_state(folder: Path, state: TrainerState) -> None:
-    """Writes `state` as trainer_state.json into an existing folder, as transformers does: Checkpoints.write into each
-    checkpoint-N folder, and the script's call of save_state into output_dir, where train() writes none. An entry in the
-    file marks the folder as written by jaxtune, which is_own looks for. Values that JSON lacks are written as
-    floats."""
+    """Writes trainer_state.json into an existing folder, with the entry that `is_own` looks for."""
     values = {**dataclasses.asdict(state), _WRITER: f"jaxtune {jaxtune.__version__}"}
     (folder / STATE).write_text(json.dumps(values, indent=2, default=float) + "\n", encoding="utf-8")
 
 
 def is_own(folder: Path) -> bool:
-    """Whether jaxtune wrote a checkpoint-N folder (True), by an entry in its trainer_state.json; False also if there is
-    no such file. `require_own` refuses a run beside folders of other programs, so that none is replaced, and the
-    removal of old folders leaves them out."""
+    """Whether jaxtune wrote a checkpoint-N folder, as an entry of its trainer_state.json says."""
     try:
         return _WRITER in json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -56,16 +48,13 @@ def is_own(folder: Path) -> bool:
 
 
 def checkpoints(output: Path) -> dict[int, Path]:
-    """{step: folder} of the checkpoint-N folders in `output`, output_dir, by ascending step, those of other programs
-    included; {} if there are none or no such folder. `require_own` and the removal of old folders go through them;
-    `resumed` does not: the last checkpoint of a run is found in output_dir/checkpoints."""
-    found = {int(name[1]): path for path in output.glob("checkpoint-*") if (name := _NAME.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    """{step: folder} of the checkpoint-N folders in output_dir by ascending step, other programs' included."""
+    folders = {int(name[1]): path for path in output.glob("checkpoint-*") if (name := _NAME.fullmatch(path.name))}
+    return dict(sorted(folders.items()))
 
 
 def require_own(output: Path) -> None:
-    """Raises ValueError if `output`, output_dir, has a checkpoint-N folder of another program, which a run might
-    replace."""
+    """Raises ValueError if output_dir has a checkpoint-N folder of another program, which a run might replace."""
     for path in checkpoints(output).values():
         if not is_own(path):
             raise ValueError(
@@ -75,11 +64,9 @@ def require_own(output: Path) -> None:
 
 
 def replace_run(output: Path, overwrite: bool) -> bool:
-    """Removes what an earlier run of a script left in `output`, output_dir, but its checkpoint-N folders, and says so;
-    False: there was none. overwrite: also of a run that has not finished and could be continued.
+    """Removes an earlier run of a script from output_dir, but not its checkpoint-N folders; False: there was none.
 
-    Raises:
-      ValueError: the run is no script's, is running, or could be continued and `overwrite` is False.
+    ValueError: the run is no script's, is running, or could be continued without `overwrite`.
     """
     steps = saved_steps(output / CHECKPOINTS)
     if not steps and not any((output / name).exists() for name in (CONFIG, JSONL)):
@@ -114,35 +101,35 @@ def replace_run(output: Path, overwrite: bool) -> bool:
 
 
 def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool, int | None]:
-    """What resume_from_checkpoint asks for: (whether a run is continued, from which step; None: the last). ValueError
-    for a path that names no step in output_dir/checkpoints, where the state of a run is."""
+    """(whether a run is continued, from which step; None: the last); ValueError for a path that names no saved step."""
     if given in (None, False):
         return False, None
     steps = saved_steps(output / CHECKPOINTS)
     if given is True:
         return bool(steps), None
     folder = Path(given).expanduser()
-    found = _NAME.fullmatch(folder.name)
-    if found is not None and folder.parent.resolve() == output.resolve() and int(found[1]) in steps:
-        return True, int(found[1])
-    there = ", ".join(str(output / f"checkpoint-{step}") for step in steps[-8:])
+    step_name = _NAME.fullmatch(folder.name)
+    if step_name is not None and folder.parent.resolve() == output.resolve() and int(step_name[1]) in steps:
+        return True, int(step_name[1])
+    available = ", ".join(str(output / f"checkpoint-{step}") for step in steps[-8:])
     raise ValueError(
         f"train: resume_from_checkpoint = {os.fspath(given)!r} is not a checkpoint of the run in output_dir = "
         f"{str(output)!r}. Instead: "
-        + (f"True, or one of {there}" if steps else "output_dir as the folder of that run, or leave it out to start")
+        + (
+            f"True, or one of {available}"
+            if steps
+            else "output_dir as the folder of that run, or leave it out to start"
+        )
     )
 
 
 class Checkpoints:
-    """Writes the checkpoint-N folders of one call of train(), and removes old ones over a limit.
+    """Writes the checkpoint-N folders of one call of train(), and removes old ones.
 
     Args:
-      output: output_dir.
-      tokenizer, state: are saved in each folder.
-      limit: how many folders that jaxtune wrote are kept (save_total_limit), the last one and that of the best
-        evaluation among them, even if these are more; None or 0: all.
+      limit: how many folders of jaxtune stay, the last and the best always; None or 0: all.
     Attributes:
-      written: the steps N whose folders this call of train() has written.
+      written: steps whose folders this call has written.
     """
 
     def __init__(self, output: Path, tokenizer: object, state: TrainerState, limit: int | None):
@@ -151,31 +138,26 @@ class Checkpoints:
         self._earlier = set(checkpoints(output))  # of earlier calls, which go first
 
     def folder(self, step: int) -> Path:
-        """The path of a step's folder, output_dir/checkpoint-STEP, which may not exist. `write` writes it, and the
-        state's best_model_checkpoint names it."""
+        """output_dir/checkpoint-STEP, which may not exist."""
         return self._output / f"checkpoint-{step}"
 
     def write(self, module: Decoder, step: int) -> bool:
-        """Writes the weights of `module` as the checkpoint-N folder of a step, in place of one that an earlier call of
-        train() wrote, and removes old folders over the limit. Returns True if the folder was written, now or before in
-        this call of train(). An error (OSError, ValueError) is printed, the run continues, and False is returned.
-        Events calls it after a save that was due or requested, and train() at its end for the final weights, and for
-        the best ones with load_best_model_at_end."""
-        folder, whole = self.folder(step), temporary_path(self.folder(step))
+        """Writes a step's folder, once in a call of train(). An error is printed and gives False: the run continues."""
+        folder, temporary = self.folder(step), temporary_path(self.folder(step))
         if step in self.written:
             return True
         try:
-            save(module, whole, self._tokenizer)
-            write_state(whole, self._state)
+            save(module, temporary, self._tokenizer)
+            write_state(temporary, self._state)
             if folder.exists():  # written by an earlier call, which continued from a step before
                 old = temporary_path(folder)
                 os.rename(folder, old)
-                os.rename(whole, folder)
+                os.rename(temporary, folder)
                 shutil.rmtree(old)
             else:
-                os.rename(whole, folder)
+                os.rename(temporary, folder)
         except (OSError, ValueError) as error:
-            shutil.rmtree(whole, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             say(f"warning: {folder} could not be written: {error}")
             return False
         self.written.add(step)
@@ -183,13 +165,12 @@ class Checkpoints:
         return True
 
     def _rotate(self, latest: int) -> None:
-        """Removes the oldest folders that jaxtune wrote over the limit, those of earlier runs first, but never that of
-        step `latest` and that of the best evaluation."""
+        """Removes the oldest folders over the limit, those of earlier runs first, but never `latest` and the best."""
         if not self._limit:
             return
-        kept = {latest, self._state.best_global_step}
-        old = [(step, path) for step, path in checkpoints(self._output).items() if step not in kept and is_own(path)]
+        spared = {latest, self._state.best_global_step}
+        old = [(step, path) for step, path in checkpoints(self._output).items() if step not in spared and is_own(path)]
         old.sort(key=lambda item: item[0] in self.written or item[0] not in self._earlier)
-        spared = len({step for step in kept if step is not None and self.folder(step).exists()})
-        for _, path in old[: max(0, len(old) + spared - max(self._limit, spared))]:
+        spared_count = len({step for step in spared if step is not None and self.folder(step).exists()})
+        for _, path in old[: max(0, len(old) + spared_count - max(self._limit, spared_count))]:
             shutil.rmtree(path, ignore_errors=True)

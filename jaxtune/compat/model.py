@@ -1,6 +1,4 @@
-"""Unsloth's FastLanguageModel (FastModel), which loads models and adds adapters, and its result, a CompatModel: the
-script's model, which trainers take, and which generates, merges its adapter, saves, exports GGUF and pushes to the hub.
-ModelSettings is its `config`, for scripts that read it; `_format` and `_dtype_name` translate Unsloth's arguments."""
+"""Unsloth's FastLanguageModel (FastModel), and the model that it loads for a script, a CompatModel."""
 
 from __future__ import annotations
 
@@ -47,32 +45,28 @@ _MERGED = {"merged_16bit": None, "merged_4bit": "nf4", "merged_4bit_forced": "nf
 
 
 def is_bfloat16_supported() -> bool:
-    """Returns True: XLA computes in bfloat16 on every device. Unsloth's scripts ask before they choose a dtype."""
+    """True: XLA computes in bfloat16 on every device."""
     return True
 
 
 class ModelSettings(SimpleNamespace):
-    """The values of config.json as attributes, for scripts that read model.config; setting one does nothing."""
+    """The values of config.json as attributes; setting one has no effect."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For scripts: returns the values as a new dict, by their names in config.json."""
         return dict(vars(self))
 
 
 class CompatModel(ModelMethods):
-    """The model of a script: a reference to the current module, the model's settings, and what scripts call.
+    """The model of a script: a reference to the current module, its settings, and the methods that scripts call.
 
     Attributes:
-      module: the current jaxtune.Decoder. Training replaces it, and callbacks find one with the current weights in it.
-      tokenizer: the model's.
-      max_seq_length: the most tokens of a row, unless the trainer's max_length is less; None: that alone decides.
-      residuals: of the backward pass: "keep" keeps all on the device; None: the planner keeps, recomputes or offloads.
-      adapter: the AdapterConfig that made the adapter, or None without one.
-      full_finetuning: True: all weights train; False: only an adapter trains.
-      random_state: the seed of an adapter from PEFT's get_peft_model; trainers use SFTConfig's seed.
-      packing: the value of SFTConfig's packing if a script does not set it.
-      fast: whether a Fast class made it, so that a trainer's defaults are Unsloth's.
-      config: the values of config.json as attributes. Setting one raises no error and has no effect.
+      max_seq_length: the most tokens of a row, unless the trainer's max_length is less.
+      residuals: of the backward pass: "keep" keeps all on the device; None: the planner decides.
+      adapter: the AdapterConfig that made the adapter.
+      full_finetuning: whether all weights train.
+      random_state: the seed of PEFT's get_peft_model.
+      packing: the default of SFTConfig's packing.
+      fast: whether a Fast class made it: defaults are Unsloth's.
     """
 
     def __init__(
@@ -100,32 +94,33 @@ class CompatModel(ModelMethods):
         self.config = ModelSettings(**hf_config_of(module, tokenizer))
 
     def __call__(self, tokens, segment_ids=None, positions=None) -> jax.Array:
-        """Returns the module's logits float32[B, T, vocab] (a reward model's scores [B, T, 1]) of tokens int32[B, T].
-        The others, int32[B, T], are the tokens' documents (0: padding; None: a row is one) and positions in them."""
+        """Logits float32[B, T, vocab] (a reward model's scores [B, T, 1]) of tokens int32[B, T].
+
+        segment_ids: int32[B, T], 0 at padding; None: a row is one document.
+        """
         return self.module(tokens, segment_ids, positions)
 
     @property
     def module(self) -> Decoder:
-        """The current module, a jaxtune.Decoder. In a run it is made on access; the next step donates its arrays."""
+        """The current module. In a run it is made on access, and the next step donates its arrays."""
         if not isinstance(self._module, Decoder):
             self._module = self._module()
         return self._module
 
     @module.setter
     def module(self, module: Decoder | Callable[[], Decoder]) -> None:
-        """Sets the module, or a function that returns it, called at the next access; Events sets one in a run."""
+        """Sets the module, or a function that returns it, called at the next access."""
         self._module = module
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the module has LoRA adapters: save_pretrained then saves these alone. SFTTrainer refuses by it a
-        model that trains nothing, and a distillation without a teacher one that has no adapter to turn off."""
         return has_adapter(self.module)
 
     def merge_and_unload(self, *_: object, **__: object) -> CompatModel:
-        """PEFT's method: returns a new model with the adapter merged into its weights, all of which train. Weights keep
-        the base's dtype; quantised ones are decoded. Arguments are ignored. It needs memory for both models.
-        ValueError: no adapter; ArithmeticError: the merge fails a check (jaxtune.merge_adapter)."""
+        """PEFT's: a new model with the adapter merged, whose weights all train, in the base's dtype.
+
+        Needs memory for both. ValueError: no adapter; ArithmeticError: the merge fails a check. Arguments are ignored.
+        """
         return CompatModel(
             jaxtune.merge_adapter(self.module),
             self.tokenizer,
@@ -153,42 +148,43 @@ class CompatModel(ModelMethods):
         pad_token_id: int | None = None,
         **others: Any,
     ) -> NumpyTensor:
-        """transformers' generate: returns int32[B, T + new]: input_ids, and the new tokens, padded on the right with
-        pad_token_id (None: the tokenizer's). input_ids: int[B, T], padded on either side, or a tokenizer's result, a
-        mapping. attention_mask: 0 at padding; None: there is none. At most max_new_tokens are generated, up to an
-        eos_token_id (None: the model's). Sampling options that are not given are those of generation_config.json, else
-        transformers' (a top_k of 50 when sampling). It also samples if only a temperature, top_k, top_p or min_p is
-        given; do_sample=False or a temperature of 0 takes the likeliest token. Each call draws anew, as torch does
-        after set_seed. streamer: its `put` gets the prompt and each new token; `end` is called last. others: those
-        without effect are printed. ValueError: what is not supported or contradicts greedy decoding; a streamer with
-        several rows."""
+        """transformers' generate: int32[B, T + new], input_ids and the new tokens, padded on the right.
+
+        It samples with do_sample=True, with a temperature, top_k, top_p or min_p that has an effect, or if
+        generation_config.json says so; else it takes the likeliest token. Options that are None come from that file,
+        else transformers (top_k 50). Each call draws anew. ValueError: contradictions, or a streamer with several rows.
+          input_ids: int[B, T], padded on either side, or a tokenizer's mapping.
+          attention_mask: 0 at padding.
+          streamer: `put` gets the prompt and each new token.
+        """
         settle("generate", others, GENERATE, CompatModel.generate)
         if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping since transformers 5
             attention_mask, input_ids = input_ids.get("attention_mask", attention_mask), input_ids["input_ids"]
         ids = np.atleast_2d(np.asarray(input_ids))
         mask = np.ones_like(ids) if attention_mask is None else np.atleast_2d(np.asarray(attention_mask))
-        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         limits = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # values without effect
         greedy = "do_sample=False" if do_sample is False else "temperature=0" if temperature == 0 else ""
-        for name, value in given.items():
+        for name, value in options.items():
             if greedy and value not in (None, limits[name]) and name not in greedy:
                 raise ValueError(f"generate: {name} = {value} has no effect with {greedy}; drop one")
         source = self.module.source
-        said = json.loads(source.generation_config) if source is not None and source.generation_config else {}
-        asked = temperature is not None or any(given[name] not in (None, limits[name]) for name in limits)
-        sample = not greedy and (do_sample or asked or (do_sample is None and said.get("do_sample")))
+        recorded = json.loads(source.generation_config) if source is not None and source.generation_config else {}
+        samples = temperature is not None or any(options[name] not in (None, limits[name]) for name in limits)
+        sample = not greedy and (do_sample or samples or (do_sample is None and recorded.get("do_sample")))
 
         def settled(name: str, value: Any, default: float) -> Any:
-            return next(one for one in (value, said.get(name), default) if one is not None)
+            return next(choice for choice in (value, recorded.get(name), default) if choice is not None)
 
-        limits = {name: settled(name, given[name], limits[name] if name != "top_k" else 50) for name in limits}
+        limits = {name: settled(name, options[name], limits[name] if name != "top_k" else 50) for name in limits}
         limits = limits if sample else {}
         penalty = settled("repetition_penalty", repetition_penalty, 1.0)
         if streamer is not None and len(ids) > 1:
             raise ValueError(f"generate: a streamer shows one row, and there are {len(ids)}: give them one by one")
         # A rendered text that begins with BOS gets a second one where a script tokenises it.
         prompts = [
-            with_beginning(self.tokenizer, row[used != 0].tolist(), ()) for row, used in zip(ids, mask, strict=True)
+            with_beginning(self.tokenizer, row[kept_mask != 0].tolist(), ())
+            for row, kept_mask in zip(ids, mask, strict=True)
         ]
         if streamer is not None:
             streamer.put(ids[0])
@@ -211,18 +207,18 @@ class CompatModel(ModelMethods):
         return np.concatenate([ids.astype(np.int32), tail], axis=1).view(NumpyTensor)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **others: Any) -> None:
-        """Saves the adapter as a PEFT folder, or without one the whole model for transformers; no tokenizer. What a
-        script saved in save_directory before is replaced; a folder with another model is a ValueError. others: have no
-        effect, which is printed, or raise ValueError."""
+        """Saves the adapter as a PEFT folder, or without one the whole model for transformers; no tokenizer.
+
+        A script's earlier save is replaced; ValueError if the folder has another model.
+        """
         settle("save_pretrained", others, SAVE)
         saved_into(save_directory, "save_pretrained", lambda folder: save(self.module, folder))
 
     def save_lora(self, save_directory: str | os.PathLike) -> None:
-        """Saves as save_pretrained does."""
         self.save_pretrained(save_directory)
 
     def load_lora(self, path: str | os.PathLike, *_: object, **__: object) -> LoraRequest:
-        """Unsloth's: the adapter of a folder, for fast_generate's lora_request. ValueError: there is none."""
+        """Unsloth's: the adapter of a folder, for fast_generate's lora_request; ValueError if there is none."""
         return load_lora(path)
 
     def fast_generate(
@@ -232,17 +228,22 @@ class CompatModel(ModelMethods):
         lora_request: LoraRequest | None = None,
         **_: object,
     ) -> list[RequestOutput]:
-        """Unsloth's generation by vLLM, here by jaxtune's sampler: for each prompt (a text, or {"prompt_token_ids":
-        ids}) its answers, `.outputs[0].text`. As there, the model answers without its adapter, unless lora_request
-        (load_lora) names one. sampling_params: for all prompts, or one for each; None: SamplingParams()."""
+        """Unsloth's generation by vLLM, here by jaxtune's sampler: each prompt's answers, `.outputs[0].text`.
+
+        As there, the model answers without its adapter, unless lora_request names one.
+          prompts: texts or {"prompt_token_ids": ids}.
+          sampling_params: for all prompts, or one for each.
+        """
         return fast_generate(self.module, self.tokenizer, prompts, sampling_params, lora_request)
 
     def save_pretrained_merged(
         self, save_directory: str | os.PathLike, tokenizer: Any = None, save_method: str = "merged_16bit", **others: Any
     ) -> None:
-        """Saves a whole model for transformers, with its adapter merged: in 16 bits (save_method "merged_16bit";
-        quantised weights are decoded) or in bitsandbytes' NF4 ("merged_4bit"). "lora" saves as save_pretrained; another
-        value is a ValueError. tokenizer: saved too, if given. others, and the folder: as in save_pretrained."""
+        """Saves a whole model for transformers, with its adapter merged; the folder as in save_pretrained.
+
+        tokenizer: saved too.
+        save_method: "merged_16bit" (quantised weights are decoded), "merged_4bit" (NF4), or "lora": save_pretrained.
+        """
         where = "save_pretrained_merged"
         settle(where, others, SAVE)
         load_in = choose(where, "save_method", save_method, _MERGED)
@@ -262,10 +263,12 @@ class CompatModel(ModelMethods):
         quantization_method: str | Sequence[str] = "fast_quantized",
         **others: Any,
     ) -> None:
-        """Saves a GGUF file, with a Modelfile for Ollama, for each method in quantization_method (f32, f16, bf16, q8_0,
-        q6_k, q4_k_m or q4_0; "fast_quantized" is q8_0, "quantized" q4_k_m, "not_quantized" f16), in a folder below
-        save_directory with the type's name, such as q8_0. An adapter is merged. tokenizer: None is the model's. Another
-        method is a ValueError."""
+        """Saves a GGUF file and an Ollama Modelfile for each method, in a folder of its name below save_directory.
+
+        tokenizer: None: the model's.
+        quantization_method: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; "fast_quantized" is q8_0, "quantized" q4_k_m,
+          "not_quantized" f16.
+        """
         where = "save_pretrained_gguf"
         settle(where, others, SAVE)
         methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
@@ -288,8 +291,10 @@ class CompatModel(ModelMethods):
             say(f"wrote {folder}; next: {create_command(folder, Path(save_directory).resolve().name)}")
 
     def push_to_hub(self, repository: str, token: str | None = None, private: bool | None = None, **others) -> None:
-        """Saves what save_pretrained saves into the hub's `repository` ("owner/name"), which is made if missing,
-        private if `private` is True. token: of the hub; None: this machine's login. others: as in save_pretrained."""
+        """Uploads what save_pretrained saves to the hub's `repository` ("owner/name"), which is made if missing.
+
+        token: None: this machine's login.
+        """
         settle("push_to_hub", others, SAVE)
         self._push(repository, token, private, lambda folder: self.save_pretrained(folder))
 
@@ -302,7 +307,7 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_merged saves into the hub's `repository`; the rest is as in push_to_hub."""
+        """Uploads what save_pretrained_merged saves, as push_to_hub does."""
         settle("push_to_hub_merged", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method)
@@ -317,7 +322,7 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_gguf saves into the hub's `repository`; the rest is as in push_to_hub."""
+        """Uploads what save_pretrained_gguf saves, as push_to_hub does."""
         settle("push_to_hub_gguf", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_gguf(folder, tokenizer, quantization_method)
@@ -325,8 +330,6 @@ class CompatModel(ModelMethods):
 
     @staticmethod
     def _push(repository: str, token: str | None, private: bool | None, write: Callable[[str], None]) -> None:
-        """Calls `write` with the name of a temporary folder, and uploads what it wrote there to the hub's `repository`,
-        which is made if it is missing: private if `private` is True. token: of the hub; None: this machine's login."""
         from huggingface_hub import HfApi
 
         with TemporaryDirectory() as folder:
@@ -337,7 +340,7 @@ class CompatModel(ModelMethods):
 
 
 class FastLanguageModel:
-    """Unsloth's class, whose functions load a model and add adapters; scripts make no object of it."""
+    """Unsloth's class: functions that load a model and add adapters; it has no objects."""
 
     @staticmethod
     def from_pretrained(
@@ -354,19 +357,23 @@ class FastLanguageModel:
         num_labels: int | None = None,
         **others: Any,
     ) -> tuple[CompatModel, Any]:
-        """Returns (model, tokenizer) of `model_name`: a model folder, a hub name, or an adapter's folder.
+        """(model, tokenizer) of a model folder, a hub name, or an adapter's folder. ValueError: contradictions.
 
-        load_in_4bit=True or None is NF4 with double quantisation; False, or full_finetuning=True (all weights train),
-        keeps the weights as stored. load_in_16bit needs load_in_4bit=False, and adds nothing. load_in_fp8 stores the
-        layers' weights in FP8 (scales for each row, or the files') and multiplies in it. An adapter's folder that
-        records its base's format and dtype gets them by default. Else dtype None is bfloat16; torch's are accepted.
-        use_gradient_checkpointing=False keeps all residuals on the device. num_labels=1 adds a scoring head.
-        random_state: the seed of sampling, of that head, and of an adapter from PEFT's get_peft_model. packing: that of
-        an SFTConfig that leaves it unset. max_seq_length: the most tokens of a row; None: the trainer's max_length.
-        others: load_in_8bit=True (int8), or what has no effect. ValueError: contradictions, or what is unsupported."""
+        max_seq_length: the most tokens of a row; None: the trainer's max_length.
+        dtype: None: bfloat16, or what an adapter's folder records, as for the format.
+        load_in_4bit: NF4 with double quantisation; None: unless another format or full_finetuning is asked for. False
+          keeps weights as stored.
+        load_in_16bit: needs load_in_4bit=False, and adds nothing.
+        load_in_fp8: stores the layers' weights in FP8 and multiplies in it.
+        use_gradient_checkpointing: False keeps all residuals on the device.
+        random_state: the seed of sampling, of the scoring head, and of PEFT's get_peft_model.
+        packing: of an SFTConfig that leaves it unset.
+        num_labels: 1 adds a scoring head, for a reward model.
+        others: load_in_8bit=True (int8), or arguments without effect.
+        """
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}
-        flags |= {each.flag: others.pop(each.flag) for each in FORMATS.values() if each.flag in others}
+        flags |= {fmt.flag: others.pop(fmt.flag) for fmt in FORMATS.values() if fmt.flag in others}
         settle(where, others, LOAD, FastLanguageModel.from_pretrained)
         load_in: str | None = _format(where, load_in_4bit, load_in_16bit, flags, full_finetuning)
         base, adapter = base_of(model_name), None
@@ -429,11 +436,13 @@ class FastLanguageModel:
         bias: str = "none",
         **others: Any,
     ) -> CompatModel:
-        """Returns a new model, `model` with new LoRA adapters; arrays are shared. The default target_modules also adapt
-        experts. finetune_last_n_layers restricts linears, not experts, to that number of last layers. random_state: the
-        seed of the adapters, and the new model's. use_gradient_checkpointing replaces from_pretrained's, even by its
-        default. Other arguments are those of LoraConfig and of from_pretrained, whose max_seq_length cannot be changed
-        here. ValueError: an argument that is not supported, or contradicts from_pretrained's."""
+        """A new model with new LoRA adapters, which shares the arrays of `model`. Other arguments as in LoraConfig.
+
+        target_modules: by default all linears, and the experts' matrices.
+        use_gradient_checkpointing: replaces from_pretrained's, even by its default.
+        max_seq_length: must be from_pretrained's.
+        finetune_last_n_layers: restricts linears, not experts.
+        """
         where = "FastLanguageModel.get_peft_model"
         settle(where, others, PEFT, FastLanguageModel.get_peft_model)
         if model.full_finetuning:
@@ -481,17 +490,17 @@ class FastLanguageModel:
 
     @staticmethod
     def for_training(model: CompatModel, use_gradient_checkpointing: bool | str = True) -> CompatModel:
-        """Returns the same model, whose residuals may be recomputed or offloaded if use_gradient_checkpointing is True,
-        "true" or "unsloth", and stay on the device if it is False or "false". SFTConfig may say otherwise."""
+        """Sets the model's residuals: True or "unsloth" lets the planner recompute or offload them, False keeps all."""
         where = "FastLanguageModel.for_training"
         model.residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         return model
 
 
 def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str, Any], full_finetuning: bool) -> str:
-    """Returns load_in of jaxtune.from_pretrained (a format's name or "stored") for Unsloth's load_in_4bit (None is True
-    unless a flag is set), load_in_16bit, full_finetuning (overrides load_in_4bit) and `flags`, {name: value}, such as
-    load_in_fp8. where: the called function. ValueError: two contradict, or a flag is neither True nor falsy."""
+    """load_in of jaxtune.from_pretrained for Unsloth's arguments. ValueError: two contradict.
+
+    flags: {name: value} of other formats' arguments, such as load_in_fp8.
+    """
     for flag, value in flags.items():
         if not value:
             continue
@@ -500,10 +509,10 @@ def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str
                 f"{where}: {flag} = {value!r} is not supported. Instead: True, which makes a scale for each row; a "
                 "checkpoint that is published with other scales keeps them"
             )
-        others = {"load_in_4bit": in_4bit, "load_in_16bit": in_16bit, "full_finetuning": full_finetuning, **flags}
-        if also := [name for name, asked in others.items() if asked and name != flag]:
-            raise ValueError(f"{where}: {flag} = True and {also[0]} = True contradict each other: drop one")
-        return next(each.name for each in FORMATS.values() if each.flag == flag)
+        choices = {"load_in_4bit": in_4bit, "load_in_16bit": in_16bit, "full_finetuning": full_finetuning, **flags}
+        if contradicting := [name for name, is_set in choices.items() if is_set and name != flag]:
+            raise ValueError(f"{where}: {flag} = True and {contradicting[0]} = True contradict each other: drop one")
+        return next(fmt.name for fmt in FORMATS.values() if fmt.flag == flag)
     four = in_4bit is None or in_4bit
     if four and in_16bit:
         raise ValueError(
@@ -516,8 +525,7 @@ def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str
 
 
 def _dtype_name(where: str, dtype: Any) -> str:
-    """Returns the name of a dtype that is given as a name, a NumPy or a torch dtype, for from_pretrained: "bfloat16",
-    "float16" or "float32"; raises ValueError for any other. `where` is the called function, for the message."""
+    """The name of a dtype that is given as a name, a NumPy or a torch dtype; ValueError if it is not supported."""
     name = str(dtype).removeprefix("torch.") if "torch" in type(dtype).__module__ else None
     try:
         name = name or jax.numpy.dtype(dtype).name

@@ -1,6 +1,4 @@
-"""TRL's DPOTrainer, ORPOTrainer, KTOTrainer and RewardTrainer with their configs, built on SFTTrainer's run.
-PreferenceTrainer and PreferenceConfig are also the bases of those of distilled.py and rewarded.py; ReferencedTrainer is
-that of the two trainers with a reference model. PatchDPOTrainer, Unsloth's, does nothing."""
+"""TRL's DPOTrainer, ORPOTrainer, KTOTrainer and RewardTrainer with their configs."""
 
 from __future__ import annotations
 
@@ -35,16 +33,14 @@ from jaxtune.train.trainer import Trainer
 
 @dataclasses.dataclass(init=False)
 class PreferenceConfig(SFTConfig):
-    """The base class of the configs of all trainers but SFTTrainer (DPOConfig, GRPOConfig, ...): SFTConfig with one
-    more argument, whose default some of them change. An argument that is not a field is accepted if it has no effect
-    here, or has a value that changes nothing; any other raises ValueError."""
+    """Base of the configs of all trainers but SFTTrainer."""
 
     disable_dropout: bool  # True: the adapter's dropout is turned off; False: it is used
 
 
 @dataclasses.dataclass(init=False)
 class DPOConfig(PreferenceConfig):
-    """The arguments of a DPOTrainer: TRL's DPOConfig."""
+    """TRL's DPOConfig."""
 
     section = "dpo"  # of the tables of defaults
     table = DPO  # the arguments that are not fields: without effect here, or refused
@@ -59,7 +55,7 @@ class DPOConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class ORPOConfig(PreferenceConfig):
-    """The arguments of an ORPOTrainer: TRL's ORPOConfig."""
+    """TRL's ORPOConfig."""
 
     section = "orpo"  # of the tables of defaults
     table = ORPO  # the arguments that are not fields: without effect here, or refused
@@ -71,9 +67,7 @@ class ORPOConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class KTOConfig(PreferenceConfig):
-    """The arguments of a KTOTrainer: TRL's KTOConfig. Rows are
-    trained on in the given order, and train_sampling_strategy must be "sequential", because each row also gets the
-    answer of another row of its micro-batch."""
+    """TRL's KTOConfig. Rows keep their order, as each one also gets an answer of another row of its micro-batch."""
 
     section = "kto"  # of the tables of defaults
     table = KTO  # the arguments that are not fields: without effect here, or refused
@@ -89,7 +83,7 @@ class KTOConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class RewardConfig(PreferenceConfig):
-    """The arguments of a RewardTrainer: TRL's RewardConfig."""
+    """TRL's RewardConfig."""
 
     section = "reward"  # of the tables of defaults
     table = REWARD  # the arguments that are not fields: without effect here, or refused
@@ -99,9 +93,7 @@ class RewardConfig(PreferenceConfig):
 
 
 def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
-    """Sets the dropout rates of the adapters of `module`, in place, and returns it. PreferenceTrainer turns dropout off
-    for a run by it, and on again in the module that the script gets back. rates: {name of a matrix that has an adapter:
-    the adapter's new rate}, for every adapter."""
+    """Sets the adapters' dropout rates, {name of the matrix: rate}, in place, and returns `module`."""
     for name, matrix in matrices(module):
         if matrix.lora is not None:
             matrix.lora.rate = rates[name]
@@ -109,20 +101,17 @@ def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
 
 
 def trained_before(module: Decoder) -> bool:
-    """Whether an adapter of `module` has been trained: whether any of its B matrices, which are zero in a new adapter,
-    is not; False without adapters. By it the trainers decide, when they are made, whether the reference of their loss
-    can be the model with its adapter off. If not, DPOTrainer and KTOTrainer refuse the model, and GRPOTrainer and
-    RLOOTrainer (unless beta is 0) keep a copy of the adapter as the reference."""
+    """Whether an adapter of `module` has been trained: any of its B matrices, zero in a new adapter, is not zero."""
     loras = [matrix.lora for _, matrix in matrices(module) if matrix.lora is not None]
     return any(bool(lora.b[...].any()) for lora in loras)
 
 
 class PreferenceTrainer(SFTTrainer):
-    """The base class of all trainers but SFTTrainer, also of those that sample answers. It checks the columns of rows,
-    trains on responses, and turns the adapter's dropout off unless disable_dropout is False. If the adapter has dropout
-    that is turned off, a line says so. Its arguments are those of SFTTrainer, but a formatting_func and packing=True
-    raise ValueError. A subclass sets `config_type`, the class of its config, and the attributes below where they
-    differ, and defines `_objective`."""
+    """Base of all trainers but SFTTrainer: checks the columns of rows, trains on responses, and turns the adapter's
+    dropout off unless disable_dropout is False. ValueError: formatting_func or packing=True.
+
+    A subclass sets `config_type` and the attributes below where they differ, and defines `_objective`.
+    """
 
     table = TRAINER | REFERENCE_MODEL  # the arguments that are not parameters: without effect here, or refused
     # the config's arguments that older versions of TRL accepted as arguments of the trainer
@@ -148,54 +137,36 @@ class PreferenceTrainer(SFTTrainer):
             )
 
     def _rates(self) -> dict[str, float]:
-        """Returns {name of a matrix that has an adapter: the adapter's dropout rate} of the script's model; {} without
-        adapters. The constructor sees by it whether there is dropout, `_to_train` sets these rates to 0, and
-        `_handing_back` restores them."""
+        """The adapters' dropout rates in the script's model: {name of the matrix: rate}."""
         return {name: matrix.lora.rate for name, matrix in matrices(self.model.module) if matrix.lora is not None}
 
     def _to_train(self) -> Decoder:
-        """Returns the module that the run trains: the script's, or, if disable_dropout is True, another module over the
-        same arrays whose adapters have no dropout."""
+        """The script's module, or with disable_dropout another one over the same arrays, without dropout."""
         if not self.args.disable_dropout:
             return self.model.module
         return _with_rates(nnx.merge(*nnx.split(self.model.module)), dict.fromkeys(self._rates(), 0.0))
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """Returns a function that changes a module of the run, in place, before the script sees it, and returns that
-        module: its adapters get the dropout rates of the script's model, because the run may train without dropout.
-        train() applies it to the trained module, and Events to the modules that callbacks see and checkpoint-N folders
-        get."""
+        """A function that gives a module of the run, in place, the dropout rates of the script's model."""
         rates = self._rates()
         return lambda module: _with_rates(module, rates)
 
     def _packing(self) -> bool:
-        """Returns False: an update counts examples and not packed rows, also if the model was loaded with packing=True.
-        Examples share rows all the same, without an effect on results, as `config` says. Raises ValueError if the
-        config has packing=True."""
+        """False: an update counts examples. They share rows all the same, without an effect on results."""
         if self.args.packing:
             name = type(self.args).__name__
             raise ValueError(f"{name}: packing = True is not supported. Instead: jaxtune train with objective=...")
         return False
 
     def _read(self, dataset: Any, formatting_func: Any) -> tuple[Any, str]:
-        """Checks a script's data set, and returns (its rows, the name of their format, `form`). The constructor calls
-        it for train_dataset and eval_dataset, and evaluate and predict for rows that the script passes to them.
-
-        Args:
-          dataset: a path (str or os.PathLike), whose columns are not checked here, a data set with columns, or an
-            iterable of rows, which is read into a list.
-          formatting_func: must be None, because these trainers do not support one.
-        Raises:
-          ValueError: the data set lacks one of the trainer's `columns`, or is a list or a stream without rows; or
-            formatting_func is not None.
-        """
+        """(the rows, the name of their format); ValueError if a column is missing or there are no rows."""
         name = type(self).__name__
         if formatting_func is not None:
             raise ValueError(f"{name}: it has no formatting_func; give columns prompt, {', '.join(self.columns)}")
         if not hasattr(dataset, "column_names") and not isinstance(dataset, str | os.PathLike):
             dataset = list(dataset)
         columns = None if isinstance(dataset, str | os.PathLike) else columns_of(dataset, name)
-        if columns is not None and (missing := [one for one in self.columns if one not in columns]):
+        if columns is not None and (missing := [column for column in self.columns if column not in columns]):
             raise ValueError(
                 f"{name}: the data set has no column {', '.join(missing)}; it has {', '.join(map(str, columns))}"
             )
@@ -203,20 +174,20 @@ class PreferenceTrainer(SFTTrainer):
 
     @functools.cached_property
     def _prepared(self) -> Trainer:
-        """SFTTrainer's, with prompts that max_prompt_length cuts."""
+        """SFTTrainer's, with prompts cut at max_prompt_length."""
         config, most = self.config(prepared=False), getattr(self.args, "max_prompt_length", None)
         rows: list[Any] = [self._train_rows(), self._rows.get("eval")]
         if most is not None:
             objective, size = objective_of(config), self.model.module.config.vocab_size
             for index, data in enumerate(rows):
                 if data is not None:
-                    made = objective.prepare(data, self.tokenizer, config.data, vocab_size=size, max_rows=None)
-                    assert isinstance(made, PairDataset)
-                    rows[index] = self._with_short_prompts(made, most)
+                    pairs = objective.prepare(data, self.tokenizer, config.data, vocab_size=size, max_rows=None)
+                    assert isinstance(pairs, PairDataset)
+                    rows[index] = self._with_short_prompts(pairs, most)
         return Trainer(self._to_train(), self.tokenizer, config, *rows)
 
     def _with_short_prompts(self, data: PairDataset, most: int) -> PairDataset:
-        """Pairs whose prompts have lost their first tokens, up to `most`."""
+        """Pairs whose prompts have lost their first tokens, so that at most `most` are left."""
         documents = data.documents
         begins = np.array([np.argmax(documents[n].mask) for n in range(len(documents)) if len(documents[n].mask)])
         over = np.zeros(len(documents), np.int64)
@@ -226,25 +197,21 @@ class PreferenceTrainer(SFTTrainer):
             over = np.where(longest > data.length, over, 0)
         if short := int((over.reshape(-1, 2) > 0).any(1).sum()):
             say(f"{type(self).__name__}: max_prompt_length = {most}: {short:,} prompts lose their first tokens")
-        cut = dataclasses.replace(documents, starts=documents.starts + over, lengths=documents.lengths - over)
-        return dataclasses.replace(data, documents=cut)
+        shortened = dataclasses.replace(documents, starts=documents.starts + over, lengths=documents.lengths - over)
+        return dataclasses.replace(data, documents=shortened)
 
     def _train_on(self) -> str:
-        """Those of the answers. (ORPO's cross-entropy counts the prompt all the same.)"""
+        """The answers. ORPO's cross-entropy counts the prompt all the same."""
         return self.trained
 
 
 class ReferencedTrainer(PreferenceTrainer):
-    """The base class of DPOTrainer and KTOTrainer, whose loss compares the model with a reference: the model with its
-    adapter off, or the model before its first step, if all its weights train.
-
-    Raises:
-      ValueError: the adapter has been trained before; TRL's reference would then be the model with that adapter.
+    """Base of DPOTrainer and KTOTrainer, whose loss has a reference: the model with its adapter off, or before its
+    first step if all its weights train. ValueError: the adapter was trained before: TRL's reference has it on.
     """
 
     @property
     def _precomputes(self) -> bool:
-        """Whether the reference's log-probabilities are computed once, before the first step."""
         return self.args.precompute_ref_log_probs or not self.model.has_adapter
 
     def __init__(self, *args: Any, **arguments: Any):
@@ -258,23 +225,19 @@ class ReferencedTrainer(PreferenceTrainer):
 
 
 def PatchDPOTrainer() -> None:
-    """Unsloth's function, which scripts call before they make a DPOTrainer. It does nothing: no trainer needs a patch
-    here."""
+    """Does nothing: no trainer needs Unsloth's patch here."""
 
 
 class DPOTrainer(ReferencedTrainer):
-    """TRL's DPOTrainer, on rows with chosen and rejected, and prompt unless both are conversations that begin with it:
-    it makes the chosen answer likelier than the rejected one, relative to the model with its adapter off. The arguments
-    are those of SFTTrainer, with a DPOConfig as `args`. An adapter that has been trained before raises ValueError, and
-    so do formatting_func and packing=True. A model without an adapter has no such reference, and train() and evaluate()
-    raise ValueError."""
+    """TRL's DPOTrainer: makes the chosen answer likelier than the rejected one, relative to the reference model.
+
+    Rows have chosen and rejected, and prompt unless both are conversations that begin with it.
+    """
 
     config_type = DPOConfig
     cuts_all_prompts = True
 
     def _objective(self) -> ObjectiveConfig:
-        """Returns the section `objective` of the run's config: the DPO loss with the script's beta, loss_type and
-        precompute_ref_log_probs. Raises ValueError if loss_type has several losses, or one that is not supported."""
         args = self.args
         kinds = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
         if len(kinds) != 1:
@@ -284,54 +247,45 @@ class DPOTrainer(ReferencedTrainer):
 
 
 class ORPOTrainer(PreferenceTrainer):
-    """TRL's ORPOTrainer, on rows with chosen and rejected, and prompt unless both are conversations that begin with it:
-    the loss is the cross-entropy of the prompt and the chosen answer, plus a term that compares the odds of both
-    answers. It needs no reference model. The arguments are those of SFTTrainer, with an ORPOConfig as `args`;
-    formatting_func and packing=True raise ValueError."""
+    """TRL's ORPOTrainer: cross-entropy of the prompt and the chosen answer, plus a term that compares the odds of both
+    answers, without a reference model. Rows as in DPOTrainer.
+    """
 
     config_type = ORPOConfig
 
     def _objective(self) -> ObjectiveConfig:
-        """Returns the section `objective` of the run's config: the ORPO loss with the script's beta."""
         return ObjectiveConfig("orpo", beta=self.args.beta)
 
 
 class KTOTrainer(ReferencedTrainer):
-    """TRL's KTOTrainer, on rows with completion, label (True for a desirable answer, False for an undesirable one), and
-    prompt unless completion is a conversation that begins with it: it makes desirable answers likelier and others less
-    likely, relative to the model with its adapter off. The arguments are those of SFTTrainer, with a KTOConfig as
-    `args`. An adapter that has been trained before raises ValueError, and so do formatting_func and packing=True. A
-    model without an adapter has no such reference, and train() and evaluate() raise ValueError."""
+    """TRL's KTOTrainer: makes desirable answers likelier and others less likely, relative to the reference model.
+
+    Rows have completion, label (True: desirable), and prompt unless completion is a conversation that begins with it.
+    """
 
     config_type = KTOConfig
     form = LABELLED  # the name of the rows' format
     columns = ("completion", "label")
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
-        """Returns the tokenised rows `data` with mismatched answers that are chosen anew, as in TRL: each row gets the
-        answer of another one of the same per_device_train_batch_size consecutive rows (its own, if it is the only one).
-        KTO's loss estimates its KL term from them. Rows whose answer is cut off completely are left out."""
+        """Rows with mismatched answers as in TRL, for the KL term: each gets the answer of another one of the same
+        per_device_train_batch_size consecutive rows.
+        """
         assert isinstance(data, PairDataset)
         if data.width is not None:  # room for the pairs before, of which the new ones may be longer
             data = dataclasses.replace(data, packing="step", width=None)
         return mismatched_in_groups(data, self.args.per_device_train_batch_size)
 
     def _objective(self) -> ObjectiveConfig:
-        """Returns the section `objective` of the run's config: the KTO loss with the script's beta, weights and
-        precompute_ref_log_probs."""
         options = {name: getattr(self.args, name) for name in ("beta", "desirable_weight", "undesirable_weight")}
         return ObjectiveConfig("kto", **options, precompute_ref_log_probs=self._precomputes)
 
 
 class RewardTrainer(PreferenceTrainer):
-    """TRL's RewardTrainer, on rows with chosen and rejected, and prompt unless both are conversations that begin with
-    it: it trains a model with a head that gives a text one number, the reward, which is to be higher for the chosen
-    text. A model without such a head gets one, in place, unless it has an adapter. The arguments are those of
-    SFTTrainer, with a RewardConfig as `args`; formatting_func and packing=True raise ValueError.
+    """TRL's RewardTrainer: trains a head that gives a text one number, higher for the chosen text.
 
-    Raises:
-      ValueError: the model has an adapter and no such head; FastLanguageModel.from_pretrained(num_labels=1) loads one
-        with the head, to which get_peft_model then adds the adapter.
+    Rows as in DPOTrainer. A model without such a head gets one, in place; ValueError if it has an adapter already: load
+    it with FastLanguageModel.from_pretrained(num_labels=1), then add the adapter.
     """
 
     config_type = RewardConfig
@@ -339,9 +293,9 @@ class RewardTrainer(PreferenceTrainer):
 
     def __init__(self, model: CompatModel | str | os.PathLike, args: Any = None, *others: Any, **arguments: Any):
         if isinstance(model, str | os.PathLike):
-            found = settled(args, RewardConfig, model)
-            quantised_by(found, arguments, model)
-            model = loaded(os.fspath(model), found, arguments.get("peft_config") is None)
+            config = settled(args, RewardConfig, model)
+            quantised_by(config, arguments, model)
+            model = loaded(os.fspath(model), config, arguments.get("peft_config") is None)
         if isinstance(model, CompatModel) and model.module.config.head.is_text:
             if model.has_adapter:
                 raise ValueError(
@@ -352,6 +306,4 @@ class RewardTrainer(PreferenceTrainer):
         super().__init__(model, args, *others, **arguments)
 
     def _objective(self) -> ObjectiveConfig:
-        """Returns the section `objective` of the run's config: the loss of pairs of rewards with the script's
-        center_rewards_coefficient."""
         return ObjectiveConfig("reward", center_rewards_coefficient=self.args.center_rewards_coefficient)

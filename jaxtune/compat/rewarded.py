@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer and RLOOTrainer with their configs (RewardedTrainer and RewardedConfig are the bases), built on
-SFTTrainer's run. Answers are sampled from the model that trains, in the same process, and rewarded by the script's
-functions; a script's own rollout_func samples them by `generate_rollout_completions`."""
+"""TRL's GRPOTrainer and RLOOTrainer with their configs. Answers are sampled from the model that trains, in the same
+process, and rewarded by the script's functions.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ _SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "no
 
 @dataclasses.dataclass(init=False)
 class RewardedConfig(PreferenceConfig):
-    """The arguments that GRPOConfig and RLOOConfig share, under TRL's names, beside those of SFTConfig.
-    per_device_train_batch_size counts answers, not prompts, as in TRL. Lengths are in tokens."""
+    """Arguments that GRPOConfig and RLOOConfig share. As in TRL, per_device_train_batch_size counts answers, not
+    prompts. Lengths are in tokens.
+    """
 
     section = "grpo"  # of the tables of defaults
     disable_dropout: bool  # True: the adapter's dropout is turned off; False: it is used
@@ -115,8 +116,9 @@ class RewardedConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class GRPOConfig(RewardedConfig):
-    """The arguments of a GRPOTrainer, named as in TRL's GRPOConfig. Fields with vllm_ in their name correct for the
-    difference between the sampler's probabilities and the trainer's. The sampler is jaxtune's own: vLLM is not used."""
+    """TRL's GRPOConfig. Fields with vllm_ correct for the difference between the sampler's and the trainer's
+    probabilities; vLLM is not used.
+    """
 
     table = GRPO  # the arguments that are not fields: without effect here, or refused
 
@@ -144,7 +146,7 @@ class GRPOConfig(RewardedConfig):
 
 @dataclasses.dataclass(init=False)
 class RLOOConfig(RewardedConfig):
-    """The arguments of an RLOOTrainer: TRL's RLOOConfig."""
+    """TRL's RLOOConfig."""
 
     section = "rloo"  # of the tables of defaults
     table = RLOO  # the arguments that are not fields: without effect here, or refused
@@ -156,32 +158,24 @@ class RLOOConfig(RewardedConfig):
 
 
 class RewardedTrainer(PreferenceTrainer):
-    """The base class of GRPOTrainer and RLOOTrainer, which sample answers to prompts and train on their rewards. A
-    subclass only sets `config_type`.
+    """Base of GRPOTrainer and RLOOTrainer, which sample answers to prompts and train on their rewards.
 
     Args:
-      model: a CompatModel, or a hub name or folder, which is loaded for rows of at most max_prompt_length (None: 512)
-        plus max_completion_length tokens.
-      reward_funcs: a function of TRL's signature, (prompts, completions, **columns) -> a list with a number for each
-        answer, or a list of such functions. They get `trainer_state` too if they accept it. None: the environments or
-        rollout_func give the rewards.
-      args: a GRPOConfig or RLOOConfig, or TRL's own object.
+      model: a CompatModel, or a hub name or folder, loaded for rows of max_prompt_length (None: 512) plus
+        max_completion_length tokens.
+      reward_funcs: functions of (prompts, completions, **columns) that return a number for each answer; None:
+        environments or rollout_func give the rewards.
       train_dataset: rows with a column `prompt`, text or messages.
-      eval_dataset: rows with a prompt, to which the model gives one answer each at every evaluation. The reward
-        functions measure the answers: metrics eval_reward and eval_answers/NAME. Without eval_strategy and
-        eval_on_start it is not used, which is printed.
+      eval_dataset: such rows, which get one answer at every evaluation: metrics eval_reward and eval_answers/NAME. Not
+        with tools, environments or rollout_func.
       processing_class: the tokenizer; None: the model's.
-      tools: functions that the model may call while it answers, with types and a docstring.
-      rollout_func: a function of (prompts, trainer) that samples the answers by generate_rollout_completions, and
-        returns a dict of lists, as in TRL. None: the trainer samples them.
-      environment_factory: a function without arguments that returns an environment, an object whose methods are tools;
-        or {name: such a function}.
+      tools: functions with types and a docstring that the model may call.
+      rollout_func: a function of (prompts, trainer) that samples the answers by generate_rollout_completions and
+        returns a dict of lists, as in TRL; not with tools or environments.
+      environment_factory: makes an environment, an object whose methods are tools; or {name: such a function}.
       others: further arguments of SFTTrainer, but compute_metrics and preprocess_logits_for_metrics.
     Attributes:
-      rollout_model: what generate_rollout_completions samples with during a call of rollout_func; None otherwise.
-    Raises:
-      ValueError: reward_funcs are no functions, or nothing gives a reward; rollout_func is given with tools or
-        environments, or evaluations with any of these; or an argument, which the message names, is not supported.
+      rollout_model: the sampling model during a call of rollout_func.
     """
 
     config_type: type[RewardedConfig]
@@ -208,112 +202,100 @@ class RewardedTrainer(PreferenceTrainer):
         weakref.finalize(self, until_gone.close)
         name = type(self).__name__
         logits = ("compute_metrics", "preprocess_logits_for_metrics")  # of SFTTrainer's parameters
-        settle(name, {one: others.pop(one) for one in logits if one in others}, self.table)
+        settle(name, {argument: others.pop(argument) for argument in logits if argument in others}, self.table)
         self._tools = Tools(tools or (), environment_factory) if tools or environment_factory else None
         self._rollout_func, self.rollout_model = rollout_func, None
         if rollout_func is not None and self._tools is not None:
             raise ValueError(f"{name}: rollout_func samples answers itself; leave out tools and environment_factory")
-        given = [] if reward_funcs is None else reward_funcs
+        reward_functions = [] if reward_funcs is None else reward_funcs
         self._functions: list[RewardFunction] = []
-        for one in given if isinstance(given, list | tuple) else [given]:
-            if not callable(one) or isinstance(one, CompatModel):
+        for argument in reward_functions if isinstance(reward_functions, list | tuple) else [reward_functions]:
+            if not callable(argument) or isinstance(argument, CompatModel):
                 raise ValueError(
-                    f"{name}: reward_funcs has {one!r}; give functions of (prompts, completions, **columns) that "
+                    f"{name}: reward_funcs has {argument!r}; give functions of (prompts, completions, **columns) that "
                     "return a list of numbers. A reward model is asked by such a function"
                 )
-            self._functions.append(one)
+            self._functions.append(argument)
         if not self._functions and not environment_factory and rollout_func is None:
             raise ValueError(
                 f"{name}: reward_funcs = {reward_funcs!r}: give a function, an environment_factory or a rollout_func"
             )
-        found: Any = settled(args, self.config_type, model)
-        quantised_by(found, others, model)
-        evaluates = plain_value(found.eval_strategy) not in ("no", None) or found.eval_on_start
+        config: Any = settled(args, self.config_type, model)
+        quantised_by(config, others, model)
+        evaluates = plain_value(config.eval_strategy) not in ("no", None) or config.eval_on_start
         if evaluates and (self._tools is not None or rollout_func is not None):
             raise ValueError(
-                f"{self.config_type.__name__}: eval_strategy = {plain_value(found.eval_strategy)!r} is not supported "
+                f"{self.config_type.__name__}: eval_strategy = {plain_value(config.eval_strategy)!r} is not supported "
                 "with tools, environments and rollout_func: an evaluation samples answers of one turn; leave it at 'no'"
             )
         if eval_dataset is not None and not evaluates:
             tell(name, "eval_dataset", "eval_strategy is 'no'")
             eval_dataset = None
         if isinstance(model, str | os.PathLike):
-            roomy = copy.copy(found)
-            prompt = getattr(found, "max_prompt_length", None) or _USUAL_PROMPT
-            roomy.max_length = prompt + found.max_completion_length
+            roomy = copy.copy(config)
+            prompt = getattr(config, "max_prompt_length", None) or _USUAL_PROMPT
+            roomy.max_length = prompt + config.max_completion_length
             model = loaded(os.fspath(model), roomy, full=others.get("peft_config") is None)
-        self._weights = getattr(found, "reward_weights", None)
+        self._weights = getattr(config, "reward_weights", None)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, **others)
         self._require_best()
         self._kept: nnx.State | None = None  # the trained weights of the reference, unless it is the adapter off
         if self.args.beta:
-            which = "its adapter off"
+            reference = "its adapter off"
             if not self.model.has_adapter or trained_before(self.model.module):
-                what = (
+                copied = (
                     "the adapter that was trained before" if self.model.has_adapter else "its weights as they are now"
                 )
-                which = f"a copy of {what}"
+                reference = f"a copy of {copied}"
                 self._kept = jax.tree.map(jnp.copy, nnx.state(self.model.module, nnx.Param))
-            say(f"{name}: the reference of beta = {self.args.beta} is the model with {which}")
+            say(f"{name}: the reference of beta = {self.args.beta} is the model with {reference}")
 
     # ---- the arguments
 
     def _require_best(self) -> None:
-        """Raises ValueError if metric_for_best_model names what an evaluation by rewards does not measure. None is
-        accepted, and any name if environments or rollout_func give the rewards, because then nothing is evaluated. The
-        constructor calls it."""
-        wanted = self.args.metric_for_best_model
-        if wanted is None or not self._functions:
+        """Raises ValueError if metric_for_best_model names what an evaluation by rewards does not measure."""
+        metric = self.args.metric_for_best_model
+        if metric is None or not self._functions:
             return
-        known = ("eval_reward", *(f"eval_answers/{name}" for name in self._parts().all_rewards().names))
-        if best_name(self.args) not in known:
+        measured_names = ("eval_reward", *(f"eval_answers/{name}" for name in self._parts().all_rewards().names))
+        if best_name(self.args) not in measured_names:
             raise ValueError(
-                f"{type(self.args).__name__}: metric_for_best_model = {wanted!r} is not in an evaluation by rewards; "
-                f"set one of {', '.join(known)}"
+                f"{type(self.args).__name__}: metric_for_best_model = {metric!r} is not in an evaluation by rewards; "
+                f"set one of {', '.join(measured_names)}"
             )
 
     @property
     def _answers(self) -> int:
-        """The number of answers that an update trains on, the config's rows_per_step: per_device_train_batch_size *
-        gradient_accumulation_steps. If that is not a multiple of num_generations, the number of answers to one prompt,
-        it is num_generations * gradient_accumulation_steps, and a line says so."""
-        args, parts = self.args, self.args.gradient_accumulation_steps
+        """Answers of an update: the batch size times the micro-batches, in whole groups of num_generations."""
+        args, micro_batches = self.args, self.args.gradient_accumulation_steps
         batch, group = args.per_device_train_batch_size, args.num_generations
-        if batch * parts % group:
+        if batch * micro_batches % group:
             tell(
                 type(args).__name__,
                 f"per_device_train_batch_size = {batch}",
                 f"an update has whole groups: num_generations = {group} answers are taken instead, as in Unsloth",
             )
             batch = group
-        return batch * parts
+        return batch * micro_batches
 
     def _steps_per_generation(self) -> int:
-        """Returns the number of updates among which the answers that are sampled at once are divided, for the option of
-        `_objective`. It is computed from generation_batch_size, which counts answers, or if that is None,
-        steps_per_generation, which counts micro-batches; both None: 1.
-
-        Raises:
-          ValueError: the number of answers that are sampled at once is not a multiple of an update's answers.
-        """
+        """Updates that share the answers sampled at once; ValueError if these are not a multiple of an update's."""
         args, answers = self.args, self._answers
         if args.generation_batch_size is not None:
-            what, count = f"generation_batch_size = {args.generation_batch_size}", args.generation_batch_size
+            argument, count = f"generation_batch_size = {args.generation_batch_size}", args.generation_batch_size
         elif args.steps_per_generation is not None:
-            what = f"steps_per_generation = {args.steps_per_generation}"
+            argument = f"steps_per_generation = {args.steps_per_generation}"
             count = args.steps_per_generation * answers // args.gradient_accumulation_steps
         else:
             return 1
         if count % answers:
             raise ValueError(
-                f"{type(args).__name__}: {what} is a generation of {count} answers, of which an update takes "
+                f"{type(args).__name__}: {argument} is a generation of {count} answers, of which an update takes "
                 f"{answers}; that an update takes answers of two generations is not supported. Instead: a multiple"
             )
         return count // answers
 
     def _objective(self) -> ObjectiveConfig:
-        """Returns the section `objective` of the run's config: "grpo" or "rloo", by the class of the script's config,
-        with its options; ValueError if one is not supported."""
         args, rewards = self.args, self._parts().all_rewards()
         options = {name: getattr(args, name) for name in _SHARED}
         options |= dict(
@@ -328,8 +310,8 @@ class RewardedTrainer(PreferenceTrainer):
         where = type(args).__name__
         options |= {name: getattr(args, name) for name in _OF_GRPO}
         options |= {
-            name: choose(where, name, getattr(args, name), dict(zip(known, known, strict=True)))
-            for name, known in _CHOICES.items()
+            name: choose(where, name, getattr(args, name), dict(zip(choices, choices, strict=True)))
+            for name, choices in _CHOICES.items()
         }
         options["scale_rewards"] = choose(where, "scale_rewards", args.scale_rewards, _SCALES)
         corrections = ("correction", "mode", "clip_max", "clip_min")
@@ -337,17 +319,20 @@ class RewardedTrainer(PreferenceTrainer):
             f"importance_sampling_{name}": getattr(args, f"vllm_importance_sampling_{name}") for name in corrections
         }
         for option, why in without_effect("grpo", options).items():
-            own = option in ("importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min")
-            tell(where, f"vllm_{option}" if own else option, why.removesuffix("; leave it out"))
+            is_vllm = option in (
+                "importance_sampling_mode",
+                "importance_sampling_clip_max",
+                "importance_sampling_clip_min",
+            )
+            tell(where, f"vllm_{option}" if is_vllm else option, why.removesuffix("; leave it out"))
             options[option] = None
         return ObjectiveConfig("grpo", **options)
 
     def _parts(self, reference: Score | None = None) -> OwnParts:
-        """The script's functions, with the arguments that TRL gives to reward functions: `trainer_state`, and those of
-        a RewardLog. NaN is None, as in TRL. reference: of the KL term."""
+        """The script's functions, with the arguments that TRL passes to reward functions. NaN is None, as in TRL."""
         log = RewardLog()
-        also = {"trainer_state": getattr(self, "state", None), **log.arguments}
-        options = RewardOptions(also=also, nan_is_none=True, log=log)
+        extra_arguments = {"trainer_state": getattr(self, "state", None), **log.arguments}
+        options = RewardOptions(also=extra_arguments, nan_is_none=True, log=log)
         return OwnParts(
             RewardFunctions.of(self._functions, **options) if self._functions else None,
             self._weights,
@@ -361,16 +346,7 @@ class RewardedTrainer(PreferenceTrainer):
         )
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
-        """Checks a script's data set, and returns (its rows, "auto": their format is detected later). The constructor
-        calls it for train_dataset and eval_dataset.
-
-        Args:
-          dataset: a path, a data set with columns, or an iterable of rows, which is read into a list.
-          formatting_func: must be None, because these trainers do not support one.
-        Raises:
-          ValueError: a list without rows; no column `prompt` (not checked of a path); an IterableDataset; or
-            formatting_func is not None.
-        """
+        """(the rows, "auto": their format is detected later); ValueError for a stream or without prompts."""
         if is_stream(dataset):
             raise ValueError(
                 f"{type(self).__name__}: train_dataset is an IterableDataset, which is not supported; prompts are read "
@@ -382,52 +358,42 @@ class RewardedTrainer(PreferenceTrainer):
         return rows, "auto"
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """Returns the TrainConfig of the run, as SFTTrainer.config makes it, but rows_per_step counts the answers of an
-        update, which are packed. The length of rows is SFTTrainer's (max_length, ...), and if max_prompt_length is set,
-        no more than max_prompt_length + max_completion_length. With an eval_dataset each evaluation samples answers to
-        its prompts and rewards them. resume: "auto" continues the run in output_dir, "never" starts a new one.
-        prepared: True allows counting an epoch's steps first; False leaves numbers that depend on them out."""
-        made, args = super().config(resume, prepared), self.args
-        length, evaluation = made.data.length, made.evaluation
+        """The TrainConfig of the run: rows_per_step counts the answers of an update, which are packed. A
+        max_prompt_length also bounds the rows, with max_completion_length. Parameters as in SFTTrainer.config.
+        """
+        config, args = super().config(resume, prepared), self.args
+        length, evaluation = config.data.length, config.evaluation
         if args.max_prompt_length is not None:
             length = min(length, args.max_prompt_length + args.max_completion_length)
         arguments = dict(args.chat_template_kwargs or {}) or None
-        data = dataclasses.replace(made.data, length=length, packing=True, template_arguments=arguments)
-        if made.data.eval is not None:
+        data = dataclasses.replace(config.data, length=length, packing=True, template_arguments=arguments)
+        if config.data.eval is not None:
             how = dict(max_new_tokens=args.max_completion_length, temperature=args.temperature)
             evaluation = dataclasses.replace(evaluation, generate=(REWARDS,), generate_rows=_ALL_ROWS, **how)
         tables = "prompts" if args.log_unique_prompts else True
-        metrics = dataclasses.replace(made.metrics, rollout_tables=tables if args.log_completions else False)
-        return dataclasses.replace(made, data=data, evaluation=evaluation, metrics=metrics, rows_per_step=self._answers)
+        metrics = dataclasses.replace(config.metrics, rollout_tables=tables if args.log_completions else False)
+        return dataclasses.replace(
+            config, data=data, evaluation=evaluation, metrics=metrics, rows_per_step=self._answers
+        )
 
     # ---- the run
 
     def _reference(self, objective: Policy) -> Score | None:
-        """The function that scores answers under the reference of the KL term, for an adapter that was trained before
-        the trainer was made: as in TRL, the reference is the copy of that adapter that the constructor made, in every
-        call of train(). None if there is no KL term (beta = 0) or the reference is the model with its adapter off,
-        which needs no copy.
-
-        Args:
-          objective: the run's objective, whose temperature divides the logits.
-        Returns:
-          a function of (the run's model, a Batch of packed answers) that returns the log-probabilities of the targets
-            under the reference, float32[rows, length]. It uses the model with the copied weights in place of the
-            trained ones.
+        """Scores answers under the copied weights of the reference, from before the first call of train(), as in TRL;
+        None without a KL term, or if it is the adapter off. Maps (the run's model, a Batch) to the targets'
+        log-probabilities, float32[rows, length].
         """
-        kept, temperature = self._kept, objective.settings.temperature
-        if kept is None:
+        reference_weights, temperature = self._kept, objective.settings.temperature
+        if reference_weights is None:
             return None
 
         def score(model: Decoder, batch: Batch) -> np.ndarray:
-            graph, _, others = nnx.split(model, nnx.Param, ...)
-            return log_probs_of(temperature, nnx.merge(graph, kept, others), batch)
+            graph, _, untrained = nnx.split(model, nnx.Param, ...)
+            return log_probs_of(temperature, nnx.merge(graph, reference_weights, untrained), batch)
 
         return score
 
     def _source(self, config: TrainConfig) -> SampledAnswers:
-        """Returns the source of the run's batches, which samples answers to the prompts of train_dataset and has the
-        script's functions reward them. config: the run's TrainConfig."""
         objective, module = objective_of(config), self.model.module
         assert isinstance(objective, Policy)
         return sampled_answers(
@@ -441,9 +407,6 @@ class RewardedTrainer(PreferenceTrainer):
         )
 
     def _rollout(self, prompts: list[Turns], model: RolloutModel) -> Mapping[str, Sequence]:
-        """Calls the script's rollout_func with the prompts and this trainer, and returns its result, a dict of lists
-        with an entry for each answer. prompts: texts or lists of messages. `model` is what generate_rollout_completions
-        samples with during the call."""
         assert self._rollout_func is not None
         self.rollout_model = model
         try:
@@ -452,8 +415,6 @@ class RewardedTrainer(PreferenceTrainer):
             self.rollout_model = None
 
     def _run(self, config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Trainer:
-        """Makes a jaxtune Trainer of a run with this config and these callbacks of jaxtune.train, which trains on
-        sampled answers. `_trainer` and `_prepared` call it."""
         held_out = self._rows.get("eval")
         if self.args.log_completions:
             callbacks = [*callbacks, Completions(config.metrics.log_every, self.args.num_completions_to_print)]
@@ -461,17 +422,14 @@ class RewardedTrainer(PreferenceTrainer):
 
     @functools.cached_property
     def _prepared(self) -> Trainer:
-        """A jaxtune Trainer that is made once, at the first use, with a config whose steps may be unknown, for
-        _epoch_steps (and train_dataset); it does not train."""
+        """A jaxtune Trainer that does not train, and whose steps may be unknown; made at the first use."""
         return self._run(self.config(prepared=False))
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
-        """Makes the jaxtune Trainer of one call of train(). resume: "auto" continues the run in output_dir, "never"
-        starts a new one. callbacks: those of jaxtune.train, such as an Events."""
         return self._run(self.config(resume), callbacks)
 
     def evaluate(self, *_: object, **__: object) -> NoReturn:
-        """Always raises ValueError, which names other ways: sampled answers have no held-out loss. So does predict."""
+        """Raises ValueError, as predict does: sampled answers have no held-out loss."""
         raise ValueError(
             f"{type(self).__name__}: evaluate and predict are not supported. Instead: the rewards that every step "
             "logs, eval_dataset, or answers of model.generate to held-out prompts"
@@ -481,37 +439,33 @@ class RewardedTrainer(PreferenceTrainer):
 
 
 def generate_rollout_completions(trainer: RewardedTrainer, prompts: Sequence[Turns]) -> list[dict[str, object]]:
-    """Samples an answer to each prompt, for use in a script's rollout_func, as TRL's function of this name
-    (trl.experimental.openenv) does. The run's sampling options apply. Returns for each prompt, in their order, a dict
-    with `prompt_ids` and `completion_ids` (token ids), `logprobs` (a log-probability for each token of the answer) and
-    `text` (the answer).
+    """Samples an answer to each prompt, as trl.experimental.openenv's; ValueError outside of rollout_func.
 
-    Args:
-      trainer: the trainer that rollout_func got.
+    Returns {"prompt_ids", "completion_ids": token ids, "logprobs": of the answer's tokens, "text"} of each.
+      trainer: the one that rollout_func got.
       prompts: texts, or lists of messages.
-    Raises:
-      ValueError: it is called outside of rollout_func.
     """
     model = trainer.rollout_model
     if model is None:
         raise ValueError("generate_rollout_completions: it is called in a trainer's rollout_func")
     ids = [model.encode(prompt) for prompt in prompts]
     return [
-        {"prompt_ids": own, "completion_ids": row.ids, "logprobs": row.logprobs, "text": model.decode(row.ids)}
-        for own, row in zip(ids, model.generate(ids), strict=True)
+        {"prompt_ids": prompt_ids, "completion_ids": row.ids, "logprobs": row.logprobs, "text": model.decode(row.ids)}
+        for prompt_ids, row in zip(ids, model.generate(ids), strict=True)
     ]
 
 
 class GRPOTrainer(RewardedTrainer):
-    """TRL's GRPOTrainer: an answer's advantage is its reward less the mean reward of all answers to its prompt, by
-    default divided as scale_rewards says. The arguments are those of RewardedTrainer, with a GRPOConfig as `args`."""
+    """TRL's GRPOTrainer: an answer's advantage is its reward less the mean of all answers to its prompt, divided as
+    scale_rewards says.
+    """
 
     config_type = GRPOConfig
 
 
 class RLOOTrainer(RewardedTrainer):
-    """TRL's RLOOTrainer: an answer's advantage is its reward less the mean reward of the other answers to its prompt.
-    From each reward, beta times the answer's divergence from the reference model is subtracted before. The arguments
-    are those of RewardedTrainer, with an RLOOConfig as `args`."""
+    """TRL's RLOOTrainer: an answer's advantage is its reward, less beta times its divergence from the reference model,
+    minus the mean of the other answers to its prompt.
+    """
 
     config_type = RLOOConfig

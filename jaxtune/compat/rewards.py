@@ -16,7 +16,7 @@ def _text(completion: Completion) -> str:
 
 
 def _verified(texts: Sequence[str], solutions: Sequence[str], log_extra: LogExtra | None) -> list[float | None]:
-    """1 where the mathematics of a text is that of its solution, 0 where not, None where no solution can be read."""
+    """1 where a text's mathematics is its solution's, 0 where not, None where no solution can be read."""
     try:
         from latex2sympy2_extended import NormalizationConfig
         from math_verify import LatexExtractionConfig, parse, verify
@@ -29,7 +29,7 @@ def _verified(texts: Sequence[str], solutions: Sequence[str], log_extra: LogExtr
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
     rewards: list[float | None] = []
-    read: dict[str, list[str]] = {"gold_parsed": [], "answer_parsed": []}
+    parsed_texts: dict[str, list[str]] = {"gold_parsed": [], "answer_parsed": []}
     for text, solution in zip(texts, solutions, strict=True):
         gold = parse(solution, parsing_timeout=parsing)
         answer = (
@@ -38,11 +38,11 @@ def _verified(texts: Sequence[str], solutions: Sequence[str], log_extra: LogExtr
             else []
         )
         rewards.append(float(verify(gold, answer, timeout_seconds=verifying)) if gold else None)
-        read["gold_parsed"].append(str(gold) if gold else "[unparseable]")
-        read["answer_parsed"].append(str(answer) if answer else "[unparseable]" if gold else "[skipped]")
+        parsed_texts["gold_parsed"].append(str(gold) if gold else "[unparseable]")
+        parsed_texts["answer_parsed"].append(str(answer) if answer else "[unparseable]" if gold else "[skipped]")
     if log_extra is not None:
         log_extra("solution", list(solutions))
-        for name, values in read.items():
+        for name, values in parsed_texts.items():
             log_extra(name, values)
     return rewards
 
@@ -50,10 +50,11 @@ def _verified(texts: Sequence[str], solutions: Sequence[str], log_extra: LogExtr
 def accuracy_reward(
     completions: Sequence[Completion], solution: Sequence[str], log_extra: LogExtra | None = None, **kwargs: object
 ) -> list[float | None]:
-    """1 where an answer's mathematics is that of the column `solution`, else 0; None where the solution cannot be
-    read. It needs math-verify."""
+    """1 where an answer's mathematics is that of the column `solution`, else 0; None where the solution cannot be read.
+    Needs math-verify.
+    """
     del kwargs
-    return _verified([_text(one) for one in completions], solution, log_extra)
+    return _verified([_text(completion) for completion in completions], solution, log_extra)
 
 
 def reasoning_accuracy_reward(
@@ -63,12 +64,12 @@ def reasoning_accuracy_reward(
     log_extra: LogExtra | None = None,
     **kwargs: object,
 ) -> list[float | None]:
-    """accuracy_reward of what follows the last of the delimiters (None: "</think>"); 0 for an answer without one."""
+    """accuracy_reward of the text after the last of the delimiters (None: "</think>"); 0 without one."""
     del kwargs
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     ends = []
     for text in map(_text, completions):
-        after = [text.rpartition(one)[2] for one in delimiters if one in text]
+        after = [text.rpartition(delimiter)[2] for delimiter in delimiters if delimiter in text]
         ends.append(min(after, key=len) if after else None)
     rewards = _verified(["" if end is None else end for end in ends], solution, log_extra)
     return [0.0 if end is None else reward for end, reward in zip(ends, rewards, strict=True)]
@@ -77,7 +78,9 @@ def reasoning_accuracy_reward(
 def think_format_reward(completions: Sequence[Completion], **kwargs: object) -> list[float]:
     """1 for an answer that begins with <think>, has no other one, and closes it; else 0."""
     del kwargs
-    return [float(bool(re.match(r"<think>(?!.*<think>).*</think>", _text(one), re.DOTALL))) for one in completions]
+    return [
+        float(bool(re.match(r"<think>(?!.*<think>).*</think>", _text(answer), re.DOTALL))) for answer in completions
+    ]
 
 
 class _Named:
@@ -96,13 +99,13 @@ class _CosineScaled(_Named):
         **kwargs: object,
     ) -> list[float | None]:
         del kwargs
-        own, rewards = self.settings, []
+        settings, rewards = self.settings, []
         for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
             short, long = (
                 ("max_value_correct", "min_value_correct") if right else ("min_value_wrong", "max_value_wrong")
             )
-            share = 0.5 * (1.0 + math.cos(math.pi * min(len(ids) / own["max_len"], 1.0)))
-            rewards.append(None if right is None else own[long] + share * (own[short] - own[long]))
+            share = 0.5 * (1.0 + math.cos(math.pi * min(len(ids) / settings["max_len"], 1.0)))
+            rewards.append(None if right is None else settings[long] + share * (settings[short] - settings[long]))
         return rewards
 
 
@@ -113,9 +116,11 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> Callable[..., list[float | None]]:
-    """A reward of accuracy_reward and the answer's length in tokens, from 0 to max_len along a cosine: right answers
-    fall from max_value_correct to min_value_correct, wrong ones rise from min_value_wrong to max_value_wrong (arXiv
-    2502.03373)."""
+    """accuracy_reward, scaled along a cosine of the answer's length in tokens, from 0 to max_len: right answers fall
+    from max_value_correct to min_value_correct, wrong ones rise from min_value_wrong to max_value_wrong.
+
+    From arXiv 2502.03373.
+    """
     return _CosineScaled(
         "cosine_scaled_reward",
         max_len=max_len,
@@ -138,8 +143,7 @@ class _Repetition(_Named):
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
-    """A reward of max_penalty (0 or less) times the share of an answer's runs of ngram_size tokens that it has more
-    than once (arXiv 2502.03373)."""
+    """max_penalty (0 or less) times the share of an answer's n-grams that occurred before (arXiv 2502.03373)."""
     if max_penalty > 0:
         raise ValueError(f"get_repetition_penalty_reward: max_penalty = {max_penalty}: must be 0 or less")
     return _Repetition("repetition_penalty_reward", ngram_size=ngram_size, max_penalty=max_penalty)
@@ -156,8 +160,7 @@ class _Overlong(_Named):
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
-    """A reward that is 0 up to max_completion_len - soft_punish_cache tokens, falls to -1 at max_completion_len, and
-    stays there (arXiv 2503.14476)."""
+    """0 up to max_completion_len - soft_punish_cache tokens, falling to -1 at max_completion_len (arXiv 2503.14476)."""
     return _Overlong(
         "soft_overlong_punishment_reward", max_completion_len=max_completion_len, soft_punish_cache=soft_punish_cache
     )

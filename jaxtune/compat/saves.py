@@ -1,5 +1,4 @@
-"""Folders of saved models: what a script saved before is replaced, as transformers does, and what anybody else saved
-never is."""
+"""Folders of saved models: a save replaces a script's earlier save, as transformers does, and never anybody else's."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ _MODEL = ("config.json", "adapter_config.json")
 
 
 def require_free(folder: str | os.PathLike, where: str) -> Path:
-    """The resolved `folder`, if a save may write there: it is new, or has no model but one that a script saved there.
+    """The resolved `folder` if it is new, or has no model but one that a script saved there; else ValueError.
 
-    where: the function that saves, for messages. Raises ValueError for any other folder, a file and a mount point.
+    where: the function that saves, for messages.
     """
     path = Path(folder).expanduser().resolve()
     if path.is_mount():
@@ -39,39 +38,37 @@ def require_free(folder: str | os.PathLike, where: str) -> Path:
 
 
 def saved_into(folder: str | os.PathLike, where: str, write: Callable[[Path], object]) -> None:
-    """Has `write` fill a folder that does not exist, and moves its files to `folder`, as require_free allows: a model
-    that a script saved there is replaced, and a line says so; other files stay, unless they have the new ones' names.
-    """
+    """Has `write` fill a temporary folder, and moves its files into `folder`, if require_free allows it."""
     path = require_free(folder, where)
     before = _mark(path)
-    whole = temporary_path(path)
+    temporary = temporary_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        write(whole)
-        new = {file.name: _stamp(file) for file in _model_files(whole)}
-        atomic_write(whole / MARK, json.dumps({name: [stamp] for name, stamp in new.items()}))
+        write(temporary)
+        new = {file.name: _stamp(file) for file in _model_files(temporary)}
+        atomic_write(temporary / MARK, json.dumps({name: [stamp] for name, stamp in new.items()}))
         if not path.exists() or not any(path.iterdir()):
-            os.replace(whole, path)
+            os.replace(temporary, path)
             return
         # Killed in between, the folder is still known as a script's.
-        both = {name: [*before.get(name, ()), *([new[name]] if name in new else ())] for name in before.keys() | new}
-        atomic_write(path / MARK, json.dumps(both))
+        stamps = {name: [*before.get(name, ()), *([new[name]] if name in new else ())] for name in before.keys() | new}
+        atomic_write(path / MARK, json.dumps(stamps))
         for name in before.keys() - new.keys():
             (path / name).unlink(missing_ok=True)
-        for file in sorted(whole.iterdir(), key=lambda file: (file.name == MARK, file.name)):
+        for file in sorted(temporary.iterdir(), key=lambda file: (file.name == MARK, file.name)):
             if file.is_dir() and (path / file.name).is_dir():
                 shutil.rmtree(path / file.name)
             os.replace(file, path / file.name)
-        whole.rmdir()
+        temporary.rmdir()
     except BaseException:
-        shutil.rmtree(whole, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     if before:
         say(f"{where}: {folder}: the model that was saved there before is replaced")
 
 
 def _model_files(folder: Path) -> list[Path]:
-    """The files in `folder` by which it is a model's: weights and configs; [] without such a folder."""
+    """Weights and configs in `folder`; [] without such a folder."""
     if not folder.is_dir():
         return []
     return sorted(file for file in folder.iterdir() if file.name.endswith(_WEIGHTS) or file.name in _MODEL)
@@ -84,7 +81,7 @@ def _stamp(file: Path) -> list[int]:
 
 
 def _mark(folder: Path) -> dict[str, list[list[int]]]:
-    """{name of a model's file that a script saved in `folder`: its stamps}; {} if no script did."""
+    """{name of a model's file that a script saved in `folder`: its stamps}."""
     try:
         return dict(json.loads((folder / MARK).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -92,6 +89,5 @@ def _mark(folder: Path) -> dict[str, list[list[int]]]:
 
 
 def save(module: Decoder, folder: str | os.PathLike, tokenizer: object = None) -> None:
-    """Saves an adapter for PEFT, or without one the whole model for transformers, with a tokenizer if it is given, into
-    a folder that does not exist or is empty, else ValueError."""
+    """Saves an adapter for PEFT, or else the whole model for transformers, into an empty or new folder."""
     (jaxtune.save_adapter if has_adapter(module) else jaxtune.save_pretrained)(module, folder, tokenizer=tokenizer)

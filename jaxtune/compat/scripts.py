@@ -19,7 +19,7 @@ Rows = Any  # a datasets.Dataset or IterableDataset
 
 @dataclasses.dataclass
 class ModelConfig:
-    """TRL's: the model of a script and its adapter. The dtype is that of the weights; "auto" is the files' own."""
+    """TRL's: the model of a script and its adapter. dtype is that of the weights; "auto": the files' own."""
 
     model_name_or_path: str | None = None
     model_revision: str = "main"
@@ -62,7 +62,7 @@ class ScriptArguments:
 
 @dataclasses.dataclass
 class DatasetConfig:
-    """TRL's: a data set of a mixture, as datasets.load_dataset takes it, its columns and its share of the mixture."""
+    """TRL's: a data set of a mixture, as datasets.load_dataset takes it, and its share of the mixture."""
 
     path: str
     name: str | None = None
@@ -75,23 +75,21 @@ class DatasetConfig:
 
 @dataclasses.dataclass
 class DatasetMixtureConfig:
-    """TRL's: data sets that make one set of rows. test_split_size: rows that are held out, or their share."""
+    """TRL's: data sets that make one set of rows. test_split_size: held-out rows, or their share."""
 
     datasets: list[DatasetConfig] = dataclasses.field(default_factory=list)
     streaming: bool = False
     test_split_size: float | None = None
 
     def __post_init__(self) -> None:
-        self.datasets = [DatasetConfig(**one) if isinstance(one, Mapping) else one for one in self.datasets]
+        self.datasets = [DatasetConfig(**entry) if isinstance(entry, Mapping) else entry for entry in self.datasets]
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> Rows:
-    """The rows of a mixture as a datasets.DatasetDict (streamed: an IterableDatasetDict) with the split "train", and
-    "test" with test_split_size. Of sets with a fraction, the first rows are taken so that each has its share, of the
-    largest mixture in which no row is twice.
+    """A mixture as a datasets.DatasetDict (streamed: IterableDatasetDict) with "train" and perhaps "test".
 
-    Raises:
-      ValueError: there is no data set; some have a fraction and others none; or a stream is to be split or shared out.
+    With fractions it is the largest mixture in which no row is twice. ValueError: no data set, a fraction for only
+    some, or a stream that is to be split or shared out.
     """
     import datasets
 
@@ -174,23 +172,21 @@ def clone_chat_template(
     source_tokenizer_path: str | os.PathLike,
     resize_to_multiple_of: int | None = 64,
 ) -> tuple[CompatModel, Tokenizer, list[int]]:
-    """TRL's: gives the tokenizer another one's chat template, its EOS and the added tokens that it lacks, in place, and
-    returns (model, tokenizer, ids of these tokens). The embeddings keep their size.
+    """TRL's: copies another tokenizer's chat template, EOS and missing added tokens, in place: (model, tokenizer, ids).
 
-    Raises:
-      ValueError: the source has no template, or the model's embeddings have no rows left for the new tokens.
+    ValueError: the source has no template, or the embeddings, which keep their size, have no rows left for new tokens.
     """
     del resize_to_multiple_of
     source = AutoTokenizer.from_pretrained(source_tokenizer_path)
     if not source.chat_template:
         raise ValueError(f"clone_chat_template: {os.fspath(source_tokenizer_path)} has no chat template")
-    known = tokenizer.get_vocab()
-    new = [token for token in source.added_tokens_decoder.values() if token.content not in known]
+    vocab = tokenizer.get_vocab()
+    new = [token for token in source.added_tokens_decoder.values() if token.content not in vocab]
     rows = model.module.config.vocab_size
-    if len(known) + len(new) > rows:
+    if len(vocab) + len(new) > rows:
         raise ValueError(
             f"clone_chat_template: {len(new)} tokens of {os.fspath(source_tokenizer_path)} are new, such as "
-            f"{new[0].content!r}, and the model's embeddings have {rows - len(known)} rows left; they are not made "
+            f"{new[0].content!r}, and the model's embeddings have {rows - len(vocab)} rows left; they are not made "
             "larger. Instead: get_chat_template(tokenizer, NAME) with a template that fits the tokenizer"
         )
     tokenizer.add_tokens(new)

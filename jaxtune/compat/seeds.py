@@ -1,4 +1,4 @@
-"""The seed of what scripts sample: one for the process, as torch has, so that each call of generate draws anew."""
+"""The seed of what scripts sample: one for the process, as in torch, so that each call of generate draws anew."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ _FIRST = 0  # a process that sets no seed repeats itself, as with torch
 
 
 def _from(seed: int) -> Iterator[int]:
-    """A seed for each call."""
     return (int(np.random.SeedSequence([seed, call]).generate_state(1)[0]) for call in itertools.count())
 
 
@@ -20,8 +19,9 @@ _seeds = _from(_FIRST)
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:
-    """transformers' function: sampling, `random` and NumPy continue from `seed`. Runs have SFTConfig's seed, and
-    full_determinism in place of `deterministic`."""
+    """transformers': sampling, `random` and NumPy continue from `seed`. Runs have SFTConfig's seed and
+    full_determinism.
+    """
     del deterministic
     begin_at(seed)
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""The arguments of a run, and the values and sections of a TrainConfig that they mean."""
+"""The arguments of a run, and the sections of a TrainConfig that they mean."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ from jaxtune.train.config import MetricsConfig, ScheduleConfig
 
 @dataclasses.dataclass(init=False)
 class SFTConfig:
-    """TRL's SFTConfig: the arguments of a run, by name (output_dir also first). Until a trainer has it, arguments that
-    a script does not give are TRL's defaults; a trainer of a model that FastLanguageModel made takes Unsloth's
-    (defaults.py). An update is an optimizer step. Intervals below 1 (save_steps and the like) are shares of all
-    updates. An argument that is not a field is accepted if it has no effect here, or has a value that changes nothing;
-    any other raises a ValueError.
+    """TRL's SFTConfig. Arguments that a script does not give are TRL's defaults, or Unsloth's once a trainer of
+    FastLanguageModel's model has it.
 
-    With load_best_model_at_end a copy of the best trained weights of this call of train() is kept in host memory, and
-    the model has these weights when train() returns. metric_for_best_model (then "loss" by default, which is eval_loss)
-    names the number of an evaluation that is compared, and greater_is_better says whether the best is the greatest
-    (True) or the least (False)."""
+    An update is an optimizer step; intervals below 1 are shares of all updates. ValueError: an argument without a field
+    that would change the result. load_best_model_at_end keeps a copy of the best trained weights in host memory.
+    """
 
     table = SFT  # the arguments that are not fields: which have no effect here, and which are refused (Argument)
     orders = ORDERS  # {value of train_sampling_strategy: TokenDataset's name for that order of the rows}
@@ -101,26 +97,26 @@ class SFTConfig:
         self._fill(self.library, arguments)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """A script may change an argument later: it then counts as given."""
+        """Counts an argument that a script changes later as given."""
         vars(self).update({name: value, "given": self.given | {name}})
 
     def __getattr__(self, name: str) -> Any:
         """The default of an argument that has no field here."""
-        if not name.startswith("_") and name in (known := defaults(type(self).library, type(self).section)):
-            return known[name]
+        if not name.startswith("_") and name in (library_defaults := defaults(type(self).library, type(self).section)):
+            return library_defaults[name]
         raise AttributeError(f"{type(self).__name__} has no argument {name!r}")
 
-    def _fill(self, library: Library, given: Mapping[str, object]) -> None:
-        """Sets all arguments; `given` may have some without a field, which callbacks may read."""
-        known = defaults(library, self.section)
-        own = {
-            field.name: field.default if known.get(field.name) is None else known[field.name]
+    def _fill(self, library: Library, arguments: Mapping[str, object]) -> None:
+        """Sets all arguments; `arguments` may have some without a field, which callbacks may read."""
+        library_defaults = defaults(library, self.section)
+        field_defaults = {
+            field.name: field.default if library_defaults.get(field.name) is None else library_defaults[field.name]
             for field in dataclasses.fields(self)
         }
-        found = {name: None if value is dataclasses.MISSING else value for name, value in own.items()}
-        if given.get("fp16"):  # of both TRL takes the other one only where a script does not say
-            found["bf16"] = False
-        vars(self).update(found | dict(given))
+        values = {name: None if value is dataclasses.MISSING else value for name, value in field_defaults.items()}
+        if arguments.get("fp16"):  # of both TRL takes the other one only where a script does not say
+            values["bf16"] = False
+        vars(self).update(values | dict(arguments))
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             vars(self)["metric_for_best_model"] = "loss"
 
@@ -140,69 +136,61 @@ _MODELS = ("packing", "gradient_checkpointing", "max_length")
 
 
 class TrainingArguments(SFTConfig):
-    """transformers' TrainingArguments, whose defaults stay in any trainer; fields that transformers lacks have the
-    trainer's. torch is not needed."""
+    """transformers' TrainingArguments, whose defaults stay in any trainer; fields that it lacks have the trainer's."""
 
     section = "training_arguments"
     library: ClassVar[Library] = "transformers"
 
 
 def settled(args: Any, kind: type[SFTConfig], model: object, more: Mapping[str, object] | None = None) -> SFTConfig:
-    """The arguments of a trainer as a `kind`, with the defaults of the library whose script it is: Unsloth's if a Fast
-    class made the model, else TRL's; those of transformers' TrainingArguments stay. Its `library` says which.
+    """The arguments of a trainer as a `kind`, with Unsloth's defaults if a Fast class made the model, else TRL's; those
+    of TrainingArguments stay. ValueError: `args` is of another class.
 
-    Args:
-      args: an object of a config class here, of transformers' or of TRL's, or None.
-      kind: the class of the trainer's config, such as SFTConfig.
-      model: the trainer's, or its name.
-      more: arguments that were given to the trainer, which come before those of `args`.
-    Raises:
-      ValueError: args is an object of another class, or has a setting that is not supported.
+      more: arguments of the trainer that replace those of `args`.
     """
     library: Library = "Unsloth" if getattr(model, "fast", False) else "TRL"
-    found = args or kind()
-    if not isinstance(found, SFTConfig):
-        known = "TRL" if type(found).__module__.startswith("trl.") else "transformers"
-        return _of(kind, library, _foreign(found, kind) | dict(more or {}), known)
-    named: Library = vars(found).get("library", library)  # settled before
+    config = args or kind()
+    if not isinstance(config, SFTConfig):
+        source = "TRL" if type(config).__module__.startswith("trl.") else "transformers"
+        return _of(kind, library, _foreign(config, kind) | dict(more or {}), source)
+    named: Library = vars(config).get("library", library)  # settled before
     names = [field.name for field in dataclasses.fields(kind)]
-    values = {name: getattr(found, name) for name in names if name in found.given}
-    if isinstance(found, TrainingArguments):
-        of_transformers = defaults("transformers", found.section).keys() - _MODELS
-        values |= {name: getattr(found, name) for name in names if name in of_transformers}
+    values = {name: getattr(config, name) for name in names if name in config.given}
+    if isinstance(config, TrainingArguments):
+        of_transformers = defaults("transformers", config.section).keys() - _MODELS
+        values |= {name: getattr(config, name) for name in names if name in of_transformers}
         return _of(kind, library, values | dict(more or {}), "transformers")
     return _of(kind, library, values | dict(more or {}), named)
 
 
 def _of(kind: type[SFTConfig], library: Library, values: Mapping[str, Any], named: Library) -> SFTConfig:
-    made = kind(**values)
-    made._fill(library, values)
-    vars(made)["library"] = named
-    return made
+    config = kind(**values)
+    config._fill(library, values)
+    vars(config)["library"] = named
+    return config
 
 
 def _foreign(args: Any, kind: type[SFTConfig]) -> dict[str, Any]:
     """The arguments of an object of transformers' or TRL's classes, its own defaults included."""
-    kinds = [one.__name__ for one in type(args).__mro__]
+    kinds = [base.__name__ for base in type(args).__mro__]
     if not dataclasses.is_dataclass(args) or "TrainingArguments" not in kinds:
         raise ValueError(f"SFTTrainer: args is a {type(args).__name__}; use jaxtune.compat.{kind.__name__}")
     fields = {field.name for field in dataclasses.fields(kind)}
-    given = {}
+    arguments = {}
     for field in dataclasses.fields(args):
         name, value = field.name, plain_value(getattr(args, field.name))
         default = plain_value(field.default_factory() if callable(field.default_factory) else field.default)
         if name in _MODELS:
-            taken = value and value != default
+            is_argument = value and value != default
         else:  # its defaults differ from ours, so its values are taken as they are
-            taken = name in fields or (name in kind.table and value != default and name not in _FILLED)
-        if taken:
-            given[name] = value
-    return given
+            is_argument = name in fields or (name in kind.table and value != default and name not in _FILLED)
+        if is_argument:
+            arguments[name] = value
+    return arguments
 
 
 def quantised_by(args: SFTConfig, others: dict[str, object], model: object) -> None:
-    """Moves a trainer's argument quantization_config, which TRL takes for a model that is given by its name, to the
-    arguments by which the model is loaded; ValueError for a model that is loaded."""
+    """Moves the trainer's quantization_config to the arguments that load its model; ValueError for a loaded model."""
     config = others.pop("quantization_config", None)
     if config is None:
         return
@@ -212,15 +200,12 @@ def quantised_by(args: SFTConfig, others: dict[str, object], model: object) -> N
 
 
 def plain_value(setting: Any) -> Any:
-    """The value, such as "steps", of a `setting` that is a member of one of transformers' enumerations; any other
-    setting is returned unchanged. It is used before values are compared or looked up, because scripts may pass either
-    for an argument."""
+    """The value of a member of transformers' enumerations ("steps"); any other setting unchanged."""
     return getattr(setting, "value", setting)
 
 
 def trained_tokens(args: SFTConfig, form: str) -> str:
-    """Which tokens TRL trains on, as a value of data.train_on, in rows of a format such as "messages". ValueError if
-    the arguments need rows of another format, or contradict each other."""
+    """data.train_on for the tokens that TRL trains on; ValueError if the rows' format does not fit the arguments."""
     if args.assistant_only_loss:
         if form not in ("messages", "sharegpt", "prompt_completion"):
             raise ValueError(f"SFTConfig: assistant_only_loss = True needs conversations; the rows are {form}")
@@ -240,23 +225,14 @@ DEFAULT_LENGTH = 1024  # TRL's max_length, for configs that have none
 
 
 def row_length(args: SFTConfig, model: Any) -> int:
-    """The most tokens of a row: the least of the config's max_length and max_seq_length and of the model's
-    max_seq_length, as far as they are not None; all None: 1,024, or the model's context length if that is less."""
-    wanted = (args.max_length, args.max_seq_length, model.max_seq_length)
-    least = min((length for length in wanted if length is not None), default=None)
+    """The most tokens of a row: the least of the limits that are set, else 1,024 or the model's context length."""
+    limits = (args.max_length, args.max_seq_length, model.max_seq_length)
+    least = min((length for length in limits if length is not None), default=None)
     return min(DEFAULT_LENGTH, model.module.config.context_length) if least is None else least
 
 
 def max_steps(args: SFTConfig, streamed: bool) -> int | None:
-    """For SFTTrainer.config: returns the number of updates that the argument max_steps asks for; None if it is not
-    positive, so that num_train_epochs decides.
-
-    Args:
-      args: the script's SFTConfig, or another of TRL's configs.
-      streamed: True: the rows are an IterableDataset, whose number is unknown; False: their number is known.
-    Raises:
-      ValueError: streamed is True, and max_steps is not positive.
-    """
+    """The updates that max_steps asks for; None: num_train_epochs decides, which raises ValueError for a stream."""
     if args.max_steps > 0:
         return args.max_steps
     if streamed:
@@ -268,22 +244,12 @@ def max_steps(args: SFTConfig, streamed: bool) -> int | None:
 
 
 def total_steps(args: SFTConfig, steps_per_epoch: int) -> int:
-    """For SFTTrainer.config: the number of updates of a run, as transformers counts them: the max_steps of `args`, the
-    script's config, if it is positive, or else num_train_epochs times `steps_per_epoch`, rounded up, at least 1."""
+    """Updates of a run, as transformers counts them."""
     return args.max_steps if args.max_steps > 0 else max(1, math.ceil(args.num_train_epochs * steps_per_epoch))
 
 
 def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
-    """For SFTTrainer.config: returns the section `schedule` of a run's config from TRL's arguments. "constant" has no
-    warm-up, as in transformers.
-
-    Args:
-      args: the script's SFTConfig, or another of TRL's configs.
-      steps: the number of updates of the run, or None if it is not known yet. A warm-up that is a share of all updates
-        then becomes 0 steps, so the result must not be used for training.
-    Raises:
-      ValueError: the scheduler, or an entry of lr_scheduler_kwargs, is not supported.
-    """
+    """The section `schedule`. With `steps` None a warm-up that is a share becomes 0: not for training."""
     kind, where = str(plain_value(args.lr_scheduler_type)), type(args).__name__
     try:
         keys = schedule_keys(table("trl"), kind, args.lr_scheduler_kwargs or {}, args.learning_rate)
@@ -300,9 +266,7 @@ def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
 
 
 def precision(args: SFTConfig, module: Decoder) -> Any:
-    """For SFTTrainer.config: returns the `precision` of a run's config: "bf16" or "fp16" if the field of `args`, the
-    script's config, of that name is True, else "bf16", "fp16" or "fp32" by the dtype in which `module` computes. Raises
-    ValueError if both are True."""
+    """The precision of the run's config: that of bf16 or fp16, else of the dtype in which `module` computes."""
     if args.bf16 and args.fp16:
         raise ValueError("SFTConfig: bf16 and fp16 are both True: keep one")
     if args.bf16 or args.fp16:
@@ -311,14 +275,7 @@ def precision(args: SFTConfig, module: Decoder) -> Any:
 
 
 def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -> int | None:
-    """For SFTTrainer.config: the value of the field `name` of `args`, the script's config, such as save_steps, as a
-    number of steps. As in transformers, a float between 0 and 1 is a share of all steps, rounded up; only then `total`
-    is called, which returns the number that `config` has counted before (None: it is not known yet). None if the value
-    is None, or if it is a share and the number is not known.
-
-    Raises:
-      ValueError: the value is neither whole nor between 0 and 1.
-    """
+    """The field `name`, such as save_steps, in steps; a float below 1 is a share of total(). None: not known."""
     value = getattr(args, name)
     if isinstance(value, float) and 0 < value < 1:
         steps = total()
@@ -329,11 +286,7 @@ def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -
 
 
 def metrics_config(args: SFTConfig, log_every: int) -> MetricsConfig:
-    """For SFTTrainer.config: returns the section `metrics` of a run's config: which loggers are used, by report_to of
-    `args`, the script's config ("none" or None, "tensorboard", "wandb", "trackio", or a list of them), and `log_every`,
-    the number of steps between two logged lines. The projects of wandb and trackio are those of the environment
-    variables WANDB_PROJECT and TRACKIO_PROJECT, if they are set, and else wandb's "huggingface" and the field `project`
-    of `args`. Raises ValueError for a logger that is not supported."""
+    """The section `metrics`; projects are those of WANDB_PROJECT and TRACKIO_PROJECT, if they are set."""
     loggers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
     for name in loggers:
         choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb", "trackio"), ""))

@@ -1,10 +1,4 @@
-"""Tables of the arguments of Unsloth, TRL and transformers that are not followed, and of values with another name here.
-
-The arguments are listed in arguments.yaml, with the reason why each has no effect, or what to use instead. LOAD, SFT
-and the like are {argument: Argument} for one function or class, which `settle` applies; OPTIMIZERS and the
-like are {supported value: what it means here}, which `choose` translates. DTYPES has the supported dtypes. LLAMA_CPPS
-matches GGUF types that are refused with a hint, and PADDING_COLLATORS names data collators that are accepted.
-"""
+"""Arguments of Unsloth, TRL and transformers that are not followed, and values with another name here."""
 
 from __future__ import annotations
 
@@ -18,9 +12,6 @@ from jaxtune.convert.tables import table
 
 
 def _tables() -> dict[str, dict[str, Argument]]:
-    """Returns {table: {argument: Argument}}, the content of arguments.yaml: a table, such as "load" or "sft", has the
-    arguments that one function or class, or several alike, do not follow. The module calls it once, at import, and
-    makes the tables below of it, some by combining several."""
     text = Path(__file__).with_name("arguments.yaml").read_text(encoding="utf-8")
     return {
         callee: {

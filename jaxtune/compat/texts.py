@@ -1,6 +1,6 @@
-"""Tokenizers and conversations of Unsloth scripts: chat templates (`get_chat_template`, TRL's `setup_chat_format`),
-data sets in ShareGPT's form (`standardize_sharegpt`), and arrays that tokenizers return in place of torch's tensors, so
-that torch is not needed (`without_torch`, `NumpyTensor`)."""
+"""Tokenizers and conversations of Unsloth scripts: chat templates, data sets in ShareGPT's form, and NumPy arrays in
+place of torch's tensors, so that torch is not needed.
+"""
 
 from __future__ import annotations
 
@@ -62,36 +62,30 @@ _KEPT = ("gpt-oss",)  # packaged templates that write no tools, as the tokenizer
 
 
 class NumpyTensor(np.ndarray):
-    """A NumPy array with the methods of torch's tensors that scripts use, so that scripts run without torch: `to`,
-    `cpu`, `detach` and `numpy` return the array itself, and `argmax` accepts `dim` for `axis`. Tokenizers changed by
-    without_torch return such arrays, and a script's preprocess_logits_for_metrics gets them."""
+    """A NumPy array with the methods of torch's tensors that scripts use."""
 
     def to(self, *_: Any, **__: Any) -> NumpyTensor:
-        """Returns the array itself; arguments such as a device or a dtype are ignored."""
         return self
 
     cpu = detach = numpy = to
 
     def argmax(self, axis: Any = None, *arguments: Any, dim: Any = None, **options: Any) -> Any:
-        """Returns the indices of the largest values along `axis`, or along torch's name for it, `dim`, if that is
-        given. The other arguments are those of NumPy's argmax; without axis and dim, the index is that in the flattened
-        array."""
+        """NumPy's argmax, with torch's `dim` for `axis`."""
         return np.asarray(self).argmax(axis if dim is None else dim, *arguments, **options)
 
 
 def without_torch(tokenizer: Any) -> Any:
-    """Changes a tokenizer in place (its class becomes a subclass), and returns it: for return_tensors="pt" or "np", an
-    argument by name, its methods __call__, apply_chat_template, pad and encode give NumpyTensor arrays, so torch need
-    not be installed. The functions that load a model or a tokenizer call it. The tokenizer prints a line at its first
-    use of "pt". A tokenizer that was changed before stays as it is."""
+    """Changes a tokenizer in place, and returns it: it answers return_tensors="pt" or "np" with NumpyTensors.
+
+    Its class becomes a subclass; it can still be pickled.
+    """
     base = type(tokenizer)
     if getattr(base, "_answers_numpy", False):
         return tokenizer
     printed = False
 
     def asked(options: dict[str, Any]) -> bool:
-        """Whether a call with these `options` asks for arrays. If so, changes return_tensors to "np" in place, and
-        prints the line if it was the first "pt"."""
+        """Whether a call asks for arrays; sets return_tensors to "np", and prints a line at the first "pt"."""
         nonlocal printed
         if options.get("return_tensors") not in ("pt", "np"):
             return False
@@ -102,8 +96,7 @@ def without_torch(tokenizer: Any) -> Any:
         return True
 
     def movable(answer: Any) -> Any:
-        """Makes the arrays of a tokenizer's answer (an array, or a mapping, in place) NumpyTensors, and returns it. A
-        mapping's `to` then returns the mapping itself, because its own needs torch."""
+        """A tokenizer's answer with NumpyTensors."""
         if isinstance(answer, np.ndarray):
             return answer.view(NumpyTensor)
         for key, value in answer.items():
@@ -113,10 +106,8 @@ def without_torch(tokenizer: Any) -> Any:
         return answer
 
     def wrapped(name: str) -> Any:
-        """Makes the method that replaces the tokenizer's method `name`."""
 
         def method(self: Any, *arguments: Any, **options: Any) -> Any:
-            """Calls the tokenizer's own method, and returns NumpyTensors where arrays are asked for."""
             arrays = asked(options)
             if name == "apply_chat_template":
                 arguments, options = _read_conversation(self.chat_template, arguments, options)
@@ -126,8 +117,7 @@ def without_torch(tokenizer: Any) -> Any:
         return method
 
     def reduced(self: Any, protocol: Any) -> Any:
-        """The __reduce_ex__ of the tokenizer: it is pickled as an object of its plain class, and changed again when it
-        is loaded. `protocol` is not used."""
+        """The tokenizer's __reduce_ex__: pickled as an object of its plain class, and changed again when loaded."""
         # A class created here cannot be found by name, so pickling and copying create it again.
         plain = object.__new__(base)
         vars(plain).update(vars(self))
@@ -142,48 +132,41 @@ def without_torch(tokenizer: Any) -> Any:
 def _read_conversation(
     templates: object, arguments: tuple[object, ...], options: Message
 ) -> tuple[tuple[object, ...], Message]:
-    """The arguments of apply_chat_template with its conversation, or each of several, as rows are read; what the reader
-    refuses (such as pictures) stays for the template."""
+    """The arguments of apply_chat_template with conversations as rows are read; what the reader refuses, such as
+    pictures, stays for the template.
+    """
     name = "conversation"
-    given = arguments[0] if arguments else options.get(name)
-    several = isinstance(given, list | tuple) and bool(given) and all(isinstance(one, list | tuple) for one in given)
+    value = arguments[0] if arguments else options.get(name)
+    several = (
+        isinstance(value, list | tuple) and bool(value) and all(isinstance(turns, list | tuple) for turns in value)
+    )
     template = template_for(options.get("chat_template") or templates, options.get("tools")) or ""
     try:
-        read = [for_template(read_messages(one), template) for one in (given if several else [given])]  # type: ignore[union-attr]
+        conversations = [for_template(read_messages(turns), template) for turns in (value if several else [value])]  # type: ignore[union-attr]
     except ConversationError:
         return arguments, options
-    asked = read if several else read[0]
-    return ((asked, *arguments[1:]), options) if arguments else (arguments, {**options, name: asked})
+    converted = conversations if several else conversations[0]
+    return ((converted, *arguments[1:]), options) if arguments else (arguments, {**options, name: converted})
 
 
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: Any) -> Any:
-    """Unsloth's function: sets the tokenizer's chat template, in place, and returns the tokenizer.
+    """Unsloth's: sets the tokenizer's chat template, in place.
 
-    With one of Unsloth's names that are known here (_FAMILIES) the tokenizer keeps its present template, which is
-    printed, if _FAMILIES has no template for the name or the tokenizer lacks the template's special tokens. The present
-    template must then contain a string that is typical of the named one, such as "[INST]" for llama. With "gpt-oss" the
-    present template stays also if it contains gpt-oss's "<|channel|>", because it writes tools, and the packaged one
-    does not. Unsloth's other names, such as "vicuna", are not found, which raises ValueError.
-
-    Args:
-      tokenizer: a tokenizer of transformers.
-      chat_template: one of these names or the name of a packaged template, the path of a .jinja file, or Jinja text; or
-        a pair, whose first item is one of these and whose second is ignored.
-      others: Unsloth's other arguments. A printed line reports each one that has no effect here.
-    Raises:
-      ValueError: the tokenizer's present template would be kept and lacks that string; another template is not found,
-        or writes special tokens that the tokenizer lacks; or one of `others` would change the result, or is unknown.
+    If the tokenizer lacks the named template's special tokens, its own stays, which must have a mark of that family
+    ("[INST]" for llama); gpt-oss's own stays because it writes tools. ValueError: no template fits.
+      chat_template: a name of Unsloth's or of a packaged template, a .jinja file, Jinja text; or a pair that begins
+        with one of these.
     """
     settle("get_chat_template", others, TEMPLATE, get_chat_template)
     if isinstance(chat_template, Sequence) and not isinstance(chat_template, str):
         chat_template = chat_template[0]  # a pair (template, end of a turn)
     name, mark = _FAMILIES.get(chat_template, (chat_template, None))
-    fits = mark is not None and mark in (tokenizer.chat_template or "")
-    stays = fits and name in _KEPT
+    has_mark = mark is not None and mark in (tokenizer.chat_template or "")
+    stays = has_mark and name in _KEPT
     if mark is None or (name is not None and not stays and not missing_marks(tokenizer, name)):
         tokenizer.chat_template = asking_template(tokenizer, resolve_template(tokenizer, name))
         return tokenizer
-    if not fits:
+    if not has_mark:
         fitting = ", ".join(map(repr, packaged_that_fit(tokenizer))) or "a tokenizer with the template's special tokens"
         raise ValueError(
             f"get_chat_template: chat_template = {chat_template!r} is not the template of this tokenizer, which has no "
@@ -196,13 +179,9 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: A
 def setup_chat_format[Model](
     model: Model, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
 ) -> tuple[Model, Any]:
-    """TRL's function: gives the tokenizer ChatML as its chat template, in place, with ChatML's marks as its bos_token
-    (<|im_start|>) and its eos_token and pad_token (<|im_end|>), and returns (model, tokenizer). The model is not
-    changed: no embeddings are added, so resize_to_multiple_of has no effect. A line is printed if the tokenizer had a
-    template before. format: must be "chatml".
+    """TRL's: gives the tokenizer ChatML and its marks as BOS, EOS and PAD, in place: (model, tokenizer).
 
-    Raises:
-      ValueError: another format, or the tokenizer has no tokens for ChatML's marks, whose embeddings would be new.
+    ValueError: another format, or the tokenizer lacks ChatML's marks; no embeddings are added.
     """
     del resize_to_multiple_of
     marks = ("<|im_start|>", "<|im_end|>")
@@ -210,8 +189,8 @@ def setup_chat_format[Model](
     instead = f"Instead: get_chat_template(tokenizer, NAME) with a template that fits it: {fitting}"
     if format != "chatml":
         raise ValueError(f"setup_chat_format: format = {format!r} is not supported; supported: 'chatml'. {instead}")
-    known = tokenizer.get_vocab()
-    if not all(mark in known for mark in marks):
+    vocabulary = tokenizer.get_vocab()
+    if not all(mark in vocabulary for mark in marks):
         raise ValueError(
             f"setup_chat_format: the tokenizer has no {' and '.join(marks)}, and the model no embeddings for them. "
             f"{instead}"
@@ -225,16 +204,9 @@ def setup_chat_format[Model](
 
 
 def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
-    """Unsloth's: a new data set whose column `conversations` has messages, as rows are read: roles, contents, calls,
-    thoughts and marks of training. In a data set of `datasets` the arguments of calls are JSON text, since all rows of
-    a table have the same keys.
+    """Unsloth's: a new data set with messages in its column `conversations`; ValueError if one cannot be read.
 
-    Args:
-      dataset: a datasets.Dataset or IterableDataset, a DatasetDict or IterableDatasetDict of splits (no plain dict), or
-        a list of dicts, with a column conversations. Rows of an IterableDataset are changed as they are read.
-      others: Unsloth's other arguments, which have no effect here.
-    Raises:
-      ValueError: an unknown argument, or a conversation that cannot be read.
+    In a data set of `datasets` the arguments of calls are JSON text, since all rows of a table have the same keys.
     """
     idle = {"tokenizer", "aliases_for_system", "aliases_for_user", "aliases_for_assistant", "batch_size", "num_proc"}
     if others.keys() - idle:
@@ -251,7 +223,6 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
     features["conversations"] = [{key: kind for key, kind in _features().items() if key in keys}]
 
     def tabled(row: Mapping[str, object]) -> Message:
-        """The column of a row, in which every message has the same keys."""
         return {"conversations": [{key: m.get(key) for key in keys} for m in map(_as_text, _standard(row))]}
 
     return dataset.map(tabled, features=features)
@@ -286,7 +257,7 @@ def _as_text(message: Message) -> Message:
 
 
 def _features() -> Message:
-    """The types of the keys of messages in a table."""
+    """The types of messages' keys in a table."""
     from datasets import Value
 
     text, number, truth = Value("string"), Value("int64"), Value("bool")

@@ -1,5 +1,4 @@
-"""SFTTrainer, the base class of all other trainers, and train_on_responses_only on top of jaxtune.train.
-`_with_adapter` adds the adapter of peft_config to a trainer's model."""
+"""SFTTrainer, the base of all other trainers, and train_on_responses_only."""
 
 from __future__ import annotations
 
@@ -74,31 +73,21 @@ _TRL_WINDOW = 1_000  # the rows of a stream that TRL packs at a time
 
 
 class SFTTrainer(ScriptWords, Evaluations):
-    """TRL's SFTTrainer on top of jaxtune.train.Trainer; other trainers override its private methods. `train` puts the
-    trained module into `self.model` (the given one, unless peft_config makes another), and saves it in
-    output_dir/checkpoint-N. An update has as many rows as in TRL, and the same ones; see `config`.
+    """TRL's SFTTrainer on top of jaxtune.train.Trainer: `train` puts the trained module into `self.model`, the given
+    model or, with peft_config, a new one. ValueError: nothing would train, or the data sets have different formats.
 
     Args:
-      model: a CompatModel, as FastLanguageModel makes it; or a hub name or folder (`loaded`), which is trained whole
-        without peft_config.
-      args: SFTConfig or TrainingArguments, also transformers' and TRL's own; None: the defaults.
+      model: a CompatModel; or a hub name or folder, which is trained whole without peft_config.
+      args: SFTConfig or TrainingArguments, also transformers' and TRL's own.
       train_dataset, eval_dataset: a datasets.Dataset, a list of dicts, or a path, with a column dataset_text_field,
-        messages or conversations, or prompt and completion. An IterableDataset to train on is read during the run,
-        which needs max_steps; one to evaluate on is read whole. As in TRL, all tokens of text and messages are trained
-        on, and only completions (assistant_only_loss, completion_only_loss and train_on_responses_only change that).
-      processing_class, tokenizer: the tokenizer, by either name; the first wins. Both None: the model's.
-      formatting_func: maps a row to a text, or the columns of a batch to texts, instead of any column. Without it, a
-        column dataset_text_field is taken before the others.
-      peft_config: LoraConfig, this package's or PEFT's; the trainer's model is then a new one.
-      compute_metrics: maps EvalPrediction(predictions, label_ids) to {name: number}, for each evaluation (measures.py).
-      preprocess_logits_for_metrics: maps (logits, labels) of one row to what compute_metrics gets of it.
-      callbacks: of TrainerCallback, this package's or transformers'; see callbacks.py.
-      quantization_config: of a model that is given by its name, as from_pretrained takes it.
-      others: arguments that older scripts pass here instead of to SFTConfig (those in `older`, which override `args`),
-        and TRL's other ones. A printed line reports each one that has no effect here.
-    Raises:
-      ValueError: train_dataset is missing, the model has neither adapter nor full_finetuning=True, `args` is of another
-        trainer, the data sets have different formats, or an argument is refused.
+        messages or conversations, or prompt and completion. A stream to train on needs max_steps; one to evaluate on is
+        read whole. As in TRL, all tokens of text and messages are trained on, and only completions.
+      processing_class, tokenizer: the tokenizer, by either name; None: the model's.
+      formatting_func: maps a row to a text, or the columns of a batch to texts.
+      compute_metrics: maps an EvalPrediction to {name: number}.
+      preprocess_logits_for_metrics: maps (logits, labels) of one row to what compute_metrics gets.
+      quantization_config: of a model that is loaded by name.
+      others: arguments of SFTConfig that older scripts pass here (`older`), which override `args`.
     """
 
     config_type: type[SFTConfig] = SFTConfig
@@ -132,10 +121,10 @@ class SFTTrainer(ScriptWords, Evaluations):
         moved = self.older & others.keys()
         ours = isinstance(args, SFTConfig)
         if ours and not isinstance(args, self.config_type) and type(args) not in (SFTConfig, TrainingArguments):
-            name, wanted = type(self).__name__, self.config_type.__name__
-            raise ValueError(f"{name}: args is a {type(args).__name__}; use {wanted}")
-        own = {name: others.pop(name) for name in sorted(moved)}
-        self.args: Any = settled(args, self.config_type, model, own)
+            name, expected = type(self).__name__, self.config_type.__name__
+            raise ValueError(f"{name}: args is a {type(args).__name__}; use {expected}")
+        older_arguments = {name: others.pop(name) for name in sorted(moved)}
+        self.args: Any = settled(args, self.config_type, model, older_arguments)
         quantised_by(self.args, {"quantization_config": quantization_config}, model)
         if older := sorted(moved - SFTTrainer.older):
             say(f"{type(self).__name__}: {', '.join(older)}: taken as arguments of {self.config_type.__name__}")
@@ -182,67 +171,57 @@ class SFTTrainer(ScriptWords, Evaluations):
         self._events().tell("on_init_end")
 
     def _read(self, dataset: Any, formatting_func: Callable[[Any], Any] | None) -> tuple[Any, str]:
-        """Returns (rows for jaxtune, the name of their format, such as "messages") of a script's data set. Here
-        rows_and_format finds them; subclasses override it. formatting_func: the class's argument, or None."""
+        """(rows for jaxtune, the name of their format, such as "messages")."""
         return rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
 
     def _train_on(self) -> str:
-        """Which tokens are trained on, as a value of data.train_on, unless train_on_responses_only says otherwise."""
+        """data.train_on, unless train_on_responses_only says otherwise."""
         return trained_tokens(self.args, self._format)
 
     def _objective(self) -> ObjectiveConfig:
-        """The section `objective` of the run's config: here the default, cross-entropy; subclasses replace it."""
         return ObjectiveConfig()
 
     def _packing(self) -> bool:
-        """True: documents fill rows, and an update counts rows; False: an update counts documents. It is the argument
-        packing, or if that is None, the packing that the model was loaded with."""
+        """Whether documents share rows and an update counts rows, not documents."""
         return self.model.packing if self.args.packing is None else self.args.packing
 
     def _to_train(self) -> Decoder:
-        """Returns the module that is trained or evaluated: here the script's. Subclasses add a teacher or turn dropout
-        off."""
+        """The module that is trained or evaluated."""
         return self.model.module
 
     def _order(self) -> Any:
-        """train_sampling_strategy as TokenDataset names the rows' order: "torch" (PyTorch's shuffle) or "given"; raises
-        ValueError for a value that the config's `orders` lack. `_trainer` puts rows in this order; `config` only checks
-        the value by it."""
+        """train_sampling_strategy as TokenDataset names it; ValueError for a value that the config lacks."""
         args, strategy = self.args, plain_value(self.args.train_sampling_strategy)
         return choose(type(args).__name__, "train_sampling_strategy", strategy, args.orders)
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
-        """Returns tokenised rows in the form that the run needs: here unchanged. KTOTrainer adds mismatched answers."""
+        """Tokenised rows in the form that the run needs."""
         return data
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """Returns a function that maps a run's module to the script's: here the same; PreferenceTrainer's restores
-        dropout. train() applies it, and so does Events for callbacks."""
+        """A function that maps a run's module to the script's."""
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
-        """Adds a callback, an instance or a class. Raises ValueError for an object that is no callback, or one that has
-        a method for an event within a step (`checked`)."""
+        """Adds a callback, an instance or a class; ValueError if `checked` refuses it."""
         self.callbacks.append(checked(callback))
 
     def pop_callback(self, callback: Any) -> Any:
-        """Removes and returns `callback`, or the first callback of it if it is a class; None if there is none."""
-        for one in self.callbacks:
-            if isinstance(one, callback) if isinstance(callback, type) else one is callback:
-                self.callbacks.remove(one)
-                return one
+        """Removes and returns `callback`, or the first one of that class; None if there is none."""
+        for registered in self.callbacks:
+            if isinstance(registered, callback) if isinstance(callback, type) else registered is callback:
+                self.callbacks.remove(registered)
+                return registered
         return None
 
     def remove_callback(self, callback: Any) -> None:
-        """Removes a callback: the instance that is given, or the first instance of the class, if there is one."""
+        """Removes `callback`, or the first one of that class."""
         self.pop_callback(callback)
 
     def _events(
         self, leave: Callable[[int], Any] = lambda step: None, measure: Callable[[], dict[str, float]] = dict
     ) -> Events:
-        """Makes the callback of jaxtune.train that passes a run's events to the script's callbacks. leave: writes a
-        checkpoint-N folder. It gets N, the number of steps done, after each save that save_steps made due or a callback
-        requested (not a signal). measure: returns compute_metrics' numbers after an evaluation. By default: nothing."""
+        """What passes a run's events to the script's callbacks. leave: writes a checkpoint-N folder, given N."""
         return Events(
             self.args,
             self.state,
@@ -256,12 +235,14 @@ class SFTTrainer(ScriptWords, Evaluations):
         )
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """The TrainConfig for the arguments: an update has as many examples as in transformers (with packing, as many
-        packed rows), each cut at max_length. Raises ValueError for an argument that is not supported. resume: "auto"
-        continues the run in output_dir, "never" starts a new one. prepared: False: rows are not tokenised to know the
-        steps of an epoch, and numbers that depend on them are left out."""
+        """The TrainConfig for the arguments. An update has as many examples (with packing, packed rows) as in
+        transformers.
+
+          resume: "auto" continues the run in output_dir.
+          prepared: False: rows are not tokenised to count an epoch's steps; numbers that depend on them are left out.
+        """
         args, source = self.args, self.model.module.source
-        batch, parts = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        batch, micro_batches = args.per_device_train_batch_size, args.gradient_accumulation_steps
         saves, evaluates = self._strategies()
         # Rows must be tokenised before an epoch's steps can be counted.
         epoch = self._epoch_steps if prepared and "epoch" in (saves, evaluates) else None
@@ -279,12 +260,12 @@ class SFTTrainer(ScriptWords, Evaluations):
         every_evaluation = {"no": None, "epoch": epoch, "steps": every("eval_steps") or log_every}[evaluates]
         packing, objective = self._packing(), self._objective()
         # These losses depend on which examples share a micro-batch; all others are sums over examples.
-        parted = packing or objective.name in ("kto", "orpo")
+        keeps_micro_batches = packing or objective.name in ("kto", "orpo")
         residuals = self.model.residuals
         if args.gradient_checkpointing is not None:
             residuals = choose("SFTConfig", "gradient_checkpointing", args.gradient_checkpointing, RESIDUALS)
         stored: Any = stored_in(self.model.module)
-        made = TrainConfig(
+        config = TrainConfig(
             model=ModelConfig(
                 path="in memory" if source is None else source.path,
                 load_in=stored,
@@ -307,8 +288,8 @@ class SFTTrainer(ScriptWords, Evaluations):
             adapter=self.model.adapter,
             steps=steps,
             epochs=args.num_train_epochs if steps is None else None,
-            rows_per_step=batch * parts,
-            micro_batches=parts if parted else None,
+            rows_per_step=batch * micro_batches,
+            micro_batches=micro_batches if keeps_micro_batches else None,
             precision=precision(args, self.model.module),
             seed=args.seed,
             deterministic=args.full_determinism,
@@ -332,16 +313,15 @@ class SFTTrainer(ScriptWords, Evaluations):
             metrics=metrics_config(args, log_every),
             output=os.fspath(args.output_dir),
         )
-        made = with_today(made, self.tokenizer)
-        self._today = made.data.today
-        return made
+        config = with_today(config, self.tokenizer)
+        self._today = config.data.today
+        return config
 
     def _strategies(self) -> tuple[str, str]:
-        """(save_strategy, eval_strategy), each "steps", "epoch" or "no"; raises ValueError for another value, for
-        evaluations without eval_dataset, and for load_best_model_at_end without evaluations."""
-        args, known = self.args, {"steps": "steps", "no": "no", "epoch": "epoch"}
-        saves = choose("SFTConfig", "save_strategy", plain_value(args.save_strategy), known)
-        evaluates = choose("SFTConfig", "eval_strategy", plain_value(args.eval_strategy), known)
+        """(save_strategy, eval_strategy), each "steps", "epoch" or "no"; ValueError for contradictions."""
+        args, strategies = self.args, {"steps": "steps", "no": "no", "epoch": "epoch"}
+        saves = choose("SFTConfig", "save_strategy", plain_value(args.save_strategy), strategies)
+        evaluates = choose("SFTConfig", "eval_strategy", plain_value(args.eval_strategy), strategies)
         if evaluates != "no" and "eval" not in self._rows:
             raise ValueError(f"SFTConfig: eval_strategy = {evaluates!r} needs eval_dataset")
         if args.load_best_model_at_end and evaluates == "no":
@@ -349,21 +329,18 @@ class SFTTrainer(ScriptWords, Evaluations):
         return saves, evaluates
 
     def _optim(self) -> OptimConfig:
-        """The section `optim` of the run's config, from the script's arguments; max_grad_norm is not in it, but in
-        `config`. Raises ValueError for an optimizer that is not supported, or an embedding_learning_rate if no
-        embedding trains."""
         args = self.args
         optimizer: Any = choose("SFTConfig", "optim", plain_value(args.optim), OPTIMIZERS)
-        own = args.embedding_learning_rate
-        if own is not None and not any(embedding_tensors(nnx.state(self.model.module, nnx.Param))):
+        rate = args.embedding_learning_rate
+        if rate is not None and not any(embedding_tensors(nnx.state(self.model.module, nnx.Param))):
             raise ValueError(
-                f"{type(args).__name__}: embedding_learning_rate = {own}: neither embed_tokens nor lm_head trains; "
+                f"{type(args).__name__}: embedding_learning_rate = {rate}: neither embed_tokens nor lm_head trains; "
                 "name them in target_modules of FastLanguageModel.get_peft_model"
             )
         return OptimConfig(
             name=optimizer,
             learning_rate=args.learning_rate,
-            embedding_learning_rate=own,
+            embedding_learning_rate=rate,
             weight_decay=args.weight_decay,
             beta1=args.adam_beta1,
             beta2=args.adam_beta2,
@@ -373,9 +350,9 @@ class SFTTrainer(ScriptWords, Evaluations):
 
     @functools.cached_property
     def _prepared(self) -> Trainer:
-        """A jaxtune Trainer that does not train: `_trainer`, `_epoch_steps` and evaluations take its tokenised rows
-        (those of a stream are read later). It is made once, at the first use, so that the constructor tokenises
-        nothing, and once more after train_on_responses_only."""
+        """A jaxtune Trainer that does not train, with the tokenised rows. Made at the first use, so that the
+        constructor tokenises nothing.
+        """
         config = self.config(prepared=False)
         return Trainer(self._to_train(), self.tokenizer, config, self._train_rows(), self._rows.get("eval"))
 
@@ -386,8 +363,7 @@ class SFTTrainer(ScriptWords, Evaluations):
 
     @property
     def _epoch_steps(self) -> int:
-        """The number of steps of an epoch, at least 1, by which `config` counts epochs in steps; the rows are tokenised
-        for it if they are not yet. Raises ValueError if they are streamed, because their number is unknown."""
+        """Steps of an epoch, at least 1; tokenises the rows. ValueError if they are streamed."""
         per_epoch = self._prepared.batches.steps_per_epoch
         if per_epoch is None:
             raise ValueError(
@@ -397,9 +373,6 @@ class SFTTrainer(ScriptWords, Evaluations):
         return max(1, per_epoch)
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
-        """Makes the jaxtune Trainer of one call of train(), or of evaluate() without rows of its own, on the tokenised
-        rows, or on a stream of rows. resume: "auto" continues the run in output_dir, "never" starts a new one.
-        callbacks: those of jaxtune.train, such as an Events."""
         data, rows = self._prepared, self._train_rows()
         if data.train_data is not None:
             rows = dataclasses.replace(self._rows_for(data.train_data), order=self._order())
@@ -408,27 +381,19 @@ class SFTTrainer(ScriptWords, Evaluations):
 
     @property
     def train_dataset(self) -> Sequence[dict[str, list[int]]]:
-        """The tokenised rows, each {"input_ids": token ids, "labels": the same, -100 where a token is not trained on}.
-        Trainers of pairs of answers, and KTOTrainer, have two of them for each row of the script. Rows of an
-        IterableDataset, and prompts to which answers are sampled, are as the script gave them. It is for scripts that
-        look at the rows: train() does not read it."""
+        """The tokenised rows, each {"input_ids": token ids, "labels": the same, -100 where a token is not trained on};
+        of pairs two for each. Streamed rows, and prompts, are as given.
+        """
         data = self._prepared.train_data
         return self._rows["train"] if data is None else Tokenised(data.documents)
 
     def train(self, resume_from_checkpoint: bool | str | os.PathLike | None = None) -> TrainOutput:
-        """Trains the model and returns the run's TrainOutput. When it returns, the model has the trained weights (the
-        best ones with load_best_model_at_end), and output_dir/checkpoint-N, where N is their step, has them on disk,
-        whatever save_strategy is (if it cannot be written, a line says so). If an exception ends the run, the model
-        keeps the weights that it had, and a line says so.
+        """Trains the model, which then has the trained (or best) weights, and writes them to output_dir/checkpoint-N.
+        If an exception ends the run, the model keeps the weights that it had.
 
-        Args:
-          resume_from_checkpoint: None or False starts a new run, which replaces a finished one in output_dir. True
-            continues from the last checkpoint in output_dir, if there is one. The path of one of its checkpoint-N
-            folders continues from that one; the run then replaces the checkpoints of later steps. A run that is
-            continued may have more steps than before.
-        Raises:
-          ValueError: output_dir has a run that could be continued, and nothing says whether to; or the run of another
-            program; or the path is not a checkpoint of that run.
+        ValueError: output_dir has a run that could be continued, or another program's, or the path is no checkpoint.
+          resume_from_checkpoint: True continues from the last checkpoint, if there is one; the path of a checkpoint-N
+            folder from that one, and replaces later ones; None or False replaces a finished run.
         """
         say(f"{type(self).__name__}: defaults: {version(self.args.library)}'s")
         output = self._output
@@ -436,34 +401,34 @@ class SFTTrainer(ScriptWords, Evaluations):
         folders.require_own(output)
         if not resumes and folders.replace_run(output, bool(self.args.overwrite_output_dir)):
             self._take_this_day()
-        left = folders.Checkpoints(output, self.tokenizer, self.state, self.args.save_total_limit)
+        checkpoint_folders = folders.Checkpoints(output, self.tokenizer, self.state, self.args.save_total_limit)
         events = self._events(
-            lambda step: left.write(self.model.module, step), lambda: self._measure(trainer.eval_data)
+            lambda step: checkpoint_folders.write(self.model.module, step), lambda: self._measure(trainer.eval_data)
         )
         trainer = self._trainer("auto" if resumes else "never", [events])
         say("\n".join(rows_report(type(self).__name__, trainer)))
         self.state.log_history = trainer.history
-        given, started = self.model.module, time.monotonic()
+        module_before, start_time = self.model.module, time.monotonic()
         try:
             per_epoch = trainer.batches.steps_per_epoch or trainer.total_steps  # of a stream, as in transformers
             events.begin(trainer.config, trainer.total_steps, per_epoch)
             trained = self._handing_back()(trainer.train(from_step=from_step))
         except BaseException as error:
-            self.model.module = given  # the weights of an interrupted run were donated
+            self.model.module = module_before  # the weights of an interrupted run were donated
             self._say_after(error, len(trainer.history))
             raise
         steps = trainer.steps_done
         self.state.global_step, self.state.epoch = steps, steps / per_epoch
         self.model.module = trained
-        there = left.write(trained, steps)
+        is_written = checkpoint_folders.write(trained, steps)
         if events.best is not None:
             self.model.module = with_trained(trained, events.best)
             best = self.state.best_global_step
             assert best is not None
-            if left.write(self.model.module, best):
-                self.state.best_model_checkpoint = str(left.folder(best))
-        if there:
-            say(f"{type(self).__name__}: what was trained is in {left.folder(steps)}")
+            if checkpoint_folders.write(self.model.module, best):
+                self.state.best_model_checkpoint = str(checkpoint_folders.folder(best))
+        if is_written:
+            say(f"{type(self).__name__}: what was trained is in {checkpoint_folders.folder(steps)}")
         if resumes and self.args.load_best_model_at_end:
             events.note_better(output / JSONL, steps)
         events.tell("on_train_end")
@@ -471,11 +436,11 @@ class SFTTrainer(ScriptWords, Evaluations):
         return TrainOutput(
             steps,
             sum(losses) / len(losses) if losses else math.nan,
-            self._measured(losses, trainer.config.rows_per_step, time.monotonic() - started),
+            self._measured(losses, trainer.config.rows_per_step, time.monotonic() - start_time),
         )
 
     def _measured(self, losses: Sequence[float], rows: int, seconds: float) -> dict[str, float]:
-        """The metrics of a TrainOutput of steps with these losses and rows each."""
+        """The metrics of a TrainOutput: `rows` of each step, `seconds` of all."""
         return {
             "train_runtime": seconds,
             "train_samples_per_second": len(losses) * rows / seconds,
@@ -485,13 +450,12 @@ class SFTTrainer(ScriptWords, Evaluations):
         }
 
     def _take_this_day(self) -> None:
-        """Of a run that begins anew, rows have the current day where the template writes it."""
+        """In a run that begins anew, rows have the current day where the template writes it."""
         if self._today not in (None, dates.today()):
             self._today = None
             self.__dict__.pop("_prepared", None)
 
     def _say_after(self, error: BaseException, steps: int) -> None:
-        """Says which weights the model has after an exception, and whether the run can be continued."""
         saved = saved_steps(self._output / CHECKPOINTS)
         continues = f"; train(resume_from_checkpoint=True) continues from step {saved[-1]}" if saved else ""
         say(
@@ -500,25 +464,20 @@ class SFTTrainer(ScriptWords, Evaluations):
         )
 
     def end(self) -> None:
-        """transformers' end of a script: nothing is left open here."""
+        """Does nothing: nothing is left open here."""
 
     def push_to_hub(self, commit_message: str | None = None, **others: Any) -> None:
-        """Uploads what save_model saves to args.hub_model_id, else to a repository with the name of output_dir. The
-        other arguments, which are for a model card, do nothing."""
+        """Uploads what save_model saves to args.hub_model_id, else to output_dir's name. Arguments have no effect."""
         del commit_message, others
         self.model.push_to_hub(self.args.hub_model_id or self._output.name, private=self.args.hub_private_repo)
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
-        """Saves the adapter, or the whole model if it has none, with the tokenizer, into a folder (None: the trainer's
-        own), as save_pretrained of the model does."""
+        """Saves the adapter, or without one the whole model, and the tokenizer into a folder (None: output_dir)."""
         folder = self._output if output_dir is None else Path(output_dir)
         saved_into(folder, "save_model", lambda new: save(self.model.module, new, self.tokenizer))
 
 
 def _with_adapter(model: CompatModel, where: str, peft_config: object, seed: int) -> CompatModel:
-    """Returns a new model: `model` with the adapter that `peft_config`, a LoraConfig of this package or PEFT,
-    describes. SFTTrainer's constructor calls it. where: the class of the script's trainer, for messages. seed:
-    args.seed, which determines the adapter's initial values."""
     settings = lora_settings(where, peft_config)
     return with_adapter(model, *adapted(model.module, "LoraConfig", seed, experts_too=False, **settings))
 
@@ -531,28 +490,21 @@ def train_on_responses_only(
     tokenizer: Any = None,
     **others: Any,
 ) -> SFTTrainer:
-    """Sets a trainer, in place, to train only on what follows response_part, up to the end of the turn, and returns it.
-    Rows that were tokenised before are tokenised again.
+    """Sets a trainer, in place, to train only on what follows response_part, up to the end of the turn.
 
-    Args:
-      trainer: the trainer.
-      instruction_part, response_part: the strings that begin a turn of the user and of the assistant; both None: they
-        are derived from the chat template.
-      last_response_only: whether only the last answer of a conversation is trained on.
-      tokenizer: whose template is read; None: the trainer's.
-      others: Unsloth's other arguments. A printed line reports each one that has no effect here.
-    Raises:
-      ValueError: only one of the parts is given; the template's cannot be derived; or one of `others` would change the
-        result, or is unknown.
+    instruction_part, response_part: what begins a turn of the user and of the assistant; both None: derived from the
+      chat template; ValueError if they cannot be.
+    last_response_only: only a conversation's last answer is trained on.
+    tokenizer: whose template is read; None: the trainer's.
     """
     settle("train_on_responses_only", others, RESPONSES, train_on_responses_only)
-    parts: dict[str, str | None] = {"instruction_part": instruction_part, "response_part": response_part}
-    missing = [name for name, part in parts.items() if part is None]
+    markers: dict[str, str | None] = {"instruction_part": instruction_part, "response_part": response_part}
+    missing = [name for name, marker in markers.items() if marker is None]
     if len(missing) == 2:
-        parts = dict(zip(parts, derive_markers(tokenizer or trainer.tokenizer), strict=True))
+        markers = dict(zip(markers, derive_markers(tokenizer or trainer.tokenizer), strict=True))
     elif missing:
         raise ValueError(f"train_on_responses_only: {missing[0]} = None: give both parts, or neither to derive them")
-    trainer._masking = {"train_on": "turns", **parts, "last_response_only": last_response_only}
+    trainer._masking = {"train_on": "turns", **markers, "last_response_only": last_response_only}
     trainer.__dict__.pop("_prepared", None)
     trainer.config(prepared=False)
     return trainer

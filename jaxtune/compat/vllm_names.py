@@ -1,5 +1,4 @@
-"""vLLM's names in scripts for Unsloth: model.fast_generate with SamplingParams, and the adapter of load_lora. The
-sampler is jaxtune's, in this process, over the weights that train."""
+"""vLLM's names in scripts for Unsloth. The sampler is jaxtune's, in this process, over the weights that train."""
 
 from __future__ import annotations
 
@@ -38,12 +37,14 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 class SamplingParams:
-    """vLLM's settings of an answer, with its defaults. ValueError for an argument that would change answers and is not
-    one of these.
+    """vLLM's settings of an answer, with its defaults. ValueError for others that would change answers.
 
-    n: answers to each prompt. top_k: -1 or 0: all tokens. stop: texts that end an answer, without them unless
-    include_stop_str_in_output. max_tokens: None: as many as the model has positions. seed: None: draws anew. logprobs:
-    None: none; any number: those of the tokens of the answer.
+    n: answers to each prompt.
+    top_k: -1 or 0: all tokens.
+    max_tokens: None: as many as the model has positions.
+    stop: texts that end an answer.
+    seed: None: draws anew.
+    logprobs: any number: those of the answer's tokens.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True)
 class LoraRequest:
-    """What model.load_lora returns, for fast_generate: the adapter in the folder `lora_path`."""
+    """An adapter's folder, for fast_generate."""
 
     lora_path: str
 
@@ -116,7 +117,7 @@ class RequestOutput:
 
 
 def with_lora(module: Decoder, request: LoraRequest | None) -> Decoder:
-    """The model that answers, as with vLLM: of `module` without its adapter, or with that of `request`."""
+    """`module` without its adapter, or with that of `request`, as with vLLM."""
     base = without_adapter(module) if has_adapter(module) else module
     return base if request is None else jaxtune.load_adapter(base, request.lora_path)
 
@@ -128,28 +129,30 @@ def fast_generate(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     lora_request: LoraRequest | None,
 ) -> list[RequestOutput]:
-    """The answers to `prompts`, texts or {"prompt": text} or {"prompt_token_ids": ids}, or one of these."""
+    """The answers to `prompts`: texts, {"prompt": text}, {"prompt_token_ids": ids}, or one of these.
+
+    sampling_params: for all prompts, or one for each.
+    """
     listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
     if not isinstance(sampling_params, Sequence):
         sampling_params = [sampling_params or SamplingParams()] * len(listed)
     if len(sampling_params) != len(listed):
         raise ValueError(f"fast_generate: {len(listed)} prompts and {len(sampling_params)} sampling_params")
     model = with_lora(module, lora_request)
-    asked = [_prompt(prompt, tokenizer) for prompt in listed]
+    text_and_ids = [_prompt(prompt, tokenizer) for prompt in listed]
     outputs: list[RequestOutput] = []
     groups: dict[int, list[int]] = {}
     for index, params in enumerate(sampling_params):
         groups.setdefault(id(params), []).append(index)
     answers: dict[int, list[CompletionOutput]] = {}
     for indices in groups.values():
-        answers |= _answers(model, tokenizer, [(i, asked[i][1]) for i in indices], sampling_params[indices[0]])
-    for index, (text, ids) in enumerate(asked):
+        answers |= _answers(model, tokenizer, [(i, text_and_ids[i][1]) for i in indices], sampling_params[indices[0]])
+    for index, (text, ids) in enumerate(text_and_ids):
         outputs.append(RequestOutput(str(index), text, ids, answers[index], True, lora_request))
     return outputs
 
 
 def _prompt(prompt: object, tokenizer: Tokenizer) -> tuple[str | None, list[int]]:
-    """(The prompt's text, its tokens)."""
     if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
         return prompt.get("prompt"), list(prompt["prompt_token_ids"])
     text = prompt["prompt"] if isinstance(prompt, Mapping) else prompt
@@ -187,20 +190,20 @@ def _answers(
         if stopped is not None:
             text = text[: text.index(stopped) + len(stopped) * params.include_stop_str_in_output]
         last = tokens[-1] if tokens else None
-        ended = stopped is not None or last in ends or last in params.stop_token_ids
+        is_stopped = stopped is not None or last in ends or last in params.stop_token_ids
         reason = stopped if stopped is not None else last if last in params.stop_token_ids else None
-        shown = None if params.logprobs is None else list(scores)
+        token_logprobs = None if params.logprobs is None else list(scores)
         total = None if params.logprobs is None else float(sum(scores))
-        why = "stop" if ended else "length"
+        finish_reason = "stop" if is_stopped else "length"
         index = prompts[row // params.n][0]
         completions.setdefault(index, []).append(
-            CompletionOutput(row % params.n, text, list(tokens), total, shown, why, reason)
+            CompletionOutput(row % params.n, text, list(tokens), total, token_logprobs, finish_reason, reason)
         )
     return completions
 
 
 def load_lora(folder: str | os.PathLike) -> LoraRequest:
-    """The request for an adapter's folder; ValueError without one."""
+    """The request for an adapter's folder; ValueError if it has no adapter."""
     path = Path(folder).expanduser()
     if not (path / "adapter_config.json").is_file():
         raise ValueError(f"load_lora: {path} has no adapter: name a folder that save_lora or save_pretrained wrote")

@@ -37,15 +37,15 @@ _ENTRIES = ("__init__", "config", "train", "evaluate", "predict", "train_dataset
 def _candidates() -> dict[str, list[str]]:
     """{a recipe's key: arguments of scripts that mean it, the last may be words}"""
     arguments = yaml.safe_load(Path(__file__).with_name("wording.yaml").read_text(encoding="utf-8"))
-    same = {ours: [argument] for argument, ours in table("trl").top.same.items()}
-    return {key.name: [] for key in config_keys()} | same | arguments
+    same_meaning = {ours: [argument] for argument, ours in table("trl").top.same.items()}
+    return {key.name: [] for key in config_keys()} | same_meaning | arguments
 
 
 @functools.cache
 def arguments_of(kind: type[SFTConfig]) -> frozenset[str]:
-    """The names that a script's config has in the library, as far as they are followed here."""
-    known = defaults("TRL", kind.section)
-    return frozenset(field.name for field in dataclasses.fields(kind) if field.name in known or field.name in _BESIDE)
+    """The names that a script's config has in TRL, as far as they are followed here."""
+    names = defaults("TRL", kind.section)
+    return frozenset(field.name for field in dataclasses.fields(kind) if field.name in names or field.name in _BESIDE)
 
 
 @functools.cache
@@ -55,14 +55,14 @@ def _words(kind: type[SFTConfig]) -> dict[str, str]:
     words = {}
     for key, names in _candidates().items():
         # A name that no config here has is words, or an argument of a trainer or a function.
-        fits = [name for name in names if name in has or (name not in followed and name not in _anywhere())]
-        words[key] = fits[0] if fits and fits[0] else _RECIPES + key
+        fitting_names = [name for name in names if name in has or (name not in followed and name not in _anywhere())]
+        words[key] = fitting_names[0] if fitting_names and fitting_names[0] else _RECIPES + key
     return words
 
 
 @functools.cache
 def _anywhere() -> frozenset[str]:
-    """The names of all fields of the configs here, and of arguments of TRL's."""
+    """Fields of all configs here."""
     kinds, names = [SFTConfig], set()
     for kind in kinds:
         kinds += kind.__subclasses__()
@@ -80,9 +80,10 @@ def _pattern() -> re.Pattern[str]:
 
 
 def in_script_words(text: str, kind: type[SFTConfig], of_user: bool = False) -> str:
-    """A message of jaxtune.train for a script with a config of `kind`: of each recipe's key the argument, or words; a
-    key without a counterpart is called a recipe's. of_user: the text has words of the script's own, in which "seed ="
-    and the like are no keys."""
+    """A message of jaxtune.train with a script's arguments in place of a recipe's keys.
+
+    of_user: the text has words of the script's own, in which "seed =" and the like are no keys.
+    """
     for phrase, words in _PHRASES.items():
         text = text.replace(phrase, words)
     text = _RANK.sub(r"an adapter of rank \1", text)
@@ -98,7 +99,7 @@ def in_script_words(text: str, kind: type[SFTConfig], of_user: bool = False) -> 
 
 
 class ScriptWords:
-    """A trainer whose errors and lines name the script's arguments. `config_type` is the class of its config."""
+    """A trainer whose errors and printed lines name the script's arguments."""
 
     config_type: type[SFTConfig]
 

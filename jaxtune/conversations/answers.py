@@ -1,7 +1,6 @@
-"""What a model's answer says: its thoughts, its text and its calls of tools, separated by the family of its template.
+"""A model's answer, split into thoughts, text and tool calls by its template's family.
 
-Thoughts are cut first: a call within one is no call. `AnswerReader` reads the answers of one tokenizer and template,
-whole (`read`) or while their tokens arrive (`stream`).
+Thoughts are cut first: a call within one is no call. `AnswerReader` reads whole answers or streams.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ _TAIL = 64  # tokens of a prompt's end, in which an answer may have opening
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """An answer, read."""
+    """A parsed answer."""
 
     content: str
     reasoning: str = ""
-    """What the model thought before; "" if it did not, or its family writes no thoughts."""
+    """The thoughts before the answer, or ""."""
     calls: tuple[Call, ...] = ()
 
     @property
     def message(self) -> Message:
-        """The answer as a message of the assistant, as chat templates and reward functions read it."""
+        """The answer as an assistant message."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -42,12 +41,11 @@ class Answer:
 
     @property
     def shown(self) -> str:
-        """The thoughts and the text, for a screen."""
         return f"{self.reasoning}\n\n{self.content}" if self.reasoning else self.content
 
 
 def whole_text(message: Mapping[str, object]) -> str:
-    """The content of a message of the assistant, after its thoughts in <think> tags if it has `reasoning_content`."""
+    """A message's content after its `reasoning_content`, if any, in <think> tags."""
     content, thoughts = message.get("content"), message.get("reasoning_content")
     text = content if isinstance(content, str) else ""
     return f"<think>{thoughts}</think>{text}" if thoughts else text
@@ -55,8 +53,9 @@ def whole_text(message: Mapping[str, object]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Thoughts:
-    """How the thoughts of a family begin and end. `source`: what the Jinja source of a template has that tells them
-    from text; `title`: what their text begins with; `wrapper`: marks around the text after them."""
+    """How a family marks thoughts. source: texts of its templates' Jinja source; title: how thoughts begin; wrapper:
+    marks around the text after them.
+    """
 
     source: tuple[str, ...]
     opens: str
@@ -89,21 +88,17 @@ _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 class AnswerReader:
     """Reads the answers to prompts of one chat template.
 
-    Args:
-        tokenizer: of transformers.
-        template: the Jinja text of the template; None: answers are plain text, and calls have Hermes' form.
-
-    Attributes:
-        form: the form of calls; None: the template writes none that is known.
-        thinks: whether answers of the family have thoughts.
+    template: Jinja text; None: answers are plain text, and calls have Hermes' form.
+    form: of calls; None if the template writes no known one.
+    thinks: whether the family's answers have thoughts.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str | None):
         source = _COMMENT.sub("", template or "")
         self._tokenizer = tokenizer
         self._channels = all(mark in source for mark in _CHANNELS)
-        self._thoughts = next((one for one in THOUGHTS if all(mark in source for mark in one.source)), None)
-        self.form = next((one for one in FORMS if all(mark in source for mark in one.source)), None)
+        self._thoughts = next((family for family in THOUGHTS if all(mark in source for mark in family.source)), None)
+        self.form = next((family for family in FORMS if all(mark in source for mark in family.source)), None)
         if self._channels:
             self._thoughts = self.form = None
         self.thinks = self._channels or self._thoughts is not None
@@ -113,17 +108,16 @@ class AnswerReader:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, tools: object = None) -> AnswerReader:
-        """The reader of answers to prompts in the tokenizer's own template, of several the one for `tools`."""
+        """The reader for the tokenizer's own template, of several the one for `tools`."""
         return cls(tokenizer, template_for(tokenizer.chat_template, tools))
 
     @property
     def marks_are_special(self) -> bool:
-        """Whether the marks of thoughts are special tokens, so that a text without these cannot show them."""
+        """Whether thoughts are marked by special tokens, which text without them cannot show."""
         marks = _CHANNELS if self._channels else () if self._thoughts is None else (self._thoughts.opens,)
         return bool(marks) and set(marks) <= self._thought_marks.keys()
 
     def _special(self) -> tuple[dict[str, int], dict[str, int]]:
-        """The marks of thoughts and those of calls that are special tokens, with their ids."""
         by_text = {str(self._tokenizer.convert_ids_to_tokens(token)): token for token in self._specials}
         thoughts, form = self._thoughts, self.form
         of_thoughts = _CHANNEL_MARKS if self._channels else ()
@@ -136,24 +130,26 @@ class AnswerReader:
         return first, second
 
     def text(self, ids: Sequence[int], ends: Sequence[int] = (), calls: bool = True) -> str:
-        """The text of an answer's tokens with no special tokens but the marks of thoughts and, with `calls`, of calls.
-        ends: a last token that is one of these is left out."""
+        """The text of an answer, with no special tokens but the marks of thoughts and, with `calls`, of calls. ends:
+        ids that are dropped as last token.
+        """
         marks = {*self._thought_marks.values(), *(self._call_marks.values() if calls else ())}
-        kept = list(ids[:-1] if len(ids) and ids[-1] in ends else ids)
-        kept = [int(token) for token in kept if token not in self._specials or token in marks]
-        return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        visible_ids = list(ids[:-1] if len(ids) and ids[-1] in ends else ids)
+        visible_ids = [int(token) for token in visible_ids if token not in self._specials or token in marks]
+        return str(self._tokenizer.decode(visible_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def opening(self, prompt_ids: Sequence[int], continues: bool = False) -> str:
-        """What of an answer a prompt's end has already, such as <think>; "" if nothing. continues: whether the prompt
-        ends within a message, whose text is no part of the answer."""
+        """The beginning of an answer that a prompt's end holds, such as <think>, or "". continues: the prompt ends
+        within a message, whose text is no part of the answer.
+        """
         if not self.thinks:
             return ""
         ids = list(prompt_ids if continues else prompt_ids[-_TAIL:])
         tail = str(self._tokenizer.decode(ids, skip_special_tokens=False)).rstrip()
         if self._channels:
-            _, started, opening = tail.rpartition("<|start|>assistant")
-            header, ended, _ = opening.rpartition("<|message|>")
-            return (header + ended or opening) if started and "<|end|>" not in opening else ""
+            _, start_mark, opening = tail.rpartition("<|start|>assistant")
+            header, message_mark, _ = opening.rpartition("<|message|>")
+            return (header + message_mark or opening) if start_mark and "<|end|>" not in opening else ""
         assert self._thoughts is not None
         opens = self._thoughts.opens
         openings = (opens + self._thoughts.title, opens)
@@ -164,8 +160,9 @@ class AnswerReader:
         return next((text for text in openings if tail.endswith(text)), "")
 
     def stream(self, schemas: Schemas | None = None, opening: str = "") -> AnswerStream:
-        """Reads an answer piece by piece. schemas: of the tools whose calls are looked for; None: all is text. opening:
-        what `opening` returned."""
+        """A stream that reads an answer piece by piece. schemas: of the tools whose calls are looked for; None: all is
+        text. opening: of `opening`.
+        """
         if self._channels:
             return _Channels(schemas is not None, opening)
         form = None if schemas is None else self.form or HERMES
@@ -174,11 +171,10 @@ class AnswerReader:
     def read(
         self, ids: Sequence[int], schemas: Schemas | None = None, opening: str = "", ends: Sequence[int] = ()
     ) -> Answer:
-        """An answer, from its tokens. schemas, opening: as `stream` has them. ends: as `text` has them."""
+        """The answer of these tokens. schemas, opening: as `stream`; ends: as `text`."""
         return self.read_text(self.text(ids, ends, schemas is not None), schemas, opening)
 
     def read_text(self, text: str, schemas: Schemas | None = None, opening: str = "") -> Answer:
-        """An answer, from its text with the family's marks."""
         stream = self.stream(schemas, opening)
         pieces = [*stream.add(text), *stream.end()]
         thoughts, content = ("".join(text for kind, text in pieces if kind == name) for name in ("thought", "content"))
@@ -186,8 +182,9 @@ class AnswerReader:
 
 
 class AnswerStream:
-    """An answer that is read while its text arrives: `add` returns what is certain of it, `end` what was not returned
-    yet, and sets `calls`. The pieces, joined by kind, do not depend on where the text was cut."""
+    """An answer read as its text arrives: `add` returns what is certain, `end` the rest, and then `calls` is set. The
+    joined pieces do not depend on where the text was cut.
+    """
 
     def __init__(self):
         self.calls: list[Call] = []
@@ -197,16 +194,14 @@ class AnswerStream:
         self._said: set[Kind] = set()
 
     def add(self, text: str) -> Pieces:
-        """Reads more text."""
         self._text += text
         return _joined(self._advance(False))
 
     def end(self) -> Pieces:
-        """Reads what is left, after the last text."""
         return _joined([*self._advance(True), *self._close()])
 
     def _advance(self, last: bool) -> Pieces:
-        """Reads as far as no later text can change what is read, or, with `last`, all."""
+        """Reads as far as no later text can change the result; with `last`, all."""
         pieces: Pieces = []
         while True:
             before = self._state, self._text
@@ -223,37 +218,37 @@ class AnswerStream:
         raise NotImplementedError
 
     def _until(self, marks: Sequence[str], last: bool) -> tuple[str, str]:
-        """Takes the text before the first of the marks, and the mark ("" if it has not come), from what is not read."""
-        places = [(place, -len(mark), mark) for mark in marks if mark and (place := self._text.find(mark)) >= 0]
-        if places:
-            place, _, mark = min(places)
+        """Takes the unread text before the first mark, and that mark ("" if none has come)."""
+        candidates = [(offset, -len(mark), mark) for mark in marks if mark and (offset := self._text.find(mark)) >= 0]
+        if candidates:
+            offset, _, mark = min(candidates)
         else:
-            place, mark = len(self._text), ""
-            place -= 0 if last else max((overlap(self._text, mark) for mark in marks), default=0)
-        text, self._text = self._text[:place], self._text[place + len(mark) :]
+            offset, mark = len(self._text), ""
+            offset -= 0 if last else max((overlap(self._text, mark) for mark in marks), default=0)
+        text, self._text = self._text[:offset], self._text[offset + len(mark) :]
         return text, mark
 
     def _say(self, kind: Kind, text: str, hold: bool = True) -> Pieces:
-        """Text of a kind. hold: white space at its end is returned with what follows it."""
+        """Text of a kind. hold: white space at its end waits for what follows."""
         text = text.lstrip() if kind in self._strips else text
         if not text:
             return []
         self._strips.discard(kind)
         text = self._spaces[kind] + text
-        said = text.rstrip() if hold else text
-        self._spaces[kind] = text[len(said) :]
-        if said:
+        settled = text.rstrip() if hold else text
+        self._spaces[kind] = text[len(settled) :]
+        if settled:
             self._said.add(kind)
-        return [(kind, said)] if said else []
+        return [(kind, settled)] if settled else []
 
     def _again(self, kind: Kind, between: str) -> None:
-        """Begins another text of a kind, `between` of which and the one before, if there is one, is put."""
+        """Begins another text of a kind, separated by `between` from an earlier one."""
         self._strips.add(kind)
         self._spaces[kind] = between if kind in self._said else ""
 
 
 def _joined(pieces: Pieces) -> Pieces:
-    """Neighbours of one kind as one piece."""
+    """Pieces with neighbours of one kind joined."""
     joined: Pieces = []
     for kind, text in pieces:
         if joined and joined[-1][0] == kind:
@@ -264,13 +259,13 @@ def _joined(pieces: Pieces) -> Pieces:
 
 
 def overlap(text: str, mark: str) -> int:
-    """The number of characters at the end of a text that may be the beginning of `mark`, but not all of it."""
+    """How many characters at the end of a text may begin `mark`, short of all of it."""
     longest = min(len(text), len(mark) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
 
 
 class _Tags(AnswerStream):
-    """Thoughts and calls between marks. marks: those that are special tokens, and no text if calls are malformed."""
+    """Thoughts and calls between marks. marks: special tokens, removed from the text of malformed calls."""
 
     def __init__(
         self, thoughts: Thoughts | None, form: CallForm | None, schemas: Schemas, opening: str, marks: Iterable[str]
@@ -296,7 +291,7 @@ class _Tags(AnswerStream):
         self._again("thought", "\n")
 
     def _leads(self, last: bool) -> bool | None:
-        """Whether the answer consists of calls, by what it begins with; None: that is not known yet."""
+        """Whether the answer begins with a call; None: not known yet."""
         form, text = self._form, self._text.lstrip()
         if form is None or not form.leading or "content" in self._said:
             return False
@@ -320,10 +315,9 @@ class _Tags(AnswerStream):
         return pieces
 
     def _openings(self) -> list[str]:
-        return [one.opens for one in (self._thoughts, self._form) if one is not None]
+        return [notation.opens for notation in (self._thoughts, self._form) if notation is not None]
 
     def _enter(self, mark: str) -> None:
-        """Reads on behind a mark that opens a thought or a call."""
         if mark and self._thoughts is not None and mark == self._thoughts.opens:
             self._think(self._thoughts.title)
         elif mark and self._form is not None and mark == self._form.opens:
@@ -364,7 +358,7 @@ class _Tags(AnswerStream):
         return []
 
     def _close(self) -> Pieces:
-        """Parses the calls; what cannot be parsed is text."""
+        """Parses the calls; malformed ones are text."""
         text = self._raw
         if self._form is not None and self._blocks:
             try:
@@ -383,8 +377,9 @@ _HEADS = ("<|channel|>", "<|start|>", "to=")
 
 
 class _Channels(AnswerStream):
-    """gpt-oss's messages: a header with a channel and a recipient, <|message|>, and a text. calls: whether calls are
-    looked for; without, they are text."""
+    """The messages of gpt-oss: a header with channel and recipient, <|message|>, and text. calls: without, calls are
+    text.
+    """
 
     def __init__(self, calls: bool, opening: str):
         super().__init__()
@@ -404,8 +399,8 @@ class _Channels(AnswerStream):
         return self._header() if self._state == "header" else self._body(last)
 
     def _header(self) -> Pieces:
-        header, ended, text = self._text.partition("<|message|>")
-        if not ended:
+        header, delimiter, text = self._text.partition("<|message|>")
+        if not delimiter:
             return []
         self._text, recipient = text, _RECIPIENT.search(header)
         if recipient is not None and recipient[1] and self._looks:
@@ -441,21 +436,23 @@ class _Channels(AnswerStream):
 
 @dataclasses.dataclass(frozen=True)
 class Completions:
-    """Sampled answers as reward functions get them. To messages: a message, with the thoughts as `reasoning_content` if
-    the template's family writes thoughts, else the whole text. To a text: text, with its thoughts unless their marks
-    are special tokens, which text cannot show."""
+    """Sampled answers as reward functions get them.
+
+    For messages: an assistant message, with `reasoning_content` if the family writes thoughts. For text: text, with
+    thoughts unless special tokens mark them.
+    """
 
     decode: Callable[[Sequence[int]], str]
-    """Decodes token ids, without special tokens."""
+    """Token ids to text, without special tokens."""
     reader: AnswerReader | None = None
-    """Reads answers to prompts that a template writes; None: there is no template."""
+    """None: no template."""
     renders_texts: bool = False
-    """Whether prompts that are text are written by the template, too."""
+    """Whether the template also writes prompts that are text."""
 
     def __call__(
         self, prompt: str | list[Message], prompt_ids: Sequence[int], ids: Sequence[int]
     ) -> str | list[Message]:
-        """The answer with the tokens `ids`, without the one that ended it, to a prompt."""
+        """The answer with the tokens `ids`, without its end token."""
         reader, is_text = self.reader, isinstance(prompt, str)
         if reader is None or not reader.thinks or (is_text and not (self.renders_texts and reader.marks_are_special)):
             return self.decode(ids)

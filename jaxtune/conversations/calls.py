@@ -1,4 +1,4 @@
-"""The forms in which models write calls of tools, and what a call's text means."""
+"""The forms in which models write tool calls, and their parsers."""
 
 from __future__ import annotations
 
@@ -16,37 +16,36 @@ type Schemas = Mapping[str, object]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a tool, as a model wrote it; the arguments are not checked against the tool's schema."""
+    """A tool call as the model wrote it, not checked against a schema."""
 
     name: str
     arguments: Arguments
 
     @property
     def message(self) -> Arguments:
-        """The call as an entry of a message's `tool_calls`, as chat templates read it."""
         return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclasses.dataclass(frozen=True)
 class CallForm:
-    """A form of calls. Its text begins with `opens` and ends with `closes` ("": with the next `opens`, or the end)."""
+    """A form of calls: text from `opens` to `closes` ("": to the next `opens`, or the end)."""
 
     name: str
-    """Its name in error messages."""
+    """For error messages."""
     source: tuple[str, ...]
-    """Texts that the Jinja source of a template contains if models of it write calls so; all must be there."""
+    """Texts that must all be in the template's Jinja source."""
     opens: str
     closes: str
     parse: Callable[[str, Schemas], list[Call]]
-    """The calls in the text between them; raises ValueError if it is malformed."""
+    """The calls in the text between; ValueError if malformed."""
     leading: tuple[str, ...] = ()
-    """In place of `opens`: what an answer begins with that consists of calls; it belongs to their text."""
+    """In place of `opens`: beginnings of an answer that consists of calls; part of their text."""
     marks: tuple[str, ...] = ()
-    """Further tokens of the form within the text."""
+    """Further tokens within the text."""
 
 
 def schemas_of(tools: object) -> Arguments:
-    """{tool's name: JSON schema of its parameters} of a list of tools as chat templates take them."""
+    """{tool's name: JSON schema of its parameters}."""
     schemas: Arguments = {}
     for tool in tools if isinstance(tools, list | tuple) else ():
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
@@ -56,7 +55,7 @@ def schemas_of(tools: object) -> Arguments:
 
 
 def arguments_of(value: object) -> Arguments:
-    """The arguments of a call: an object or the JSON text of one; {} for nothing. Raises ValueError for others."""
+    """A call's arguments from an object or JSON text; {} for nothing. Raises ValueError."""
     if isinstance(value, str):
         value = json.loads(value) if value.strip() else None
         if isinstance(value, str):  # quoted twice
@@ -69,7 +68,6 @@ def arguments_of(value: object) -> Arguments:
 
 
 def _call_of(value: object) -> Call:
-    """The call that a JSON value describes."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     name = value.get("name", value.get("tool_name")) if isinstance(value, dict) else None
@@ -79,20 +77,20 @@ def _call_of(value: object) -> Call:
 
 
 def _json_call(text: str, schemas: Schemas) -> list[Call]:
-    """{"name": ..., "arguments": ...}, or a list of such objects."""
+    """{"name": ..., "arguments": ...}, or a list of them."""
     value = json.loads(text)
     if isinstance(value, list) and value:
-        return [_call_of(one) for one in value]
+        return [_call_of(call) for call in value]
     return [_call_of(value)]
 
 
 def _json_calls(text: str, schemas: Schemas) -> list[Call]:
-    """JSON objects or lists of them, after one another."""
-    calls, decoder, rest = [], json.JSONDecoder(), text.strip()
-    while rest:
-        value, end = decoder.raw_decode(rest)
-        calls += [_call_of(one) for one in (value if isinstance(value, list) else [value])]
-        rest = rest[end:].lstrip("; \n,")
+    """JSON objects or lists of them, one after another."""
+    calls, decoder, tail = [], json.JSONDecoder(), text.strip()
+    while tail:
+        value, end = decoder.raw_decode(tail)
+        calls += [_call_of(call) for call in (value if isinstance(value, list) else [value])]
+        tail = tail[end:].lstrip("; \n,")
     return calls
 
 
@@ -108,7 +106,7 @@ def _llama(text: str, schemas: Schemas) -> list[Call]:
 
 
 def allows_text(schema: object, root: object = None) -> bool:
-    """Whether a JSON schema allows text: "string" is a type or among the types, or no type is named."""
+    """Whether a JSON schema allows a string; True if it names no type. root: the document of its references."""
     root = schema if root is None else root
     if not isinstance(schema, Mapping):
         return schema is not False
@@ -118,16 +116,15 @@ def allows_text(schema: object, root: object = None) -> bool:
         return kind == "string" or (not isinstance(kind, str) and "string" in kind)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list | tuple):
-            return any(allows_text(one, root) for one in schema[key])
+            return any(allows_text(subschema, root) for subschema in schema[key])
     if isinstance(schema.get("allOf"), list | tuple):
-        return all(allows_text(one, root) for one in schema["allOf"])
+        return all(allows_text(subschema, root) for subschema in schema["allOf"])
     if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list | tuple):
         return any(isinstance(value, str) for value in values)
     return True
 
 
 def _referred(root: object, reference: str) -> object:
-    """What a reference such as "#/$defs/Name" means; {} if that is not there."""
     for key in reference.removeprefix("#").strip("/").split("/"):
         root = root.get(key, {}) if isinstance(root, Mapping) else {}
     return {} if isinstance(root, Mapping) and "$ref" in root else root
@@ -137,7 +134,7 @@ _WORDS = {"True": True, "False": False, "None": None}  # templates write Python'
 
 
 def _typed(text: str, parameters: object, key: str) -> object:
-    """The value of an argument that is written as bare text, by the schema of the tool's parameters."""
+    """An argument's bare text as a value, by the schema of the tool's parameters."""
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if isinstance(properties, Mapping) and key in properties and allows_text(properties[key], parameters):
         return text
@@ -152,7 +149,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTA
 
 
 def _xml(text: str, schemas: Schemas) -> list[Call]:
-    """<function=NAME><parameter=KEY>VALUE</parameter>...</function>, of Qwen3-Coder and others."""
+    """Of Qwen3-Coder and others: <function=NAME><parameter=KEY>VALUE</parameter>...</function>."""
     function = _FUNCTION.fullmatch(text)
     if function is None:
         raise ValueError("a call is <function=NAME>...</function>")
@@ -165,7 +162,7 @@ _NAMED = re.compile(r"<parameter name=\"?([^\">]+)\"?>\n?(.*?)\n?</parameter>", 
 
 
 def _invoked(text: str, schemas: Schemas) -> list[Call]:
-    """<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>, of MiniMax."""
+    """Of MiniMax: <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>."""
     calls = [
         Call(name, {key: _typed(value, schemas.get(name, {}), key) for key, value in _NAMED.findall(body)})
         for name, body in _INVOKE.findall(text)
@@ -180,7 +177,7 @@ _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", r
 
 
 def _glm(text: str, schemas: Schemas) -> list[Call]:
-    """NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>..., of GLM 4.5 and later."""
+    """Of GLM 4.5 and later: NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>..."""
     call = _GLM.fullmatch(text)
     if call is None:
         raise ValueError("a call is NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
@@ -197,7 +194,7 @@ _DEEPSEEK = re.compile(
 
 
 def _deepseek(text: str, schemas: Schemas) -> list[Call]:
-    """DeepSeek's calls: function<sep>NAME and a block of JSON (V3, R1), or NAME<sep>JSON (V3.1)."""
+    """Of DeepSeek: function<sep>NAME and a JSON block (V3, R1), or NAME<sep>JSON (V3.1)."""
     calls = [
         Call(name or short, arguments_of(block if name else bare))
         for _, name, block, short, bare in _DEEPSEEK.findall(text)
@@ -215,7 +212,7 @@ _KIMI = re.compile(
 
 
 def _kimi(text: str, schemas: Schemas) -> list[Call]:
-    """<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>, of Kimi K2."""
+    """Of Kimi K2: <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>."""
     calls = [Call(name, arguments_of(value)) for name, value in _KIMI.findall(text)]
     if not calls or _KIMI.sub("", text).strip():
         raise ValueError("a call is <|tool_call_begin|>NAME<|tool_call_argument_begin|>JSON<|tool_call_end|>")
@@ -226,7 +223,7 @@ _NAME_AND_JSON = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\
 
 
 def _mistral(text: str, schemas: Schemas) -> list[Call]:
-    """A JSON list of calls (version 3 to 7), or NAME[ARGS]JSON (version 11 and later)."""
+    """A JSON list (versions 3 to 7), or NAME[ARGS]JSON (11 and later)."""
     if text.lstrip().startswith(("[{", "{", "[ {")):
         return _json_calls(text, schemas)
     call = _NAME_AND_JSON.fullmatch(text)
@@ -236,7 +233,7 @@ def _mistral(text: str, schemas: Schemas) -> list[Call]:
 
 
 def _python(text: str, schemas: Schemas) -> list[Call]:
-    """Python's calls with literals as keyword arguments: [f(a=1), g()] or one call a line."""
+    """Python calls with literal keyword arguments: [f(a=1), g()], or one a line."""
     try:
         bodies = [line.value for line in ast.parse(text.strip()).body if isinstance(line, ast.Expr)]
     except SyntaxError as error:
@@ -254,7 +251,6 @@ def _python(text: str, schemas: Schemas) -> list[Call]:
 
 
 def _literal(node: ast.expr) -> object:
-    """The value of a literal of Python or JSON."""
     names = {"true": True, "false": False, "null": None}
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
@@ -267,20 +263,20 @@ _GEMMA_CALL = re.compile(r"\s*call:([\w.-]+)(\{.*\})\s*", re.DOTALL)
 
 
 def _gemma(text: str, schemas: Schemas) -> list[Call]:
-    """call:NAME{key:value,...}, of Gemma 4; texts have <|"|> on both sides."""
+    """Of Gemma 4: call:NAME{key:value,...}, texts between <|"|>."""
     call = _GEMMA_CALL.fullmatch(text)
     if call is None:
         raise ValueError("a call is call:NAME{key:value,...}")
-    parts, at, body = [], 0, call[2]
-    while at < len(body):
-        token = _GEMMA_TOKEN.match(body, at)
+    json_tokens, position, body = [], 0, call[2]
+    while position < len(body):
+        token = _GEMMA_TOKEN.match(body, position)
         if token is None:
-            raise ValueError(f"the arguments {body!r} are malformed at {at}")
-        at = token.end()
+            raise ValueError(f"the arguments {body!r} are malformed at {position}")
+        position = token.end()
         word = token["word"]
-        is_key = word is not None and body.startswith(":", at)
-        parts.append(token["sign"] or (word if word and not is_key else json.dumps(token["text"] or word or "")))
-    return [Call(call[1], arguments_of("".join(parts)))]
+        is_key = word is not None and body.startswith(":", position)
+        json_tokens.append(token["sign"] or (word if word and not is_key else json.dumps(token["text"] or word or "")))
+    return [Call(call[1], arguments_of("".join(json_tokens)))]
 
 
 # The first form whose `source` a template has is taken. gpt-oss's calls are channels (`answers.py`).

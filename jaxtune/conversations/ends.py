@@ -1,4 +1,4 @@
-"""Where an answer ends: one definition for all that sample, serve, evaluate and save."""
+"""Where an answer ends, one definition for sampling, serving, evaluation and saving."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _WORD = "\ue000x\ue001"  # a text that no template writes
 
 
 def turn_ends(tokenizer: Tokenizer) -> list[int]:
-    """The ids of the special tokens with which the tokenizer's chat template ends an answer and a call of tools; [] if
-    there is no template, if it refuses a short conversation, or if no special token ends its turns."""
+    """The special tokens with which the chat template ends an answer or a call of tools; [] if it refuses a short
+    conversation.
+    """
     ends = []
     for tools in (None, True):
         template = template_for(tokenizer.chat_template, tools)
@@ -24,8 +25,7 @@ def turn_ends(tokenizer: Tokenizer) -> list[int]:
 
 
 def answer_ends(tokenizer: Tokenizer, named: Iterable[int] = ()) -> list[int]:
-    """The ids of the tokens that end an answer, in ascending order: those that the model's files name (`named`), the
-    tokenizer's EOS, and those that end a turn in its chat template."""
+    """The ids of the tokens that end an answer, ascending: of the model's files (`named`), EOS, and `turn_ends`."""
     if tokenizer is None:
         return sorted({int(token) for token in named})
     eos = getattr(tokenizer, "eos_token_id", None)
@@ -33,21 +33,20 @@ def answer_ends(tokenizer: Tokenizer, named: Iterable[int] = ()) -> list[int]:
 
 
 def ends_in_words(tokenizer: Tokenizer, ends: Iterable[int]) -> str:
-    """The end tokens as a line for the screen."""
     names = ", ".join(str(tokenizer.convert_ids_to_tokens(int(token))) for token in ends)
     return f"an answer ends at {names}" if names else "no token ends an answer"
 
 
 def _specials(tokenizer: Tokenizer) -> dict[str, int]:
-    """The ids of the tokens that may end a turn, by their texts."""
+    """{text: id} of the tokens that may end a turn."""
     return {str(tokenizer.convert_ids_to_tokens(token)): token for token in end_ids(tokenizer)}
 
 
 def _answer_end(tokenizer: Tokenizer, template: str) -> int | None:
-    """The first token after the text of an answer that may end a turn."""
-    asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _WORD}]
+    """The first token after an answer's text that may end a turn."""
+    conversation = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _WORD}]
     try:
-        text, specials = render(tokenizer, template, asked), _specials(tokenizer)
+        text, specials = render(tokenizer, template, conversation), _specials(tokenizer)
     except TemplateError:
         return None
     after = text.rpartition(_WORD)[2] if _WORD in text else ""
@@ -56,12 +55,12 @@ def _answer_end(tokenizer: Tokenizer, template: str) -> int | None:
 
 
 def _call_end(tokenizer: Tokenizer, template: str) -> int | None:
-    """The token that ends a turn of calls, if the template writes two calls and the token once, at the end."""
+    """The token that ends a turn of calls, if the template writes it once, at the end of two calls."""
     functions = [{"name": _WORD, "arguments": {}}] * 2
-    calls = [{"type": "function", "id": f"call0000{n}", "function": one} for n, one in enumerate(functions)]
-    asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    calls = [{"type": "function", "id": f"call0000{n}", "function": function} for n, function in enumerate(functions)]
+    conversation = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": calls}]
     try:
-        text, specials = render(tokenizer, template, asked).rstrip(), _specials(tokenizer)
+        text, specials = render(tokenizer, template, conversation).rstrip(), _specials(tokenizer)
     except TemplateError:
         return None
     after = text.partition(_WORD)[2]

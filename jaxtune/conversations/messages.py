@@ -1,9 +1,8 @@
-"""Reads conversations, as people and programs write them, to one list of messages.
+"""Reads conversations in the forms that people and programs write to one list of messages.
 
-A message that was read is a dict with `role` (system, user, assistant or tool) and `content` (text), and where there is
-something to say `reasoning_content`, `tool_calls` (whose arguments are objects), `name`, `tool_call_id`, `train` and
-`train_detail`. Keys that are unknown here stay, because a template may know them. Reading such a list again changes
-nothing.
+A message is a dict with `role` (system, user, assistant or tool), `content` (text), and where present
+`reasoning_content`, `tool_calls` (arguments as objects), `name`, `tool_call_id`, `train` and `train_detail`. Unknown
+keys stay, as a template may read them. Reading a result again changes nothing.
 """
 
 from __future__ import annotations
@@ -76,26 +75,26 @@ _PRINTED_SPEAKER = re.compile(r"'(?:role|from)'\s*:\s*'(\w+)'")
 
 
 class ConversationError(ValueError):
-    """A conversation that cannot be read; `path` is where in it, such as (3, "content")."""
+    """A conversation that cannot be read; `path` is where, such as (3, "content")."""
 
     def __init__(self, why: str, *path: int | str):
         super().__init__(why)
         self.why, self.path = why, path
 
     def inside(self, *path: int | str) -> ConversationError:
-        """The error of the whole of which this one's value is a part."""
+        """This error as one of the enclosing value."""
         return ConversationError(self.why, *path, *self.path)
 
     def __str__(self) -> str:
-        place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).lstrip(".")
-        return f"{place}: {self.why}" if place else self.why
+        location = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).lstrip(".")
+        return f"{location}: {self.why}" if location else self.why
 
 
 def read_messages(value: object, column: str = "messages") -> list[Message]:
-    """The messages of a conversation: a list of turns, one turn, columns of turns, or the JSON text of one of them.
+    """The messages of a conversation: a list of turns, one turn, columns of turns, or their JSON text.
 
-    Consecutive turns of the assistant are one message where one of them calls tools. Raises ConversationError, whose
-    path begins with `column`.
+    Consecutive assistant turns become one message if one of them calls tools. Raises ConversationError with a path that
+    begins with `column`.
     """
     messages = []
     for index, turn in enumerate(turns_of(value, column)):
@@ -108,9 +107,8 @@ def read_messages(value: object, column: str = "messages") -> list[Message]:
 
 
 def turns_in(value: object, column: str) -> object:
-    """`value`, a cell of a prompt or an answer, with the turns that a text holds as JSON decoded; other texts stay.
-
-    Raises ConversationError for a text that is a printed Python object of turns.
+    """A prompt's or answer's cell with turns in JSON text decoded; other texts stay. Raises ConversationError for turns
+    printed by Python.
     """
     if not isinstance(value, str):
         return value
@@ -134,8 +132,9 @@ def turns_in(value: object, column: str) -> object:
 
 
 def read_tools(value: object, column: str = "tools") -> list[Message] | None:
-    """The schemas of tools, {"type": "function", "function": {...}} each, from a list of them (also bare ones, and
-    Anthropic's), one, or JSON text; None if there are none. Raises ConversationError."""
+    """Tool schemas as {"type": "function", "function": {...}} from a list (also bare or Anthropic's), a single one, or
+    JSON text; None without any. Raises ConversationError.
+    """
     if isinstance(value, str):
         if not value.strip():
             return None
@@ -150,21 +149,18 @@ def read_tools(value: object, column: str = "tools") -> list[Message] | None:
 
 
 def with_system(messages: list[Message], system: str) -> list[Message]:
-    """The messages after a system message, unless it is blank or they begin with one."""
+    """The messages after a system message, unless it is blank or they have one."""
     begins = bool(messages) and messages[0]["role"] == "system"
     return [{"role": "system", "content": system}, *messages] if system.strip() and not begins else messages
 
 
 def unknown_keys(messages: Iterable[Mapping[str, object]]) -> list[str]:
-    """The names of keys that only a template may read, of messages that were read."""
+    """Keys that only a template may read."""
     return list(dict.fromkeys(key for message in messages for key in message if key not in _READ))
 
 
 def for_template(messages: Iterable[Message], template: str) -> list[Message]:
-    """Messages as a chat template takes them: without marks of training, and with thoughts under the key that it reads.
-
-    messages: of `read_messages`. template: its Jinja text.
-    """
+    """Messages from `read_messages` without training marks, and with thoughts under the key that `template` reads."""
     thinking = "reasoning_content" not in template and re.search(r"\bthinking\b", template) is not None
     names = {"reasoning_content": "thinking"} if thinking else {}
     return [
@@ -174,16 +170,17 @@ def for_template(messages: Iterable[Message], template: str) -> list[Message]:
 
 
 def exclusion(columns: Mapping[str, object]) -> str:
-    """The mark by which the columns of a row leave it out of training, such as "weight = 0"; "" without one. Values
-    that are neither true nor false are no marks of a row. Raises ConversationError if its marks disagree."""
-    said = row_marks(columns)
-    if len(set(said.values())) > 1:
-        raise ConversationError(f"columns {', '.join(said)} disagree whether the row is trained on: leave one")
-    return next((f"{name} = {columns[name]!r}" for name, trains in said.items() if not trains), "")
+    """The column that leaves a row out of training, such as "weight = 0"; "" without one. Raises ConversationError if
+    marks disagree.
+    """
+    marks = row_marks(columns)
+    if len(set(marks.values())) > 1:
+        raise ConversationError(f"columns {', '.join(marks)} disagree whether the row is trained on: leave one")
+    return next((f"{name} = {columns[name]!r}" for name, trains in marks.items() if not trains), "")
 
 
 def row_marks(columns: Mapping[str, object]) -> dict[str, bool]:
-    """{column: whether it says that the row is trained on} of the columns that mark a row."""
+    """{column: whether it says that the row is trained on}; values that are not true or false are left out."""
     marks = {name: mark for name in columns if (mark := _mark(str(name))) is not None}
     truths = {name: _TRUTH.get(str(columns[name]).strip().lower()) for name in marks}
     return {name: truth is marks[name] for name, truth in truths.items() if truth is not None}
@@ -195,8 +192,9 @@ def _mark(name: str) -> bool | None:
 
 
 def template_for(templates: object, tools: object) -> str | None:
-    """The template of a conversation with or without tools, of a tokenizer's `chat_template`, which may be several by
-    name; None if there is none."""
+    """The template of a tokenizer's `chat_template`, of several by name the one for conversations with or without
+    `tools`; None without one.
+    """
     if isinstance(templates, Mapping):
         names = ("tool_use", "default") if tools else ("default",)
         templates = next((templates[name] for name in names if templates.get(name)), None)
@@ -204,20 +202,19 @@ def template_for(templates: object, tools: object) -> str | None:
 
 
 def check_unicode(text: str) -> None:
-    """Raises ConversationError for half of a surrogate pair, which JSON can write and no tokenizer can encode."""
+    """Raises ConversationError for half of a surrogate pair, which JSON can hold and no tokenizer encodes."""
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise ConversationError("not valid Unicode: half of a surrogate pair")
 
 
 def _is_turn(value: object) -> bool:
-    """Whether a decoded value is a turn: it has a speaker, and a text or calls."""
     if not isinstance(value, Mapping) or not any(isinstance(value.get(key), str) for key in SPEAKER):
         return False
     return any(key in value for key in (*CONTENT, "tool_calls", "function_call"))
 
 
 def _refuse_printed(text: str, looks: Callable[[object], bool]) -> None:
-    """Raises for the text of a printed Python object, one for which `looks` holds or a list of them: it is no JSON."""
+    """Raises if the text is a printed Python object, or a list of them, for which `looks` holds."""
     stripped = text.strip()
     if _PRINTED.match(stripped) is None:
         return
@@ -234,12 +231,10 @@ def _refuse_printed(text: str, looks: Callable[[object], bool]) -> None:
 
 
 def _looks_written(value: object) -> bool:
-    """Whether an object is a turn, a call or a schema."""
     return _is_turn(value) or (isinstance(value, Mapping) and ("name" in value or "function" in value))
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The object of JSON's (key, value) pairs. Raises for a key that occurs twice."""
     names = [name for name, _ in pairs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConversationError(f"an object has the key {twice!r} twice")
@@ -247,7 +242,6 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _loaded(text: str, why: str, *path: int | str) -> object:
-    """The value of JSON text; `why` is what is said of another text."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except ConversationError as error:
@@ -262,7 +256,7 @@ def _loaded(text: str, why: str, *path: int | str) -> object:
 
 
 def turns_of(value: object, column: str) -> list[object]:
-    """The turns of a conversation in any form that `read_messages` takes, not read yet."""
+    """The turns of a conversation in any form that `read_messages` takes, not yet read."""
     if isinstance(value, str):
         value = _loaded(value, "the conversation is text, and not the JSON of a list of turns", column)
         value = turns_in(value, column)  # JSON text of JSON text
@@ -281,12 +275,10 @@ def turns_of(value: object, column: str) -> list[object]:
 
 
 def _decoded_turn(turn: object) -> object:
-    """A turn of a list; one that is JSON text decoded."""
     return turns_in(turn, "") if isinstance(turn, str) else turn
 
 
 def _message(turn: object) -> Message:
-    """The message of one turn. Raises ConversationError."""
     if not isinstance(turn, Mapping):
         raise ConversationError(f"a turn is not an object but {type(turn).__name__}")
     extra = {key: cell for key, cell in turn.items() if cell is not None}  # tables fill keys of other turns with None
@@ -307,8 +299,8 @@ def _message(turn: object) -> Message:
         if not calls:
             raise ConversationError("a turn of a call has no call", key or "content")
     elif content is not None:
-        text, thought, parts = _within(key, _content, content, role)
-        message["content"], calls = text, parts or calls
+        text, thought, content_calls = _within(key, _content, content, role)
+        message["content"], calls = text, content_calls or calls
         thoughts = [*thoughts, thought] if thought.strip() else thoughts
     elif role in ("user", "system"):
         raise ConversationError(f"a message of the role {role} has no content")
@@ -330,7 +322,6 @@ def _message(turn: object) -> Message:
 
 
 def _within[T](key: str | None, read: Callable[..., T], *values: object) -> T:
-    """What `read` makes of the value of a key; its errors name the key."""
     try:
         return read(*values)
     except ConversationError as error:
@@ -338,7 +329,7 @@ def _within[T](key: str | None, read: Callable[..., T], *values: object) -> T:
 
 
 def _role(extra: Message) -> tuple[str, bool]:
-    """(The role of a turn, whether its content is calls); takes the speaker's key out of `extra`."""
+    """(Role, whether the content is calls); removes the speaker's key from `extra`."""
     key = next((key for key in SPEAKER if key in extra), None)
     if key is None:
         raise ConversationError(f"a message has no role; it has {', '.join(map(str, extra)) or 'nothing'}")
@@ -354,7 +345,7 @@ def _role(extra: Message) -> tuple[str, bool]:
 
 
 def _content(value: object, role: str) -> tuple[str, str, list[Message]]:
-    """(Text, thought, calls) of a content: text, a list of typed parts, or what a tool returned."""
+    """(Text, thought, calls) of text, a list of typed parts, or a tool's result."""
     if isinstance(value, str):
         return value, "", []
     if role == "tool" and _is_data(value):
@@ -377,13 +368,13 @@ def _content(value: object, role: str) -> tuple[str, str, list[Message]]:
 
 
 def _is_data(value: object) -> bool:
-    """Whether what a tool returned is data, and not typed parts of text."""
+    """Whether a tool's result is data, not typed parts of text."""
     items = value if isinstance(value, list | tuple) else [value]
     return not all(isinstance(part, str) or (isinstance(part, Mapping) and "type" in part) for part in items)
 
 
 def _part(part: object) -> tuple[str, str | None]:
-    """(Type, text) of a part of a content; the text is None if it has none."""
+    """(Type, text or None) of a part of a content."""
     if isinstance(part, str):
         return "text", part
     if not isinstance(part, Mapping):
@@ -397,21 +388,20 @@ def _part(part: object) -> tuple[str, str | None]:
 
 
 def _thoughts(extra: Message) -> list[str]:
-    """The thoughts of a turn, which are taken out of `extra`: texts, or lists of parts."""
-    found = []
+    """The thoughts of a turn, removed from `extra`: texts, or lists of parts."""
+    thoughts = []
     for key in THOUGHT:
         value = extra.get(key)
         if isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(p, Mapping) for p in value)):
             text = value if isinstance(value, str) else "".join(_part(part)[1] or "" for part in value)
             del extra[key]
             if text.strip():
-                found.append(text)
-    return found
+                thoughts.append(text)
+    return thoughts
 
 
 def _calls(value: object) -> tuple[str, list[Message]]:
-    """(Text beside the calls, calls) of what a turn says of its calls: a call, a list of them, or their JSON text, also
-    in <tool_call> marks."""
+    """(Text before the calls, calls) of a call, a list, or their JSON text, also in <tool_call> marks."""
     text = ""
     if isinstance(value, str):
         if "<tool_call>" in value:
@@ -429,23 +419,23 @@ def _calls(value: object) -> tuple[str, list[Message]]:
 
 
 def _several(text: str) -> object:
-    """The JSON value of a text, or a list of the values that stand one behind the other in it."""
-    values, decoder, rest = [], json.JSONDecoder(object_pairs_hook=_unique), text.strip()
-    while rest:
+    """The JSON value of a text, or a list of those that follow one another in it."""
+    values, decoder, tail = [], json.JSONDecoder(object_pairs_hook=_unique), text.strip()
+    while tail:
         try:
-            value, end = decoder.raw_decode(rest)
+            value, end = decoder.raw_decode(tail)
         except ConversationError:
             raise
         except (ValueError, RecursionError):
             _refuse_printed(text, _looks_written)
             raise ConversationError(f"a tool call is not JSON: {text.strip()[:60]!r}") from None
         values.append(value)
-        rest = rest[end:].lstrip(" \t\r\n;,")
+        tail = tail[end:].lstrip(" \t\r\n;,")
     return values[0] if len(values) == 1 else values
 
 
 def _call(call: object) -> Message:
-    """A call as templates take it: {"id" (if there is one), "type": "function", "function": {"name", "arguments"}}."""
+    """A call in the templates' form: {"id" (if any), "type": "function", "function": {"name", "arguments"}}."""
     if isinstance(call, str):
         call = _loaded(call, "a tool call is not JSON")
     if not isinstance(call, Mapping):
@@ -462,7 +452,7 @@ def _call(call: object) -> Message:
 
 
 def _arguments(value: object, name: str) -> dict[str, object]:
-    """The arguments of a call as an object: from an object, its JSON text, a list of pairs, or nothing."""
+    """The arguments of a call, from an object, its JSON text, a list of pairs, or nothing."""
     for _ in range(2):  # JSON text of JSON text is written too
         if isinstance(value, str):
             value = _loaded(value, f"the arguments of the tool call {name} are not JSON") if value.strip() else None
@@ -482,7 +472,6 @@ def _is_entry(item: object) -> bool:
 
 
 def _schema(tool: object, column: str, index: int) -> Message:
-    """The schema of one tool in OpenAI's form."""
     if isinstance(tool, str):
         tool = _loaded(tool, "a tool is not JSON", column, index)
     if not isinstance(tool, Mapping):
@@ -500,15 +489,15 @@ def _schema(tool: object, column: str, index: int) -> Message:
 
 
 def _marks(extra: Message, message: Message) -> Message:
-    """The marks of training of a turn, as {"train"} and {"train_detail"}, taken out of `extra`."""
-    said: dict[str, bool] = {}
+    """The training marks of a turn as {"train", "train_detail"}, removed from `extra`."""
+    truths: dict[str, bool] = {}
     details = None
     for key in list(extra):
         name = snake(key)
         if name in MARKS:
             value = _truth(extra[key], key)
             del extra[key]
-            said[key] = value is MARKS[name]
+            truths[key] = value is MARKS[name]
         elif name in DETAILS:
             details = _within(key, _details, extra.pop(key), message["content"])
         elif message["role"] == "assistant" and name not in NEUTRAL and _MARKING.search(name) and _is_mark(extra[key]):
@@ -517,9 +506,9 @@ def _marks(extra: Message, message: Message) -> Message:
                 "loss_mask (1 trains on it) or masked (true leaves it out)",
                 key,
             )
-    if len(set(said.values())) > 1:
-        raise ConversationError(f"{', '.join(said)} disagree whether the turn is trained on: leave one")
-    marks: Message = {"train": next(iter(said.values()))} if said else {}
+    if len(set(truths.values())) > 1:
+        raise ConversationError(f"{', '.join(truths)} disagree whether the turn is trained on: leave one")
+    marks: Message = {"train": next(iter(truths.values()))} if truths else {}
     if details is not None and marks.get("train", True):
         marks["train_detail"] = details
     return marks
@@ -531,7 +520,7 @@ def _short(value: object) -> str:
 
 
 def snake(key: object) -> str:
-    """The name of a key in lower case with underscores."""
+    """A key in lower case with underscores."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(key)).lower().replace("-", "_")
 
 
@@ -540,7 +529,6 @@ def _is_mark(value: object) -> bool:
 
 
 def _truth(value: object, key: str) -> bool:
-    """The truth of a mark's value. Raises for what is neither 0 nor 1."""
     truth = _TRUTH.get(str(value).strip().lower())
     if truth is None:
         raise ConversationError(f"{_short(value)}: answers are trained on or not; write true or false (1 or 0)", key)
@@ -548,7 +536,7 @@ def _truth(value: object, key: str) -> bool:
 
 
 def _details(value: object, content: str) -> list[Message]:
-    """The spans of a text that are trained on or not, in order: checked."""
+    """The checked spans of a text that are trained on or not, in order."""
     if isinstance(value, str):
         value = _loaded(value, "is not JSON")
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
@@ -567,7 +555,7 @@ def _details(value: object, content: str) -> list[Message]:
 
 
 def _refuse_selected_questions(messages: Sequence[Message], column: str) -> None:
-    """Raises if the marks of a conversation select a turn that is no answer. Marks that are all true select nothing."""
+    """Raises if marks select a turn that is no answer; marks that are all true select nothing."""
     marked = [message.get("train", True) for message in messages if "train" in message or "train_detail" in message]
     if all(marked) and not any("train_detail" in message for message in messages):
         return
@@ -582,31 +570,30 @@ def _refuse_selected_questions(messages: Sequence[Message], column: str) -> None
 
 
 def _joined(messages: list[Message], column: str) -> list[Message]:
-    """The messages, with each run of the assistant's turns that calls tools as one message."""
+    """The messages, with each run of assistant turns that calls tools as one."""
     result: list[Message] = []
-    at = 0
-    while at < len(messages):
-        end = at + 1
+    start = 0
+    while start < len(messages):
+        end = start + 1
         while end < len(messages) and _continues(messages[end - 1], messages[end]):
             end += 1
-        run = messages[at:end]
+        run = messages[start:end]
         if len(run) > 1 and any("tool_calls" in message for message in run):
             try:
                 run = [_one(run)]
             except ConversationError as error:
-                raise error.inside(column, at) from None
+                raise error.inside(column, start) from None
         result += run
-        at = end
+        start = end
     return result
 
 
 def _continues(before: Message, message: Message) -> bool:
-    same = before["role"] == message["role"] == "assistant"
-    return same and before.get("name") == message.get("name")
+    are_answers = before["role"] == message["role"] == "assistant"
+    return are_answers and before.get("name") == message.get("name")
 
 
 def _one(run: list[Message]) -> Message:
-    """One message of the assistant's consecutive turns."""
     merged: Message = {"role": "assistant", "content": ""}
     spans: list[Message] = []
     marks = [message.get("train", True) for message in run]

@@ -1,4 +1,4 @@
-"""The tokens of a prompt, which are the same wherever a model is asked and where its rows are made."""
+"""The tokens of a prompt, the same where a model is asked and where its rows are made."""
 
 from __future__ import annotations
 
@@ -26,20 +26,16 @@ def prompt_tokens(
     begins_answer: bool = True,
     continues: bool = False,
 ) -> list[int]:
-    """The token ids by which a model is asked. Their beginning (BOS) is what the tokenizer puts before a text, once,
-    and no EOS is added. Special tokens in what tools returned are text.
+    """The token ids with which a model is asked: BOS once if the tokenizer adds one, no EOS. Special tokens in tool
+    results stay text.
 
-    Args:
-        tokenizer: of transformers.
-        prompt: a text, which is taken as it is, or messages, as a template takes them.
-        template: the Jinja text that writes messages; None: the tokenizer's own, of several the one for `tools`.
-        tools: the schemas of the tools that the messages are written with.
-        arguments: further variables of the template, such as {"enable_thinking": False}.
-        begins_answer: whether messages end with the beginning of an answer.
-        continues: whether the last message is continued; then no answer begins.
+    Raises TemplateError if there is no template, it refuses the messages, or the text is not valid Unicode.
 
-    Raises:
-        TemplateError: the template refuses the messages, there is none, or the text is not valid Unicode.
+      prompt: a text, taken as it is, or messages.
+      template: Jinja text; None: the tokenizer's own, of several the one for `tools`.
+      arguments: further variables, such as {"enable_thinking": False}.
+      begins_answer: end with the beginning of an answer.
+      continues: the last message is continued; no answer begins.
     """
     text, cuts = (prompt, []) if isinstance(prompt, str) else ("", [])
     if not isinstance(prompt, str):
@@ -62,7 +58,7 @@ def prompt_tokens(
 
 
 def text_tokens(tokenizer: Tokenizer, text: str, cuts: Sequence[int] = ()) -> list[int]:
-    """The token ids of a text alone, none over one of the positions `cuts`. Raises `TemplateError` for surrogates."""
+    """The token ids of a text alone, none across a position in `cuts`. Raises TemplateError for surrogates."""
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise TemplateError("not valid Unicode: half of a surrogate pair")
     if not getattr(tokenizer, "is_fast", False):

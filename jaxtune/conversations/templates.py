@@ -1,4 +1,4 @@
-"""The chat templates of a tokenizer: what they write, and the one that is saved."""
+"""Chat templates of a tokenizer: rendering, protected tool text, and the template that is saved."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 class TemplateError(ValueError):
-    """A conversation that the chat template does not write, or a tokenizer without a template."""
+    """A conversation that the chat template refuses, or a tokenizer without a template."""
 
 
 def checked_arguments(value: object, key: str) -> Arguments | None:
-    """Arguments of a chat template, such as {"enable_thinking": False}; raises ValueError, which names `key`."""
+    """Template arguments, such as {"enable_thinking": False}. Raises ValueError, which names `key`."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -48,11 +48,10 @@ def render(
     continue_final: bool = False,
     arguments: Arguments | None = None,
 ) -> str:
-    """The text of a conversation by a template's Jinja text. Raises `TemplateError` if the template refuses it.
+    """The text of a conversation. Raises TemplateError if the template refuses it.
 
-    Args:
-        continue_final: the text ends within the last message, which is to be continued.
-        arguments: further variables of the template, such as enable_thinking.
+    continue_final: the text ends within the last message.
+    arguments: further variables, such as enable_thinking.
     """
     options = {**(arguments or {}), **({"continue_final_message": True} if continue_final else {})}
     try:
@@ -72,46 +71,45 @@ def render(
 
 
 def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """A pattern that matches the texts of special tokens; None if there are none."""
+    """A pattern of the special tokens' texts; None without any."""
     texts = {str(tokenizer.convert_ids_to_tokens(index)) for index in special_ids(tokenizer)}
     longest_first = sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def guarded(messages: Sequence[Message], special: re.Pattern[str] | None) -> tuple[list[Message], str]:
-    """The messages with a mark inside each special token's text that a tool returned, and the mark; "" without any.
-
-    `unguarded` takes the marks out of the rendered text again. special: what `special_pattern` returns.
+    """The messages with a mark inside each special token's text in tool results, and the mark ("" if none was needed).
+    `unguarded` removes them after rendering. special: `special_pattern`.
     """
     messages = list(messages)
-    places = [
-        place
-        for place, message in enumerate(messages)
+    marked_indices = [
+        index
+        for index, message in enumerate(messages)
         if special is not None
         and message.get("role") == "tool"
         and isinstance(message.get("content"), str)
         and special.search(message["content"])
     ]
-    if special is None or not places:
+    if special is None or not marked_indices:
         return messages, ""
     text = json.dumps(messages, ensure_ascii=False, default=str)
     mark = next(char for char in map(chr, range(0xF8FF, 0xE000, -1)) if char not in text)
-    for place in places:
-        content = special.sub(lambda match: match[0][0] + mark + match[0][1:], messages[place]["content"])
-        messages[place] = {**messages[place], "content": content}
+    for index in marked_indices:
+        content = special.sub(lambda match: match[0][0] + mark + match[0][1:], messages[index]["content"])
+        messages[index] = {**messages[index], "content": content}
     return messages, mark
 
 
 def unguarded(text: str, mark: str) -> tuple[str, list[int]]:
-    """The text without the marks of `guarded`, and where they stood: a token over such a place would be special."""
+    """The text without `guarded`'s marks, and their positions, which no token may span, or it would be special."""
     if not mark:
         return text, []
-    first, *others = text.split(mark)
-    whole, cuts = first, []
-    for piece in others:
-        cuts.append(len(whole))
-        whole += piece
-    return whole, cuts
+    first, *later_pieces = text.split(mark)
+    joined, cuts = first, []
+    for piece in later_pieces:
+        cuts.append(len(joined))
+        joined += piece
+    return joined, cuts
 
 
 # --- saved templates
@@ -125,9 +123,8 @@ _PROBES = (
 
 
 def asking_template(tokenizer: Tokenizer, template: str, arguments: Arguments | None = None) -> str:
-    """A template that writes by itself what rows and prompts begin with here, for programs that add nothing to it.
-
-    It writes the BOS that the tokenizer adds and the template does not, and has `arguments` as defaults.
+    """A template that itself writes the BOS that the tokenizer adds, and has `arguments` as defaults, for programs that
+    add nothing.
     """
     if arguments:
         lines = (
@@ -149,20 +146,19 @@ def asking_template(tokenizer: Tokenizer, template: str, arguments: Arguments | 
 
 
 def asking_templates(tokenizer: Tokenizer, arguments: Arguments | None = None) -> Any:
-    """The tokenizer's `chat_template`, text or several by name, with each as `asking_template` makes it."""
-    own = tokenizer.chat_template
-    if isinstance(own, Mapping):
-        return {name: asking_template(tokenizer, text, arguments) for name, text in own.items()}
-    return asking_template(tokenizer, own, arguments) if own else own
+    """The tokenizer's `chat_template` (text, or several by name) through `asking_template`."""
+    templates = tokenizer.chat_template
+    if isinstance(templates, Mapping):
+        return {name: asking_template(tokenizer, text, arguments) for name, text in templates.items()}
+    return asking_template(tokenizer, templates, arguments) if templates else templates
 
 
 def _at_line_start(template: str) -> str:
-    """The template, which may follow other text: white space before its first block stays at the start of a line."""
+    """The template to follow other text: leading white space stays at the start of a line."""
     return "{# #}\n" + template if template[:1].isspace() else template
 
 
 def _tried(tokenizer: Tokenizer, template: str) -> str | None:
-    """A short conversation in the template; None if it writes none that is tried."""
     for messages in _PROBES:
         try:
             return render(tokenizer, template, messages)

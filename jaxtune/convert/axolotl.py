@@ -123,30 +123,30 @@ def _objective(recipe: Translation) -> str:
 
 def _grpo(recipe: Translation, rl: str) -> None:
     section = recipe.table.sections["trl"]
-    given = {key: value for key, value in (recipe["trl"] or {}).items() if value is not None}
-    recipe.same(section, given, {})
-    beta = given.get("beta", recipe["rl_beta"])
+    trl_values = {key: value for key, value in (recipe["trl"] or {}).items() if value is not None}
+    recipe.same(section, trl_values, {})
+    beta = trl_values.get("beta", recipe["rl_beta"])
     if beta is not None:
         recipe.set("objective.beta", beta)
-    if rl == "gdpo" and "multi_objective_aggregation" not in given:
+    if rl == "gdpo" and "multi_objective_aggregation" not in trl_values:
         recipe.set("objective.multi_objective_aggregation", "normalize_then_sum")
-    if "scale_rewards" in given:
-        scale = given["scale_rewards"]
+    if "scale_rewards" in trl_values:
+        scale = trl_values["scale_rewards"]
         recipe.set("objective.scale_rewards", {True: "group", False: "none"}.get(scale, scale))
-    functions = common.functions(recipe, common.listed(given.get("reward_funcs")))
-    if given.get("rollout_func"):
-        recipe.set("objective.rollout_func", common.functions(recipe, [given["rollout_func"]])[0])
+    functions = common.functions(recipe, common.listed(trl_values.get("reward_funcs")))
+    if trl_values.get("rollout_func"):
+        recipe.set("objective.rollout_func", common.functions(recipe, [trl_values["rollout_func"]])[0])
     if functions:
         recipe.set("objective.reward_funcs", functions)
-    elif not given.get("rollout_func"):
+    elif not trl_values.get("rollout_func"):
         raise ConfigError("trl.reward_funcs is empty: grpo needs reward functions, as module.function")
     rows = (recipe["micro_batch_size"] or 1) * (recipe["gradient_accumulation_steps"] or 1)
-    if size := given.get("generation_batch_size"):
+    if size := trl_values.get("generation_batch_size"):
         if size % rows:
             recipe.lack("generation_batch_size of trl", size, f"not a multiple of the {rows} answers of a step")
         elif size > rows:
             recipe.set("objective.steps_per_generation", size // rows)
-    recipe.leftovers(section, given, "trl")
+    recipe.leftovers(section, trl_values, "trl")
 
 
 def _chat_template(recipe: Translation) -> None:
@@ -167,8 +167,8 @@ def _data(recipe: Translation, method: str) -> None:
     pretraining = recipe["pretraining_dataset"]
     entries = pretraining or recipe["datasets"] or []
     entries = [
-        {"path": one} if isinstance(one, str) else one
-        for one in ([entries] if isinstance(entries, Mapping | str) else entries)
+        {"path": dataset} if isinstance(dataset, str) else dataset
+        for dataset in ([entries] if isinstance(entries, Mapping | str) else entries)
     ]
     common.rows(
         recipe, "data.train", [rows for entry in entries for rows in _entry(recipe, entry, method, bool(pretraining))]
@@ -203,7 +203,7 @@ def _data(recipe: Translation, method: str) -> None:
 
 
 def _entry(recipe: Translation, entry: Mapping[str, Any], method: str, pretraining: bool) -> list[str]:
-    """The names of the rows of one entry of `datasets`, with its columns and template in the recipe."""
+    """The names of an entry's rows in `datasets`; sets its columns and template in the recipe."""
     section = recipe.table.sections["datasets"]
     path, files = str(entry.get("path")), entry.get("data_files")
     config, split = entry.get("name"), entry.get("split")
@@ -213,25 +213,25 @@ def _entry(recipe: Translation, entry: Mapping[str, Any], method: str, pretraini
         names = [f"{path}:{config or ''}:{split or 'train'}"]
     else:
         names = [path]
-    of = ", ".join(names)
+    label = ", ".join(names)
     kind = entry.get("type")
     if pretraining:
-        common.columns(recipe, {"text": entry.get("text_column") or "text"}, of)
+        common.columns(recipe, {"text": entry.get("text_column") or "text"}, label)
     elif isinstance(kind, Mapping):
-        _own_format(recipe, kind, of, method)
+        _own_format(recipe, kind, label, method)
     elif method in ("sft", "reward") and not (method == "reward" and kind is None):
-        _supervised(recipe, entry, kind, of, method)
+        _supervised(recipe, entry, kind, label, method)
     elif method != "grpo":
-        _preferences(recipe, entry, str(kind or "chat_template.default"), of)
+        _preferences(recipe, entry, str(kind or "chat_template.default"), label)
     elif kind is not None:
-        recipe.lack(f"type of {of}", kind, "rows with a column prompt; the other columns go to the reward functions")
+        recipe.lack(f"type of {label}", kind, "rows with a column prompt; the other columns go to the reward functions")
     for key in ("shards", "skip"):
         if entry.get(key):
-            recipe.lack(f"{key} of {of}", entry[key], "[:N] behind a file or name reads its first N rows")
+            recipe.lack(f"{key} of {label}", entry[key], "[:N] behind a file or name reads its first N rows")
     if (weight := entry.get("weight")) not in (None, 1, 1.0):
-        recipe.lack(f"weight of {of}", weight, "data.train = [[rows, weight], ...] mixes during the run, with steps")
+        recipe.lack(f"weight of {label}", weight, "data.train = [[rows, weight], ...] mixes during the run, with steps")
     plain = {key: value for key, value in entry.items() if not _is_usual(key, value, recipe)}
-    recipe.leftovers(section, plain, of)
+    recipe.leftovers(section, plain, label)
     return names
 
 
@@ -259,84 +259,84 @@ def _is_usual(key: str, value: Any, recipe: Translation) -> bool:
 _ROLES = {"user": ("human",), "assistant": ("gpt",)}  # what rows may call a role
 
 
-def _own_format(recipe: Translation, kind: Mapping[str, Any], of: str, method: str) -> None:
+def _own_format(recipe: Translation, kind: Mapping[str, Any], label: str, method: str) -> None:
     names = {"instruction": "field_instruction", "input": "field_input", "output": "field_output"}
     if method != "sft":
         names = {"prompt": "field_prompt", "chosen": "field_chosen", "rejected": "field_rejected"}
         names |= {"completion": "field_completion", "label": "field_label"}
     names |= {"system": "field_system"}
-    common.columns(recipe, {ours: kind[source] for ours, source in names.items() if kind.get(source)}, of)
+    common.columns(recipe, {ours: kind[source] for ours, source in names.items() if kind.get(source)}, label)
     for key in kind.keys() - names.values():
         if kind[key]:
-            recipe.lack(f"{key} of {of}", kind[key], "data.template: a .jinja file that writes it")
+            recipe.lack(f"{key} of {label}", kind[key], "data.template: a .jinja file that writes it")
 
 
-def _supervised(recipe: Translation, entry: Mapping[str, Any], kind: Any, of: str, method: str) -> None:
+def _supervised(recipe: Translation, entry: Mapping[str, Any], kind: Any, label: str, method: str) -> None:
     family = str(kind).partition(".")[0]
     if kind == "completion":
-        common.columns(recipe, {"text": entry.get("field") or "text"}, of)
+        common.columns(recipe, {"text": entry.get("field") or "text"}, label)
         recipe.set("data.train_on", "all")
     elif family == "chat_template":
         field = entry.get("field_messages", "messages")
-        common.columns(recipe, {} if field in ("messages", "conversations") else {"messages": field}, of)
+        common.columns(recipe, {} if field in ("messages", "conversations") else {"messages": field}, label)
         if recipe.get("data.template") is None:
-            common.template(recipe, "tokenizer", of)
+            common.template(recipe, "tokenizer", label)
         if recipe.get("data.template") == "qwen-3":
             recipe.set("data.template", _thought_untrained())
     elif kind == "alpaca":
-        recipe.notes.append(f"{of}: an answer is tokenised with its prompt; there apart, which SentencePiece shows")
+        recipe.notes.append(f"{label}: an answer is tokenised with its prompt; there apart, which SentencePiece shows")
     elif method == "reward" and kind in ("bradley_terry.chat_template", "bradley_terry.llama3"):
-        recipe.lack(f"type of {of}", kind, "a system message that is empty is left out; there its turn is written")
+        recipe.lack(f"type of {label}", kind, "a system message that is empty is left out; there its turn is written")
         if kind.endswith("llama3"):
-            common.template(recipe, "llama-3", of)
+            common.template(recipe, "llama-3", label)
     elif kind is not None:
-        recipe.lack(f"type of {of}", kind, "data.template: a .jinja file that writes this form")
+        recipe.lack(f"type of {label}", kind, "data.template: a .jinja file that writes this form")
 
 
 def _thought_untrained() -> str:
-    """The template qwen-3, of which an empty thought before an answer is not trained on."""
+    """The template qwen-3, without training on an empty thought before an answer."""
     text, mark, write = PACKAGED["qwen-3"].text, "{%- generation %}\n", "{{- '<think>\\n' + thought.strip('\\n')"
-    shown = "loop.index0 > asked.last and (loop.last or thought)"
-    if not all(text.count(part) == 1 for part in (mark, write, shown)):
+    condition = "loop.index0 > asked.last and (loop.last or thought)"
+    if not all(text.count(piece) == 1 for piece in (mark, write, condition)):
         raise AssertionError("the template qwen-3 has another form")
     empty = "{{ '<think>\\n\\n</think>\\n\\n' }}"
-    before = "{%- if loop.index0 > asked.last and loop.last and not thought %}" + empty + "{% endif %}\n"
-    text = text.replace(mark, "").replace(f"{{%- if {shown} %}}", before + mark + f"{{%- if {shown} %}}")
+    empty_thought = "{%- if loop.index0 > asked.last and loop.last and not thought %}" + empty + "{% endif %}\n"
+    text = text.replace(mark, "").replace(f"{{%- if {condition} %}}", empty_thought + mark + f"{{%- if {condition} %}}")
     return text.replace(write, "{{- '' if not thought else '<think>\\n' + thought.strip('\\n')")
 
 
-def _preferences(recipe: Translation, entry: Mapping[str, Any], kind: str, of: str) -> None:
+def _preferences(recipe: Translation, entry: Mapping[str, Any], kind: str, label: str) -> None:
     family, _, form = kind.partition(".")
     fields = {side: entry.get(f"field_{side}") or side for side in ("chosen", "rejected")}
     if family == "chat_template" and recipe["rl"] == "orpo":
-        common.columns(recipe, fields, of)
+        common.columns(recipe, fields, label)
         if recipe["chat_template"] == "chatml":  # its trainer adds EOS behind the line break of the last turn
             form = factory_templates.forms()["chatml"].copy()
             form["efficient_eos"], form["replace_eos"] = True, False
             recipe.set("data.template", factory_templates.jinja(form, None, True, False))
             recipe.set("data.train_on", "turns")
         else:
-            recipe.lack(f"type of {of}", kind, "there EOS is added behind what the template writes after an answer")
-            common.template(recipe, str(recipe.get("data.template") or "tokenizer"), of)
+            recipe.lack(f"type of {label}", kind, "there EOS is added behind what the template writes after an answer")
+            common.template(recipe, str(recipe.get("data.template") or "tokenizer"), label)
     elif family == "chat_template":
         prompt = {} if form == "argilla_chat" else {"prompt": entry.get("field_messages") or "messages"}
         if prompt.get("prompt") in ("messages", "conversations"):
             prompt = {}
-        common.columns(recipe, {**prompt, **fields}, of)
+        common.columns(recipe, {**prompt, **fields}, label)
         if recipe.get("data.template") is None:
-            common.template(recipe, "tokenizer", of)
+            common.template(recipe, "tokenizer", label)
         if recipe.get("data.template") == "llama-3":
-            recipe.lack(f"type of {of}", kind, "BOS is written once; there the template and the tokenizer write it")
+            recipe.lack(f"type of {label}", kind, "BOS is written once; there the template and the tokenizer write it")
     elif family in ("chatml", "llama3"):
         # Texts as they are; packaged templates strip them.
-        common.template(recipe, factory_templates.jinja(factory_templates.forms()[family], None, True, False), of)
-        asked = {"intel": "question", "icr": "input", "ultra": "prompt", "prompt_pairs": "prompt"}.get(form)
-        if asked:
-            common.columns(recipe, {"prompt": asked, **fields}, of)
+        common.template(recipe, factory_templates.jinja(factory_templates.forms()[family], None, True, False), label)
+        prompt_column = {"intel": "question", "icr": "input", "ultra": "prompt", "prompt_pairs": "prompt"}.get(form)
+        if prompt_column:
+            common.columns(recipe, {"prompt": prompt_column, **fields}, label)
         elif form not in ("", "default", "argilla_chat", "argilla"):
-            recipe.lack(f"type of {of}", kind, "rows with prompt, chosen and rejected")
+            recipe.lack(f"type of {label}", kind, "rows with prompt, chosen and rejected")
     else:
-        recipe.lack(f"type of {of}", kind, "rows with prompt, chosen and rejected; data.template writes their form")
+        recipe.lack(f"type of {label}", kind, "rows with prompt, chosen and rejected; data.template writes their form")
 
 
 def _files(recipe: Translation, path: str, files: Any) -> list[str]:
@@ -376,8 +376,8 @@ def _targets(recipe: Translation) -> None:
         recipe.set("adapter.target_parameters", common.listed(parameters))
         if not modules and not recipe["lora_target_linear"]:
             recipe.set("adapter.target_modules", [])
-    more = {"lora_modules_to_save": "modules_to_save", "peft_use_rslora": "use_rslora", "peft_use_dora": "use_dora"}
-    more |= {"lora_rank_pattern": "rank_pattern", "lora_alpha_pattern": "alpha_pattern"}
-    for key, ours in more.items():
+    options = {"lora_modules_to_save": "modules_to_save", "peft_use_rslora": "use_rslora", "peft_use_dora": "use_dora"}
+    options |= {"lora_rank_pattern": "rank_pattern", "lora_alpha_pattern": "alpha_pattern"}
+    for key, ours in options.items():
         if recipe[key]:
             recipe.set(f"adapter.{ours}", recipe[key])

@@ -1,4 +1,4 @@
-"""What the configs of several programs say in the same way: steps, rates, precision, packing, rows."""
+"""What the configs of several programs say in the same way."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jaxtune.train.config import OptimConfig
 
 def batch(recipe: Translation, rows_key: str, documents: str) -> None:
     """rows_per_step of one GPU. documents: what a row is there, such as "pairs"."""
-    rows, parts = recipe[rows_key] or 1, recipe["gradient_accumulation_steps"] or 1
-    recipe.set("rows_per_step", rows * parts)
+    rows, count = recipe[rows_key] or 1, recipe["gradient_accumulation_steps"] or 1
+    recipe.set("rows_per_step", rows * count)
     recipe.notes.append(
-        f"rows_per_step: {rows} {documents} x {parts} micro-batches of one GPU (of several, multiply by their number); "
+        f"rows_per_step: {rows} {documents} x {count} micro-batches of one GPU (of several, multiply by their number); "
         "the planner chooses the micro-batches"
     )
 
@@ -29,7 +29,7 @@ def length_of_run(recipe: Translation, epochs_key: str) -> None:
 
 
 def schedule(recipe: Translation, name_key: str) -> None:
-    """The section `schedule` but its warm-up."""
+    """The section `schedule`, without warm-up."""
     name, arguments = recipe[name_key], recipe["lr_scheduler_kwargs"] or {}
     if name is None:
         return
@@ -44,7 +44,7 @@ def schedule(recipe: Translation, name_key: str) -> None:
 
 
 def warmup(recipe: Translation, implied_ratio: float | None = None) -> None:
-    """The warm-up as transformers makes it, whose first step has a rate of 0. Steps below 1 are a share of all."""
+    """Warm-up as in transformers, whose first step has a rate of 0. Steps below 1 are a share of all."""
     steps, ratio = recipe["warmup_steps"], recipe["warmup_ratio"]
     if isinstance(steps, float) and 0 < steps < 1:
         steps, ratio = None, steps
@@ -64,8 +64,7 @@ def precision(recipe: Translation, bf16: bool, fp16: bool, *sources: str) -> Non
 
 
 def packing(recipe: Translation, packs: bool, *sources: str) -> None:
-    """Without packing, an update has as many documents as there: data.packing=step, or false where rows are not known
-    before the run."""
+    """data.packing. Without it a step has as many documents as there: "step", or false if rows are not known before."""
     names = recipe.get("data.train")
     mixed = isinstance(names, list) and not isinstance(names[0], str)
     alone = bool(recipe.get("data.streaming")) or mixed
@@ -77,8 +76,8 @@ def packing(recipe: Translation, packs: bool, *sources: str) -> None:
 def columns(recipe: Translation, names: Mapping[str, str], of: str) -> None:
     """data.columns, one map for all rows: {our column: its name in the rows}; other maps are lacking."""
     names = {ours: source for ours, source in names.items() if ours != source}
-    known = recipe.get("data.columns")
-    if known is not None and known != names:
+    current = recipe.get("data.columns")
+    if current is not None and current != names:
         recipe.lack(f"columns of {of}", names, "data.columns is one map for all rows")
     elif names:
         recipe.set("data.columns", names)
@@ -86,23 +85,25 @@ def columns(recipe: Translation, names: Mapping[str, str], of: str) -> None:
 
 def template(recipe: Translation, name: str, of: str) -> None:
     """data.template, one for all rows; another one is lacking."""
-    known = recipe.get("data.template")
-    if known not in (None, name):
-        recipe.lack(f"template of {of}", name, f"data.template is one for all rows, and {known} already")
+    current = recipe.get("data.template")
+    if current not in (None, name):
+        recipe.lack(f"template of {of}", name, f"data.template is one for all rows, and {current} already")
     else:
         recipe.set("data.template", name)
 
 
 def plain_prompts(recipe: Translation, plain: Sequence[str], sets: int) -> None:
-    """Prompts that are written as plain text, whatever template the config names: only without data.template.
+    """Removes data.template for rows whose prompts are plain text whatever template the config names.
 
-    plain: the names of these rows; sets: how many sets of rows there are."""
-    known = recipe.get("data.template")
-    if plain and known is not None:
-        if len(plain) == sets or known == "tokenizer":
+    plain: names of these rows.
+    sets: the number of all sets of rows.
+    """
+    current = recipe.get("data.template")
+    if plain and current is not None:
+        if len(plain) == sets or current == "tokenizer":
             del recipe.values["data"]["template"]
         else:
-            recipe.lack(f"prompts of {', '.join(plain)}", "alpaca", f"data.template is one for all rows, and {known}")
+            recipe.lack(f"prompts of {', '.join(plain)}", "alpaca", f"data.template is one for all rows, and {current}")
 
 
 def rows(recipe: Translation, key: str, names: Sequence[str]) -> None:
@@ -115,7 +116,7 @@ def rows(recipe: Translation, key: str, names: Sequence[str]) -> None:
 
 
 def held_out(recipe: Translation, size_key: str) -> None:
-    """data.eval_rows without held-out rows of their own, and when they are evaluated."""
+    """data.eval_rows without held-out rows, and when they are evaluated."""
     size = recipe[size_key]
     if size and recipe.get("data.eval") is None:
         if recipe.get("data.streaming"):
@@ -137,7 +138,7 @@ def held_out(recipe: Translation, size_key: str) -> None:
 
 
 def early_stop(recipe: Translation, patience_key: str) -> None:
-    """guards.patience with its metric. The best checkpoint is of the same one."""
+    """guards.patience with its metric, which also chooses the best checkpoint."""
     patience, metric = recipe[patience_key], str(recipe["metric_for_best_model"] or "loss")
     metric = metric if metric.startswith("eval_") else f"eval_{metric}"
     greatest = recipe["greater_is_better"]
@@ -192,16 +193,16 @@ def listed(value: Any) -> list[str]:
     """Names in a list, or in a text between commas."""
     if value is None:
         return []
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else list(value)
 
 
 def functions(recipe: Translation, names: Iterable[str]) -> list[str]:
-    """Reward functions as file.py:name, of dotted import paths; a name that is none is lacking."""
-    known = []
+    """Reward functions as file.py:name, of dotted import paths; other names are lacking."""
+    paths = []
     for name in names:
         module, _, function = str(name).rpartition(".")
         if module and function:
-            known.append(f"{module.replace('.', '/')}.py:{function}")
+            paths.append(f"{module.replace('.', '/')}.py:{function}")
         else:
             recipe.lack("reward_funcs", name, "file.py:function, or exact_number, exact_match, tagged_format")
-    return known
+    return paths

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's templates in Jinja: the text of its rows, with {% generation %} around what it trains on."""
+"""LLaMA-Factory's templates in Jinja: its rows' text, with {% generation %} around what it trains on."""
 
 from __future__ import annotations
 
@@ -43,17 +43,16 @@ def begins_with_bos(form: Form) -> bool:
 def jinja(form: Form, system: str | None, thinking: bool | None, last_only: bool) -> str:
     """The text of a chat template.
 
-    Args:
-      system: the message of rows without one; None: the template's own.
-      thinking: whether an empty thought is trained on (enable_thinking); False leaves out all thoughts.
-      last_only: whether earlier answers lose their thoughts.
+    system: the message of rows without one; None: the template's own.
+    thinking: whether an empty thought is trained on; False leaves out all thoughts.
+    last_only: earlier answers lose their thoughts.
     """
     user = _joined(form.get("format_user") or ["{{content}}"], "asked", form)
     answer = list(form.get("format_assistant") or ["{{content}}"])
     if "format_assistant" not in form and not form.get("efficient_eos"):
         answer.append({"special": "eos_token"})
     fused = form.get("template_class") == "Llama2Template"
-    before = _joined(form.get("format_system") or ["{{content}}"], "system", form)
+    system_turn = _joined(form.get("format_system") or ["{{content}}"], "system", form)
     end = _joined([{"special": "eos_token"}], "", form)
     lines = [
         "{%- if tools %}{{ raise_exception('the template has no place for tools') }}{% endif %}",
@@ -62,11 +61,11 @@ def jinja(form: Form, system: str | None, thinking: bool | None, last_only: bool
         + _text(form.get("default_system", "") if system is None else system)
         + " %}",
         "{{- " + _joined(form.get("format_prefix") or [], "", form) + " }}",
-        "" if fused else "{{- " + before + " if system else '' }}",
+        "" if fused else "{{- " + system_turn + " if system else '' }}",
         "{%- for message in (messages[1:] if first else messages) %}",
         "{%- if message.role == 'user' %}",
         "{%- set asked = "
-        + (f"({before} if loop.first and system else '') + " if fused else "")
+        + (f"({system_turn} if loop.first and system else '') + " if fused else "")
         + "message.content %}",
         "{{- " + user + " }}",
         "{%- elif message.role == 'assistant' and not message.tool_calls %}",
@@ -98,15 +97,15 @@ def _thought(form: Form, thinking: bool | None, last_only: bool) -> list[str]:
 
 
 def _joined(pieces: Sequence[str | dict[str, str]], content: str, form: Form) -> str:
-    """A Jinja expression of the pieces of a turn, with the variable `content` for its text."""
+    """A Jinja expression of a turn's pieces, with the variable `content` for its text."""
     words = []
     for piece in pieces:
         if isinstance(piece, dict):
             words.append(_token(piece, form))
         else:
-            before, found, after = piece.partition("{{content}}")
+            before, placeholder, after = piece.partition("{{content}}")
             words += [_text(before)] if before else []
-            words += [content] if found else []
+            words += [content] if placeholder else []
             words += [_text(after)] if after else []
     return "(" + (" + ".join(words) or "''") + ")"
 

@@ -83,10 +83,10 @@ def _objective(recipe: Translation, stage: str) -> str:
 
 
 def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
-    known = _dataset_info(folder, str(recipe["dataset_dir"]))
+    dataset_info = _dataset_info(folder, str(recipe["dataset_dir"]))
     most = recipe["max_samples"]
     for key, source in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
-        names = [_registered(recipe, name, known, method) for name in common.listed(recipe[source])]
+        names = [_registered(recipe, name, dataset_info, method) for name in common.listed(recipe[source])]
         common.rows(recipe, key, [f"{name}[:{most}]" if most else name for name in names])
     recipe.set("data.length", recipe["cutoff_len"], "cutoff_len")
     if recipe["streaming"]:
@@ -113,7 +113,7 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
 
 
 def _template(recipe: Translation, method: str) -> None:
-    """data.template: what the named template writes; of none, the tokenizer's own, as there."""
+    """data.template: what the named template writes; without a name the tokenizer's own, as there."""
     name = recipe["template"]
     if name is None:
         recipe.set("data.template", "tokenizer")
@@ -136,7 +136,7 @@ def _template(recipe: Translation, method: str) -> None:
 
 def _mixture(recipe: Translation) -> None:
     """data.train with shares, if rows are interleaved by probabilities."""
-    shares = [float(part) for part in common.listed(recipe["interleave_probs"])]
+    shares = [float(text) for text in common.listed(recipe["interleave_probs"])]
     names = recipe.get("data.train")
     if not shares or recipe["mix_strategy"] == "concat" or not isinstance(names, list):
         return
@@ -173,16 +173,15 @@ def _adapter(recipe: Translation) -> None:
     recipe.set("adapter.target_modules", "all-linear" if modules == ["all"] else modules)
     if parameters := common.listed(recipe["lora_target_parameters"]):
         recipe.set("adapter.target_parameters", parameters)
-    if more := common.listed(recipe["additional_target"]):
-        recipe.set("adapter.modules_to_save", more)
+    if modules_to_save := common.listed(recipe["additional_target"]):
+        recipe.set("adapter.modules_to_save", modules_to_save)
     for key in ("use_rslora", "use_dora"):
         if recipe[key]:
             recipe.set(f"adapter.{key}", True)
 
 
 def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
-    """The entries of dataset_info.json in `folder`/`name`, or in `name` below the current folder, each with the folder
-    of its file as "base". Raises ConfigError if it is no JSON of such entries."""
+    """Entries of dataset_info.json below `folder` or the current folder, with the folder of the file as "base"."""
     for base in (folder, Path()):
         path = base / name / "dataset_info.json"
         if path.is_file():
@@ -196,9 +195,9 @@ def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
     return {}
 
 
-def _registered(recipe: Translation, name: str, known: Mapping[str, Any], method: str) -> str:
-    """The file or hub name of a registered data set; its columns go into the recipe."""
-    entry = known.get(name)
+def _registered(recipe: Translation, name: str, dataset_info: Mapping[str, Any], method: str) -> str:
+    """The file or hub name of a registered data set; sets its columns in the recipe."""
+    entry = dataset_info.get(name)
     if entry is None:
         recipe.lack(f"data set {name}", name, "it is not in dataset_info.json: put its file or hub name there")
         return name
@@ -227,27 +226,27 @@ def _registered(recipe: Translation, name: str, known: Mapping[str, Any], method
 
 def _columns(entry: Mapping[str, Any], method: str, recipe: Translation, name: str) -> dict[str, str]:
     """{our column: source} of an entry."""
-    own = dict(entry.get("columns") or {})
+    entry_columns = dict(entry.get("columns") or {})
     pairs = method != "sft"
     for key in ("images", "videos", "audios"):
-        if own.pop(key, None):
+        if entry_columns.pop(key, None):
             recipe.lack(f"{key} of {name}", key, "only text can be trained on")
-    if history := own.pop("history", None):
+    if history := entry_columns.pop("history", None):
         recipe.lack(f"history of {name}", history, "turns before the last one: rows of messages")
-    names = {ours: own[ours] for ours in ("system", "tools", "chosen", "rejected") if own.get(ours)}
-    if own.get("kto_tag"):
-        names["label"] = own["kto_tag"]
+    names = {ours: entry_columns[ours] for ours in ("system", "tools", "chosen", "rejected") if entry_columns.get(ours)}
+    if entry_columns.get("kto_tag"):
+        names["label"] = entry_columns["kto_tag"]
     if entry.get("formatting", "alpaca") == "alpaca":
-        prompt, query, response = own.get("prompt"), own.get("query"), own.get("response")
-        if not own:
+        prompt, query, response = entry_columns.get("prompt"), entry_columns.get("query"), entry_columns.get("response")
+        if not entry_columns:
             prompt, query, response = "instruction", "input", "output"
         if recipe["stage"] == "pt":
             return {"text": prompt} if prompt else {}
-        asked = f"{{{prompt}}}\n{{{query}}}" if prompt and query else prompt or query
+        prompt_text = f"{{{prompt}}}\n{{{query}}}" if prompt and query else prompt or query
         answer = {"sft": "output", "kto": "completion"}.get(method)
-        names |= {"prompt" if pairs else "instruction": asked} if asked else {}
+        names |= {"prompt" if pairs else "instruction": prompt_text} if prompt_text else {}
         return names | ({answer: response} if answer and response else {})
-    field = own.get("messages") or "conversations"
+    field = entry_columns.get("messages") or "conversations"
     if pairs and method != "kto" and field not in ("messages", "conversations"):
         return names | {"prompt": field}
     return names if field in ("messages", "conversations") else names | {"messages": field}

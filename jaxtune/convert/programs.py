@@ -1,4 +1,4 @@
-"""Which program a config is of, and the recipe that it means."""
+"""Recognises whose config it is, and makes the recipe that it means."""
 
 from __future__ import annotations
 
@@ -16,15 +16,10 @@ _ROOMS = {AXOLOTL: (axolotl, "axolotl"), LLAMA_FACTORY: (llama_factory, "llama_f
 
 
 def recipe_of(values: Mapping[str, Any], folder: Path, trainer: str | None = None) -> Translation:
-    """The recipe that a config of axolotl, LLaMA-Factory or TRL means.
+    """The recipe that a config of axolotl, LLaMA-Factory or TRL means. ConfigError: no known program, model or method.
 
-    Args:
-      values: the config.
-      folder: where it is; LLaMA-Factory's dataset_info.json is looked for below it and below the current folder.
-      trainer: sft, dpo, kto, reward, grpo or rloo: the command of TRL's that the config is for; None: the one trainer
-        that has all of its keys.
-    Raises:
-      ConfigError: the config is of no known program, names no model, or is of a method that jaxtune does not have.
+    folder: the config's; LLaMA-Factory's dataset_info.json is looked for below it and below the current folder.
+    trainer: TRL's command, such as "sft"; None: the one trainer that has all of its keys.
     """
     program = program_of(values)
     if program is None:

@@ -13,28 +13,24 @@ _LOWEST = 1e-7  # transformers' lr_end of "polynomial"
 
 
 def schedule_keys(table: Table, name: str, arguments: Mapping[str, Any], peak: float) -> dict[str, Any]:
-    """{key of the section `schedule`: value} of what transformers' scheduler `name` does after its warm-up.
+    """{key of the section `schedule`: value} of transformers' scheduler `name`, without warm-up; else ValueError.
 
-    Args:
-      arguments: lr_scheduler_kwargs.
-      peak: the highest learning rate, of which min_lr and lr_end become shares.
-    Raises:
-      ValueError: the scheduler, or one of its arguments, is not here; the message says what is.
+    peak: the highest learning rate, of which min_lr and lr_end become shares.
     """
     if name not in table.schedules:
         hint = table.refused_schedules.get(name) or f"one of {', '.join(table.schedules)}"
         raise ValueError(f"{name!r} is not supported. Instead: {hint}")
-    known = table.schedule_arguments.get(name, {})
-    if unknown := [key for key in arguments if key not in known]:
+    key_of = table.schedule_arguments.get(name, {})
+    if unknown := [key for key in arguments if key not in key_of]:
         keywords = {key: arguments[key] for key in unknown}
-        raise ValueError(f"{name!r} with {keywords!r} is not supported; it takes {', '.join(known) or 'no arguments'}")
+        raise ValueError(f"{name!r} with {keywords!r} is not supported; it takes {', '.join(key_of) or 'no arguments'}")
     keywords = {key: value for key, value in arguments.items() if value is not None}
     if name == "polynomial":
         keywords = {"lr_end": _LOWEST, **keywords}
-    lowest = [key for key in keywords if known[key] == "min_ratio"]
+    lowest = [key for key in keywords if key_of[key] == "min_ratio"]
     if name == "cosine_with_min_lr" and len(lowest) != 1:
         raise ValueError(f"{name!r} needs min_lr or min_lr_rate, one of them")
     if name == "warmup_stable_decay" and "num_decay_steps" not in keywords:
         raise ValueError(f"{name!r} needs num_decay_steps")
-    keys = {known[key]: float(value) / peak if key in _RATES else value for key, value in keywords.items()}
+    keys = {key_of[key]: float(value) / peak if key in _RATES else value for key, value in keywords.items()}
     return {"name": table.schedules[name], **keys}

@@ -16,22 +16,22 @@ _FOLDER = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """The keys of a config, or of one of its nested mappings. Each key of `defaults` is in one of the others."""
+    """Keys of a config or of a nested mapping. Each key of `defaults` is in one of the others."""
 
     defaults: Mapping[str, Any]
-    """What a key is if the config leaves it out; None: nothing."""
+    """What a key is if it is left out; None: nothing."""
     same: Mapping[str, str]
-    """{key: the recipe's dotted key with the same value}."""
+    """{key: the recipe's key with the same value}"""
     read: frozenset[str]
     """Keys that the program's module translates."""
     neutral: frozenset[str]
-    """Keys on which the trained weights do not depend here."""
+    """Keys without an effect on the trained weights here."""
     instead: Mapping[str, str]
-    """{neutral key: what does its work here}."""
+    """{neutral key: what does its work here}"""
     refused: frozenset[str]
     """Keys of methods that no recipe can mean."""
     lost: Mapping[str, str]
-    """{key that changes what is trained and has no counterpart: what to use instead, or ""}."""
+    """{key without a counterpart that changes training: what to use instead, or ""}"""
 
     @property
     def known(self) -> frozenset[str]:
@@ -49,9 +49,9 @@ class Table:
     optimizers: Mapping[str, str]
     schedules: Mapping[str, str]
     schedule_arguments: Mapping[str, Mapping[str, str]]
-    """{scheduler: {an argument of it: the key of the section `schedule`}}."""
+    """{scheduler: {argument: key of the section `schedule`}}"""
     refused_schedules: Mapping[str, str]
-    """{scheduler: what to use instead}."""
+    """{scheduler: what to use instead}"""
     templates: Mapping[str, str]
 
 
@@ -63,16 +63,16 @@ def _section(values: Mapping[str, Any], defaults: Mapping[str, Any], base: Mappi
     def names(key: str) -> frozenset[str]:
         return frozenset((values.get(key) or "").split())
 
-    same, read, refused, lost = values.get("same") or {}, names("read"), names("refused"), values.get("lost") or {}
-    own = read | refused | names("neutral") | same.keys() | lost.keys()
+    same_keys, read, refused, lost = values.get("same") or {}, names("read"), names("refused"), values.get("lost") or {}
+    listed = read | refused | names("neutral") | same_keys.keys() | lost.keys()
     return Section(
         defaults={**defaults, **(values.get("defaults") or {})},
-        same=same,
+        same=same_keys,
         read=read,
-        neutral=names("neutral") | (frozenset((base.get("neutral") or "").split()) - own),
+        neutral=names("neutral") | (frozenset((base.get("neutral") or "").split()) - listed),
         instead={**(base.get("instead") or {}), **(values.get("instead") or {})},
         refused=refused,
-        lost={**{key: fix for key, fix in (base.get("lost") or {}).items() if key not in own}, **lost},
+        lost={**{key: fix for key, fix in (base.get("lost") or {}).items() if key not in listed}, **lost},
     )
 
 
@@ -90,8 +90,8 @@ def table(program: str) -> Table:
         marks=tuple(values["marks"]),
         top=_section(values, keys[""], shared),
         sections={
-            name: _section(nested.get(name) or values, own, {} if name in nested else shared)
-            for name, own in keys.items()
+            name: _section(nested.get(name) or values, defaults, {} if name in nested else shared)
+            for name, defaults in keys.items()
             if name
         },
         optimizers={**names["optimizers"], **(values.get("optimizers") or {})},

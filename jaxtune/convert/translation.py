@@ -17,8 +17,7 @@ _BESIDE = ("output", "checkpoint.", "metrics.", "evaluation.", "data.num_workers
 
 @dataclasses.dataclass
 class Translation:
-    """The recipe `values`, with what it lacks, what it does in another way, and what it takes from the defaults of the
-    other program, a line each."""
+    """The recipe `values`, with a line for each thing that it lacks, does otherwise, or takes from defaults."""
 
     program: str
     table: Table
@@ -34,20 +33,21 @@ class Translation:
         self.defaults = {**self.table.top.defaults, **self.defaults}
 
     def __getitem__(self, key: str) -> Any:
-        """The value of the other program's key: the config's, else that program's default."""
+        """The other program's key: the config's value, else that program's default."""
         return self.config.get(key, self.defaults.get(key))
 
     def says(self, *keys: str) -> bool:
         return any(key in self.config for key in keys)
 
     def first(self, *keys: str) -> Any:
-        """The value of the first of several names of one thing that the config has, else the first default."""
+        """The value of the first of several names that the config has, else the first default."""
         values = [self.config[key] for key in keys if key in self.config]
         return values[0] if values else next((self[key] for key in keys if self[key] is not None), None)
 
     def set(self, key: str, value: Any, *sources: str) -> None:
-        """Sets the recipe's dotted key. With `sources`, the keys that say so: if the config has none of them, the value
-        is the other program's default, and is written where it differs from ours."""
+        """Sets the recipe's dotted key. If the config has none of the keys `sources`, the value is the program's
+        default, and is written only where it differs from ours.
+        """
         if sources and not self.says(*sources):
             if key.startswith(_BESIDE) or _OURS().get(key) == _word(value):
                 return
@@ -59,7 +59,7 @@ class Translation:
         inner[last] = value
 
     def get(self, key: str) -> Any:
-        """The value of the recipe's dotted key, None if it is not set."""
+        """The recipe's dotted key; None if it is not set."""
         inner: Any = self.values
         for section in key.split("."):
             inner = inner.get(section) if isinstance(inner, Mapping) else None
@@ -71,15 +71,14 @@ class Translation:
             self.lacking.append(line)
 
     def same(self, section: Section, config: Mapping[str, Any], defaults: Mapping[str, Any], only: str = "") -> None:
-        """Sets the keys that have one value in both programs. only: a prefix of the recipe's keys that apply."""
+        """Sets the keys that have one value in both programs. only: a prefix of the recipe's keys."""
         for key, ours in section.same.items():
             if not ours.startswith(only) or (value := config.get(key, defaults.get(key))) is None:
                 continue
             self.set(ours, value, *(() if key in config else (key,)))
 
     def leftovers(self, section: Section, config: Mapping[str, Any], of: str = "") -> None:
-        """Names each key of a mapping that changes what is trained and is not translated; ConfigError for a method that
-        no recipe can mean."""
+        """Lists keys that change training and are not translated; ConfigError for a method that no recipe can mean."""
         for key, value in config.items():
             if key in section.read or key in section.same or not _is_set(key, value):
                 continue
@@ -97,7 +96,7 @@ class Translation:
             self.lack(name, value, fix)
 
     def choose(self, keys: Sequence[str], ours: str, names: Mapping[str, str]) -> None:
-        """Sets the recipe's key `ours` to our name of what one of `keys` names; what we lack is lacking."""
+        """Sets the recipe's key `ours` to our name for the value of `keys`; an unknown name is lacking."""
         value = self.first(*keys)
         if value is None:
             return
@@ -124,6 +123,6 @@ def _versions(table: Table) -> str:
 
 
 def short(value: Any) -> str:
-    """A value as JSON of at most 60 characters."""
+    """JSON of at most 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

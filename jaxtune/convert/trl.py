@@ -23,8 +23,8 @@ def translate(recipe: Translation, trainer: str | None) -> None:
     trainer = trainer or _only_trainer(recipe)
     if trainer not in TRAINERS:
         raise ConfigError(f"--trainer {trainer}: one of {', '.join(TRAINERS)}")
-    own = recipe.table.sections[trainer]
-    recipe.defaults.update(own.defaults)
+    section = recipe.table.sections[trainer]
+    recipe.defaults.update(section.defaults)
     recipe.defaults.update({"optim": "adamw_torch_fused"})
     recipe.set("model.path", recipe["model_name_or_path"])
     if trainer != "sft":
@@ -44,25 +44,27 @@ def translate(recipe: Translation, trainer: str | None) -> None:
     common.early_stop(recipe, "")
     common.trainer_keys(recipe)
     _objective(recipe, trainer)
-    known = recipe.table.top.defaults.keys() | own.defaults.keys() | {"reward_funcs", "reward_model_name_or_path"}
-    for key in [key for key in recipe.config if key not in known and key in recipe.table.top.known]:
+    known_keys = (
+        recipe.table.top.defaults.keys() | section.defaults.keys() | {"reward_funcs", "reward_model_name_or_path"}
+    )
+    for key in [key for key in recipe.config if key not in known_keys and key in recipe.table.top.known]:
         recipe.lack(key, recipe.config[key], f"trl {trainer} has no such key")
     recipe.leftovers(recipe.table.top, recipe.config)
 
 
 def _only_trainer(recipe: Translation) -> str:
-    """The one trainer that has all keys of the config; ConfigError if several have them."""
+    """The only trainer that has all keys of the config; ConfigError if there is not one."""
     shared = recipe.table.top.defaults.keys()
     keys = [key for key in recipe.config if key not in shared]
     if "reward_funcs" in keys:
-        fits = [name for name in ("grpo", "rloo") if all(_has(recipe, name, key) for key in keys)]
+        matching = [name for name in ("grpo", "rloo") if all(_has(recipe, name, key) for key in keys)]
     else:
-        fits = [name for name in TRAINERS if all(_has(recipe, name, key) for key in keys)]
-    if len(fits) == 1:
-        return fits[0]
+        matching = [name for name in TRAINERS if all(_has(recipe, name, key) for key in keys)]
+    if len(matching) == 1:
+        return matching[0]
     raise ConfigError(
         "the config is of one of TRL's commands and does not say of which: name it with --trainer "
-        + ", ".join(fits or TRAINERS)
+        + ", ".join(matching or TRAINERS)
     )
 
 
@@ -83,9 +85,9 @@ def _loss(recipe: Translation, trainer: str) -> None:
 
 
 def _objective(recipe: Translation, trainer: str) -> None:
-    own = recipe.table.sections[trainer].defaults
+    trainer_defaults = recipe.table.sections[trainer].defaults
     for key, ours in recipe.table.top.same.items():
-        if ours.startswith("objective.") and key in own and key in recipe.config:
+        if ours.startswith("objective.") and key in trainer_defaults and key in recipe.config:
             recipe.set(ours, recipe.config[key])
     if trainer in ("grpo", "rloo"):
         functions = common.functions(recipe, common.listed(recipe["reward_funcs"]))
@@ -97,10 +99,14 @@ def _objective(recipe: Translation, trainer: str) -> None:
             raise ConfigError(f"reward_funcs: {trainer} needs reward functions of your own, as module.function")
         recipe.set("objective.reward_funcs", functions)
         rows = recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
-        size, parts = recipe["generation_batch_size"], recipe.config.get("steps_per_generation")
-        steps = size // rows if size else (parts / recipe["gradient_accumulation_steps"] if parts else 1)
+        size, micro_batches = recipe["generation_batch_size"], recipe.config.get("steps_per_generation")
+        steps = (
+            size // rows if size else (micro_batches / recipe["gradient_accumulation_steps"] if micro_batches else 1)
+        )
         if (size and size % rows) or steps != int(steps) or steps < 1:
-            recipe.lack("generation_batch_size", size or parts, "objective.steps_per_generation counts whole steps")
+            recipe.lack(
+                "generation_batch_size", size or micro_batches, "objective.steps_per_generation counts whole steps"
+            )
         recipe.set("objective.steps_per_generation", max(int(steps), 1))
     if trainer == "grpo" and recipe.says("scale_rewards"):
         scale = recipe["scale_rewards"]
@@ -184,8 +190,8 @@ def _adapter(recipe: Translation) -> None:
     recipe.set("adapter.target_modules", "all-linear" if modules in ([], ["all-linear"]) else modules)
     if parameters:
         recipe.set("adapter.target_parameters", parameters)
-    if more := common.listed(recipe["lora_modules_to_save"]):
-        recipe.set("adapter.modules_to_save", more)
+    if modules_to_save := common.listed(recipe["lora_modules_to_save"]):
+        recipe.set("adapter.modules_to_save", modules_to_save)
     for key in ("use_rslora", "use_dora"):
         if recipe[key]:
             recipe.set(f"adapter.{key}", True)

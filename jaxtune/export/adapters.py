@@ -1,13 +1,8 @@
-"""Export of an adapter in PEFT's format (`write`, for the target "adapter" of export/api.py), and notes for the user on
-which programs can load it (`servers`).
+"""Exports an adapter in PEFT's format, reads it back, and notes which programs can load it, by the releases of 2026.
 
-The files are read back (`verify`). Their tensors must equal the written ones bit for bit, and the product B A of each
-adapted matrix, computed from the files as PEFT does it (`_peft_product`), must be close to the model's (np.allclose).
-The base's weights, the factor alpha / r and DoRA's magnitudes are not part of this second check.
-
-PEFT 0.21 stores an adapter of experts (`target_parameters`) as one pair of matrices for all experts of a parameter,
-such as a layer's down_proj. Servers of 2026 that expect the older layout, one linear per expert, load such files and
-answer wrongly; servers without support for experts' adapters refuse them. The notes describe the releases of 2026.
+PEFT 0.21 stores an adapter of experts (`target_parameters`) as one pair of matrices for all experts of a parameter.
+Servers that expect one linear per expert load such files and answer wrongly; servers without experts' adapters refuse
+them.
 """
 
 from __future__ import annotations
@@ -30,22 +25,11 @@ _BESIDE_BYTES = 64 << 10  # of the config and the header of the weights
 
 
 def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
-    """Writes a model's adapter in PEFT's format into an empty folder, reads the files back and checks them. The entry
-    "adapter" of api.FORMATS calls it, without the size of shards, because an adapter's weights are one file.
+    """Writes a model's adapter, an embedding or head that was trained whole (modules_to_save), and the tokenizer into
+    an empty folder, and verifies it. Returns `servers`' notes.
 
-    Args:
-      model: the model with the adapter. Only the adapter is written, and an embedding or head that was trained whole
-        beside it (modules_to_save).
-      folder: an empty folder.
-      tokenizer: written into the folder too; None: no tokenizer is written.
-    Returns:
-      notes for the user, at least one: which programs can load this adapter (`servers`).
-    Raises:
-      ValueError: the model has no adapter, or one that PEFT's files cannot express; other weights are trainable too; a
-        value is not finite; the disk has no room.
-      ArithmeticError: the tensors that were read back differ from those written, or the product B A of an adapted
-        matrix (without the factor alpha / r and DoRA's magnitudes), as PEFT computes it from the files, is not close to
-        the model's.
+    Raises ValueError for no adapter or one that PEFT cannot express, values that are not finite, or a full disk;
+    ArithmeticError if the files do not verify.
     """
     config, arrays, metadata = adapter_content(model)
     require_space(folder, sum(array.nbytes for array in arrays.values()) + _BESIDE_BYTES)
@@ -56,11 +40,9 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
 
 
 def servers(model: Decoder) -> list[str]:
-    """Returns notes for the user of an exported adapter, at least one, of one or more sentences each. They name the
-    properties that restrict which programs (PEFT, vLLM, SGLang, TGI and llama.cpp, in their releases of 2026) or which
-    of transformers' classes can load it, such as adapters of experts, DoRA, an embedding that was trained whole or a
-    base with a vision tower, and where the merged model must be served instead. If nothing restricts them, one note
-    says so. model: the model with the adapter."""
+    """Notes for the user, at least one, on which programs (PEFT, vLLM, SGLang, TGI, llama.cpp, classes of transformers)
+    can load the adapter, and where the merged model must be served instead.
+    """
     adapted = [matrix.lora for _, matrix in linears(model) if matrix.lora is not None]
     of_experts = [matrix for _, matrix in experts(model) if matrix.lora is not None]
     in_parameters = bool(config_of(model)["target_parameters"])
@@ -104,16 +86,9 @@ def servers(model: Decoder) -> list[str]:
 
 
 def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, np.ndarray]) -> None:
-    """Checks that an adapter's tensors were read back bit for bit, and that for each adapted matrix the product B A, as
-    PEFT computes it from the files, is close to the model's (np.allclose). The product is without the factor alpha / r
-    and DoRA's magnitudes. `write` calls it, so that an adapter that PEFT would read otherwise is not exported.
-
-    Args:
-      model: the model with the adapter.
-      found: the tensors that were read back, by name.
-      meant: the tensors that were written, by name.
-    Raises:
-      ArithmeticError: they differ; the message names up to eight tensors, or the first matrix whose product differs.
+    """Raises ArithmeticError unless tensors were read back (`found`) bit for bit, and each product B A, as PEFT
+    computes it from the files, is close to the model's (np.allclose). Neither alpha / r nor DoRA's magnitudes are
+    checked.
     """
     wrong = [
         key
@@ -127,7 +102,7 @@ def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, 
     for name, matrix in (*linears(model), *experts(model)):
         if matrix.lora is None:
             continue
-        a, b = (np.asarray(part[...], np.float64) for part in (matrix.lora.a, matrix.lora.b))
+        a, b = (np.asarray(side[...], np.float64) for side in (matrix.lora.a, matrix.lora.b))
         expected = b @ a
         product = _peft_product(peft_name(model, name), found, matrix.num_experts)
         if not np.allclose(product, expected, rtol=1e-5, atol=1e-8):
@@ -135,24 +110,16 @@ def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, 
 
 
 def _peft_product(name: str, tensors: Mapping[str, np.ndarray], count: int) -> np.ndarray:
-    """The product B A of an adapter as PEFT computes it from its files, without the factor alpha / r, for `verify`. If
-    both matrices of a layer's experts are adapted, PEFT wraps the module twice, gate_up_proj first, whose tensors then
-    have base_layer in their names.
-
-    Args:
-      name: PEFT's name of the adapted module, or of the experts' parameter.
-      tensors: the adapter's tensors by their names in the file.
-      count: the number of experts E; 0 for a linear.
-    Returns:
-      float64[out, in], or [E, out, in] for experts.
+    """float64[out, in], or [count, out, in] for experts (count 0: a linear): B A as PEFT computes it. If both matrices
+    of a layer's experts are adapted, PEFT wraps the module twice, gate_up_proj first, whose names then have base_layer.
     """
     if not count:
-        a, b = (tensors[f"base_model.model.{name}.lora_{part}.weight"].astype(np.float64) for part in "AB")
+        a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"].astype(np.float64) for side in "AB")
         return b @ a
     module, matrix = name.rsplit(".", 1)
     # The parameter that PEFT wrapped first is the innermost module.
     outer = f"base_model.model.{module}"
-    both = f"{outer}.base_layer.lora_A.weight" in tensors
-    prefix = f"{outer}.base_layer" if both and matrix == "gate_up_proj" else outer
-    a, b = (tensors[f"{prefix}.lora_{part}.weight"].astype(np.float64) for part in "AB")
+    both_wrapped = f"{outer}.base_layer.lora_A.weight" in tensors
+    prefix = f"{outer}.base_layer" if both_wrapped and matrix == "gate_up_proj" else outer
+    a, b = (tensors[f"{prefix}.lora_{side}.weight"].astype(np.float64) for side in "AB")
     return np.einsum("ore,eri->eoi", b.reshape(b.shape[0], -1, count), a.reshape(count, -1, a.shape[1]))

@@ -1,12 +1,5 @@
-"""Export of a model, or of its adapter alone, into a folder that another program loads: `export_model`, and FORMATS,
-which has a function for each format. `require_format` checks the arguments before a model is loaded, and Exported is
-the result. The folder is complete and verified before it gets its name.
-
-Each entry of FORMATS is called with (model, `_Job`: the other arguments of export_model). `_folder` makes the entries
-for folders of safetensors and JSON files, PEFT's among them, those of some quantised formats through `_stored`; the
-others are `_gguf` and `_gguf_adapter`, which write by `_write_gguf`. `_whole` gives the weights that exports of a whole
-model write. Each weight is made when it is written: an adapter is merged into it, and `_finite` refuses it if one of
-its numbers is not finite.
+"""Exports a model, or its adapter alone, into a folder that another program loads. Each weight is made when it is
+written: an adapter is merged into it, and numbers that are not finite are refused.
 """
 
 from __future__ import annotations
@@ -46,7 +39,7 @@ _DEFAULT_OUTTYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What `export_model` wrote, and what the user should know of it."""
+    """What `export_model` wrote."""
 
     folder: Path  # absolute
     files: tuple[str, ...]  # names of the files in the folder
@@ -63,35 +56,26 @@ def export_model(
     name: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> Exported:
-    """Writes a model, or its adapter, in the format of another program.
-
-    The folder appears complete or not at all: it is written under another name, read back, every byte of its tensors
-    is compared with what was written, and then it is renamed. Nothing is downloaded.
+    """Writes a model, or its adapter, in the format of another program. The model is not changed; nothing is
+    downloaded. The folder is written under another name, read back, compared byte by byte and renamed: it appears
+    complete or not at all.
 
     Args:
-      model: the model, with or without an adapter.
       path: a folder that does not exist or is empty.
-      to: one of FORMATS: "merged", a Hugging Face folder in the model's dtype; a quantised one ("bnb-4bit", "fp8",
-        "nvfp4", "nvfp4-nvfp4", "int8", "w4a16", "w4a8", "mxfp4" or "mxfp4-mxfp4"); "gguf"; or "adapter" or
-        "gguf-adapter", which contain the adapter alone. In all others an adapter, if there is one, is merged first. The
-        model itself is not changed.
-      tokenizer: written into the folder or the GGUF file, but not by gguf-adapter; None: none is. gguf needs it.
-      outtype: for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; None: the model's own dtype. After
-        quantisation-aware training in q4_0 or q8_0, that type stores the numbers of the training. gguf-adapter is
-        always f32 (None or "f32"), and other formats take None.
-      name: general.name of a GGUF file; None: the folder's name. gguf changes it, with a note, if llama.cpp would take
-        the tokenizer for one of another kind because of it.
-      max_shard_bytes: for safetensors folders of whole models: weights above this size are divided into shards.
-    Returns:
-      the folder, its files and notes for the user.
+      to: "merged", a Hugging Face folder in the model's dtype; a quantised one ("bnb-4bit", "fp8", "nvfp4",
+        "nvfp4-nvfp4", "int8", "w4a16", "w4a8", "mxfp4", "mxfp4-mxfp4"); "gguf"; or "adapter" or "gguf-adapter", the
+        adapter alone. In all others an adapter is merged.
+      tokenizer: written too, but not by gguf-adapter; gguf needs it.
+      outtype: for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; None: the model's dtype. q4_0 or q8_0 after QAT in
+        that type stores the training's numbers.
+      name: general.name of a GGUF file; None: the folder's. Changed, with a note, if llama.cpp would take the tokenizer
+        for another kind.
+      max_shard_bytes: larger weights are divided into several safetensors files.
     Raises:
-      ValueError: an unknown format or outtype; a model that the format cannot represent, such as weights that QAT
-        rounded to another grid, or a model without an adapter in formats of adapters; gguf without a tokenizer or
-        without the gguf package; a folder in use; a disk without room; max_shard_bytes that is not positive; with
-        "adapter", a value that is not finite.
-      ArithmeticError: what was read back differs from what was written; a weight of the model, merged or not, is not
-        finite (save_pretrained writes it); a value decodes to one further off than rounding explains; or the merged
-        weights do not compute what the adapter does. The temporary folder is removed.
+      ValueError: an unknown format or outtype; a model that the format cannot represent, such as QAT on another grid;
+        no adapter, tokenizer or gguf package where needed; a folder in use; a full disk.
+      ArithmeticError: what was read back differs; a weight is not finite, decodes further off than rounding explains,
+        or is merged wrongly.
     """
     require_format(path, to, outtype)
     folder = Path(path).resolve()
@@ -99,21 +83,14 @@ def export_model(
     if to.startswith("gguf") and not model.config.head.is_text:
         raise ValueError(f"export: to = {to!r}: {model.config.head.what}, for which GGUF has no place; take merged")
     grids.require_representable(model, to, (outtype or _DEFAULT_OUTTYPE[model.dtype]) if to == "gguf" else None)
-    done = FORMATS[to](model, job)
+    exported = FORMATS[to](model, job)
     alone = to in ("adapter", "gguf-adapter")
-    return dataclasses.replace(done, notes=done.notes + grids.notes_on_adapter(model)) if alone else done
+    return dataclasses.replace(exported, notes=exported.notes + grids.notes_on_adapter(model)) if alone else exported
 
 
 def require_format(path: str | os.PathLike, to: str, outtype: str | None) -> None:
-    """Raises ValueError for arguments with which no model can be exported: an unknown format or type of weights, a
-    folder in use, or, for the two formats of GGUF, no gguf package. export_model calls it first, and `jaxtune export`
-    also before it loads the model, which takes longer.
-
-    Args:
-      path: the folder that is to be written; it must not exist, or be empty, and no disk may be mounted there.
-      to: the name of the format.
-      outtype: the type of a GGUF file's weights, one of OUTTYPES; None: it is not chosen. It must be None for formats
-        other than GGUF, and None or "f32" for gguf-adapter.
+    """Raises ValueError for a format, outtype or path with which no model can be exported, or without the gguf package
+    if it is needed.
     """
     if to not in FORMATS:
         raise ValueError(f"export: to = {to!r} is unknown; it can be {', '.join(FORMATS)}")
@@ -130,8 +107,7 @@ def require_format(path: str | os.PathLike, to: str, outtype: str | None) -> Non
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """The arguments of one call of `export_model`, as every entry of FORMATS gets them beside the model. `to` is not
-    among them, because it chooses the entry."""
+    """The arguments of one export, beside the model."""
 
     path: Path  # the folder to write, absolute
     tokenizer: Any  # None: there is none
@@ -143,57 +119,41 @@ class _Job:
 
 
 def _merged(model: Decoder) -> Weights:
-    """The weights of a model for an export: if it has an adapter, the adapter is merged into them (quantised weights
-    are then decoded), else they are unchanged. A merged weight is made only when it is written, so that the merged
-    model is never in memory as a whole. Raises what `_whole` does, except that no weight need be
-    finite."""
+    """The weights, merged with an adapter when each is written, quantised ones then decoded."""
     return merged_weights(model) if has_adapter(model) else Weights(model)
 
 
 def _whole(model: Decoder) -> Weights:
-    """The weights of a model for an export (`_merged`), of which each is looked over when it is made. All entries of
-    FORMATS call it but those of adapters and `_gguf`, whose encoder looks over what it encodes.
-
-    Raises:
-      ValueError: a model that is prepared for QAT and has no adapter.
-      ArithmeticError: the merged logits, which are verified here, are not those of the model with its adapter. Each
-        weight raises it when it is made, before it is encoded, if it is not finite (`_finite`) or merged wrongly.
+    """_merged, each weight checked when it is made. Raises ValueError for a model prepared for QAT without an adapter,
+    ArithmeticError if merged logits differ.
     """
     weights = _merged(model)
     variables, like = tensors_of(weights.model), _like(model)
-    made = {
+    makers = {
         name: functools.partial(_finite, name, weights.maker(name, variable), model.dtype)
         for name, variable in variables.items()
     }
     if like is not None:
         _compile_checks([variable.get_value() for variable in variables.values()], model.dtype, like.sharding)
-    return Weights(weights.model, made)
+    return Weights(weights.model, makers)
 
 
 def _compile_checks(tensors: Iterable[object], dtype: str, where: jax.sharding.Sharding | None) -> None:
-    """Begins to compile, in threads, the programs by which `_finite` looks over tensors, one for each form. where: the
-    sharding of their arrays, of which tensors that are yet to be made have only shapes; None: the default device."""
-    found = {}
+    """Begins to compile in threads what `_finite` runs. where: the tensors' sharding."""
+    forms = {}
     for tensor in tensors:
         form = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tensor)
         leaves, tree = jax.tree.flatten(form)
-        found[tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)] = form
+        forms[tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)] = form
     compilers = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jaxtune-compile")
-    for form in found.values():
+    for form in forms.values():
         compilers.submit(compile_are_finite, form, dtype)
     compilers.shutdown(wait=False)
 
 
 def _finite(name: str, make: Callable[[], jax.Array | Stored], dtype: str) -> jax.Array | Stored:
-    """Makes a tensor of the model that is exported, and returns it. Its numbers are looked over on the device, because
-    most formats have a code for any number, which would hide a broken one.
-
-    Args:
-      name: Hugging Face's name of the tensor, for the message.
-      make: computes the tensor, an array or quantised.
-      dtype: that in which the numbers of an array must be finite.
-    Raises:
-      ArithmeticError: a number is not finite in `dtype`, or, of a quantised tensor, in its own.
+    """Makes a tensor and raises ArithmeticError unless it is finite in `dtype`: most formats have a code for any
+    number, which would hide a broken one.
     """
     tensor = make()
     if not all(processes.all_of(bool(all(jax.device_get(are_finite(tensor, dtype)))))):
@@ -206,21 +166,7 @@ def _finite(name: str, make: Callable[[], jax.Array | Stored], dtype: str) -> ja
 
 
 def _gguf(model: Decoder, job: _Job) -> Exported:
-    """Writes a model as one GGUF file with its tokenizer for llama.cpp, and verifies it by reading it back; the entry
-    "gguf" of FORMATS. If the model has an adapter, each weight is merged with it as it is written; `model` itself is
-    not changed. llama.cpp treats a tokenizer as Phi-3's if the model's name has phi-3 or phi3 in it: such a name is
-    changed where the tokenizer is of another kind, and " (Phi-3)" is added where it is of that kind and the name does
-    not say so; a note tells the user. job: the folder and the options of the export. The file's name is
-    model-OUTTYPE.gguf. Another note says how many tensors have a type other than the outtype because of their rows'
-    length, one names the matrices that are rounded here although quantisation-aware training rounded only the others to
-    the type, and those of `hyperparameters` say where llama.cpp computes the model differently.
-
-    Raises:
-      ValueError: llama.cpp would compute another model or does not support this kind of tokenizer; there is no
-        tokenizer; the disk has no room; weights left the grid that the model's `qat` names.
-      ArithmeticError: what was read back differs from what was written; a value is not finite, or too large for f16; or
-        the merged weights do not compute what the adapter does.
-    """
+    """Writes a model as model-OUTTYPE.gguf with its tokenizer."""
     arch = architecture(model.config)
     outtype = job.outtype or _DEFAULT_OUTTYPE[model.dtype]
     keys, notes = hyperparameters(model.config, arch)
@@ -244,19 +190,21 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
                 f"{len(short)} tensors have rows that are not whole blocks of {outtype}: they are stored in "
                 f"{', '.join(sorted(set(short)))}"
             )
-        if others := not_trained(tensors, kinds):
+        if fresh := not_trained(tensors, kinds):
             notes.append(
-                f"{', '.join(others)}: rounded now, to {', '.join(sorted({kinds[name] for name in others}))}, because "
+                f"{', '.join(fresh)}: rounded now, to {', '.join(sorted({kinds[name] for name in fresh}))}, because "
                 "quantisation-aware training left them as they were; all other matrices are stored as it saw them"
             )
         file = f"model-{outtype}.gguf"
-        text, more = modelfile(model, job.tokenizer, file)
+        text, more_notes = modelfile(model, job.tokenizer, file)
         texts = {MODELFILE: text}
-        return _write_gguf(job, file, arch.name, fields, sources, outtype, notes + more, compiling.wait, texts)
+        return _write_gguf(job, file, arch.name, fields, sources, outtype, notes + more_notes, compiling.wait, texts)
 
 
 def _name(job: _Job, notes: list[str]) -> str:
-    """general.name of a GGUF file: the job's name, changed as `_gguf` says, and then with a note in `notes`."""
+    """general.name. llama.cpp treats a tokenizer as Phi-3's if the name has phi-3 or phi3 in it, so " (Phi-3)" is
+    added, or such a name changed, with a note.
+    """
     name = job.name
     named, strips = re.search("phi-?3", name, re.IGNORECASE), strips_as_phi3(job.tokenizer)
     if bool(named) != strips:
@@ -269,8 +217,7 @@ def _name(job: _Job, notes: list[str]) -> str:
 
 
 def _like(model: Decoder) -> jax.ShapeDtypeStruct | None:
-    """The dtype of a model's weights, and where they are, for programs that are compiled before the weights are there;
-    None if they are on several devices."""
+    """The weights' dtype and place, for programs compiled ahead; None if they are on several devices."""
     array = next(leaf for leaf in jax.tree.leaves(nnx.state(model)) if isinstance(leaf, jax.Array))
     if len(array.sharding.device_set) > 1:
         return None
@@ -278,16 +225,7 @@ def _like(model: Decoder) -> jax.ShapeDtypeStruct | None:
 
 
 def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
-    """Writes a model's LoRA adapter as a GGUF file in float32 for llama.cpp's --lora, and verifies it by reading it
-    back; the entry "gguf-adapter" of FORMATS. job: the folder and the options of the export, of which it uses `path`
-    and `name`. The file's name is adapter-f32.gguf. The result has no notes; after QAT, export_model adds that of
-    grids.notes_on_adapter: llama.cpp does not round merged weights as the training did.
-
-    Raises:
-      ValueError: the model has no adapter, or one that llama.cpp cannot apply; llama.cpp would compute another base;
-        the disk has no room.
-      ArithmeticError: what was read back differs from what was written, or a value is not finite.
-    """
+    """Writes a LoRA adapter as adapter-f32.gguf for llama.cpp's --lora."""
     arch = architecture(model.config)
     sources, alpha = gguf_tensors.of_adapter(model, arch)
     fields = {
@@ -311,22 +249,8 @@ def _write_gguf(
     ready=lambda _: None,
     texts: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Exported:
-    """Writes the folder of an export to GGUF: the file, which it verifies by reading it back, and `texts`, {name:
-    content}.
-
-    Args:
-      job: the export's arguments, of which it uses `path`.
-      file: the name of the file.
-      arch: llama.cpp's name of the architecture.
-      fields: metadata, {key: value}, without general.architecture, which is `arch`.
-      sources: the gguf_tensors.Sources that make the tensors, in the order of the file.
-      outtype: the type of the weights, one of OUTTYPES.
-      notes: sentences for the user, which the result contains.
-      ready: see gguf_file.write.
-    Raises:
-      ValueError: the disk has no room; the job's folder is in use; a value is not on the grid to which the model says
-        that QAT rounded it.
-      ArithmeticError: what was read back differs from what was written, or the type cannot represent a value.
+    """Writes a GGUF file, reads it back, and adds `texts`. fields: metadata without general.architecture (`arch`).
+    ready: see gguf_file.write.
     """
     tensors = gguf_tensors.all_tensors(sources)
     size = gguf_file.size_bytes(tensors, stored_types(tensors, outtype, arch, fields))
@@ -340,16 +264,7 @@ def _write_gguf(
 
 
 def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
-    """Makes an entry of FORMATS for a format that is a folder of safetensors and JSON files: every format but the two
-    of GGUF.
-
-    Args:
-      write: called with (model, an empty temporary folder, tokenizer, max_shard_bytes): writes the files and returns
-        notes.
-    Returns:
-      the export function (model, job) -> Exported. It has `write` fill a temporary folder, which is renamed to the
-        job's path at the end; if `write` raises, the temporary folder is removed and the error raised again.
-    """
+    """An entry of FORMATS. write: (model, temporary folder, tokenizer, max_shard_bytes) -> notes."""
 
     def export(model: Decoder, job: _Job) -> Exported:
         with new_folder(job.path, "export") as folder:
@@ -360,11 +275,8 @@ def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
     return export
 
 
-def _stored(to: Format) -> Callable[[Decoder, _Job], Exported]:
-    """Makes the entry of FORMATS for a quantised format that folders.write_stored writes without further arguments,
-    such as bitsandbytes' NF4 or FP8: a function (model, job) that quantises the model, with its adapter merged if it
-    has one, and writes the folder. to: the format."""
-    return _folder(lambda model, *rest: folders.write_stored(to, _whole(model), *rest))
+def _stored(format: Format) -> Callable[[Decoder, _Job], Exported]:
+    return _folder(lambda model, *arguments: folders.write_stored(format, _whole(model), *arguments))
 
 
 FORMATS: dict[str, Callable[[Decoder, _Job], Exported]] = {

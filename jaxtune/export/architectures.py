@@ -1,11 +1,6 @@
-"""What llama.cpp would compute differently of a model (`architecture` refuses it) and the metadata that it needs
-(`hyperparameters`).
-
-llama.cpp hard-codes much of an architecture that Hugging Face's configs can vary. A model that it would compute
-differently is refused here, with the reason. A model that it computes correctly in a shorter context only is written
-with a note, and, if a sliding window is the reason, with that context. A note also names yarn without truncation, whose
-logits differ slightly. The rules are those of the oldest llama.cpp that reads the architecture, so that every later one
-reads it too.
+"""What llama.cpp needs to know of a model, and what it would compute differently, as it hard-codes much that Hugging
+Face's configs can vary. A model that it would compute differently is refused; one with a shorter context or slightly
+other logits is written with a note. The rules are those of the oldest llama.cpp that reads the architecture.
 """
 
 from __future__ import annotations
@@ -24,12 +19,8 @@ _GEMMA3_LOCAL_THETA = 10_000.0
 
 
 def architecture(config: DecoderConfig) -> Architecture:
-    """Returns llama.cpp's architecture for a model, if llama.cpp computes what the model does. Exports to GGUF, of
-    models and of adapters, call it before they write anything.
-
-    Raises:
-      ValueError: llama.cpp has no architecture for the family of `config`, the model's, or would compute something
-        other than the model does; every reason is a line of the message.
+    """llama.cpp's architecture for a model. Raises ValueError, with a line for every reason, if there is none or it
+    would compute something else.
     """
     arch = ARCHITECTURES.get(config.family)
     if arch is None:
@@ -43,20 +34,20 @@ def architecture(config: DecoderConfig) -> Architecture:
 
 
 def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
-    """Returns everything in a model's config that llama.cpp would compute differently, so that `architecture` refuses
-    the model, a clause each for an error message; [] if there is nothing. What the user only gets a note about
-    (`hyperparameters`) is not among it. config: the model's. arch: llama.cpp's architecture for its family."""
-    found = []
+    """A clause for everything that llama.cpp would compute differently."""
+    problems = []
 
-    def check(right: bool, what: str) -> None:
+    def check(right: bool, difference: str) -> None:
         if not right:
-            found.append(f"{what}: llama.cpp cannot run it")
+            problems.append(f"{difference}: llama.cpp cannot run it")
 
     ordinary = all(part.config is None for layer in config.layers for part in layer.parts)
     check(ordinary or arch.by_layer, "layers of another kind")
     present = {QKV: config.qkv_bias, OUT: config.out_bias, MLP: config.mlp_bias}
-    for place in sorted(place for place, there in present.items() if there and place not in arch.biases):
-        check(False, f"biases of the {place} projections")
+    for projection in sorted(
+        projection for projection, has_bias in present.items() if has_bias and projection not in arch.biases
+    ):
+        check(False, f"biases of the {projection} projections")
     if config.family in ("qwen2", "qwen2_moe"):
         check(config.qkv_bias, "no biases of the q/k/v projections")
     if config.family == "gpt_oss":
@@ -89,7 +80,7 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
         clamped = (_OSS_LIMIT, _OSS_ALPHA) if config.family == "gpt_oss" else (None, config.moe.swiglu_alpha)
         limits = (config.moe.swiglu_limit, config.moe.swiglu_alpha)
         check(limits == clamped, f"swiglu_limit, swiglu_alpha = {limits}")
-    found += gemma4.problems(config) if arch.by_layer else _layer_problems(config, arch)
+    problems += gemma4.problems(config) if arch.by_layer else _layer_problems(config, arch)
     for rope in config.rotary:
         check(rope.kind in arch.ropes, f"rope_type {rope.kind!r}")
         check(rope.head_dim in (None, config.head_dim) or arch.by_layer, f"a rotary head of {rope.head_dim}")
@@ -98,26 +89,23 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
         if rope.kind == "yarn" and rope.attention_factor is not None:
             formula = 0.1 * math.log(rope.factor) + 1.0
             check(math.isclose(rope.attention_factor, formula), f"yarn's attention_factor = {rope.attention_factor}")
-    return found
+    return problems
 
 
 def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
-    """Returns clauses for an error message that say where the model's layers differ from the pattern that llama.cpp
-    hard-codes for the architecture `arch`: which have a sliding window, of one length, which have which position
-    encoding, and in Gemma 3 that the local one is unscaled with the base 10,000. Windows are compared only if
-    arch.period is set, and a model without any windows passes. Of windows, as of position encodings, only the first
-    layer that differs is named. [] if nothing differs. config: the model's. `_problems` calls it for architectures
-    without by_layer."""
-    found = []
+    """Clauses on where layers differ from the pattern that llama.cpp hard-codes: windows, position encodings (the first
+    layer of each), and Gemma 3's local base. A model without any windows passes.
+    """
+    problems = []
     if arch.period is not None:
         windows = {layer.window for layer in config.layers if layer.window is not None}
         if len(windows) > 1:
-            found.append(f"sliding_window of {len(windows)} lengths: llama.cpp has one")
+            problems.append(f"sliding_window of {len(windows)} lengths: llama.cpp has one")
         wrong = [i for i, layer in enumerate(config.layers) if layer.window and (i + 1) % arch.period == 0]
         if windows:
             wrong += [i for i, layer in enumerate(config.layers) if not layer.window and (i + 1) % arch.period]
         if wrong:
-            found.append(
+            problems.append(
                 f"layer_types of layer {min(wrong)}: llama.cpp has full attention in every {arch.period}th layer "
                 "and a window in all others"
             )
@@ -128,27 +116,18 @@ def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
         elif arch.nope_period is not None and (index + 1) % arch.nope_period == 0:
             expected = None
         if layer.rotary != expected:
-            found.append(f"the position encoding of layer {index}: llama.cpp has another one there")
+            problems.append(f"the position encoding of layer {index}: llama.cpp has another one there")
             break
     if config.family == "gemma3_text":
         local = config.rotary[1]
         if local != RopeConfig(theta=_GEMMA3_LOCAL_THETA):
-            found.append(f"rope_local_base_freq = {local.theta:g}: llama.cpp has {_GEMMA3_LOCAL_THETA:g}")
-    return found
+            problems.append(f"rope_local_base_freq = {local.theta:g}: llama.cpp has {_GEMMA3_LOCAL_THETA:g}")
+    return problems
 
 
 def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str, Any], list[str]]:
-    """The metadata by which llama.cpp knows a model's sizes and constants, for the GGUF file of a model.
-
-    Args:
-      config: the model's.
-      arch: its architecture, as `architecture` returns it.
-    Returns:
-      ({key: value}, notes for the user: one if the model has sliding windows and llama.cpp's architecture none, so that
-        no longer context than the smallest window is written; one for longrope, whose factors llama.cpp chooses by the
-        size of its context; and one for yarn without truncation, whose logits differ slightly). In the file a key
-        begins with the architecture's name and a dot, which these keys do not have; ints are stored as uint32, floats
-        as float32, and texts as such. A list (Gemma 4) has a value for each layer; its ints are stored as int32.
+    """({key: value} of a GGUF file, notes for the user). Keys lack the architecture's name and a dot. Ints are stored
+    as uint32, floats as float32; a list (Gemma 4) has a value a layer, ints as int32.
     """
     notes = []
     context = config.context_length
@@ -201,15 +180,8 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
 
 
 def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dict[str, Any]:
-    """The metadata of a rotary embedding's scaling, {key: value} with keys rope.scaling.* that do not have the prefix
-    with the architecture's name. It is {} for kinds other than linear, yarn and longrope: their frequencies follow from
-    the base, or from factors that are tensors of the file (`rope_factors`).
-
-    Args:
-      config: the model's, of which max_position_embeddings and the head size are read.
-      rope: its rotary embedding, the first one if it has several.
-      notes: sentences for the user on where llama.cpp computes otherwise. It is changed in place: one is appended for
-        longrope, and for a yarn whose bounds are not rounded.
+    """Keys rope.scaling.* of linear, yarn and longrope; other kinds follow from the base or from tensors. Appends to
+    `notes`.
     """
     original = rope.original_max_position_embeddings or config.max_position_embeddings
     if rope.kind == "linear":

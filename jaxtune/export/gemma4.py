@@ -1,8 +1,5 @@
-"""What a GGUF file says of a model of Gemma 4 (`hyperparameters`), and what llama.cpp would compute differently in one
-(`problems`).
-
-llama.cpp reads these for each layer, in place of a pattern that it hard-codes. The keys are those of its architecture
-"gemma4", which the families gemma4_text and gemma4_unified_text have.
+"""Gemma 4 in GGUF files: llama.cpp's architecture "gemma4" reads each layer's settings instead of hard-coding a
+pattern.
 """
 
 from __future__ import annotations
@@ -17,60 +14,54 @@ _GLOBAL, _SLIDING = 0, 1  # numbers of the rotary bases in DecoderConfig.rotary
 
 
 def _attention(layer: LayerSpec) -> AttentionShape:
-    """The settings in which a layer's attention differs from the decoder's, such as the number of its key heads and
-    their size, as an AttentionShape; one with the defaults if it does not differ. It has no window and rotary base,
-    which are the LayerSpec's. A field that is None means the decoder's value, but None in gives_keys or takes_keys that
-    the layer gives or takes no keys. `problems` and `hyperparameters` read them of each layer."""
+    """In what a layer's attention differs from the decoder's; None is the decoder's value, in gives_keys and takes_keys
+    no keys.
+    """
     shape = layer.config_of("mixer")
     return shape if isinstance(shape, AttentionShape) else AttentionShape()
 
 
 def _slides(layer: LayerSpec) -> bool:
-    """Whether a layer is of the sliding type, for GGUF's sliding_window_pattern and sizes of heads. layer.rotary says
-    so, the index of the layer's rotary base in DecoderConfig.rotary (0 in global layers, 1 in sliding ones, whatever
-    the bases are), because a layer whose window is as long as the context has no window in its LayerSpec."""
+    """Whether a layer slides, by its rotary base: a window as long as the context is none in LayerSpec."""
     return layer.rotary == _SLIDING
 
 
 def _mlp_size(config: DecoderConfig, layer: LayerSpec) -> int:
-    """The width of a layer's MLP, which is the dense one if the layer has experts beside it: the layer's own, or that
-    of the decoder's `config` if the layer has no config for its MLP. GGUF's feed_forward_length is made of it."""
+    """The width of a layer's MLP, the dense one beside experts."""
     shape = layer.config_of("mlp") or layer.config_of("dense")
     return shape.intermediate_size if isinstance(shape, MLPShape) else config.intermediate_size
 
 
 def problems(config: DecoderConfig) -> list[str]:
-    """Returns what llama.cpp would compute differently in the layers of a model of Gemma 4 or in their rotary and
-    per-layer embeddings, a clause each for an error message; [] if there is nothing. architectures._problems calls it
-    in place of the comparison with a hard-coded pattern of layers. config: the model's."""
-    found, shapes = [], [_attention(layer) for layer in config.layers]
+    """A clause for everything that llama.cpp would compute differently."""
+    reasons, shapes = [], [_attention(layer) for layer in config.layers]
     windows = {layer.window for layer in config.layers if layer.window is not None}
     if len(windows) > 1:
-        found.append(f"sliding_window of {len(windows)} lengths: llama.cpp has one")
+        reasons.append(f"sliding_window of {len(windows)} lengths: llama.cpp has one")
     wrong = [i for i, layer in enumerate(config.layers) if layer.window is not None and not _slides(layer)]
     if wrong:
-        found.append(f"the position encoding of layer {wrong[0]}: llama.cpp has another one there")
+        reasons.append(f"the position encoding of layer {wrong[0]}: llama.cpp has another one there")
     if config.rotary[_GLOBAL].kind != "proportional" or config.rotary[_SLIDING].kind != "default":
-        found.append("rope_type: llama.cpp has 'proportional' in global layers and 'default' in the others")
-    own = sum(shape.takes_keys is None for shape in shapes)
+        reasons.append("rope_type: llama.cpp has 'proportional' in global layers and 'default' in the others")
+    unshared_layers = sum(shape.takes_keys is None for shape in shapes)
     for index, shape in enumerate(shapes):
         # llama.cpp takes the keys and values of the last layer that has its own, or of the one before it.
-        giver = own - (2 if _slides(config.layers[index]) else 1)
+        giver = unshared_layers - (2 if _slides(config.layers[index]) else 1)
         if shape.takes_keys is not None and (giver < 0 or shapes[giver].gives_keys != shape.takes_keys):
-            found.append(f"num_kv_shared_layers: layer {index} does not take the keys of layer {giver}, as llama.cpp's")
+            reasons.append(
+                f"num_kv_shared_layers: layer {index} does not take the keys of layer {giver}, as llama.cpp's"
+            )
             break
     if config.per_layer_size and config.per_layer_vocab_size != config.vocab_size:
-        found.append(
+        reasons.append(
             f"vocab_size_per_layer_input = {config.per_layer_vocab_size}: llama.cpp has vocab_size, "
             f"{config.vocab_size}, there"
         )
-    return found
+    return reasons
 
 
 def hyperparameters(config: DecoderConfig) -> dict[str, Any]:
-    """The metadata of a model of Gemma 4 beyond, or in place of, what all architectures have, as {key: value} without
-    the architecture's name and the dot before each key. A list has a value for each layer; the width of MLPs and the
-    number of key heads are one number if all layers have the same. config: the model's, which has a global layer."""
+    """{key: value} without the architecture's name, beyond or instead of what all have. A list has a value a layer."""
     shapes = [_attention(layer) for layer in config.layers]
     wide = next(shape.head_dim for layer, shape in zip(config.layers, shapes, strict=True) if not _slides(layer))
     wide = wide or config.head_dim

@@ -1,8 +1,4 @@
-"""Writer of GGUF files, one tensor at a time (`write`, which returns what it wrote as Stored), and the check that reads
-them back (`verify`). Exports of models and of adapters call both. Before, `require_gguf` refuses an export without the
-gguf package, and `size_bytes` says how much room the disk must have. `write` begins with the bytes of `_header`, checks
-each tensor's shape (`_planned`) and pads to the next tensor (`_fill`). `verify` compares keys (`_same`), descriptions
-(`_is_described`) and bytes (`_has_bytes`)."""
+"""Writes GGUF files one tensor at a time, and reads them back to verify them."""
 
 from __future__ import annotations
 
@@ -31,8 +27,7 @@ _FETCHED_AHEAD = 3  # runs that are copied to the host while the device makes an
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor as it was written, which `write` returns and by which `verify` recognises it in the file that is read
-    back."""
+    """A tensor as it was written."""
 
     shape: tuple[int, ...]  # in numpy's order; the file lists the dimensions in reverse
     kind: str  # gguf's name of the type
@@ -42,8 +37,7 @@ class Stored:
 
 
 def require_gguf() -> None:
-    """Raises ValueError, which says what to install, if the gguf package is missing. An export to GGUF calls it before
-    anything is computed or written."""
+    """Raises ValueError, which says what to install, if the gguf package is missing."""
     try:
         import gguf  # noqa: F401
     except ImportError:
@@ -51,14 +45,12 @@ def require_gguf() -> None:
 
 
 def size_bytes(tensors: Sequence[Tensor], kinds: Mapping[str, str]) -> int:
-    """An upper bound of the bytes of the tensors' data in a GGUF file, for which the disk must have room: 32 bytes of
-    padding are counted for each tensor. kinds: {tensor's name: gguf's name of the type in which it is stored}."""
+    """An upper bound of the tensors' bytes in a file. kinds: {tensor: gguf's name of its type}."""
     return sum(_tensor_bytes(tensor, kinds[tensor.name]) + _ALIGNMENT for tensor in tensors)
 
 
 def _tensor_bytes(tensor: Tensor, kind: str) -> int:
-    """Bytes of one tensor's data in the type `kind`, gguf's name of it, without padding. The tensor's rows must be
-    whole blocks of the type. size_bytes and the file's header need it."""
+    """Without padding; rows must be whole blocks of `kind`."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
@@ -73,24 +65,14 @@ def write(
     outtype: str,
     ready: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Stored]:
-    """Writes a GGUF file, whose bytes `verify` then compares with what is returned. The device has what one Source
-    makes and a few encoded runs of at most 2^24 numbers at a time, and host memory only bytes that wait to be written.
+    """Writes a GGUF file: {tensor: what was written}. The device has what one Source makes and a few encoded runs.
 
-    Args:
-      file: its path.
-      architecture: llama.cpp's name of the architecture, the value of the key general.architecture.
-      fields: {key: value} of the metadata; an int is stored as uint32, a float as float32, a bool and a text as such; a
-        list as an array of such elements, but its ints as int32.
-      sources: make the tensors, in the order of the file.
-      outtype: the type of the weights, one of gguf_types.OUTTYPES.
-      ready: is called with the name of each tensor before it is made, and may wait until its programs are compiled.
-    Returns:
-      {tensor's name: what was written of it}.
-    Raises:
-      ArithmeticError: a value that is not finite or not represented, or an array of another shape than planned; also
-        from a Source's `make`, which verifies a merge.
-      ValueError: a value that quantisation-aware training is said to have rounded to the type, and that is not in it.
-      OSError: the disk is full; the message has the file and its size.
+      fields: metadata; an int becomes uint32, a float float32, a list an array, whose ints are int32.
+      sources: in the order of the file.
+      ready: called with each tensor's name before it is made; may wait for its programs.
+
+    Raises ArithmeticError for a value that is not finite or not represented, another shape than planned, or a wrong
+    merge; ValueError for one that left QAT's grid; OSError for a full disk.
     """
     tensors = all_tensors(sources)
     kinds = stored_types(tensors, outtype, architecture, fields)
@@ -107,8 +89,6 @@ def _written(
     total: int,
     ready: Callable[[str], object],
 ) -> dict[str, Stored]:
-    """Writes the header and the tensors of a GGUF file for `write`, whose result it returns. kinds: {tensor's name: its
-    type}. total: an upper bound of the tensors' bytes. ready: see `write`."""
     offsets: dict[str, int] = {}
     sums: dict[str, list[byte_files.Sums]] = {}
     waiting: deque[tuple[str, Future[np.ndarray]]] = deque()  # in the order of the file
@@ -151,16 +131,14 @@ def _written(
 
 
 def _planned(tensor: Tensor, array: Any) -> Any:
-    """Returns `array` unchanged, the values of a tensor that were just made. Raises ArithmeticError if its shape is not
-    tensor.shape, which the header that was already written states."""
+    """Raises ArithmeticError if the shape is not that of the header."""
     if tuple(array.shape) != tensor.shape:
         raise ArithmeticError(f"gguf: {tensor.name} is {list(array.shape)}, and was planned as {list(tensor.shape)}")
     return array
 
 
 def _fill(out: byte_files.Writer) -> None:
-    """Appends zeros to `out`, the file that is being written, up to the position at which the next tensor begins (or
-    the file ends), a multiple of 32 bytes."""
+    """Appends zeros up to the next tensor."""
     if short := -out.size_bytes % _ALIGNMENT:
         out.append(bytes(short))
 
@@ -168,21 +146,13 @@ def _fill(out: byte_files.Writer) -> None:
 def _header(
     file: Path, architecture: str, fields: Mapping[str, Any], tensors: Sequence[Tensor], kinds: Mapping[str, str]
 ) -> bytes:
-    """The bytes of a GGUF file before its tensors: metadata, and the name, shape, type and position of each tensor.
-    gguf's writer makes them, which can only write to a file: `file` is used for it, and removed, because ext4 flushes a
-    file that was cut to nothing and written anew whenever a reader closes it. They have no padding before the first
-    tensor; `_fill` adds it.
-
-    Args:
-      architecture: general.architecture, such as "llama".
-      fields: {key: value} of the metadata.
-      tensors: in the order of the file.
-      kinds: {tensor's name: gguf's name of its type}.
+    """The bytes before the tensors, without padding. gguf's writer can only write to a file: `file` is used and
+    removed, because ext4 flushes a file that was cut to nothing and written anew whenever a reader closes it.
     """
     import gguf
 
     class Writer(gguf.GGUFWriter):
-        """gguf's writer, which packs the texts and numbers of a list one by one: 0.5 s for Llama 3's vocabulary."""
+        """Packs a list at once; gguf does so one by one, 0.5 s for Llama 3's vocabulary."""
 
         def _pack_val(self, val, vtype, add_vtype, sub_type=None) -> bytes:
             kinds = set(map(type, val)) if isinstance(val, list) else set()
@@ -208,35 +178,24 @@ def _header(
         writer.write_ti_data_to_file()
     finally:
         writer.close()
-    found = file.read_bytes()
+    header = file.read_bytes()
     file.unlink()
-    return found
+    return header
 
 
 def _packed(values: list[str] | list[int] | list[float]) -> bytes:
-    """The bytes of a list of texts, of ints or of floats in a GGUF file, one after another: a text after its length, a
-    uint64, an int as int32 and a float as float32."""
+    """A text follows its length, uint64; ints become int32, floats float32."""
     if isinstance(values[0], str):
         length = struct.Struct("<Q").pack
         return b"".join(
-            part for value in values for text in [str(value).encode()] for part in (length(len(text)), text)
+            chunk for value in values for text in [str(value).encode()] for chunk in (length(len(text)), text)
         )
     return np.array(values, "<i4" if isinstance(values[0], int) else "<f4").tobytes()
 
 
 def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Mapping[str, Stored]) -> None:
-    """Reads a file back with gguf's reader and compares the value of every key, the shape, type and position of every
-    tensor, and every byte of the tensors by checksums. Exports to GGUF call it before the file's folder gets its name.
-
-    The bytes are read while the reader processes the keys, which takes seconds for a large vocabulary.
-
-    Args:
-      file: its path.
-      architecture: general.architecture, as it was given to `write`.
-      fields: {key: value} of the metadata, as they were given to `write`.
-      written: what `write` returned.
-    Raises:
-      ArithmeticError: something differs from what was written, or the reader cannot read the file.
+    """Reads a file back with gguf's reader, and raises ArithmeticError unless keys, shapes, types, positions and every
+    byte (by checksum) are those written.
     """
     total = sum(sums.size_bytes for stored in written.values() for sums in stored.sums)
     try:
@@ -244,30 +203,32 @@ def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Ma
             check = functools.partial(_has_bytes, file, advanced)
             reading = pool.submit(byte_files.all_of, check, list(written.values()))
             reader = _reader(file)
-            found = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+            read_fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
             tensors = {tensor.name: tensor for tensor in reader.tensors}
-            same = dict(zip(written, reading.result(), strict=True))
+            matches = dict(zip(written, reading.result(), strict=True))
     except Exception as error:  # a damaged file can make the reader fail in any way
         raise ArithmeticError(
             f"{file.name}: what was read back is not a GGUF file: {type(error).__name__}: {error}"
         ) from error
-    wanted = {"general.architecture": architecture, **fields}
-    wrong = [key for key in sorted(wanted.keys() | found.keys()) if not _same(wanted.get(key), found.get(key))]
-    wrong += [name for name in tensors if not (same.get(name) and _is_described(tensors[name], written[name]))]
+    expected = {"general.architecture": architecture, **fields}
+    wrong = [
+        key
+        for key in sorted(expected.keys() | read_fields.keys())
+        if not _same(expected.get(key), read_fields.get(key))
+    ]
+    wrong += [name for name in tensors if not (matches.get(name) and _is_described(tensors[name], written[name]))]
     wrong += sorted(written.keys() - tensors.keys())
     if wrong:
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        suffix = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ArithmeticError(
-            f"{file.name}: what was read back differs from what was written: {', '.join(wrong[:8])}{more}"
+            f"{file.name}: what was read back differs from what was written: {', '.join(wrong[:8])}{suffix}"
         )
 
 
 def _reader(file: Path) -> Any:
-    """gguf's reader of a file, a GGUFReader with `fields` and `tensors`, made faster; `verify` reads with it.
-
-    The reader makes several arrays of the file's memory map for each token and each merge of a vocabulary, and for each
-    number of a list: 11 s for Llama 3's. Here a list's texts are cut out of a memoryview, and its numbers are one
-    array. The rest it reads itself, from a plain array, of which numpy makes others four times faster than of a map.
+    """gguf's reader makes several arrays of the memory map for each token, merge and number of a list: 11 s for Llama
+    3's. Here texts are cut out of a memoryview, numbers are one array, and all is read from a plain array, which is
+    four times faster than a map.
     """
     from gguf import GGUFReader, GGUFValueType
 
@@ -285,68 +246,56 @@ def _reader(file: Path) -> Any:
                 return super()._get_field_parts(orig_offs, raw_type)
             kind, count = GGUFValueType(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
             if kind == GGUFValueType.STRING:
-                values, at = _texts(memoryview(self._data), orig_offs + 12, count)
+                values, end = _texts(memoryview(self._data), orig_offs + 12, count)
             else:
                 values = [self._get(orig_offs + 12, self.gguf_scalar_to_np[kind], count)]
-                at = orig_offs + 12 + values[0].nbytes
-            return at - orig_offs, values, list(range(len(values))), [GGUFValueType.ARRAY, kind]
+                end = orig_offs + 12 + values[0].nbytes
+            return end - orig_offs, values, list(range(len(values))), [GGUFValueType.ARRAY, kind]
 
     return Reader(file)
 
 
 class _Text(bytes):
-    """A text as gguf's reader takes it, which wants arrays of bytes; Python's garbage collector need not follow it."""
+    """A text for gguf's reader, which wants arrays of bytes; the garbage collector need not follow it."""
 
     __slots__ = ()
 
     def tobytes(self) -> bytes:
-        """The bytes, as those of an array."""
         return self
 
 
-def _texts(data: memoryview, at: int, count: int) -> tuple[list[_Text], int]:
-    """The `count` texts of a list in a GGUF file, `data`, from the byte `at` on, and the byte after them. Each text
-    follows its length, a uint64."""
-    found, unpack = [], struct.Struct("<Q").unpack_from
+def _texts(data: memoryview, position: int, count: int) -> tuple[list[_Text], int]:
+    """(`count` texts from the byte `position` on, the byte after them); each follows its length, uint64."""
+    texts, unpack = [], struct.Struct("<Q").unpack_from
     for _ in range(count):
-        first = at + 8
-        at = first + unpack(data, at)[0]
-        found.append(_Text(data[first:at]))
-    return found, at
+        first = position + 8
+        position = first + unpack(data, position)[0]
+        texts.append(_Text(data[first:position]))
+    return texts, position
 
 
-def _has_bytes(file: Path, advanced: Callable[[int], Any], meant: Stored) -> bool:
-    """Whether a file, read back, has a tensor's bytes (by their checksums) at the offset where they were written.
-
-    Args:
-      file: the path.
-      advanced: called with the number of bytes that were read, for the progress bar.
-      meant: the tensor as it was written.
-    """
-    at = meant.offset
-    for sums in meant.sums:
-        if not byte_files.is_as_written(file, at, sums, advanced):
+def _has_bytes(file: Path, advanced: Callable[[int], Any], written: Stored) -> bool:
+    offset = written.offset
+    for sums in written.sums:
+        if not byte_files.is_as_written(file, offset, sums, advanced):
             return False
-        at += sums.size_bytes
+        offset += sums.size_bytes
     return True
 
 
-def _is_described(found: Any, meant: Stored) -> bool:
-    """Whether `found`, a tensor as gguf's reader describes it, has the shape, type, position and number of bytes of
-    `meant`, the tensor as it was written; `verify` asks it."""
-    shape = tuple(int(size) for size in found.shape[::-1])
-    place = int(found.data_offset), int(found.n_bytes)
-    size = sum(sums.size_bytes for sums in meant.sums)
-    return (shape, found.tensor_type.name, *place) == (meant.shape, meant.kind, meant.offset, size)
+def _is_described(described: Any, written: Stored) -> bool:
+    shape = tuple(int(size) for size in described.shape[::-1])
+    location = int(described.data_offset), int(described.n_bytes)
+    size = sum(sums.size_bytes for sums in written.sums)
+    return (shape, described.tensor_type.name, *location) == (written.shape, written.kind, written.offset, size)
 
 
-def _same(meant: Any, found: Any) -> bool:
-    """Whether `found`, a metadata value that was read back, is `meant`, the value that was written; floats are compared
-    in float32, in which the file stores them."""
-    if isinstance(meant, list) and isinstance(found, list):
-        if meant and isinstance(meant[0], float):
-            return np.array_equal(np.asarray(meant, np.float32), np.asarray(found, np.float32))
-        return meant == found
-    if isinstance(meant, float) and isinstance(found, float):
-        return np.float32(meant) == np.float32(found)
-    return meant == found
+def _same(written: Any, read_value: Any) -> bool:
+    """Whether values are equal, floats in float32."""
+    if isinstance(written, list) and isinstance(read_value, list):
+        if written and isinstance(written[0], float):
+            return np.array_equal(np.asarray(written, np.float32), np.asarray(read_value, np.float32))
+        return written == read_value
+    if isinstance(written, float) and isinstance(read_value, float):
+        return np.float32(written) == np.float32(read_value)
+    return written == read_value

@@ -1,6 +1,4 @@
-"""Compiles the programs by which the tensors of a GGUF file are made and encoded before they are needed: `Compiling`,
-which api.py makes before the file's metadata, and for each of whose tensors gguf_file.py waits.
-"""
+"""Compiles the programs that make and encode a GGUF file's tensors before they are needed."""
 
 from __future__ import annotations
 
@@ -19,17 +17,11 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 class Compiling:
-    """Traces the programs of all tensors of a GGUF file in one thread, those of the first tensors first, and compiles
-    them in others. As a context manager it drops what no thread has taken up when the context is left.
+    """Traces the programs of all tensors in one thread, in order, and compiles them in others; leaving the context
+    drops what waits. Several threads would wait for Python's lock. An error is left to the call that needs the program.
 
-    One thread traces, because several that do so at once wait for Python's lock all the time. An error is left to the
-    call that needs the program, which then has it too.
-
-    Args:
-      sources: make the tensors, in the order of the file.
-      kinds: {tensor's name: gguf's name of the type in which it is stored}.
-      like: the dtype and sharding that most arrays of the sources have; None: nothing is compiled ahead, as arrays on
-        several devices must get their programs in one order.
+      like: dtype and sharding of most arrays; None: nothing is compiled ahead, as arrays on several devices must get
+        their programs in one order.
     """
 
     def __init__(self, sources: Sequence[Source], kinds: Mapping[str, str], like: jax.ShapeDtypeStruct | None):
@@ -48,33 +40,29 @@ class Compiling:
                 self._of[tensor.name] = forms[form]
 
     def _traced(self, source: Source, tensor: Tensor, kind: str, like: jax.ShapeDtypeStruct) -> list[Future[object]]:
-        """Traces the programs of a tensor, except those that it shares with earlier ones, and has them compiled.
-        Returns the futures of all, which are done when they are compiled."""
-        found = _programs(source, tensor, kind, like)
-        for key, lower in found.items():
+        lowerings = _programs(source, tensor, kind, like)
+        for key, lower in lowerings.items():
             if key not in self._programs:
                 self._programs[key] = self._compilers.submit(lower().compile)
-        return [self._programs[key] for key in found]
+        return [self._programs[key] for key in lowerings]
 
     def __enter__(self) -> Compiling:
-        """Returns this object."""
         return self
 
     def __exit__(self, *error) -> None:
-        """Drops what waits, and does not wait for what has been taken up."""
+        """Drops what waits, and does not wait for what has started."""
         self._tracer.shutdown(wait=False, cancel_futures=True)
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def wait(self, name: str) -> None:
-        """Waits until the programs of the tensor of this name are compiled. A thread that called one before would
-        compile it once more."""
+        """Waits for a tensor's programs; a call before would compile them once more."""
         traced = self._of.pop(name, None)
         if traced is not None and traced.exception() is None:
             wait(traced.result())
 
 
 def _described(stored: Stored | None) -> tuple:
-    """What tells the programs that decode quantised weights apart: the format with its options, shapes and dtypes."""
+    """What tells the programs that decode a weight apart."""
     leaves, tree = jax.tree.flatten(stored)
     return tree, *((leaf.shape, leaf.dtype) for leaf in leaves)
 
@@ -82,17 +70,16 @@ def _described(stored: Stored | None) -> tuple:
 def _programs(
     source: Source, tensor: Tensor, kind: str, like: jax.ShapeDtypeStruct
 ) -> dict[tuple, Callable[[], jax.stages.Lowered]]:
-    """The programs that make and encode one tensor of a Source, {what tells the program from others: a function that
-    traces it}, in the order in which they are called. kind: the type in which it is stored. like: see Compiling."""
-    found: dict[tuple, Callable[[], jax.stages.Lowered]] = {}
+    """{what tells a program from others: a function that traces it}, in the order of their calls."""
+    lowerings: dict[tuple, Callable[[], jax.stages.Lowered]] = {}
     form = jax.ShapeDtypeStruct(tensor.shape, like.dtype, sharding=like.sharding)
     if source.stored is not None:
         stored: Stored = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding), source.stored
         )
         if (program := stored.decoding) is not None:
-            found["decode", *_described(stored)] = functools.partial(program.lower, stored, like.dtype.name)
+            lowerings["decode", *_described(stored)] = functools.partial(program.lower, stored, like.dtype.name)
     if tensor.heads is not None:
         interleaved = functools.partial(gguf_tensors.interleaved_on_device.lower, form, tensor.heads)
-        found["interleaved", form.shape, tensor.heads] = interleaved
-    return found | gguf_blocks.programs(form, kind, gguf_blocks.grid_of(tensor.grid, kind))
+        lowerings["interleaved", form.shape, tensor.heads] = interleaved
+    return lowerings | gguf_blocks.programs(form, kind, gguf_blocks.grid_of(tensor.grid, kind))

@@ -1,5 +1,4 @@
-"""The tensors of a model (`of_model`) or an adapter (`of_adapter`) under llama.cpp's names and in its order of rows, as
-Sources from which gguf_file.py makes and writes one tensor at a time."""
+"""The tensors of a model or an adapter under llama.cpp's names and in its order of rows, made one at a time."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ _UNADAPTED = "model.per_layer_model_projection"
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a GGUF file: what the file's header says of it, and how it is computed."""
+    """A tensor of a GGUF file, and how it is computed."""
 
     name: str  # llama.cpp's name
     shape: tuple[int, ...]  # in numpy's order; the file lists the dimensions in reverse
@@ -61,8 +60,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Tensors of a file that are computed from one value of the model, such as gate and up from a fused matrix, so that
-    the value is made once."""
+    """Tensors computed from one value of the model, such as gate and up from a fused matrix, which is made once."""
 
     make: Callable[[], Any]  # returns the value; called when these tensors are written, and the value is then freed
     tensors: tuple[Tensor, ...]  # the tensors that are computed from it, in the order of the file
@@ -70,8 +68,7 @@ class Source:
 
 
 def all_tensors(sources: Iterable[Source]) -> list[Tensor]:
-    """The tensors of all `sources` in one list, in the order of the file, as its header and the choice of types need
-    them."""
+    """In the order of the file."""
     return [tensor for source in sources for tensor in source.tensors]
 
 
@@ -79,19 +76,14 @@ interleaved_on_device = jax.jit(interleaved, static_argnums=1, compiler_options=
 
 
 def of_model(weights: Weights, arch: Architecture) -> list[Source]:
-    """Returns the Sources of a model's GGUF file, one for each value of the model, in the order of the file: the rotary
-    factors, the model's weights, and the head where llama.cpp needs a tied one as a tensor of its own. A Source may
-    have several tensors, such as gate and up of a fused matrix. Each tensor is made only when it is written.
+    """The Sources of a model, in the order of the file: rotary factors, weights, and a tied head where llama.cpp needs
+    it apart. Raises ValueError if llama.cpp has no name for a tensor.
 
-    Args:
-      weights: the model's weights. If it has an adapter, they must be the merged ones.
-      arch: the model's architecture in llama.cpp.
-    Raises:
-      ValueError: llama.cpp has no name for a tensor.
+      weights: with an adapter merged.
     """
     model = weights.model
     config, names = model.config, Names(arch, model.config.num_layers)
-    found = [
+    sources = [
         Source(lambda: None, (Tensor(name, factors.shape, lambda _, factors=factors: factors, True),))
         for name, factors in rope_factors(config).items()
     ]
@@ -105,19 +97,16 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
             tensors = [_dense_tensor(name, shape, config, arch, names)]
         tensors = [dataclasses.replace(tensor, grid=rounded.get(name), weight=name) for tensor in tensors]
         value = variable.get_value()
-        found.append(Source(make, tuple(tensors), value if isinstance(value, Stored) else None))
+        sources.append(Source(make, tuple(tensors), value if isinstance(value, Stored) else None))
     if arch.own_output and config.tie_embeddings:
         name = "model.embed_tokens.weight"
         make = functools.partial(_dense, weights.maker(name, variables[name]), model.dtype)
         head = Tensor("output.weight", tuple(variables[name].get_value().shape), lambda embedding: embedding, False)
-        found.append(Source(make, (head,)))
-    return found
+        sources.append(Source(make, (head,)))
+    return sources
 
 
 def _rounded(model: Decoder) -> dict[str, str]:
-    """{Hugging Face's name of a weight: the dtype of its numbers, such as "bfloat16"} of all weights that
-    quantisation-aware training rounded (model.qat), so that a file of the training's type stores them exactly; {} for a
-    model without it."""
     grid = model.qat
     if grid is None:
         return {}
@@ -126,23 +115,12 @@ def _rounded(model: Decoder) -> dict[str, str]:
 
 
 def _dense(make: Callable[[], Any], dtype: str) -> jax.Array:
-    """Calls `make`, which returns a weight, and returns the weight as an array; a quantised one is decoded to `dtype`,
-    a dtype's name. It is what a Source of of_model calls when its tensors are written."""
     return dense(make(), dtype)
 
 
 def _dense_tensor(name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: Names) -> Tensor:
-    """Describes the GGUF tensor for a weight [out, in] or a vector of the model: every tensor but those of experts,
-    which `_expert_tensors` describes. Nothing is computed yet. A norm's weight gets the model's offset added (1 in
-    Gemma), and the rows of q and k are reordered for llama.cpp's rotary embedding if the architecture needs that.
-    Vectors and the matrices of _PLAIN stay in float32 (Tensor.plain).
-
-    Args:
-      name: Hugging Face's name of the tensor.
-      shape: its shape.
-      config: the model's.
-      arch: the model's architecture in llama.cpp.
-      names: the map to llama.cpp's names.
+    """A weight [out, in] or a vector, not of experts. A norm's gets the model's offset (1 in Gemma); rows of q and k
+    are reordered if the architecture needs it.
     """
     heads = heads_of(config, arch, name)
     offset = np.float32(config.norm_offset if name.endswith("norm.weight") else 0.0)
@@ -158,24 +136,16 @@ def _dense_tensor(name: str, shape: tuple[int, ...], config: DecoderConfig, arch
 def _expert_tensors(
     name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: Names
 ) -> list[Tensor]:
-    """Describes the GGUF tensors for a matrix or bias of all experts of a layer: one, or two for gate_up_proj, because
-    llama.cpp stores gate and up separately in all architectures but Gemma 4's. Nothing is computed yet. Matrices are
-    stored as [E, out, in], and biases, [E, out], in float32 (Tensor.plain).
-
-    Args:
-      name: Hugging Face's name of the matrix or bias.
-      shape: its shape, [E, ...].
-      config: the model's, which has experts.
-      arch: the model's architecture in llama.cpp.
-      names: the map to llama.cpp's names.
+    """A matrix [E, out, in] or bias [E, out] of all experts; two tensors for gate_up_proj in all architectures but
+    Gemma 4's.
     """
     moe = config.moe
     assert moe is not None
     bias = name.endswith("_bias")
     module = name.removesuffix("_bias")
     turned = moe.transposed and not bias
-    count, *rest = shape
-    out_size, *columns = rest[::-1] if turned else rest
+    count, *matrix_shape = shape
+    out_size, *columns = matrix_shape[::-1] if turned else matrix_shape
 
     def tensor(module: str, rows: slice, size: int) -> Tensor:
         def of(weight: jax.Array) -> jax.Array:
@@ -192,21 +162,9 @@ def _expert_tensors(
 
 
 def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]:
-    """Returns the tensors of a model's LoRA adapter for a GGUF file, and its alpha.
-
-    llama.cpp scales the product B A of every adapted tensor by alpha / rank, with one alpha for the whole file. Where
-    the model has another scale, B is multiplied by scale * rank / alpha.
-
-    Args:
-      model: the model with the adapter.
-      arch: the model's architecture in llama.cpp.
-    Returns:
-      (a Source of lora_a and lora_b for every adapted tensor, or two for an experts' gate_up_proj that llama.cpp stores
-        as gate and up; alpha, which is scale * rank of the first one).
-    Raises:
-      ValueError: there is no adapter; or it has DoRA, a trained embedding or head, or matrices for the projection to
-        the embeddings of each layer (Gemma 4), which llama.cpp's adapters do not have or do not use; or llama.cpp has
-        no name for a tensor.
+    """(Sources of lora_a and lora_b, alpha) of a LoRA adapter. llama.cpp scales all products B A by alpha / rank with
+    one alpha, so B is multiplied by scale * rank / alpha. Raises ValueError without an adapter, or for what llama.cpp
+    lacks: DoRA, a trained embedding or head, an adapted projection to per-layer embeddings.
     """
     config, names = model.config, Names(arch, model.config.num_layers)
     adapted = [(name, linear, linear.lora) for name, linear in (*linears(model), *experts(model)) if linear.lora]
@@ -217,36 +175,34 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
             raise ValueError(f"gguf-adapter: {name} is adapted, and llama.cpp ignores that adapter; export gguf")
         if lora.magnitude is not None:
             raise ValueError(f"gguf-adapter: {name} has use_dora, which llama.cpp does not support; export gguf")
-    for what, module in (("embed_tokens", model.embedding), ("lm_head", model.head)):
+    for module_name, module in (("embed_tokens", model.embedding), ("lm_head", model.head)):
         if module is not None and module.original is not None:
-            raise ValueError(f"gguf-adapter: modules_to_save has {what}, which llama.cpp's adapters cannot contain")
+            raise ValueError(
+                f"gguf-adapter: modules_to_save has {module_name}, which llama.cpp's adapters cannot contain"
+            )
     alpha = float(adapted[0][2].scale * adapted[0][2].rank)
-    found = []
+    sources = []
     for name, _, lora in adapted:
         factor = np.float32(lora.scale * lora.rank / alpha)
         if arch.fused_experts or not name.endswith(GATE_UP):
-            found.append(_lora_tensors(names(f"{name}.weight"), lora, factor, heads_of(config, arch, name)))
+            sources.append(_lora_tensors(names(f"{name}.weight"), lora, factor, heads_of(config, arch, name)))
             continue
         assert config.moe is not None
         gate, up = gate_and_up(config.moe.interleaved, lora.b.shape[1] // 2)
-        for part, rows in (("gate_proj", gate), ("up_proj", up)):
-            part_name = names(f"{name.replace('gate_up_proj', part)}.weight")
-            found.append(_lora_tensors(part_name, lora, factor, rows=rows))
-    return found, alpha
+        for projection, rows in (("gate_proj", gate), ("up_proj", up)):
+            projection_name = names(f"{name.replace('gate_up_proj', projection)}.weight")
+            sources.append(_lora_tensors(projection_name, lora, factor, rows=rows))
+    return sources, alpha
 
 
 def _lora_tensors(
     name: str, lora: Any, factor: np.float32, heads: int | None = None, rows: slice | None = None
 ) -> Source:
-    """Describes the GGUF tensors lora_a [.., r, in] and lora_b [.., out, r], both float32, of an adapted tensor or of
-    some of its rows, as a Source, for `of_adapter`.
+    """lora_a [.., r, in] and lora_b [.., out, r], float32.
 
-    Args:
-      name: llama.cpp's name of the adapted tensor.
-      lora: the model's Lora module of that tensor, which has the matrices A and B.
-      factor: B is multiplied by it, so that llama.cpp's scale gives the model's.
-      heads: heads whose rows are interleaved; None: rows keep their order.
-      rows: the rows of the tensor, which must be one of experts; None: all.
+    factor: multiplies B.
+    heads: whose rows are interleaved; None: not.
+    rows: of an experts' tensor; None: all.
     """
 
     def b_of(lora: Any) -> np.ndarray:

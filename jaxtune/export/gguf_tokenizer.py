@@ -1,9 +1,6 @@
-"""A Hugging Face tokenizer as GGUF metadata (`tokenizer_fields`).
-
-llama.cpp implements tokenizers itself: "llama", which merges characters by scores as SentencePiece does, for
-tokenizers with byte_fallback (`_space_prefix`, `_scores`), and "gpt2", which merges bytes within words, for all others
-(`_words`). For "gpt2" it knows a fixed set of word patterns, by name. A tokenizer whose pattern is not one of them, or
-that has steps which "llama" lacks, is refused: the model would read other tokens than it was trained with.
+"""A Hugging Face tokenizer as GGUF metadata. llama.cpp implements "llama", which merges characters by scores as
+SentencePiece does (byte_fallback), and "gpt2", which merges bytes within words by a fixed set of patterns. Any other is
+refused: the model would read other tokens than in training.
 """
 
 from __future__ import annotations
@@ -28,9 +25,9 @@ from jaxtune.models.files.gguf_tokens import (
 
 
 def strips_as_phi3(tokenizer: Any) -> bool:
-    """Whether the tokenizer drops the whitespace after its added tokens, except after <unk>, <s> and <|endoftext|>, as
-    Phi-3's does, and has these three tokens and </s>, which llama.cpp needs in order to do the same. llama.cpp does it
-    if and only if general.name contains "phi-3" or "phi3", so an export makes the name fit the tokenizer."""
+    """Whether it drops whitespace after its added tokens, except <unk>, <s> and <|endoftext|>, as Phi-3's does, and has
+    these and </s>. llama.cpp does so if and only if general.name contains "phi-3" or "phi3".
+    """
     marks = [token for token in tokenizer.added_tokens_decoder.values() if token.content not in NOT_STRIPPED]
     return {"</s>", *NOT_STRIPPED} <= tokenizer.get_vocab().keys() and all(token.rstrip for token in marks)
 
@@ -38,35 +35,28 @@ def strips_as_phi3(tokenizer: Any) -> bool:
 def tokenizer_fields(
     tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, str]] = (), shown: Iterable[str] = ()
 ) -> Fields:
-    """GGUF metadata of a tokenizer and its chat template.
+    """{GGUF's key: value} of a fast tokenizer and its chat template.
 
-    Args:
-      tokenizer: a fast Hugging Face tokenizer.
-      vocab_size: rows of the model's embedding; those without a token become unused tokens.
-      ends: (llama.cpp's key, the token's text) of each end token that llama.cpp does not recognise by its text. Tokens
-        of `ends` and `shown` that the tokenizer lacks are ignored.
-      shown: the texts of special tokens that llama.cpp is to write into an answer, such as the marks of tool calls.
-        llama.cpp leaves other special tokens out of the text.
-    Returns:
-      {GGUF's key: value}, with the tokens, their types, the merges or scores, the ids of special tokens, the chat
-        template, and whether the tokenizer adds BOS and EOS to a text.
-    Raises:
-      ValueError: there is no tokenizer, it has no tokenizer.json, it is not of type BPE, it has no merges, llama.cpp
-        has no equal one, or it has a token beyond vocab_size.
+      vocab_size: rows of the embedding; those without a token become unused tokens.
+      ends: (llama.cpp's key, text) of end tokens that it does not recognise.
+      shown: special tokens that llama.cpp is to write into answers, such as marks of tool calls.
+
+    Raises ValueError without a tokenizer or tokenizer.json, for another type than BPE, no merges, one that llama.cpp
+    lacks, or a token beyond vocab_size.
     """
     if tokenizer is None:
         raise ValueError("gguf: the model has no tokenizer, and llama.cpp needs one: copy its files into the folder")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"gguf: {type(tokenizer).__name__} has no tokenizer.json: save it as a fast tokenizer")
-    parts = json.loads(backend.to_str())
-    model = parts["model"]
+    content = json.loads(backend.to_str())
+    model = content["model"]
     if model["type"] != "BPE":
         raise ValueError(f"gguf: a tokenizer of type {model['type']} cannot be written; only BPE can")
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     if not merges:
         raise ValueError("gguf: the tokenizer has no merges, and llama.cpp loads no BPE tokenizer without any")
-    tokens, types = _tokens(parts, vocab_size)
+    tokens, types = _tokens(content, vocab_size)
     for number in (tokens.index(text) for text in shown if text in tokens):
         types[number] = USER_DEFINED
     if model.get("byte_fallback"):
@@ -74,12 +64,12 @@ def tokenizer_fields(
             "tokenizer.ggml.model": "llama",
             "tokenizer.ggml.pre": "default",
             "tokenizer.ggml.scores": _scores(tokens, merges),
-            "tokenizer.ggml.add_space_prefix": _space_prefix(parts),
+            "tokenizer.ggml.add_space_prefix": _space_prefix(content),
         }
     else:
         fields = {
             "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": _words(parts),
+            "tokenizer.ggml.pre": _words(content),
             "tokenizer.ggml.merges": merges,
         }
     fields |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
@@ -94,20 +84,13 @@ def tokenizer_fields(
     return fields | _templates(tokenizer.chat_template)
 
 
-def _tokens(parts: Fields, vocab_size: int) -> tuple[list[str], list[int]]:
-    """(the text of each token, its type as llama.cpp numbers it), two lists of `vocab_size` entries; unused tokens have
-    texts such as [PAD7]. The types are 1 normal, 2 unknown, 3 control (not written into answers), 4 defined by the
-    user, 5 unused and 6 a byte; 2 and 6 are only in tokenizers with byte_fallback.
-
-    Args:
-      parts: the content of tokenizer.json.
-      vocab_size: rows of the model's embedding; rows without a token become unused tokens.
-    Raises:
-      ValueError: the tokenizer has a token beyond the embedding.
+def _tokens(content: Fields, vocab_size: int) -> tuple[list[str], list[int]]:
+    """(texts, types), `vocab_size` each; unused tokens are called [PAD7]. Raises ValueError for a token beyond the
+    embedding.
     """
-    model = parts["model"]
+    model = content["model"]
     texts = {number: text for text, number in model["vocab"].items()}
-    added = {token["id"]: token for token in parts["added_tokens"]}
+    added = {token["id"]: token for token in content["added_tokens"]}
     texts |= {number: token["content"] for number, token in added.items()}
     if max(texts) >= vocab_size:
         raise ValueError(f"gguf: the tokenizer has token {max(texts)}, and the model's vocabulary is {vocab_size}")
@@ -124,29 +107,18 @@ def _tokens(parts: Fields, vocab_size: int) -> tuple[list[str], list[int]]:
     return [texts.get(i, f"[PAD{i}]") for i in range(vocab_size)], [kind(i) for i in range(vocab_size)]
 
 
-def _sequence(part: Fields | None, kinds: str) -> list[Fields]:
-    """The steps of a normalizer or pre-tokenizer as a list: those that it lists if it is a sequence, else itself alone.
-    Its callers look whether llama.cpp has each step.
-
-    Args:
-      part: the entry "normalizer" or "pre_tokenizer" of a tokenizer.json; None if it has none, which gives [].
-      kinds: the key under which a sequence lists its steps, "normalizers" or "pretokenizers".
-    """
-    if part is None:
+def _sequence(section: Fields | None, kinds: str) -> list[Fields]:
+    if section is None:
         return []
-    return part[kinds] if part["type"] == "Sequence" else [part]
+    return section[kinds] if section["type"] == "Sequence" else [section]
 
 
-def _words(parts: Fields) -> str:
-    """The value of tokenizer.ggml.pre for a byte-level tokenizer: the one name that llama.cpp has for the pattern that
-    divides text into words and for whether a word that is in the vocabulary is not merged (ignore_merges). `parts` is
-    the content of tokenizer.json.
-
-    Raises:
-      ValueError: llama.cpp has no tokenizer with this pattern and ignore_merges, or there is a normalizer besides NFC.
+def _words(content: Fields) -> str:
+    """tokenizer.ggml.pre: llama.cpp's name of the pattern of words and ignore_merges. Raises ValueError if it has none,
+    or for a normalizer besides NFC.
     """
     steps = []
-    for step in _sequence(parts["pre_tokenizer"], "pretokenizers"):
+    for step in _sequence(content["pre_tokenizer"], "pretokenizers"):
         if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
             steps += ["split", step["pattern"].get("Regex")]
         elif step["type"] == "Digits" and step["individual_digits"]:
@@ -155,29 +127,23 @@ def _words(parts: Fields) -> str:
             steps += ["gpt2"] * step["use_regex"]
         else:
             steps.append(step["type"])
-    normalizers = {step["type"] for step in _sequence(parts["normalizer"], "normalizers")} - {"NFC"}
-    way = (tuple(steps), bool(parts["model"].get("ignore_merges")))
-    if normalizers or way not in WORDS:
+    normalizers = {step["type"] for step in _sequence(content["normalizer"], "normalizers")} - {"NFC"}
+    splitting = (tuple(steps), bool(content["model"].get("ignore_merges")))
+    if normalizers or splitting not in WORDS:
         raise ValueError(
             f"gguf: llama.cpp has no tokenizer that divides text into words as this one does (pre_tokenizer "
-            f"{json.dumps(parts['pre_tokenizer'])[:200]}, normalizer {json.dumps(parts['normalizer'])[:100]}); "
+            f"{json.dumps(content['pre_tokenizer'])[:200]}, normalizer {json.dumps(content['normalizer'])[:100]}); "
             f"it has {', '.join(WORDS.values())}. Other formats, such as --to merged, can have any tokenizer"
         )
-    return WORDS[way]
+    return WORDS[splitting]
 
 
-def _space_prefix(parts: Fields) -> bool:
-    """Returns the value of tokenizer.ggml.add_space_prefix for a tokenizer that writes spaces as SentencePiece's
-    character ▁ (U+2581): True if it puts one before the first word of a text, False if it does not.
-
-    Args:
-      parts: the content of tokenizer.json.
-    Raises:
-      ValueError: the normalizer or the pre-tokenizer has a step that llama.cpp's tokenizer does not have, or spaces are
-        not replaced by ▁.
+def _space_prefix(content: Fields) -> bool:
+    """Whether ▁ (U+2581) is put before the first word. Raises ValueError for a step that llama.cpp lacks, or spaces
+    that ▁ does not replace.
     """
     prefixed, replaced = False, False
-    steps = _sequence(parts["normalizer"], "normalizers") + _sequence(parts["pre_tokenizer"], "pretokenizers")
+    steps = _sequence(content["normalizer"], "normalizers") + _sequence(content["pre_tokenizer"], "pretokenizers")
     for step in steps:
         if step["type"] == "Prepend" and step["prepend"] == SPACE:
             prefixed = True
@@ -195,10 +161,9 @@ def _space_prefix(parts: Fields) -> bool:
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """The score of each token. llama.cpp always merges the pair whose token has the highest score, so these scores,
-    which fall with the place of the token's merge in `merges`, make it merge in that order. Tokens that no merge makes
-    get the lowest score. tokens: the texts of all tokens. merges: those of a tokenizer.json in their order, each two
-    texts with a space between them, which tokenizer_fields makes where the file has pairs."""
+    """llama.cpp merges the pair whose token has the highest score, so these fall with the place of the token's merge;
+    tokens without one get the lowest.
+    """
     ranks: dict[str, int] = {}
     for merge in merges:
         ranks.setdefault(merge.replace(" ", ""), len(ranks))
@@ -206,9 +171,7 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
 
 
 def _templates(template: str | dict[str, str] | None) -> Fields:
-    """The GGUF metadata of a tokenizer's chat template, {key: value}, for `tokenizer_fields`. template: a Jinja text;
-    or several as {name: text}, of which "default" is the one that is used where none is named; or None, which gives
-    {}."""
+    """template: a Jinja text, several as {name: text}, or None."""
     if template is None or isinstance(template, str):
         return {"tokenizer.chat_template": template} if template else {}
     fields: Fields = {f"tokenizer.chat_template.{name}": t for name, t in template.items() if name != "default"}

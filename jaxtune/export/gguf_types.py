@@ -1,7 +1,4 @@
-"""The type in which each tensor of a GGUF file is stored: OUTTYPES, from which the user chooses one for a file, and
-`stored_types`, by which exports give each tensor its type: float32 if it must stay so, else one by the outtype and, in
-q4_k_m and q6_k, by llama.cpp's rules (`_k_type`), or one of smaller blocks that fit its rows (`_of_rows`). `is_short`
-and `not_trained` find tensors about which the user gets a note."""
+"""The type in which each tensor of a GGUF file is stored."""
 
 from __future__ import annotations
 
@@ -31,51 +28,38 @@ _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 def stored_types(
     tensors: Sequence[Tensor], outtype: str, architecture: str, fields: Mapping[str, object]
 ) -> dict[str, str]:
-    """The type in which each tensor is stored in a file of type `outtype`, as {tensor's name: gguf's name of the type}.
-
-    In q4_0, embedding and head are stored in Q8_0: they are read once a token, and their errors reach the logits
-    undamped. In q4_k_m and q6_k, the types are those that llama-quantize of llama.cpp gives to the same tensors. A
-    tensor whose rows are not whole blocks gets a type of smaller blocks, or f16 if its rows are no multiple of 32
-    either. A tensor that must stay in float32 (Tensor.plain) has F32. gguf_file.write calls it, and the export before,
-    for its notes and the size that the disk needs.
-
-    Args:
-      tensors: all tensors of the file.
-      outtype: one of OUTTYPES.
-      architecture: general.architecture of the file.
-      fields: the file's metadata, of which `_k_type` reads the numbers of layers, heads and experts.
+    """{tensor: gguf's name of its type} in a file of type `outtype`. In q4_0, embedding and head are Q8_0: they are
+    read once a token, and their errors reach the logits undamped. In q4_k_m and q6_k types are llama-quantize's. Rows
+    that are not whole blocks get a type of smaller blocks, or f16 if they are no multiple of 32.
     """
     kind = OUTTYPES[outtype][0]
     by_name = _k_type(tensors, kind, architecture, fields) if outtype in ("q4_k_m", "q6_k") else lambda _: kind
-    found = {}
+    types = {}
     for tensor in tensors:
-        wanted = "Q8_0" if outtype == "q4_0" and tensor.name in HEADS else by_name(tensor.name)
-        found[tensor.name] = "F32" if tensor.plain else _of_rows(wanted, tensor.shape[-1])
-    return found
+        preferred = "Q8_0" if outtype == "q4_0" and tensor.name in HEADS else by_name(tensor.name)
+        types[tensor.name] = "F32" if tensor.plain else _of_rows(preferred, tensor.shape[-1])
+    return types
 
 
 def is_short(tensor: Tensor, outtype: str) -> bool:
-    """Whether a tensor cannot be stored in the type that `outtype` names, because its rows are not whole blocks of that
-    type; False for types without blocks and for tensors that stay in float32. The user gets a note about such tensors.
-    outtype: the type of the file's weights, one of OUTTYPES."""
+    """Whether the tensor's rows are not whole blocks of `outtype`."""
     block = gguf_blocks.BLOCK_TYPES.get(OUTTYPES[outtype][0])
     return block is not None and not tensor.plain and tensor.shape[-1] % block.numbers != 0
 
 
 def not_trained(tensors: Sequence[Tensor], kinds: Mapping[str, str]) -> list[str]:
-    """Names of the tensors that a file rounds to a quantised type though quantisation-aware training, which rounded
-    others to the type of the file, did not round them, such as embedding and head. The export names them in a note to
-    the user. Empty without such training, and for files of plain numbers. kinds: {tensor's name: gguf's name of the
-    type in which it is stored}."""
+    """Tensors that a file rounds although QAT, which rounded others to its type, did not."""
     if not any(tensor.grid for tensor in tensors):
         return []
-    return [each.name for each in tensors if each.grid is None and kinds[each.name] in gguf_blocks.BLOCK_TYPES]
+    return [
+        candidate.name
+        for candidate in tensors
+        if candidate.grid is None and kinds[candidate.name] in gguf_blocks.BLOCK_TYPES
+    ]
 
 
 def _of_rows(kind: str, columns: int) -> str:
-    """The type in which rows of this many columns are stored where the type `kind` is wanted: `kind`, if the rows are
-    whole blocks of it or it has no blocks; else, for types with blocks of 256, one with blocks of 32; else F16. Both
-    are gguf's names."""
+    """`kind`, or for rows that are not whole blocks a type of 32, or F16."""
     if kind in gguf_blocks.BLOCK_TYPES and columns % gguf_blocks.block_size(kind):
         return _of_rows(_SHORTER[kind], columns) if kind in _SHORTER else "F16"
     return kind
@@ -84,29 +68,19 @@ def _of_rows(kind: str, columns: int) -> str:
 def _k_type(
     tensors: Sequence[Tensor], kind: str, architecture: str, fields: Mapping[str, object]
 ) -> Callable[[str], str]:
-    """llama.cpp's rule for files whose default type is `kind`, Q4_K (q4_k_m) or Q6_K: a function from a tensor's name
-    to its type, for rows of any length.
-
-    The head has Q6_K, and so has the embedding where it is the head. In q4_k_m the matrices of v, or q/k/v in one, and
-    down have Q6_K in the first and last eighth of the layers that have them and every third between. In the 70B models,
-    whose v is small, v has at least Q5_K. In models of eight experts k and v have Q8_0, in q4_k_m and in q6_k; the
-    attention's output has Q5_K in q4_k_m only.
-
-    Args:
-      tensors: all tensors of the file, which show whether the head is the embedding.
-      kind: the default type.
-      architecture: general.architecture of the file, the prefix of its keys.
-      fields: the file's metadata, which has the numbers of layers, heads and experts.
+    """llama.cpp's rule for Q4_K (q4_k_m) or Q6_K: a tensor's name -> its type, for rows of any length. In q4_k_m, v and
+    down are Q6_K in the first and last eighth of the layers that have them and every third between, and v of 70B
+    models, which is small, at least Q5_K. With eight experts k and v are Q8_0, also in q6_k.
     """
 
     def number(key: str) -> int:
-        found = fields.get(f"{architecture}.{key}")
-        return found if isinstance(found, int) else 0
+        value = fields.get(f"{architecture}.{key}")
+        return value if isinstance(value, int) else 0
 
     layers, eight = number("block_count"), number("expert_count") == 8
     # Layers that share values, or take the keys for them, have no v: llama.cpp counts those that have one.
-    parts = [layer for tensor in tensors if (layer := _LAYER.fullmatch(tensor.name))]
-    with_v = sorted(int(layer[1]) for layer in parts if layer[2] in _VALUES)
+    layer_matches = [layer for tensor in tensors if (layer := _LAYER.fullmatch(tensor.name))]
+    with_v = sorted(int(layer[1]) for layer in layer_matches if layer[2] in _VALUES)
     grouped = number("attention.head_count") != number("attention.head_count_kv")
     large = layers == 80 and not eight and (architecture == "qwen2" or (architecture == "llama" and grouped))
     head = HEADS[1] if any(tensor.name == HEADS[1] for tensor in tensors) else HEADS[0]
@@ -115,16 +89,16 @@ def _k_type(
         layer = _LAYER.fullmatch(name)
         if layer is None:
             return "Q6_K" if name == head else kind
-        at, part = int(layer[1]), layer[2]
-        place, count = (with_v.index(at), len(with_v)) if part in _VALUES else (at, layers)
-        sensitive = place < count // 8 or place >= 7 * count // 8 or (place - count // 8) % 3 == 2
-        more = "Q6_K" if sensitive else kind
-        if part in _VALUES:
-            return "Q8_0" if eight else "Q5_K" if large and more == "Q4_K" else more
-        if part == "attn_k.weight" and eight:
+        index, suffix = int(layer[1]), layer[2]
+        rank, count = (with_v.index(index), len(with_v)) if suffix in _VALUES else (index, layers)
+        sensitive = rank < count // 8 or rank >= 7 * count // 8 or (rank - count // 8) % 3 == 2
+        preferred = "Q6_K" if sensitive else kind
+        if suffix in _VALUES:
+            return "Q8_0" if eight else "Q5_K" if large and preferred == "Q4_K" else preferred
+        if suffix == "attn_k.weight" and eight:
             return "Q8_0"
-        if part == "attn_output.weight" and eight and kind == "Q4_K":
+        if suffix == "attn_output.weight" and eight and kind == "Q4_K":
             return "Q5_K"
-        return more if part.startswith("ffn_down") else kind
+        return preferred if suffix.startswith("ffn_down") else kind
 
     return of

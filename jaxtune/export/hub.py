@@ -1,5 +1,4 @@
-"""Upload of a folder with a model or an adapter to a model repository of the Hugging Face hub (`push`), for
-`jaxtune export --push` and the push_to_hub methods of jaxtune.compat's models."""
+"""Uploads a folder to a model repository of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,21 +7,14 @@ from typing import Any
 
 
 def push(folder: Path, repository: str, *, private: bool = False, api: Any = None) -> str:
-    """Uploads a folder as a model repository, which is created if it does not exist. Files that the repository has
-    under other names stay in it. `jaxtune export --push` calls it with the folder that was exported, and
-    jaxtune.compat's models with one that they saved.
+    """Uploads a folder as a model repository, made if need be, and returns its address. Files under other names stay in
+    it.
 
-    Args:
-      folder: the folder.
       repository: owner/name.
-      private: whether a created repository is private; the visibility of one that exists is not changed.
-      api: huggingface_hub.HfApi or an object with its methods whoami, create_repo and upload_folder; None: one with
-        this machine's login.
-    Returns:
-      the repository's address.
-    Raises:
-      ValueError: nobody is logged in, `repository` is no valid name, or the hub refuses or cannot be reached.
-      OSError: a file of the folder cannot be read.
+      private: of a new repository.
+      api: huggingface_hub.HfApi or the like; None: with this machine's login.
+
+    Raises ValueError if nobody is logged in, the name is not valid, or the hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError

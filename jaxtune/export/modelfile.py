@@ -1,8 +1,6 @@
-"""A Modelfile, of which `ollama create` makes a model: a GGUF file, its chat template and its stop texts.
-
-Ollama reads a chat template as a Go template, and takes a Jinja template of a GGUF file only where it knows it. Here
-the texts around the messages are read off conversations that the Jinja template writes. They become a Go template if
-it writes the same text for every conversation that is drawn.
+"""A Modelfile, of which `ollama create` makes a model. Ollama reads Go templates. The texts around messages are read
+off conversations that the Jinja template writes, and become a Go template if that writes the same for every drawn
+conversation.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ type Pair = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """The texts that a chat template writes around the messages of a conversation, which ends with a question."""
+    """The texts that a chat template writes around the messages of a conversation that ends with a question."""
 
     begin: str  # before the first question, without a system message
     system: Pair | None  # in its place, around the system message; None: the template refuses one
@@ -61,32 +59,32 @@ class Turns:
     late: Pair | None = None  # in place of the last `asked`, around the system message that the template writes there
 
     def text(self, system: str | None, turns: Sequence[str]) -> str:
-        """A conversation of questions and answers in turn, the last one a question."""
+        """A conversation; turns: questions and answers in turn, the last a question."""
         late = self.late is not None and len(turns) > 1
-        around = self.system if system is not None and not late else None
-        text = self.begin if around is None else f"{around[0]}{system}{around[1]}"
-        for place, turn in enumerate(turns):
-            if place and place % 2:
+        system_pair = self.system if system is not None and not late else None
+        text = self.begin if system_pair is None else f"{system_pair[0]}{system}{system_pair[1]}"
+        for index, turn in enumerate(turns):
+            if index and index % 2:
                 text += self.answered
-            elif place and place == len(turns) - 1 and self.late is not None and system is not None:
+            elif index and index == len(turns) - 1 and self.late is not None and system is not None:
                 text += f"{self.late[0]}{system}{self.late[1]}"
-            elif place:
+            elif index:
                 text += self.asked
             text += turn
         return text + self.prompt
 
     def to_go(self) -> str:
-        """The Go template that writes the same from Ollama's .System and .Messages."""
+        """The Go template for Ollama's .System and .Messages."""
 
-        def around(pair: Pair) -> str:
+        def with_system(pair: Pair) -> str:
             return f"{_literal(pair[0])}{{{{ $.System }}}}{_literal(pair[1])}"
 
         first, next_ = _literal(self.begin), _literal(self.asked)
         if self.system is not None and self.late is None:
-            first = f"{{{{ if $.System }}}}{around(self.system)}{{{{ else }}}}{first}{{{{ end }}}}"
+            first = f"{{{{ if $.System }}}}{with_system(self.system)}{{{{ else }}}}{first}{{{{ end }}}}"
         elif self.system is not None and self.late is not None:
-            first = f"{{{{ if and $last $.System }}}}{around(self.system)}{{{{ else }}}}{first}{{{{ end }}}}"
-            next_ = f"{{{{ if and $last $.System }}}}{around(self.late)}{{{{ else }}}}{next_}{{{{ end }}}}"
+            first = f"{{{{ if and $last $.System }}}}{with_system(self.system)}{{{{ else }}}}{first}{{{{ end }}}}"
+            next_ = f"{{{{ if and $last $.System }}}}{with_system(self.late)}{{{{ else }}}}{next_}{{{{ end }}}}"
         return (
             "{{ $first := true }}{{ range $i, $_ := .Messages }}{{ $last := eq (len (slice $.Messages $i)) 1 }}"
             f'{{{{ if eq .Role "user" }}}}{{{{ if $first }}}}{first}{{{{ else }}}}{next_}{{{{ end }}}}'
@@ -98,7 +96,7 @@ class Turns:
 
 
 def modelfile(model: Decoder, tokenizer: Tokenizer, file: str) -> tuple[str, list[str]]:
-    """(the text of the Modelfile for the GGUF file `file` beside it, notes for the user)."""
+    """(the Modelfile for the GGUF file `file` beside it, notes)."""
     turns, why = turns_of(tokenizer)
     lines = [f"FROM ./{file}"]
     notes = []
@@ -122,13 +120,13 @@ def modelfile(model: Decoder, tokenizer: Tokenizer, file: str) -> tuple[str, lis
 
 
 def create_command(folder: str | os.PathLike, name: str) -> str:
-    """The command line that makes an Ollama model of the Modelfile in `folder`, with a name like `name`."""
+    """The command line that makes an Ollama model of `folder`."""
     allowed = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._") or "model"
     return f"ollama create {allowed} -f {shlex.quote(os.path.join(folder, MODELFILE))}"
 
 
 def turns_of(tokenizer: Tokenizer) -> tuple[Turns | None, str]:
-    """(the texts around messages that the tokenizer's chat template writes, ""), or (None, why there are none)."""
+    """(Turns of the chat template, ""), or (None, why there are none)."""
     template = template_for(tokenizer.chat_template, None)
     if template is None:
         return None, "the model has no chat template"
@@ -152,18 +150,18 @@ def turns_of(tokenizer: Tokenizer) -> tuple[Turns | None, str]:
 def _conversation(system: str | None, turns: Sequence[str]) -> list[Message]:
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     return messages + [
-        {"role": ("user", "assistant")[place % 2], "content": content} for place, content in enumerate(turns)
+        {"role": ("user", "assistant")[index % 2], "content": content} for index, content in enumerate(turns)
     ]
 
 
 def _read(write: Callable[[Sequence[Message]], str]) -> Turns | None:
-    """The texts around the marks of three conversations; None if a mark is missing or in another order."""
+    """Turns of three conversations; None if a mark is missing or in another order."""
     short, long = _USERS[:1], (_USERS[0], _ANSWER, _USERS[1])
     alone = _split(write(_conversation(None, short)), short)
-    whole = _split(write(_conversation(None, long)), long)
-    if alone is None or whole is None:
+    dialogue = _split(write(_conversation(None, long)), long)
+    if alone is None or dialogue is None:
         return None
-    (begin, prompt), (_, answered, asked, _) = alone, whole
+    (begin, prompt), (_, answered, asked, _) = alone, dialogue
     try:
         texts = [write(_conversation(_SYSTEM, turns)) for turns in (short, long)]
     except TemplateError:  # it refuses a system message
@@ -174,12 +172,12 @@ def _read(write: Callable[[Sequence[Message]], str]) -> Turns | None:
     early, late = _split(texts[1], (_SYSTEM, *long)), _split(texts[1], (*long[:2], _SYSTEM, long[2]))
     if early is None and late is None:
         return None
-    around = None if late is None else (late[2], late[3])
-    return Turns(begin, (first[0], first[1]), answered, asked, prompt, around)
+    late_pair = None if late is None else (late[2], late[3])
+    return Turns(begin, (first[0], first[1]), answered, asked, prompt, late_pair)
 
 
 def _split(text: str, marks: Sequence[str]) -> list[str] | None:
-    """The texts between marks that the text has once each, in this order; else None."""
+    """The texts between marks that occur once each, in this order; else None."""
     pieces = []
     for mark in marks:
         if text.count(mark) != 1:
@@ -190,8 +188,7 @@ def _split(text: str, marks: Sequence[str]) -> list[str] | None:
 
 
 def _is_same(turns: Turns, write: Callable[[Sequence[Message]], str], draw: random.Random) -> bool:
-    """Whether a drawn conversation is written alike. Its messages have no white space around them, which many
-    templates remove."""
+    """Whether a drawn conversation is written alike, without white space around messages, which many templates drop."""
 
     def content() -> str:
         return draw.choice((" ", "\n", "")).join(draw.choices(_WORDS, k=draw.randint(1, 8))).strip() or "Hello"
@@ -202,7 +199,7 @@ def _is_same(turns: Turns, write: Callable[[Sequence[Message]], str], draw: rand
 
 
 def _literal(text: str) -> str:
-    """A text as a Go template writes it, within the quotes of a Modelfile."""
+    """A text in a Go template in a Modelfile's quotes."""
     if "{{" in text or '"""' in text or text.endswith("{"):
         return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}"
     return text

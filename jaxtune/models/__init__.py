@@ -1,4 +1,4 @@
-"""Decoder language models as plain flax.nnx modules. One composable decoder (decoder.py) is built from a config that a
-short file for each model family makes (families/). The other files and folders load, save, quantise, adapt (LoRA),
-divide over devices and sample from such a model. Training (jaxtune/train) builds on this package, which itself builds
-on the kernels of jaxtune/pallas."""
+"""Decoder language models as flax.nnx modules: one composable decoder (decoder.py), built from a config that a short
+file for each model family makes (families/), with loading, saving, quantisation, LoRA, division over devices and
+generation.
+"""

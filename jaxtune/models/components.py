@@ -1,10 +1,6 @@
 """Applies a precision map ({pattern of module names: dtype or format}, precision.py) to a model, and reads from a model
 the map that it follows.
-
-`components` lists the modules that a map can name, and `resolved` decides the word (dtype or format) of each. Loading
-stores tensors by `of_tensors`, and sets the dtypes of computation by `set_compute`. A run makes a loaded model compute
-as its map says (`follow`), and the planner makes a model that is stored as its map says (`stored_as`). Runs and
-adapters record what the model then has: `common_format` and `followed`."""
+"""
 
 from __future__ import annotations
 
@@ -30,13 +26,9 @@ type Named = Linear | ExpertLinear | Router | RMSNorm | LayerNorm | Embedding  #
 
 
 def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
-    """Yields (Component, path, module) for every module of `model` that a precision map can name: linears, experts,
-    routers, norms, the embedding and the head, but none of a teacher. The Component is what patterns are compared with:
-    the module's name in checkpoints; its kind, "router" (also for what is inside a router), "norms" or ""; as an alias
-    of an embedding that is the head too, the head's name; and whether the module can be quantised, as linears and
-    experts of the layers (but not a router's) and the projection of per-layer embeddings can. The path of attributes
-    and indices leads from the model to the module, which is the model's own, not a copy. The arrays of `model` may be
-    abstract. Functions here that apply or read maps call it, and train/sensitivity.py, which tries formats."""
+    """Yields (Component, path, module) for every module that a precision map can name, but none of a teacher. The path
+    leads from `model` to the module itself, not a copy. Arrays may be abstract.
+    """
     norms, config = family(model.config.family).norms, model.config
     for path, module in nnx.iter_modules(model):
         if path[:1] == ("teacher",) or not isinstance(
@@ -57,95 +49,79 @@ def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
 
 
 def resolved(model: Decoder, words: Mapping[str, str], rest: str | None = None) -> dict[str, str]:
-    """Decides the precision of the modules of `model`, as `precision.resolve` does it: {module's name in checkpoints:
-    word}, where a word is a dtype such as "bf16" or a format such as "nf4". Modules that keep the model's dtype because
-    neither argument concerns them are not in it. `model` is not changed. Loading, `follow` and `stored_as` go by it.
+    """`precision.resolve` for a model, whose arrays may be abstract: {module's name in checkpoints: dtype or format},
+    without modules that keep the model's dtype.
 
-    Args:
-      model: its arrays may be abstract.
-      words: the precision map, {pattern of module names: word}.
-      rest: the format of the modules that can be quantised (linears and experts) and that no pattern matches; one in
-        which weights only stay as they are stored ("mxfp4") is that of experts alone. None: none.
-    Raises:
-      ValueError: a pattern or word that does not fit the model.
+      rest: the format of linears and experts that no pattern matches; of experts alone for a format in which weights
+        only stay as they are stored ("mxfp4").
+
+    Raises ValueError for a pattern or word that does not fit.
     """
     if rest not in KEPT:
-        return resolve([each for each, *_ in components(model)], words, rest)
-    experts = {each.name: rest for each, _, module in components(model) if isinstance(module, ExpertLinear)}
-    return experts | resolve([each for each, *_ in components(model)], words)
+        return resolve([component for component, *_ in components(model)], words, rest)
+    experts = {component.name: rest for component, _, module in components(model) if isinstance(module, ExpertLinear)}
+    return experts | resolve([component for component, *_ in components(model)], words)
 
 
 def set_compute(model: Decoder, found: Mapping[str, str]) -> None:
-    """Sets the dtype in which each module of `model` computes (its attribute `compute`), in place; weights stay as they
-    are. found: {module's name in checkpoints: word} from `resolved`; a module that it does not name, or names with a
-    format or the model's own dtype, computes in the model's dtype (`compute` is None). Loading, `follow` and
-    `stored_as` call it, and the check of a merge, which with {} clears all."""
-    for each, _, module in components(model):
-        compute = DTYPES.get(found.get(each.name, ""))
+    """Sets in place the dtype in which each module computes (`compute`); weights stay as they are. A module that
+    `found` ({module's name: word}) does not name, or names with a format or the model's dtype, gets None.
+    """
+    for component, _, module in components(model):
+        compute = DTYPES.get(found.get(component.name, ""))
         compute = None if compute == model.dtype else compute
         if compute != module.compute:
             module.compute = compute
 
 
 def follow(model: Decoder, words: Mapping[str, str]) -> None:
-    """Makes the modules of `model` multiply as the precision map `words` ({pattern: dtype or format}) says, in place.
-    Every run whose config names modules calls it, both for a model that was given to it and for one that it loaded by
-    the same map, so it changes no stored weight: an array in another dtype is cast when it multiplies. Modules that
-    the map does not name multiply in the model's dtype.
+    """Makes the modules compute as the precision map `words` says, in place. Stored weights do not change; an array in
+    another dtype is cast when it multiplies.
 
-    Raises:
-      ValueError: a pattern or word that does not fit the model; a weight that is not quantised in the format that the
-        map says, or is quantised although the map says a dtype. The model is then unchanged.
+    Raises ValueError, with the model unchanged, for a pattern or word that does not fit, and for a weight whose format
+    is not the map's.
     """
-    found = resolved(model, words)
-    for each, _, module in components(model):
-        word, weight = found.get(each.name), module.weight.get_value()
-        here = format_of(weight).name if isinstance(weight, Stored) else None
-        if word is not None and here != (word if word in FORMATS else None):
+    resolved_words = resolved(model, words)
+    for component, _, module in components(model):
+        word, weight = resolved_words.get(component.name), module.weight.get_value()
+        stored_format = format_of(weight).name if isinstance(weight, Stored) else None
+        if word is not None and stored_format != (word if word in FORMATS else None):
             raise ValueError(
-                f"precision: {each.name} is to be in {word}, and the model has it in {here or weight.dtype.name}"
-                ": load it with the same map (from_pretrained has the argument precision), or change the map"
+                f"precision: {component.name} is to be in {word}, and the model has it in "
+                f"{stored_format or weight.dtype.name}: load it with the same map (from_pretrained has the argument "
+                "precision), or change the map"
             )
-    set_compute(model, found)
+    set_compute(model, resolved_words)
 
 
 def of_tensors(model: Decoder, words: Mapping[str, str], paths: Mapping[str, tuple]) -> dict[str, str]:
-    """Says how the tensors are stored that a precision map concerns: {tensor's name: dtype or format}. The loader
-    stores tensors by it. Those that are not in it are stored in the model's dtype, or quantised as in the checkpoint;
-    of a checkpoint that has quantised weights the loader quantises no others, and refuses a map's formats.
+    """{tensor's name: dtype or format} of the tensors that a precision map concerns.
 
-    Args:
-      model: its arrays may be abstract.
-      words: {module's name: dtype or format}, from `resolved`. A dtype is that of all tensors of the module, a format
-        that of its weight alone.
-      paths: {tensor's name: the path of attributes and indices that leads to it in `model`}.
+    words: from `resolved`. A dtype is for all tensors of the module, a format for its weight alone.
+    paths: {tensor's name: its path of attributes and indices in `model`, whose arrays may be abstract}.
     """
-    own = {path: words[each.name] for each, path, _ in components(model) if each.name in words}
-    found = {name: (own[path[:-1]], path[-1]) for name, path in paths.items() if path[:-1] in own}
-    return {name: word for name, (word, last) in found.items() if word in DTYPES or last == "weight"}
+    word_of_path = {path: words[component.name] for component, path, _ in components(model) if component.name in words}
+    tensor_words = {
+        name: (word_of_path[path[:-1]], path[-1]) for name, path in paths.items() if path[:-1] in word_of_path
+    }
+    return {name: word for name, (word, last) in tensor_words.items() if word in DTYPES or last == "weight"}
 
 
 def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None) -> Decoder:
-    """Makes a new model whose modules are stored and computed as a precision map says. The planner calls it, traced
-    without data, for models that are not loaded.
+    """A new model whose modules are stored and computed as a precision map says. Quantised weights stay as they are. If
+    any module gets a format, all tensors are frozen and `qat` is None.
 
-    Args:
-      model: without adapters; it is not changed. Weights that are quantised already stay as they are.
-      words: the map, {pattern: dtype or format}; see precision.py.
-      rest: the format of linears and experts that no pattern matches; None: they keep their dtype.
-    Returns:
-      the new model. If the map or `rest` gives any module a format, all tensors of the model are frozen, and it is no
-        longer marked as rounded by quantisation-aware training (`qat` is None).
-    Raises:
-      ValueError: a pattern or word that does not fit the model; a model with adapters.
+      rest: the format of linears and experts that no pattern matches.
+
+    Raises ValueError for a pattern or word that does not fit, or a model with adapters.
     """
     if has_adapter(model):
         raise ValueError("precision: this model has adapters: store the base as you want it, then add them")
-    found = resolved(model, words, rest)
-    packed = any(word in FORMATS for word in found.values())
+    resolved_words = resolved(model, words, rest)
+    packed = any(word in FORMATS for word in resolved_words.values())
     model = freeze(model) if packed else copy_structure(model)
-    for each, _, module in components(model):
-        word = found.get(each.name)
+    for component, _, module in components(model):
+        word = resolved_words.get(component.name)
         if word in FORMATS:
             name, weight = "weight", module.weight.get_value()
             if not isinstance(weight, Stored):
@@ -156,47 +132,42 @@ def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None)
                 variable = getattr(module, name, None)
                 if variable is not None and not isinstance(variable.get_value(), Stored):
                     setattr(module, name, variable.replace(variable.get_value().astype(DTYPES[word])))
-    set_compute(model, found)
+    set_compute(model, resolved_words)
     if packed:
         model.qat = None  # its weights are no longer rounded to that grid
     return model
 
 
 def common_format(model: Decoder) -> str | None:
-    """The name of the format in which most of the quantised modules of `model` are, such as "nf4" (modules are
-    counted, whatever their sizes; a matrix of all experts of a layer is one); of formats with equally many modules, the
-    first by name; None if no weight is quantised. Runs and adapters record it as load_in, the format in which the model
-    can be loaded again, and an adapter's record is compared with a base by it. Whether anything is quantised is asked
-    of quant.stored_in."""
+    """The format of most quantised modules, such as "nf4", the first by name of equally frequent ones; None if no
+    weight is quantised. All experts of a layer count as one module for each matrix.
+    """
     names = Counter(word for word in _words(model).values() if word in FORMATS)
     return min(names, key=lambda name: (-names[name], name), default=None)
 
 
 def _words(model: Decoder) -> dict[str, str]:
-    """{module's name in checkpoints: word} of all modules of `model` that a precision map can name, as a map would say
-    it: the format of a quantised weight, such as "nf4"; else the word ("bf16", "fp16" or "fp32") of the dtype in which
-    the module computes, which is the model's dtype unless a map has set another. common_format and followed read it."""
-    found = {}
-    for each, _, module in components(model):
+    """{module's name: the format of its quantised weight, or else the word of the dtype in which it computes}."""
+    words = {}
+    for component, _, module in components(model):
         weight = module.weight.get_value()
         plain = WORDS[module.compute or jnp.dtype(model.dtype).name]
-        found[each.name] = format_of(weight).name if isinstance(weight, Stored) else plain
-    return found
+        words[component.name] = format_of(weight).name if isinstance(weight, Stored) else plain
+    return words
 
 
 def followed(model: Decoder, plain: bool = True) -> dict[str, str]:
-    """The precision map that `model` follows, with whole names as patterns: {module's name in checkpoints: word} of the
-    modules that differ from what the format common_format(model) for all linears and experts of the layers, and the
-    model's dtype for all else, would give; {} if none does. Runs and adapters record it, so that the model can be
-    loaded again as it was, and a run's report lists these modules.
+    """The precision map that `model` follows, {whole module name: word}, without what common_format(model) and the
+    model's dtype already say.
 
-    plain: whether linears and experts of the layers that are in the model's own dtype beside quantised ones are listed.
-    False where the model's own files store them so, and loading therefore needs no word for them."""
-    own, usual = WORDS[jnp.dtype(model.dtype).name], common_format(model)
-    words, found = _words(model), {}
-    for each, *_ in components(model):
-        word = words[each.name]
-        expected = usual if usual is not None and each.quantizable else own
-        if word != expected and (plain or word != own):
-            found[each.name] = word
-    return found
+      plain: False leaves out linears and experts in the model's dtype beside quantised ones, for models whose files
+        store them so.
+    """
+    model_word, usual = WORDS[jnp.dtype(model.dtype).name], common_format(model)
+    words, exceptions = _words(model), {}
+    for component, *_ in components(model):
+        word = words[component.name]
+        expected = usual if usual is not None and component.quantizable else model_word
+        if word != expected and (plain or word != model_word):
+            exceptions[component.name] = word
+    return exceptions

@@ -1,10 +1,7 @@
-"""The configuration of a decoder: DecoderConfig, a frozen dataclass that can describe every supported model family. A
-family makes it from a config.json, and the decoder is built from it.
-
-It has a RopeConfig for each rotary embedding, a MoEConfig for experts, and a LayerSpec for each layer. A LayerSpec
-lists the layer's Stages, each of which has one or more Parts (a mixer or feed-forward and its norms), and a PartConfig
-has the settings of one Part; `in_sequence` makes a stage of each part. Source records where a model's weights came
-from, with a Passthrough for tensors of the checkpoint that are not loaded."""
+"""DecoderConfig, a frozen dataclass that describes a decoder of any supported family. It has a RopeConfig for each
+rotary base and a LayerSpec for each layer; a layer is a sequence of Stages, each with one or more Parts (a mixer or
+feed-forward and its norms).
+"""
 
 from __future__ import annotations
 
@@ -21,10 +18,9 @@ from jaxtune.models.heads import TEXT, Head
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """The settings of one rotary position embedding: the base of its frequencies, and how it is extended to long
-    contexts. The fields are named as in Hugging Face's rope_scaling, beside theta (rope_theta), kind (rope_type) and
-    head_dim. A decoder has one or more (DecoderConfig.rotary), to which its layers refer by index. Raises ValueError
-    for a value out of its range."""
+    """Settings of one rotary position embedding. Names are those of Hugging Face's rope_scaling, except theta
+    (rope_theta) and kind (rope_type). Raises ValueError for a value out of range.
+    """
 
     theta: float = 10000.0  # the base of the frequencies
     # "default" does not extend the context; "linear" divides positions by `factor`; "longrope" has a factor per
@@ -50,8 +46,6 @@ class RopeConfig:
     llama_4_scaling_beta: float = 0.0
 
     def __post_init__(self):
-        """Raises ValueError for a value out of its range, such as a theta of at most 1 or a partial_rotary_factor above
-        1, for llama3's frequency factors in the wrong order, or for longrope with an original context of 1."""
         values.number("rope_theta", self.theta, above=1)
         for key in ("partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
             values.positive(key, getattr(self, key))
@@ -76,9 +70,9 @@ class RopeConfig:
 
 
 def context_length(positions: int, rotary: Sequence[RopeConfig]) -> int:
-    """The number of positions that a model with max_position_embeddings = `positions` and these rotary bases supports:
-    `positions`, or `factor` times the original context (`positions` if that is 0) of a base of kind yarn, if that is
-    more. DecoderConfig.context_length is it, and a window that is read from config.json is compared with it."""
+    """The positions that a model supports: max_position_embeddings (`positions`), or factor times the original context
+    of a yarn base if that is more.
+    """
     stretched = (
         int(rope.factor * (rope.original_max_position_embeddings or positions))
         for rope in rotary
@@ -88,27 +82,23 @@ def context_length(positions: int, rotary: Sequence[RopeConfig]) -> int:
 
 
 class PartConfig(Protocol):
-    """The interface of the settings of one mixer or feed-forward (Part.config), frozen and hashable. They differ from
-    one kind of mixer or feed-forward to another, so the class that has them also builds the module (`make`) and says
-    under which name files store its tensors (`hf_name`)."""
+    """Settings of one mixer or feed-forward, frozen and hashable, which also build its module."""
 
     @property
     def hf_name(self) -> str:
-        """The name of the part within a layer in Hugging Face's tensor names, such as self_attn; "" if its tensors have
-        no prefix. Tensors of checkpoints and adapters are named by it (LayerSpec.hf_names)."""
+        """The part's name within a layer in Hugging Face's tensor names, such as self_attn; "" if its tensors have no
+        prefix.
+        """
         ...
 
     def make(self, config: DecoderConfig, key: Any, dtype: Any) -> nnx.Module:
-        """Builds the module with random weights; Block's constructor calls it. config: the config of the whole decoder,
-        which gives what the settings do not, such as hidden_size. key: the JAX random key from which the weights are
-        drawn. dtype: the dtype of the weights."""
+        """Builds the module with random weights; `config` is the whole decoder's."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a layer: a mixer (such as attention) or a feed-forward (MLP or experts), and the norms around it. A
-    LayerSpec lists the parts of a layer in stages, and the Block is built from them."""
+    """A mixer (such as attention) or feed-forward (MLP or experts) of a layer, and the norms around it."""
 
     name: str  # the attribute of the Block that is the module; plans and residuals use it too
     # builds the module; None: "mixer" is attention of the decoder's shape, "mlp" the decoder's experts or else its MLP
@@ -121,16 +111,15 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Parts that all read the same value of the residual stream, and whose outputs are added to it; a LayerSpec lists
-    the stages of its layer, which the Block runs in turn. Raises ValueError if a part names another than an earlier
-    part of the stage for its norm."""
+    """Parts that all read the same value of the residual stream, and whose outputs are added to it. Raises ValueError
+    if a part's `norm` names no earlier part of the stage.
+    """
 
     parts: tuple[Part, ...]  # in the order in which they run
     # whether the sum of their outputs passes a norm, `{name of the first part}_sum_norm`, before it is added
     post_norm: bool = False
 
     def __post_init__(self):
-        """Raises ValueError if a part's `norm` names another than an earlier part of the stage."""
         names = [part.name for part in self.parts]
         for index, part in enumerate(self.parts):
             if isinstance(part.norm, str) and part.norm not in names[:index]:
@@ -138,9 +127,7 @@ class Stage:
 
 
 def in_sequence(*parts: Part) -> tuple[Stage, ...]:
-    """Makes one stage of each part, in this order, so that every part reads the residual stream after the parts before
-    it: the usual layer, as LayerSpec.stages takes it. PRE_NORM, POST_NORM and PRE_AND_POST_NORM, of which families
-    choose, are made by it."""
+    """One stage for each part, so that every part reads the residual stream after the parts before it."""
     return tuple(Stage((part,)) for part in parts)
 
 
@@ -155,11 +142,9 @@ PARALLEL = (Stage((MIXER, Part("mlp", norm="mixer"))),)
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """The kind of one layer: what may differ between the layers of a model; DecoderConfig.layers has one for each
-    layer. Layers with equal specs are traced once. `parts` lists the layer's mixers and feed-forwards, `config_of` and
-    `hf_names` give their settings and names in files, and `replaced` makes a spec with other settings. Raises
-    ValueError for a window below 1, no parts, two of one name, or a part without a config that is neither "mixer" nor
-    "mlp"."""
+    """What may differ between the layers of a model. Layers with equal specs are traced once. Raises ValueError for a
+    window below 1, no parts, two parts of one name, or a part without a config that is neither "mixer" nor "mlp".
+    """
 
     # sliding window in tokens (a query sees itself and the window - 1 keys before it); None: full attention
     window: int | None = None
@@ -170,8 +155,6 @@ class LayerSpec:
     output_scale: bool = False
 
     def __post_init__(self):
-        """Raises ValueError for a window below 1, no parts, two parts of one name, or a part without a config that is
-        neither "mixer" nor "mlp"."""
         if self.window is not None:
             values.whole("sliding_window", self.window)
         names = [part.name for part in self.parts]
@@ -183,28 +166,25 @@ class LayerSpec:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts of all stages, in the order in which they run; each becomes one module of the layer."""
+        """The parts of all stages, in the order in which they run."""
         return tuple(part for stage in self.stages for part in stage.parts)
 
     def config_of(self, name: str) -> PartConfig | None:
-        """The config (Part.config) of the part of that name; None if it is built from the decoder's config, or there is
-        no such part. Families write a layer to config.json by it, and exporters read in which sizes a layer differs."""
+        """The config of the part `name`; None if it follows from the decoder's config, or no part has the name."""
         return next((part.config for part in self.parts if part.name == name), None)
 
     @property
     def hf_names(self) -> dict[str, str]:
-        """{name of a part: its name within a layer in Hugging Face's tensor names, such as self_attn, or "" if its
-        tensors have no prefix}. Names of tensors and of adapters' targets are built from it."""
+        """{part's name: its name within a layer in Hugging Face's tensor names, "" if its tensors have no prefix}."""
         usual = {"mixer": "self_attn", "mlp": "mlp"}
         return {part.name: part.config.hf_name if part.config else usual[part.name] for part in self.parts}
 
     def replaced(self, **configs: PartConfig | None) -> LayerSpec:
-        """A new spec of the same layer in which parts have other configs (Part.config), given as keyword arguments by
-        the parts' names (mixer=...). None leaves a part's config as it is, and a name that no part has is ignored.
-        Families call it where a config.json says that layers have different mixers or feed-forwards."""
+        """A spec in which the named parts (mixer=...) have other configs. None leaves a config as it is; a name that no
+        part has is ignored.
+        """
 
         def one(part: Part) -> Part:
-            """The part with its new config, if one was given for it."""
             return dataclasses.replace(part, config=configs.get(part.name) or part.config)
 
         stages = (dataclasses.replace(stage, parts=tuple(map(one, stage.parts))) for stage in self.stages)
@@ -213,8 +193,9 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """The mixture of experts that layers have instead of an MLP, or beside one (Gemma 4), as layers/experts.py builds
-    it. Raises ValueError for a value out of its range, or features that exclude each other."""
+    """A mixture of experts, in place of a layer's MLP or beside it (Gemma 4). Raises ValueError for a value out of
+    range, or features that exclude each other.
+    """
 
     num_experts: int  # experts of a layer
     experts_per_token: int  # experts that the router chooses for each token
@@ -240,9 +221,6 @@ class MoEConfig:
     scaled_router: bool = False
 
     def __post_init__(self):
-        """Raises ValueError for sizes that are not positive integers, more experts for a token than there are, a
-        swiglu_limit that is not positive, or a scaled router with a bias, a shared expert or weights that are not
-        renormalised."""
         for key in ("num_experts", "experts_per_token", "expert_size"):
             values.whole(key, getattr(self, key))
         if self.swiglu_limit is not None:
@@ -259,10 +237,9 @@ class MoEConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and features of a decoder, whatever its family; a family makes it from a config.json. Sizes and features of
-    attention and MLP can differ in parts of layers that have a config of their own (Part.config). `query_size` and
-    `kv_size` are the numbers that all heads' queries, or keys, of one token have. Raises ValueError for a value out of
-    its range, or features that exclude each other."""
+    """Shape and features of a decoder. Parts with a config of their own (Part.config) can differ from it. Raises
+    ValueError for a value out of range, or features that exclude each other.
+    """
 
     family: str  # the model_type of its family, a key of FAMILIES in models/registry.py, such as "llama"
     vocab_size: int  # rows of the embedding
@@ -313,8 +290,6 @@ class DecoderConfig:
     initializer_range: float = 0.02  # standard deviation of random initial weights
 
     def __post_init__(self):
-        """Raises ValueError for a value out of its range, features that exclude each other, num_heads that num_kv_heads
-        does not divide, or a layer that names a rotary base that does not exist."""
         counts = {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
         for key in ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"):
             counts[key] = getattr(self, key)
@@ -353,34 +328,31 @@ class DecoderConfig:
 
     @property
     def context_length(self) -> int:
-        """The number of positions that the model supports, by the function `context_length`. Longer documents are
-        refused, as are prompts that with their answers are longer (lm-eval's are cut), and a larger max_length of
-        from_pretrained. Of longer rows (data.length) a run only warns, because positions restart with each document."""
+        """The positions that the model supports, more than max_position_embeddings with yarn. Longer documents and
+        prompts are refused; longer packed rows are not, because positions restart with each document.
+        """
         return context_length(self.max_position_embeddings, self.rotary)
 
     @property
     def num_layers(self) -> int:
-        """The number of layers, the length of `layers`."""
         return len(self.layers)
 
     @property
     def query_size(self) -> int:
-        """num_heads * head_dim: how many numbers a token's queries have over all heads, by which q_proj and o_proj are
-        sized. An attention with settings of its own (AttentionShape) reads it from its own copy of the config."""
+        """How many numbers a token's queries have over all heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """num_kv_heads * head_dim: how many numbers a token's keys have over all heads, and its values as many; k_proj
-        and v_proj, and a norm over all keys, are sized by it, but no cache. As with query_size, an
-        attention with settings of its own has its own."""
+        """How many numbers a token's keys have over all heads; its values have as many."""
         return self.num_kv_heads * self.head_dim
 
 
 @dataclasses.dataclass(frozen=True)
 class Passthrough:
-    """The parts of a checkpoint that are not the text model: they are not loaded, and copied when the model is saved,
-    so that for example a vision tower is not lost."""
+    """The parts of a checkpoint that are not the text model, such as a vision tower: they are not loaded, but copied
+    when the model is saved.
+    """
 
     # where each tensor is (headers.TensorEntry), such as a vision tower's or a multi-token prediction layer's
     tensors: tuple[Any, ...]
@@ -393,8 +365,7 @@ class Passthrough:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a model's weights came from. It is kept with the model so that the model can be saved in the same form:
-    with the same config keys, and with the files that jaxtune does not need itself (`companions`)."""
+    """Where a model's weights came from, kept so that the model can be saved in the same form."""
 
     # the folder or hub name, as the caller named it; for random weights the path of the config, or "a config"
     path: str
@@ -408,8 +379,6 @@ class Source:
 
     @property
     def companions(self) -> tuple[tuple[str, bytes], ...]:
-        """(file name, content in bytes) of each file of the source that is saved unchanged with the model:
-        generation_config.json, and the descriptions of image and video inputs (Passthrough.processors), if it had
-        them. Weights, config.json and the tokenizer are not among them."""
-        own = () if self.generation_config is None else (("generation_config.json", self.generation_config.encode()),)
-        return own if self.passthrough is None else own + self.passthrough.processors
+        """(file name, bytes) of the files that are saved unchanged: generation_config.json and processors' configs."""
+        files = () if self.generation_config is None else (("generation_config.json", self.generation_config.encode()),)
+        return files if self.passthrough is None else files + self.passthrough.processors

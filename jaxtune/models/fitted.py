@@ -1,18 +1,10 @@
-"""Numbers that were fitted to measurements instead of derived from shapes: by them the planner forecasts the time and
-memory of steps, and the stack distributes transfers over a layer.
-
-Each table has the numbers of one operation, by device and implementation (a name that `pallas/dispatch.py` uses), with
-their source (jaxtune/pallas/fitted.py). A device or implementation without numbers gets those of another. A class
-describes an entry of the table that follows it: classes in -Time, and AttentionStage, are of durations, DeviceShares is
-of rates, and classes in -Bytes are of memory. Entries of FLOAT32_HEAD_TIME are single numbers. Numbers that belong to
-one format of weights are in that format's declaration.
+"""Numbers fitted to measurements, from which the time and memory of steps are forecast. Each table has an operation's
+numbers by device and implementation, with their source; a device or implementation without numbers gets those of
+another. Times of products and attention are relative to large matrix products on the same device, others to copies
+within it. Bytes are multiples of the bytes that a comment names.
 
     ATTENTION_TIME.of("cudnn", "NVIDIA H200").backward
-
-Times of products and attention are relative to large matrix products on the same device, others to copies within it;
-the rates of both are in `train/planning/devices.py`. StepTime also has seconds. Bytes are multiples of the bytes of
-values that a comment names. tests/gpu/aot/test_memory.py checks the bytes against compiled programs,
-and benchmarks/train records times and bytes on the device."""
+"""
 
 from __future__ import annotations
 
@@ -25,8 +17,7 @@ from jaxtune.pallas.fitted import Fitted
 
 @dataclasses.dataclass(frozen=True)
 class AttentionTime:
-    """The duration of attention, from which the planner forecasts steps. A speed is a number of multiplications a
-    second, of which only those with keys that a query sees are counted (causal mask and window)."""
+    """Duration of attention. A speed counts multiplications with keys that a query sees (causal mask and window)."""
 
     # the forward's speed for long documents, divided by the speed of a large matrix product on the same device
     share: float
@@ -48,9 +39,9 @@ ATTENTION_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionStage:
-    """The duration of attention over whole rows, relative to large matrix products on the same device. The stack
-    (stack.py), not the planner, needs it, to distribute copies of residuals to and from the host over a layer's
-    segments in proportion to how long each segment computes. Multiplications are counted as for AttentionTime."""
+    """Duration of attention over whole rows, by which the stack distributes copies over a layer's segments.
+    Multiplications are counted as for AttentionTime.
+    """
 
     slower: float  # its forward's duration for long rows over that of products with as many multiplications
     half_tokens: float  # length of a row, in tokens, at which it takes twice as long per multiplication as in long ones
@@ -69,9 +60,9 @@ ATTENTION_STAGE = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class WideAttentionTime:
-    """How many times as long attention with head dims above 256 takes as attention with narrower heads and as many
-    multiplications, whose duration ATTENTION_TIME and ATTENTION_STAGE give. Another kernel computes it. Planner and
-    stack multiply the duration by these ratios."""
+    """How many times as long attention with head dims above 256, another kernel, takes as narrower heads with as many
+    multiplications.
+    """
 
     forward: float  # the ratio of the durations of the forward
     backward: float  # the ratio of the durations of the backward
@@ -89,11 +80,8 @@ WIDE_ATTENTION_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class DeltaRuleTime:
-    """The time of the delta rule's kernels in addition to that of their matrix products and of reading inputs and
-    writing outputs, for the planner's forecast.
-
-    It is given for each number in the values (all tokens, heads and value dims), as the bytes that a copy within the
-    device moves in that time.
+    """Time of the delta rule's kernels beyond their products, inputs and outputs: for each number in the values, the
+    bytes that a copy within the device moves in that time.
     """
 
     forward: float  # of the forward
@@ -113,7 +101,7 @@ DELTA_RULE_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class ProductTime:
-    """The duration of matrix products and of what accompanies them, from which the planner forecasts steps."""
+    """Duration of matrix products and of what accompanies them."""
 
     half_tokens: float  # how many tokens a product needs to reach half of its speed for many tokens
     # how many times the inputs and outputs of a layer's segments are moved by everything that is not a product, in the
@@ -159,7 +147,7 @@ FLOAT32_HEAD_TIME = Fitted(
     {
         ("H200", "xla"): (
             5.0,
-            "one product with the head of Llama-3.1-8B, as three in TF32: linear_cross_entropy/README.md",
+            "one product with the head of Llama-3.1-8B, as three in TF32: notes/linear_cross_entropy.md",
         )
     }
 )
@@ -167,8 +155,7 @@ FLOAT32_HEAD_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class ExpertGradientTime:
-    """The duration of the products that compute the gradients of experts' weights, from which the planner forecasts
-    steps that train these."""
+    """Duration of the products that compute gradients of experts' weights."""
 
     share: float  # the speed of the products, divided by that of dense ones
     # bytes moved to add the product of a tile of rows to the sum of its expert, for each number of the expert's weight
@@ -193,8 +180,7 @@ EXPERT_GRADIENT_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Numbers of a step that do not belong to one operation, for the planner's forecast: durations, shares of times,
-    and bytes that are moved."""
+    """Numbers of a step that do not belong to one operation."""
 
     # seconds of kernel launches and gaps in a layer's forward; its backward has twice as many
     layer_seconds: float
@@ -234,10 +220,10 @@ STEP_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class DeviceShares:
-    """The shares of a rate that a device sustains, numbers from 0 to 1. The planner multiplies the rates of a device's
-    data sheet by the first four. Where rates were measured on the machine, it multiplies that of products by
-    `sustained` instead, and takes those of copies as they are; that of collectives always comes from the data sheet,
-    times `peers`."""
+    """Shares of a rate that a device sustains, from 0 to 1. The first four multiply the rates of data sheets. Where
+    rates were measured, products get `sustained` instead, copies no factor; collectives always get `peers` times the
+    data sheet.
+    """
 
     products: float  # of matrix products
     copies: float  # of copies within the device
@@ -261,8 +247,9 @@ DEVICE_SHARES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBytes:
-    """Memory of attention in its layer's backward, for the planner. Each number is a multiple of the bytes of the query
-    (all heads) or of the layer's input."""
+    """Memory of attention in its layer's backward, in multiples of the bytes of the query (all heads) or the layer's
+    input.
+    """
 
     # of the query: results of attention that exist already while the feed-forward's backward runs, before attention's
     # own; counted only if the feed-forward's estimate includes the mixer's memory (Scratch.covers_mixer)
@@ -286,8 +273,9 @@ ATTENTION_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetBytes:
-    """Memory of the gated delta net in its layer's backward, for the planner. Each number is a multiple of the bytes of
-    the net's output (all heads' values) or of the layer's input."""
+    """Memory of the gated delta net in its layer's backward, in multiples of the bytes of its output (all heads'
+    values) or the layer's input.
+    """
 
     waiting: float  # of its output: results of the net that are counted as AttentionBytes.waiting is
     stream: float  # of the layer's input: values of the residual stream that exist during the net's backward
@@ -300,9 +288,9 @@ DELTA_NET_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class MLPBytes:
-    """Memory of an MLP in addition to the residuals, for the planner, in multiples of the bytes of the layer's input.
-    An MLP runs whole, or in tiles of tokens, a tile at a time. In the table "mosaic" stands for the kernels that
-    overwrite gate and up with their gradients."""
+    """Memory of an MLP beyond the residuals, in multiples of the bytes of the layer's input. "mosaic" stands for the
+    kernels that overwrite gate and up with their gradients.
+    """
 
     forward: float  # temporary values at the end of the layer's forward
     forward_beside: float  # the same beside a quantised down_proj, which is decoded to be multiplied by
@@ -328,15 +316,11 @@ MLP_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsBytes:
-    """Memory of a mixture of experts in addition to the residuals, for the planner, in multiples of the bytes of the
-    array that each field's comment names first. The sorted rows are each token's hidden state once for each of its
-    experts; gate_up is the output of the experts' gate and up products. The backward's peak is at one of two moments,
-    of which the planner takes the larger: at the first moment the activation's gradients are computed, over the memory
-    of gate_up and of the inner rows' gradient; at the second moment the gradients of the sorted rows. Where no kernel
-    computes the former (pallas/gated), the planner adds an array of gate_up's size to either.
-
-    In the table "mosaic" is for products that gather rows themselves, of which the planner does not read `rows_beside`,
-    `rows_again` and `decoded`."""
+    """Memory of a mixture of experts beyond the residuals, in multiples of the bytes of the array that a field's
+    comment names. Sorted rows have a token's hidden state once for each of its experts; gate_up is the output of the
+    gate and up products. The backward peaks when the activation's gradients are computed, or those of the sorted rows.
+    "mosaic" is for products that gather rows themselves, without `rows_beside`, `rows_again` and `decoded`.
+    """
 
     forward: float  # of the layer's input: temporary values at the end of the layer's forward
     own: float  # of the layer's input: further values of the backward, at both moments
@@ -362,8 +346,9 @@ EXPERTS_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AllocatorBytes:
-    """Memory of values on their way to the host and of values around the loss, for the planner. XLA's allocator takes
-    more than the bytes of the values themselves. Each number is a multiple of the bytes that its comment names."""
+    """Memory of values on their way to the host and around the loss: XLA's allocator takes more than their bytes.
+    Multiples of the bytes that a comment names.
+    """
 
     # of the bytes of values that are being copied to the host: those values with the gaps that they leave in memory
     leaving: float

@@ -1,8 +1,6 @@
-"""Loads models from Hugging Face folders and saves them. Host memory has only a few tensors at a time, so that a model
-is never twice in memory. Users call from_pretrained, model_from_config (random weights; runs call it too) and
-save_pretrained. A run reads a folder in two steps by Pretrained, and load_base loads an adapter's base. save_weights
-saves a model whose tensors are computed while it is written. Exports do so in steps: checkpoint_tensors plans the
-tensors (as file tensors, by _group), hf_config_of makes config.json, write_checkpoint and write_companions write."""
+"""Loads models from Hugging Face folders and saves them, a few tensors at a time, so that host memory never has a model
+twice.
+"""
 
 from __future__ import annotations
 
@@ -67,28 +65,17 @@ _DTYPE = "bfloat16"  # the default
 
 
 class Pretrained:
-    """A checkpoint folder whose config and weight headers have been read and checked, before any tensor is read. So a
-    run knows its `config` before or while `load` reads the tensors. `device_bytes` is how much memory these take.
+    """A checkpoint folder whose config and weight headers have been read and checked, before any tensor is read. The
+    arguments and errors are those of from_pretrained, except:
 
-    Args:
-      path: a folder with config.json and safetensors, or a hub name.
-      dtype: of weights and compute: "bfloat16", "float16" or "float32".
-      load_in: the format, such as "nf4", to which linears and experts of the layers are quantised on loading, or
-        "mxfp4", with which gpt-oss's experts stay as its files store them; None: only those are quantised for which
-        `precision` says so. A checkpoint of which weights stay quantised (`packed`) is refused
-        if they are in another format; none of its other weights is quantised, and a format in `precision` is refused.
-      max_length: tokens of the longest row that will be used, which must not exceed the model's positions; None: not
-        checked.
-      precision: a precision map (models/precision.py), {pattern of module names: dtype or format}, of modules that are
-        stored and computed in another way than `dtype` and `load_in` say; it cannot name weights that are `packed`.
-      positions: {"rope_scaling", "max_position_embeddings"} in place of those of the files (files/positions.py).
+      load_in: None: only `precision` quantises. Beside weights that stay quantised (`packed`) nothing else is
+        quantised.
+      precision: a precision map, which cannot name weights that are `packed`.
+      positions: {"rope_scaling", "max_position_embeddings"} in place of the files' (files/positions.py).
 
     Attributes:
-      config: the DecoderConfig. folder: the local folder.
-      packed: whether the checkpoint has quantised weights that stay so in the model; False if all are decoded.
-      stored_in: the name of the format of these quantised weights; None if `packed` is False.
-    Raises:
-      ValueError: as from_pretrained, but not for numbers that are not finite or too little memory, as `load` does.
+      packed: whether the checkpoint has quantised weights that stay so in the model.
+      stored_in: the format of these; None if `packed` is False.
     """
 
     def __init__(
@@ -103,10 +90,10 @@ class Pretrained:
         quant.check_load_in(load_in)
         self._dtype = dtype_name(dtype)
         self.folder = folder = resolve_folder(path)
-        whole, stretch = read_config(folder), {key: value for key, value in positions.items() if value is not None}
+        outer, stretch = read_config(folder), {key: value for key, value in positions.items() if value is not None}
         try:
-            whole = stretched(whole, stretch.get("rope_scaling"), stretch.get("max_position_embeddings"))
-            hf = text_config(whole)
+            outer = stretched(outer, stretch.get("rope_scaling"), stretch.get("max_position_embeddings"))
+            hf = text_config(outer)
             self.config = config = config_from_hf(hf)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
@@ -129,14 +116,16 @@ class Pretrained:
         self._graph, state = nnx.split(model)
         flat = list(nnx.to_flat_state(state))
         self._variables = {tensor_name(where, norms, config.layers, config.head.name): (where, v) for where, v in flat}
-        wanted = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
+        shapes = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         if is_gguf(folder):
-            entries = gguf_entries(folder, config, wanted)
-        entries, beside = passthrough.divide(entries, config, hf, whole)
+            entries = gguf_entries(folder, config, shapes)
+        entries, passthrough_parts = passthrough.divide(entries, config, hf, outer)
         generation = read_generation_config(folder)
-        said = json.dumps(stretch) if stretch else None
-        self._source = Source(os.fspath(path), json.dumps(hf), generation, beside, is_nested(whole), said)
-        if hf is not whole:
+        positions_text = json.dumps(stretch) if stretch else None
+        self._source = Source(
+            os.fspath(path), json.dumps(hf), generation, passthrough_parts, is_nested(outer), positions_text
+        )
+        if hf is not outer:
             renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
             entries = {name: entry for name, entry in renamed.items() if name is not None}
         unused = family(config.family).unused_tensors(config)
@@ -144,7 +133,7 @@ class Pretrained:
         if config.moe is not None:
             files = family(config.family).expert_files
             entries = expert_files.gather_experts(entries, files, config.moe.num_experts)
-        self._entries = entries = match(wanted, entries, config.tie_embeddings, folder)
+        self._entries = entries = match(shapes, entries, config.tie_embeddings, folder)
         self._quantizable = {weight_name(name) for name, matrix in matrices(model) if matrix.quantizable}
         packed = {name for name, entry in entries.items() if is_kept_packed(entry, load_in)}
         # Linears in transformers 4 (the first) or also in 5; here they are small arrays that stay in 16 bits.
@@ -154,25 +143,27 @@ class Pretrained:
         self._kept, self.packed = frozenset(packed), bool(packed)
         formats = {name: entry.format_name for name, entry in entries.items() if isinstance(entry, StoredEntry)}
         self.stored_in = min((formats[name] for name in packed), default=None)
-        quant.check_stored(folder, hf, formats, packed, load_in, passthrough.stored_in(beside))
+        quant.check_stored(folder, hf, formats, packed, load_in, passthrough.stored_in(passthrough_parts))
         # The 16-bit weights of a checkpoint that has quantised ones were left so on purpose.
         words = words if packed else resolved(model, precision, load_in)
         named = of_tensors(model, words, {name: where for name, (where, _) in self._variables.items()})
         self._encoded = {name: word for name, word in named.items() if word in FORMATS}
         if packed and (wrong := packed & named.keys() or self._encoded.keys()):
-            which = "which" if wrong <= packed else "in a format, beside weights that"
+            clause = "which" if wrong <= packed else "in a format, beside weights that"
             raise ValueError(
-                f"{folder}: precision names {listed(wrong)}, {which} the checkpoint itself stores quantised: leave it "
+                f"{folder}: precision names {listed(wrong)}, {clause} the checkpoint itself stores quantised: leave it "
                 "out of the map, or take the 16-bit original"
             )
         self._dtypes = {name: DTYPES[word] for name, word in named.items() if word in DTYPES}
         # Weights that are quantised on loading are no longer on the grid to which QAT rounded them.
-        self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", whole)
+        self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", outer)
 
     def device_bytes(self, load_in: str | None = None, stay: Collection[str] = ()) -> int:
-        """The bytes of the model on a device that has all of it, computed from the headers of the files, which `load`
-        compares with the free memory. load_in: None: the bytes of the model that it returns; a format: those with all
-        linears and experts in it (NF4's are for `load`'s error). stay: names of tensors in host memory, not counted."""
+        """The bytes of the whole model on one device, from the files' headers.
+
+        load_in: None: as `load` returns it; a format: with all linears and experts in it.
+        stay: names of tensors in host memory, not counted.
+        """
         shapes = {name: v.get_value().shape for name, (_, v) in self._variables.items() if name not in stay}
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
         return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._kept, self._dtypes)
@@ -183,16 +174,16 @@ class Pretrained:
         mesh: jax.sharding.Mesh | None = None,
         stay: Collection[str] = (),
     ) -> Decoder:
-        """Reads the weights and returns the model, whose weights are all trainable, or all frozen if any is quantised.
-        It sets the model's source, digests and QAT grid.
+        """Reads the weights. They are all trainable, or all frozen if any is quantised.
 
-        Args:
-          cancelled: once another thread sets it, the load ends early with a CancelledError; None: none does.
-          mesh: the devices over which the model is divided, as `partition.shardings` says; neither the host nor a
-            device ever has the whole of a divided tensor, unless it is quantised. None: the default device has it all.
-          stay: Hugging Face names of tensors that stay in host memory, as numpy arrays; not those stored quantised.
-        Raises:
-          ValueError: numbers that are not finite; without a mesh, weights larger than the first device's free memory.
+          cancelled: once another thread sets it, the load ends early with a CancelledError.
+          mesh: the devices over which the model is divided; a divided tensor is never whole anywhere, unless it is
+            quantised. None: the default device has the model.
+          stay: Hugging Face names of tensors that stay in host memory, as numpy arrays, unless they are stored
+            quantised.
+
+        Raises ValueError for numbers that are not finite and, without a mesh, for too little memory on the first
+        device.
         """
         stay = [name for name in stay if not isinstance(self._entries.get(name), StoredEntry)]
         if mesh is None:
@@ -201,7 +192,6 @@ class Pretrained:
             load_memory.require_room(self.folder, self.device_bytes(None, stay), how, nf4)
 
         def where(name: str, tensor):
-            """The sharding of a tensor on the mesh; None without a mesh."""
             if mesh is None:
                 return None
             _, variable = self._variables[name]
@@ -227,37 +217,29 @@ def from_pretrained(
     rope_scaling: Mapping[str, object] | None = None,
     max_position_embeddings: int | None = None,
 ) -> tuple[Decoder, Any]:
-    """Loads a causal language model in Hugging Face's format, or one that scores texts, or an adapter with the base
-    that it names.
+    """Loads a causal language model in Hugging Face's format, a model that scores texts, or an adapter with the base
+    that it names, to the default device: (model, tokenizer or None).
 
-    Of a model with a vision tower, only the text part is loaded. The passthrough tensors of Qwen3-Next, Qwen3.5 and
-    Gemma 4 (towers, embedders of images and audio, multi-token prediction layers) are written again by save_pretrained,
-    which copies them from their files; of other models, such as Gemma 3, only the text part is saved.
+    With an adapter only that is trainable; else all weights are, or none if any is quantised. Of a model with a vision
+    tower only the text part is loaded; save_pretrained copies the towers and multi-token prediction layers of
+    Qwen3-Next, Qwen3.5 and Gemma 4 from their files, and drops those of other models. For an adapter, None stands for
+    what its folder records of its training.
 
-    Args:
-      path: folder with config.json and safetensors, or a hub name (the local cache is tried first); a GGUF file, whose
-        numbers are decoded; or a PEFT folder.
-      dtype: of weights and compute: "bfloat16", "float16" or "float32"; weights in another dtype are cast. None: the
-        dtype that an adapter was trained in if its folder records it, else bfloat16.
-      load_in: a format to which linears and experts of the layers are quantised on loading (jaxtune/pallas/formats),
-        such as "nf4" (as in bitsandbytes with double quantisation) or "fp8" (e4m3 with a scale per row). A checkpoint
-        that is stored quantised stays so, and is refused if that is in another format; but MXFP4 is decoded, unless
-        load_in is "mxfp4", with which gpt-oss's experts stay as they are stored, and all else in 16 bits. "stored": no
-        weight is quantised on loading, except by `precision`. None: the format that an adapter was trained over if its
-        folder records it (trained_over.py), else "stored".
-      max_length: tokens of the longest row that you mean to use; more than the model has positions for is refused.
-      precision: modules that are stored and computed in another way than dtype and load_in say: {pattern of names:
-        dtype or format}, such as {"lm_head": "fp32", "layers.0.*": "bf16"}; see models/precision.py. None: the map that
-        an adapter was trained over if its folder records one, else none.
-      rope_scaling, max_position_embeddings: in place of those of config.json, for documents longer than the model's
-        positions, as in transformers: {"rope_type": "yarn", "factor": 4.0}. None: those of an adapter's training, or
-        the files'.
-    Returns:
-      (model, tokenizer). The tokenizer is None where there are no tokenizer files (for an adapter: neither in its
-        folder nor in its base's). The model is on the default device. Of a model with an adapter only the adapter is
-        trainable; else all weights are, or none if any is quantised. model.source says where it came from.
-    Raises:
-      ValueError: an unsupported model; missing, extra or misshaped tensors; a damaged file; pickles; too little memory.
+      path: a folder with config.json and safetensors, a hub name (the local cache comes first), a GGUF file, whose
+        numbers are decoded, or a PEFT folder.
+      dtype: of weights and compute: "bfloat16" (default), "float16" or "float32".
+      load_in: a format to which linears and experts of the layers are quantised (jaxtune/pallas/formats), such as "nf4"
+        (bitsandbytes with double quantisation) or "fp8" (e4m3 with a scale per row). A checkpoint stored quantised
+        stays so, and another format is refused; but MXFP4 is decoded unless load_in is "mxfp4". "stored" (default):
+        only `precision` quantises.
+      max_length: tokens of the longest row; more than the model's positions is refused. None: not checked.
+      precision: modules stored and computed otherwise (models/precision.py), such as {"lm_head": "fp32", "layers.0.*":
+        "bf16"}.
+      rope_scaling, max_position_embeddings: in place of config.json's, for longer documents, as in transformers:
+        {"rope_type": "yarn", "factor": 4.0}.
+
+    Raises ValueError for an unsupported model; missing, extra or misshaped tensors; a damaged file; pickles; too little
+    memory.
     """
     if base_of(path) is not None:
         model, tokenizer = load_base(path, dtype, load_in, max_length, precision, rope_scaling, max_position_embeddings)
@@ -276,54 +258,34 @@ def load_base(
     rope_scaling: Mapping[str, object] | None = None,
     max_position_embeddings: int | None = None,
 ) -> tuple[Decoder, Any]:
-    """Loads the base model of an adapter, without the adapter, as it was in training if the adapter's folder records
-    that: in the same dtype and format, unless dtype or load_in say another. If FP8 weights were multiplied in FP8 in
-    training, they are again, unless load_in is another format. from_pretrained and the compat package call it.
-
-    Args:
-      adapter: a PEFT folder, whose config names the base.
-      dtype: of weights and compute; None: the dtype that the adapter was trained in, else bfloat16.
-      load_in: a format to which linears and experts of the layers are quantised on loading; "stored": none is. None:
-        the format that the adapter was trained over if its folder records it, else "stored".
-      max_length: tokens of the longest row that will be used; more than the model has positions for is refused. None:
-        not checked.
-      precision: a precision map (models/precision.py); None: the one that the adapter was trained over if its folder
-        records one, fitted to dtype and load_in where these are not the recorded ones (TrainedOver.words).
-    Returns:
-      (base, tokenizer): the adapter folder's tokenizer, with its training's chat template, else the base's, or None.
-    Raises:
-      ValueError: an unsupported model, missing or misshaped tensors, and the other errors of from_pretrained.
+    """Loads an adapter's base without the adapter, as it was in training if the adapter's folder records that: (base,
+    the adapter folder's tokenizer, else the base's, or None). FP8 products of training are FP8 again, unless load_in is
+    another format. Arguments and errors are those of from_pretrained.
     """
     folder = Path(adapter).expanduser()
     base, over = base_of(adapter), trained_over.read(folder) or TrainedOver()
     assert base is not None
-    wanted = over.load_in if load_in is None else _format(load_in)
+    base_format = over.load_in if load_in is None else _format(load_in)
     dtype = dtype_name(dtype or over.dtype or _DTYPE)
-    words = over.words(dtype, wanted) if precision is None else precision
+    words = over.words(dtype, base_format) if precision is None else precision
     positions = {"rope_scaling": rope_scaling, "max_position_embeddings": max_position_embeddings}
     if rope_scaling is None and max_position_embeddings is None:
         positions = over.positions
-    pretrained = Pretrained(base, dtype, wanted, max_length, words, positions)
+    pretrained = Pretrained(base, dtype, base_format, max_length, words, positions)
     model, tokenizer = _loaded(pretrained, (folder, pretrained.folder))
-    if over.compute == "fp8" and wanted == over.load_in:
+    if over.compute == "fp8" and base_format == over.load_in:
         model = quant.compute_in_fp8(model)
     return model, tokenizer
 
 
 def _format(load_in: str | None) -> str | None:
-    """Translates load_in of from_pretrained for Pretrained: "stored" becomes None, with which no weight is quantised on
-    loading; other values, and None, are returned as they are."""
     return None if load_in == "stored" else load_in
 
 
 def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder, Any]:
-    """Loads the model of the checkpoint `pretrained` and its tokenizer: (model, tokenizer). The tokenizer is that of
-    the first of the folders `tokenizers` that has one, or None if none has. Both are loaded at the same time. Raises
-    ValueError as Pretrained.load and load_tokenizer do."""
 
     def first() -> Any:
-        """The tokenizer of the first of the folders that has one, or None."""
-        return next((found for folder in tokenizers if (found := load_tokenizer(folder)) is not None), None)
+        return next((tokenizer for folder in tokenizers if (tokenizer := load_tokenizer(folder)) is not None), None)
 
     with ThreadPoolExecutor(1, "tokenizer") as pool:  # importing transformers takes seconds
         tokenizer = pool.submit(first)
@@ -331,15 +293,12 @@ def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder
 
 
 def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Array, dtype="float32") -> Decoder:
-    """Builds a model with random weights, all trainable, for training from scratch. It records config and key (source,
-    base_digest), so that runs and adapters recognise the same model.
+    """A model with random weights, all trainable, for training from scratch. It records config and key, so that runs
+    and adapters recognise it.
 
-    Args:
-      config: a config.json (its path, or a folder that contains it), or its parsed content.
-      key: the jax.random.key that draws the initial weights.
-      dtype: of weights and compute.
-    Raises:
-      ValueError: a config that is not supported, or that asks for quantisation.
+      config: a config.json (its path or folder), or its parsed content.
+
+    Raises ValueError for an unsupported config, or one that asks for quantisation.
     """
     if isinstance(config, Mapping):
         hf, where = text_config(dict(config)), "a config"
@@ -359,22 +318,23 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
 
 
 def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
-    """The content of config.json for a model that is saved: the one that the model was made from (Source.config), or a
-    new one if there is none or the model's config was changed since. dtype, architectures, quantisation and the grid of
-    quantisation-aware training (QAT) are those of the model now. If the model's passthrough tensors are of a whole
-    model in which it was nested (of a vision tower, for example), it is the config of the whole.
+    """The config.json to save: the one that the model was made from, or a new one if the model's config has changed
+    since, with the model's dtype, architectures, quantisation and QAT grid. With a vision tower's passthrough tensors
+    it is the config of the whole model.
 
-    tokenizer: gives the ids of special tokens that the config lacks; None: they stay missing. Raises ValueError for
-    what config.json cannot say, such as several quantised formats or a QAT grid that model.dtype cannot represent."""
-    own = family(model.config.family).to_hf(model.config)
+      tokenizer: gives ids of special tokens that the config lacks.
+
+    Raises ValueError for several quantised formats, or a QAT grid that model.dtype cannot represent.
+    """
+    new_hf = family(model.config.family).to_hf(model.config)
     source = json.loads(model.source.config) if model.source is not None else {}
     if source and config_from_hf(source) == model.config:
         hf = source
     else:
-        hf = own | {key: source[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source}
+        hf = new_hf | {key: source[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source}
     # auto_map names code files, which are not saved.
     hf = {key: value for key, value in hf.items() if key not in ("auto_map", "quantization_config", "qat")}
-    hf["architectures"] = own["architectures"]
+    hf["architectures"] = new_hf["architectures"]
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if hf.get(key) is None and tokenizer is not None:
             hf[key] = getattr(tokenizer, key, None)
@@ -391,22 +351,19 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
             for key in set(passthrough.SKIPPED) & set(quantization):
                 quantization[key] = [*quantization[key], *gates]
         hf["quantization_config"] = quantization
-    return passthrough.whole_config(hf, own, model.config, None if model.source is None else model.source.passthrough)
+    return passthrough.whole_config(
+        hf, new_hf, model.config, None if model.source is None else model.source.passthrough
+    )
 
 
 def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, files) -> Group:
-    """Plans as which file tensors one tensor of a model is written: the returned Group (file_plan.py) lists their
-    names, shapes and dtypes and computes them later. Experts become several tensors, and feed-forwards get other names,
-    where `files` says so; a quantised weight becomes the tensors of its format.
+    """The file tensors as which one tensor is written: experts become several, feed-forwards get other names where
+    `files` (the family's expert_files) says so, and a quantised weight becomes its format's tensors.
 
-    Args:
-      name: Hugging Face's name of the tensor.
-      value: the tensor, or only its shape (jax.ShapeDtypeStruct), from which the headers of the files are planned.
-      make: computes the tensor; it is called when the tensor is written.
-      dtype: of tensors that are not quantised.
-      files: how the family's checkpoints name experts (its `expert_files`); None: as the model does.
-    Raises:
-      ValueError: quantised experts of a family whose checkpoints cannot store them.
+      value: the tensor, or only its shape.
+      make: computes the tensor when it is written.
+
+    Raises ValueError for quantised experts that the family's checkpoints cannot store.
     """
     if isinstance(value, Stored):
         pieces = None
@@ -428,21 +385,18 @@ def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, file
 def save_pretrained(
     model: Decoder, path: str | os.PathLike, tokenizer=None, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Writes a model as a Hugging Face folder that transformers loads.
+    """Writes a model as a Hugging Face folder that transformers loads. The folder, new or empty before, appears
+    complete or not at all.
 
-    Weights are written in model.dtype, quantised ones in the layout of their format (jaxtune/pallas/formats): NF4 as
-    bitsandbytes writes it (experts as in transformers 4, see expert_files: transformers 5 has no 4-bit experts), FP8 as
-    Qwen's or as compressed-tensors' checkpoints have it. Tensors are computed one at a time; host memory has, beside
-    the one that is computed, those that wait to be written (256 MiB, or one larger tensor). Weights that QAT rounded to
-    a grid are written as they are, and config.json records the grid ("qat"). The folder appears complete or not at all.
+    Weights are in model.dtype, quantised ones in their format's layout: NF4 as bitsandbytes has it (experts as in
+    transformers 4, because 5 has no 4-bit experts), FP8 as Qwen's or compressed-tensors'. Tensors are computed one at a
+    time; host memory also has those that wait to be written (256 MiB, or one larger tensor).
 
-    Args:
-      path: a folder that does not exist or is empty.
-      tokenizer: saved with the model; None: no tokenizer files are written.
+      tokenizer: saved with the model; None: none is.
       max_shard_bytes: larger weights are divided into several files with an index.
-    Raises:
-      ValueError: adapters that are not merged; a model prepared for QAT; quantised weights that no checkpoint could
-        store; what config.json cannot say (hf_config_of); a path in use; a disk with too little space.
+
+    Raises ValueError for adapters that are not merged, a model prepared for QAT, weights or a config that files cannot
+    express, a path in use, or too little space.
     """
     save_weights(Weights(model), path, tokenizer, max_shard_bytes)
 
@@ -450,11 +404,9 @@ def save_pretrained(
 def save_weights(
     weights: Weights, path: str | os.PathLike, tokenizer=None, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Writes a model as save_pretrained does, with its arguments path, tokenizer and max_shard_bytes and its errors.
-    Tensors that `weights` has functions for are computed one at a time when they are written, so that a model with
-    merged adapters is saved without being in memory as a whole. save_pretrained calls it, and runs at their end.
-
-    weights: the model and how its tensors are computed, such as merged_weights returns it."""
+    """save_pretrained for a model some of whose tensors are computed only when they are written (Weights), so that a
+    model with merged adapters need not be in memory whole.
+    """
     planned = checkpoint_tensors(weights)
     require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
     with new_folder(path, "save_pretrained") as folder:
@@ -463,15 +415,10 @@ def save_weights(
 
 
 def checkpoint_tensors(weights: Weights) -> Planned:
-    """Plans all tensors that a checkpoint of the model contains, passthrough tensors (of a vision tower, for example)
-    included. Returns {Hugging Face's name of a model's tensor: the Group of the file tensors that are computed from
-    it}, in the order of the files. No tensor is computed yet.
+    """Plans all tensors of a checkpoint, passthrough tensors included, in the order of the files: {Hugging Face's name
+    of a model's tensor: the Group of its file tensors}. Nothing is computed yet.
 
-    weights: the model, of which some tensors may be computed only when they are written.
-
-    Raises:
-      ValueError: adapters that are not merged; a model prepared for QAT; quantised weights that no checkpoint could
-        store; a passthrough tensor that is no longer in the file from which the model was loaded.
+    Raises ValueError as save_pretrained does, and for a passthrough tensor that its file no longer has.
     """
     model = weights.model
     quant.check_written(model)
@@ -486,18 +433,10 @@ def checkpoint_tensors(weights: Weights) -> Planned:
 def write_checkpoint(
     folder: Path, planned: Planned, hf: Mapping[str, Any], max_shard_bytes: int
 ) -> dict[str, shards.Written]:
-    """Writes weights, their index if they are in several files, and config.json into a folder; the terminal shows the
-    progress. One tensor is computed at a time; others wait in host memory (256 MiB, or one larger tensor).
+    """Writes weights, their index if there are several files, and config.json (`hf`), and shows progress. Returns
+    {tensor's name in the files: shape, dtype and checksums}.
 
-    Args:
-      folder: the empty folder.
-      planned: the tensors, from checkpoint_tensors.
-      hf: content of config.json.
-      max_shard_bytes: larger weights are divided into several files with an index.
-    Returns:
-      {tensor's name in the files: shape, dtype and checksums of what was written}, by which the files can be verified.
-    Raises:
-      ValueError: max_shard_bytes is not positive.
+      planned: from checkpoint_tensors; one tensor is computed at a time.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")
@@ -519,7 +458,5 @@ def write_checkpoint(
 
 
 def write_companions(folder: Path, model: Decoder, tokenizer: Any) -> None:
-    """Writes the other files of a checkpoint, beside weights and config.json, into a folder: generation_config.json and
-    image processor configs as the folder had them that the model was loaded from (model.source), and the files of the
-    tokenizer, if it is not None. Raises OSError if a file cannot be written."""
+    """Writes generation_config.json and processors' configs as the source had them, and the tokenizer's files."""
     save_companions(folder, model.source.companions if model.source is not None else (), tokenizer)

@@ -1,12 +1,6 @@
-"""Adds LoRA adapters to a model (`get_peft_model`): selects the matrices that get one, and freezes the rest.
-
-The module also removes adapters (`without_adapter`), lists the matrices that can have one (`linears`, `experts`,
-`matrices`), and describes the adapters of a model as arguments of `get_peft_model` (`adapter_settings`); by
-`gives_adapter` a run decides whether its config describes them already. `savable` names the whole matrices that can be
-trained beside adapters (modules_to_save). `select_targets` and `select_parameters` find matrices by PEFT's rules;
-`name_matches` and `pattern_values`, which apply these rules to names, also serve the loading of adapters. Functions
-that return a model return a new module (`copy_structure`) that shares the frozen arrays; their argument is never
-changed. `stop_rounding` alone changes a matrix in place."""
+"""Adds LoRA adapters to a model, removes and describes them, and lists the matrices that can have one. Functions that
+return a model return a new module that shares arrays with their argument, which does not change.
+"""
 
 from __future__ import annotations
 
@@ -27,32 +21,27 @@ from jaxtune.pallas.formats import dense
 
 
 def savable(model: Decoder) -> tuple[str, str]:
-    """The names that modules_to_save may contain for this model, which are the matrices that can be trained whole
-    beside adapters: ("embed_tokens", the name of the head, such as "lm_head"). get_peft_model refuses others."""
+    """The names that modules_to_save may contain: ("embed_tokens", the head's name, such as "lm_head")."""
     return "embed_tokens", model.config.head.name
 
 
 def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
-    """Yields (Hugging Face module name, Linear) of all linears in the layers in order, such as
-    model.layers.0.self_attn.q_proj. In a model with per-layer embeddings (Gemma 4 E2B), the linear that computes these
-    (model.per_layer_model_projection) comes last. Matrices of experts, embedding and head are not among them, nor are
-    routers except those that are a Linear (Gemma 4's). Adapters, quantisation and exports address linears by these
-    names."""
+    """Yields (Hugging Face module name, Linear) of all linears in the layers, such as model.layers.0.self_attn.q_proj,
+    of routers only Gemma 4's, and at last the projection of per-layer embeddings.
+    """
     yield from ((name, matrix) for name, matrix in _in_layers(model) if not matrix.num_experts)
     if model.per_layer is not None:
         yield "model.per_layer_model_projection", model.per_layer.projection
 
 
 def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
-    """Yields (Hugging Face parameter name, ExpertLinear) in order, such as model.layers.0.mlp.experts.gate_up_proj;
-    each has one matrix (gate_up_proj or down_proj) of all experts of a layer. It yields nothing in a model without
-    experts. Adapters, quantisation and exports address these matrices by the names."""
+    """Yields (Hugging Face parameter name, ExpertLinear), such as model.layers.0.mlp.experts.gate_up_proj; each is one
+    matrix of all experts of a layer.
+    """
     yield from ((name, matrix) for name, matrix in _in_layers(model) if matrix.num_experts)
 
 
 def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
-    """Yields (Hugging Face name, Linear or ExpertLinear) of every matrix in the layers of `model` that can have an
-    adapter, layer by layer, linears and experts mixed; `linears` and `experts` filter them."""
     for index, (layer, spec) in enumerate(zip(model.layers, model.config.layers, strict=True)):
         names = spec.hf_names
         for part, name, matrix in layer.matrices():
@@ -60,140 +49,112 @@ def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
 
 
 def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
-    """Yields (Hugging Face name, Linear or ExpertLinear) of everything in `model` that can have an adapter or, if its
-    attribute `quantizable` is True, be quantised: all that `linears` yields, then all that `experts` yields."""
+    """Yields (Hugging Face name, matrix) of all linears, then all experts: what can have an adapter or, if
+    `quantizable`, be quantised.
+    """
     yield from linears(model)
     yield from experts(model)
 
 
 def stop_rounding(matrix: Linear | ExpertLinear) -> None:
-    """Changes a linear or experts, in place, so that they compute without the rounding of quantisation-aware training:
-    neither weights nor inputs are rounded, and an observed scale of inputs is removed. Weights are not changed. The
-    caller gives one of a copied model. It is called where adapters are removed or merged, where QAT is undone or
-    prepared anew, and where QAT ends with weights that were rounded for good (convert_qat)."""
+    """Undoes a matrix's preparation for QAT in place: neither weights nor inputs are rounded. Weights do not change."""
     matrix.fake_quant = None
     if isinstance(matrix, Linear) and matrix.input_scale is not None:
         del matrix.input_scale
 
 
 def has_adapter(model: Decoder) -> bool:
-    """Whether any linear or expert matrix of the model has a LoRA adapter; matrices that are trained whole do not
-    count. Functions that need a base, such as get_peft_model, refuse a model with one, and objectives whose reference
-    is the model without its adapter refuse a model that has none. Runs and exports decide by it what they save or
-    merge, and chat whether there is an adapter to switch off."""
+    """Whether any linear or expert matrix has a LoRA adapter; matrices that are trained whole do not count."""
     return any(matrix.lora is not None for _, matrix in matrices(model))
 
 
 def copy_structure(model):
-    """Returns a copy of `model` (an nnx.Module) that shares its arrays and so takes no memory. The copy's modules and
-    variables are new objects, so its structure, types of variables and values can be changed without an effect on
-    `model`. Functions that return a changed model change such a copy."""
+    """A copy of an nnx.Module with new modules and variables over the same arrays; it takes no memory."""
     graph, state = nnx.split(model)
     return nnx.merge(graph, jax.tree.map(lambda array: array, state))  # new variables: split returns the model's own
 
 
 def name_matches(name: str, target: str) -> bool:
-    """Whether `target`, an entry of target_modules, target_parameters or a similar list (such as modules that are not
-    quantised), selects the module or parameter of the dotted name `name` by PEFT's rule: it is the whole name, or the
-    end of it after a dot ("q_proj" or "self_attn.q_proj")."""
+    """Whether `target` is the dotted name or its end after a dot ("q_proj" or "self_attn.q_proj"), PEFT's rule."""
     return name == target or name.endswith("." + target)
 
 
 def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """Looks up the settings of modules by patterns: {name: value} for the names that a pattern matches; the first
-    pattern that matches a name decides. Other names are left out.
+    """{name: value} by PEFT's rule for rank_pattern and alpha_pattern: patterns are regular expressions over a whole
+    name or its end after a dot, and the first match decides.
 
-    This is PEFT's rule for rank_pattern and alpha_pattern, whose patterns are regular expressions over the end of a
-    name, after a dot, or the whole name. get_peft_model and the loading of adapters call it.
+      key: the config's key, for errors.
 
-    Args:
-      key: the config's key that has the patterns, such as "rank_pattern", for error messages.
-      patterns: {regular expression: value}.
-      names: the modules' names.
-    Raises:
-      ValueError: a pattern that is not a regular expression, or that backtracks for too long.
+    Raises ValueError for an expression that is invalid or backtracks for too long.
     """
-    found: dict[str, float] = {}
+    value_by_name: dict[str, float] = {}
     for pattern, value in patterns.items():
-        ends = [end for name in names if name not in found for end in _ends(name)]
+        ends = [end for name in names if name not in value_by_name for end in _ends(name)]
         matched = set(matching(key, pattern, ends))
-        found |= {name: value for name in names if name not in found and not matched.isdisjoint(_ends(name))}
-    return found
+        value_by_name |= {
+            name: value for name in names if name not in value_by_name and not matched.isdisjoint(_ends(name))
+        }
+    return value_by_name
 
 
 def _ends(name: str) -> list[str]:
-    """The strings that a pattern may match for the dotted name `name`: the whole name, and what follows each dot; for
-    "a.b.c" ["a.b.c", "b.c", "c"]. `pattern_values` tries its patterns on them."""
+    """ "a.b.c" -> ["a.b.c", "b.c", "c"]."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def select_targets(names: Sequence[str], target_modules: str | Sequence[str], experts: Sequence[str] = ()) -> list[str]:
-    """Returns the names of the linears that get_peft_model's argument target_modules selects, in the order of `names`;
-    `_chosen` calls it.
+    """The names of linears that target_modules selects, in the order of `names`.
 
-    Args:
-      names: of all linears that can have an adapter, such as "model.layers.0.self_attn.q_proj".
-      target_modules: "all-linear"; a regular expression over the whole name; or a list of names or ends of names after
-        a dot ("q_proj").
-      experts: names of expert matrices, which target_parameters selects; only the error message names them.
-    Raises:
-      ValueError: target_modules is empty, or a regular expression that is not valid or backtracks for too long, or an
-        entry of the list, or the expression, matches no linear; then the message has the last parts of existing names.
+      target_modules: "all-linear"; a regular expression over whole names; or a list of names or their ends after a dot.
+      experts: names of expert matrices, for the error.
+
+    Raises ValueError for what is empty, invalid or matches nothing.
     """
-    known = sorted({name.rsplit(".", 1)[1] for name in names})
+    last_parts = sorted({name.rsplit(".", 1)[1] for name in names})
     if target_modules == "all-linear":
         return list(names)
     if not target_modules:
-        raise ValueError(f"target_modules is empty: name at least one of {', '.join(known)}, or 'all-linear'")
+        raise ValueError(f"target_modules is empty: name at least one of {', '.join(last_parts)}, or 'all-linear'")
     if isinstance(target_modules, str):
-        chosen = matching("target_modules", target_modules, names)
-        if not chosen:
+        selected = matching("target_modules", target_modules, names)
+        if not selected:
             raise ValueError(
                 f"target_modules {target_modules!r} matches no linear; it is a regular expression over names such as "
-                f"{names[0]!r}; last parts: {', '.join(known)}"
+                f"{names[0]!r}; last parts: {', '.join(last_parts)}"
             )
-        return chosen
+        return selected
     for target in target_modules:
         if not any(name_matches(name, target) for name in names):
-            whole = ("embed_tokens", *(head.name for head in heads.HEADS))
-            hint = " (put it in modules_to_save to train it whole)" if target in whole else ""
+            savable_names = ("embed_tokens", *(head.name for head in heads.HEADS))
+            hint = " (put it in modules_to_save to train it whole)" if target in savable_names else ""
             if experts:
                 named = dict.fromkeys(name.split(".", 3)[3] for name in experts)
                 hint = f" (experts are named in target_parameters: {', '.join(named)})"
             raise ValueError(
-                f"target_modules: {target!r} matches no linear of this model; there are: {', '.join(known)}{hint}"
+                f"target_modules: {target!r} matches no linear of this model; there are: {', '.join(last_parts)}{hint}"
             )
     return [name for name in names if any(name_matches(name, target) for target in target_modules)]
 
 
 def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) -> list[str]:
-    """Returns the names of the expert matrices that get_peft_model's argument target_parameters selects, in the order
-    of `names`: a target is the whole name or its end after a dot, as in PEFT. Without targets the result is [].
-    `_chosen` calls it.
-
-    Args:
-      names: of all expert matrices, such as "model.layers.0.mlp.experts.down_proj"; [] in a model without experts.
-      target_parameters: a list such as ["mlp.experts.down_proj"].
-    Raises:
-      ValueError: a target that matches nothing, or a string in place of a list.
+    """The names of expert matrices that target_parameters, a list of names or their ends after a dot, selects, in the
+    order of `names`. Raises ValueError for a target that matches nothing, or a string in place of a list.
     """
     if isinstance(target_parameters, str):
         raise ValueError(f"target_parameters = {target_parameters!r}: must be a list, such as [mlp.experts.down_proj]")
     for target in target_parameters:
         if not any(name_matches(name, target) for name in names):
-            known = sorted({name.split(".", 3)[3] for name in names})
+            endings = sorted({name.split(".", 3)[3] for name in names})
             raise ValueError(
                 f"target_parameters: {target!r} matches no experts' matrix of this model; "
-                f"there are: {', '.join(known) or 'none, for it has no experts'}"
+                f"there are: {', '.join(endings) or 'none, for it has no experts'}"
             )
     return [name for name in names if any(name_matches(name, target) for target in target_parameters)]
 
 
 def freeze(model: Decoder) -> Decoder:
-    """Makes a new model over the same arrays in which every `nnx.Param` has become a `Frozen`, also those of adapters,
-    so that nothing in it is trained. Adapters are added to such a model, and quantised models, reference models and
-    teachers are such. `model` is not changed."""
+    """A new model over the same arrays in which nothing is trained, adapters included."""
     model = copy_structure(model)
     for _, module in nnx.iter_modules(model):
         for name, value in list(vars(module).items()):
@@ -205,31 +166,25 @@ def freeze(model: Decoder) -> Decoder:
 def _chosen(
     model: Decoder, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern
 ) -> dict[str, tuple[int, float]]:
-    """Finds the matrices of `model` that get_peft_model would adapt: {matrix's name: (rank, alpha)}, linears first.
-    get_peft_model makes adapters by it, and gives_adapter compares it with those of a model. The other arguments are
-    those of get_peft_model: r and lora_alpha, the default rank and alpha; target_modules and target_parameters, which
-    select matrices; rank_pattern and alpha_pattern, the exceptions.
-
-    Raises:
-      ValueError: a target that matches nothing, a pattern that matches none of the selected matrices, or a rank or
-        alpha in a pattern that is out of range. r and lora_alpha are not checked.
+    """{matrix's name: (rank, alpha)} of the matrices that get_peft_model would adapt, linears first. Raises ValueError
+    for what matches nothing, or a pattern's value out of range; r and lora_alpha are not checked.
     """
     expert_names = [name for name, _ in experts(model)]
     parameters = select_parameters(expert_names, target_parameters or ())
-    chosen = []
+    selected = []
     if target_modules or not parameters:
-        chosen = select_targets([name for name, _ in linears(model)], target_modules, expert_names)
-    chosen += parameters
-    given = {"rank_pattern": (rank_pattern, values.whole), "alpha_pattern": (alpha_pattern, values.positive)}
-    found = []
-    for key, (patterns, check) in given.items():
+        selected = select_targets([name for name, _ in linears(model)], target_modules, expert_names)
+    selected += parameters
+    checked_patterns = {"rank_pattern": (rank_pattern, values.whole), "alpha_pattern": (alpha_pattern, values.positive)}
+    settings = []
+    for key, (patterns, check) in checked_patterns.items():
         for pattern, value in (patterns or {}).items():
             check(f"{key}: {pattern!r}", value)
-            if not pattern_values(key, {pattern: value}, chosen):
+            if not pattern_values(key, {pattern: value}, selected):
                 raise ValueError(f"{key}: {pattern!r} matches no adapted linear")
-        found.append(pattern_values(key, patterns or {}, chosen))
-    ranks, alphas = found
-    return {name: (ranks.get(name, r), alphas.get(name, lora_alpha)) for name in chosen}
+        settings.append(pattern_values(key, patterns or {}, selected))
+    ranks, alphas = settings
+    return {name: (ranks.get(name, r), alphas.get(name, lora_alpha)) for name in selected}
 
 
 def get_peft_model(
@@ -246,33 +201,23 @@ def get_peft_model(
     alpha_pattern: Mapping[str, float] | None = None,
     seed: int = 0,
 ) -> Decoder:
-    """Adds LoRA adapters to a model and freezes its weights. The arguments have the meaning of PEFT's LoraConfig.
+    """Adds LoRA adapters to a model and freezes its weights: a new model that shares every array of the base. Arguments
+    mean what they do in PEFT's LoraConfig.
 
-    Args:
-      model: a model without adapters; it is not changed.
-      r: rank of the adapters.
-      lora_alpha: the adapters' output is multiplied by alpha / r, or alpha / sqrt(r) with use_rslora.
-      target_modules: linears: "all-linear", all that `linears` yields; a regular expression over whole names; or a list
-        of names or last parts of names. It may be empty if target_parameters is given.
+      lora_alpha: the adapters' output is multiplied by alpha / r, or alpha / sqrt(r) with use_rslora (arXiv
+        2312.03732).
+      target_modules: "all-linear"; a regular expression over whole names; or a list of names or last parts of names,
+        which may be empty with target_parameters.
       target_parameters: expert matrices, such as ["experts.gate_up_proj", "experts.down_proj"]; each expert gets rank
-        r. With them, lora_dropout must be 0 and use_dora False, as in PEFT. None: no experts.
-      lora_dropout: rate of dropout on the adapters' input, at least 0 and below 1; linears with the same input share
-        one mask.
-      use_rslora: True: the scale is alpha / sqrt(r) (arXiv 2312.03732); False: alpha / r.
-      use_dora: True: weight-decomposed adapters, which also train the norms of the rows (arXiv 2402.09353).
-      modules_to_save: "embed_tokens" and "lm_head" are trained whole in float32 if named; tied heads stay tied, so that
-        either name trains both. None: neither is. A head that is not a language model's, such as "score", is always
-        trained.
-      rank_pattern, alpha_pattern: {regular expression over the whole name of a module or its end after a dot: value}
-        for modules that differ; None: none does.
+        r. Neither lora_dropout nor use_dora goes with them.
+      lora_dropout: at least 0 and below 1; linears with the same input share one mask.
+      use_dora: the norms of the rows train too (arXiv 2402.09353).
+      modules_to_save: of "embed_tokens" and "lm_head", which train whole in float32; tied heads stay tied. A head that
+        is not a language model's always trains.
+      rank_pattern, alpha_pattern: {regular expression over a whole name or its end after a dot: value}.
       seed: draws the initial A; B starts at zero.
 
-    Returns:
-      a new model that shares every array of the base with `model`. Only adapters and modules_to_save are trained in it.
-
-    Raises:
-      ValueError: a target, pattern or module that matches nothing; a rank, alpha or rate out of range; dropout or DoRA
-        with experts; a model with adapters.
+    Raises ValueError for what matches nothing, a value out of range, or a model with adapters.
     """
     values.whole("r", r)
     values.positive("lora_alpha", lora_alpha)
@@ -282,12 +227,12 @@ def get_peft_model(
         raise ValueError("this model has adapters already; merge them first (merge_adapter) or start from the base")
     model = freeze(model)
     modules = dict(matrices(model))
-    chosen = _chosen(model, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern)
-    if (lora_dropout or use_dora) and any(isinstance(modules[name], ExpertLinear) for name in chosen):
+    selected = _chosen(model, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern)
+    if (lora_dropout or use_dora) and any(isinstance(modules[name], ExpertLinear) for name in selected):
         setting = f"lora_dropout = {lora_dropout}" if lora_dropout else "use_dora = True"
         raise ValueError(f"{setting}: experts (target_parameters) cannot have it; PEFT refuses it too")
-    keys = jax.random.split(jax.random.key(seed), len(chosen))
-    for (name, (rank, alpha)), key in zip(chosen.items(), keys, strict=True):
+    keys = jax.random.split(jax.random.key(seed), len(selected))
+    for (name, (rank, alpha)), key in zip(selected.items(), keys, strict=True):
         linear = modules[name]
         if isinstance(linear, ExpertLinear):
             count, out_size, in_size = linear.sizes
@@ -301,8 +246,8 @@ def get_peft_model(
     head = model.config.head.name
     for name in {*(modules_to_save or ()), *([] if model.config.head.is_text else [head])}:
         if name not in savable(model):
-            known = ", ".join(savable(model))
-            raise ValueError(f"modules_to_save: {name!r} cannot be trained whole; there are: {known}")
+            savable_names = ", ".join(savable(model))
+            raise ValueError(f"modules_to_save: {name!r} cannot be trained whole; there are: {savable_names}")
         holder = model.embedding if name == "embed_tokens" or model.head is None else model.head
         if isinstance(holder.weight, Frozen):
             holder.original = holder.weight
@@ -311,18 +256,9 @@ def get_peft_model(
 
 
 def without_adapter(model: Decoder) -> Decoder:
-    """Returns the base of a model with an adapter: what it was before get_peft_model or load_adapter.
-
-    Adapters of linears and experts are removed with DoRA's magnitudes, modules_to_save have their original weights, and
-    a model that was prepared for QAT computes without rounding weights and inputs. Quantised weights stay quantised.
-    Objectives that compare with a reference, such as DPO, compute it with this model, and chat and the server answer
-    with it as the base.
-
-    Returns:
-      a new model, all frozen, that shares every array with `model`; it needs no memory, and training `model` does not
-        change it.
-    Raises:
-      ValueError: the model has no adapter. The original weights of a model that was trained whole are lost.
+    """The base of a model with an adapter, all frozen, over the same arrays: no adapters, modules_to_save with their
+    original weights, no rounding for QAT. Training `model` does not change it. Raises ValueError without an adapter:
+    original weights of a model that was trained whole are lost.
     """
     if not has_adapter(model):
         raise ValueError("without_adapter: this model has no adapter to leave out; load its base (from_pretrained)")
@@ -338,25 +274,17 @@ def without_adapter(model: Decoder) -> Decoder:
 
 
 def adapter_settings(model: Decoder) -> dict[str, Any] | None:
-    """Describes the adapters of a model as the arguments of get_peft_model (without the seed) that would give them:
-    {name: value}; None if the model has no adapters.
-
-    The most common rank and alpha are `r` and `lora_alpha`, and the others are in the patterns. A target is a whole
-    name, or, if all matrices of the model with the same last part (linears and experts alike) are adapted, only that
-    part (of experts what follows the layer's number, such as mlp.experts.down_proj). adapter_config.json is written
-    from these arguments, and a run records them where its config does not describe the model's adapters.
-
-    Raises:
-      ValueError: a dropout rate, use_rslora or use_dora that differs between modules; PEFT has one value for all.
+    """The arguments of get_peft_model, without the seed, that would give the model's adapters; None if it has none. The
+    most common rank and alpha are `r` and `lora_alpha`, others are in the patterns. A target is the last part of names
+    if all matrices with it are adapted, otherwise a whole name. Raises ValueError for a setting that differs between
+    modules where PEFT has one for all.
     """
-    everything = dict(matrices(model))
-    loras = {name: matrix.lora for name, matrix in everything.items() if matrix.lora is not None}
+    matrix_by_name = dict(matrices(model))
+    loras = {name: matrix.lora for name, matrix in matrix_by_name.items() if matrix.lora is not None}
     if not loras:
         return None
 
     def common(setting, values):
-        """The one value of `values`, which all adapters have for this setting; raises ValueError if there are
-        several."""
         if len(set(values)) > 1:
             raise ValueError(f"{setting} differs between adapters ({set(values)}); PEFT has one for all")
         return next(iter(values))
@@ -366,12 +294,13 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
     # A last part of names where all modules with it are adapted, whole names otherwise: PEFT then matches the same set.
     targets, parameters = set(), set()
     for name, lora in loras.items():
-        part = name.rsplit(".", 1)[1]
-        whole = all(other in loras for other in everything if other.endswith("." + part))
+        last_part = name.rsplit(".", 1)[1]
+        adapted = all(peer in loras for peer in matrix_by_name if peer.endswith("." + last_part))
         if isinstance(lora, ExpertLora):
-            parameters.add(name.split(".", 3)[3] if whole else name)  # such as mlp.experts.down_proj, for all layers
+            # Such as mlp.experts.down_proj, for all layers.
+            parameters.add(name.split(".", 3)[3] if adapted else name)
         else:
-            targets.add(part if whole else name)
+            targets.add(last_part if adapted else name)
     return {
         "r": rank,
         "lora_alpha": alpha,
@@ -387,63 +316,49 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
 
 
 def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
-    """Whether get_peft_model(base, **settings) would give adapters like those of `model`, apart from their values, and
-    train the same modules whole. If so, a run records the adapter section of its config as it was written; otherwise it
-    records what the model has (adapter_settings). The run does not refuse the model. A section that names an adapter's
-    folder (adapter.path) is always recorded as it was written, without this question.
-
-    settings: every argument of get_peft_model but the seed. The result is False too if the model has no adapters, or if
-    a target or pattern matches nothing in it or is not valid.
-
-    Raises:
-      ValueError: the model's adapters cannot be described as settings (adapter_settings).
+    """Whether get_peft_model(base, **settings) would give adapters like the model's, apart from their values, and train
+    the same modules whole; False if the model has none, or settings match nothing or are invalid. Raises ValueError as
+    adapter_settings does.
     """
     actual = adapter_settings(model)
     if actual is None:
         return False
     choice = ("r", "lora_alpha", "target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
     try:
-        wanted = _chosen(model, *(settings[key] for key in choice))
+        expected = _chosen(model, *(settings[key] for key in choice))
     except ValueError:
         return False
     loras = {name: matrix.lora for name, matrix in matrices(model) if matrix.lora is not None}
     saved = {*(settings["modules_to_save"] or ()), *([] if model.config.head.is_text else [model.config.head.name])}
     saved = set(savable(model)) if saved and model.head is None else saved
     return (
-        wanted == {name: (lora.rank, lora.alpha) for name, lora in loras.items()}
+        expected == {name: (lora.rank, lora.alpha) for name, lora in loras.items()}
         and all(settings[key] == actual[key] for key in ("lora_dropout", "use_rslora", "use_dora"))
         and saved == set(actual["modules_to_save"] or ())
     )
 
 
 def _saved(model: Decoder) -> list[str]:
-    """The value of modules_to_save for the model: those of the names ("embed_tokens", the head's name) whose weight is
-    trained whole. If the head is tied to a trained embedding, both names are in it; [] if neither is trained.
-    adapter_settings calls it."""
     holders = zip(savable(model), (model.embedding.weight, model.head_variable), strict=True)
     return [name for name, variable in holders if isinstance(variable, nnx.Param)]
 
 
 def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Divides a setting of all adapters, such as the rank, into a default and exceptions, as PEFT's config has it (r
-    and rank_pattern, for example). adapter_settings calls it.
-
-    values: {adapted matrix's name: its value of the setting}, not empty. Returns (the most common value, {last part of
-    a name, or whole name: value} of the matrices with other values). A last part is used if all adapted matrices that
-    end so have the same value."""
+    """(the most common value, {last part of a name, or whole name: value} of the others), as PEFT has r and
+    rank_pattern. A last part is used if all adapted matrices that end so have the value.
+    """
     default = Counter(values.values()).most_common(1)[0][0]
     by_part: dict[str, set] = {}
     for name, value in values.items():
         by_part.setdefault(name.rsplit(".", 1)[1], set()).add(value)
-    rest = {}
+    exceptions = {}
     for name, value in values.items():
-        part = name.rsplit(".", 1)[1]
+        last_part = name.rsplit(".", 1)[1]
         if value != default:
-            rest[part if len(by_part[part]) == 1 else name] = value
-    return default, rest
+            exceptions[last_part if len(by_part[last_part]) == 1 else name] = value
+    return default, exceptions
 
 
 def _number(value: float) -> int | float:
-    """An alpha as PEFT writes it to JSON: `value` as an int if it is a whole number, otherwise unchanged. With it
-    adapter_settings gives 16 and not 16.0."""
+    """16.0 -> 16, as PEFT writes alphas to JSON."""
     return int(value) if float(value).is_integer() else value

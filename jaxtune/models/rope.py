@@ -1,11 +1,7 @@
-"""Rotary position embedding: tables of cos and sin, which are computed once for a batch, and the rotation of queries
-and keys by them, which is computed in fp32. `rotary_tables` makes the tables of all of a decoder's rotary bases
-(RopeConfig), each by `rotary_table` from the angles of `rotary_frequencies`. Attention calls `rotate`, or
-`rotate_normed` for queries and keys whose heads are normed first, and `scaled_by_position` for queries that grow with
-their position.
-
-Number i of the first half of a head and number i of the second half are rotated as a pair (GPT-NeoX order, as in most
-Hugging Face checkpoints), or neighbouring numbers if a family interleaves them."""
+"""Rotary position embedding: tables of cos and sin, computed once for a batch, and the rotation of queries and keys by
+them in fp32. Numbers i of both halves of a head are a pair (GPT-NeoX order, as in most Hugging Face checkpoints), or
+neighbouring numbers if a family interleaves them.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +18,7 @@ from jaxtune.pallas.normed_heads import normed_heads, rotated
 
 
 class RotaryFrequencies(NamedTuple):
-    """The angles, in radians, by which a rotary base turns each pair of numbers of a head from one position to the
-    next, as rotary_frequencies computes them."""
+    """The angles, in radians, by which each pair of a head's numbers turns from one position to the next."""
 
     # float32[rotary_dim / 2], the angle of each pair (transformers' inv_freq); for the kind "proportional" float32[head
     # dim / 2], with 0 for pairs that are not rotated
@@ -34,31 +29,17 @@ class RotaryFrequencies(NamedTuple):
 
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> RotaryFrequencies:
-    """Computes the angles by which a rotary base turns the pairs of a head from one position to the next.
-    `rotary_table` makes tables of them; the export to GGUF derives scaling factors from them.
+    """The angles of a rotary base, by the formulas of transformers' modeling_rope_utils: llama3 from Llama 3.1's
+    reference code, longrope from arXiv 2402.13753, yarn from arXiv 2309.00071.
 
-    The formulas are those of transformers' modeling_rope_utils: llama3 from the Llama 3.1 reference code, longrope from
-    arXiv 2402.13753, yarn from arXiv 2309.00071. Those of "proportional" (Gemma 4) cover the whole head, and are 0 for
-    dimensions that are not rotated.
-
-    Args:
-      rope: the configuration of the rotary embedding: its kind, theta and scaling factors.
-      head_dim: the size of a head; rotary_dim, the dimensions that are rotated, is partial_rotary_factor of it (all of
-        it for "proportional").
-      max_positions: the model's max_position_embeddings, which is the original context if `rope` names none.
-    Returns:
-      RotaryFrequencies (short, long, scale). `short` has the angle of each pair, float32[rotary_dim / 2]. `long` has
-        the angles for documents that are longer than the original context; it is None for every kind but longrope. cos
-        and sin are to be multiplied by `scale`, which is 1 for every kind but longrope and yarn.
-    Raises:
-      ValueError: the kind is unknown.
+      max_positions: max_position_embeddings, the original context if `rope` names none.
     """
     if rope.kind == "proportional":
         turning = int(rope.partial_rotary_factor * head_dim // 2)
         exponents = np.arange(0, 2 * turning, 2) / head_dim
         turned = (1.0 / rope.theta**exponents).astype(np.float32) / np.float32(rope.factor)
-        whole = np.concatenate([turned, np.zeros(head_dim // 2 - turning, np.float32)])
-        return RotaryFrequencies(whole, None, 1.0)
+        frequencies = np.concatenate([turned, np.zeros(head_dim // 2 - turning, np.float32)])
+        return RotaryFrequencies(frequencies, None, 1.0)
     dim = int(head_dim * rope.partial_rotary_factor)
     # Computed in float64: a power in float32 differs in its last bit between processors with and without AVX-512.
     base = (1.0 / rope.theta ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
@@ -86,7 +67,7 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> R
             scale = 1.0 if rope.factor <= 1 else 0.1 * math.log(rope.factor) + 1.0
 
         def turns_to_dim(turns):
-            """The dimension whose pair turns this often within the original context, as a fraction (yarn)."""
+            """The fractional dimension whose pair turns this often within the original context (yarn)."""
             return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
         low, high = turns_to_dim(rope.beta_fast), turns_to_dim(rope.beta_slow)
@@ -101,20 +82,12 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> R
 def rotary_table(
     rope: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array, lengths: jax.Array | None = None
 ):
-    """Computes the table by which queries and keys of a batch are rotated, for rotary_tables: (cos, sin), each
-    float32[B, T, rotary_dim / 2] and multiplied by RotaryFrequencies.scale. With llama_4_scaling_beta a third array
-    follows, the factor on queries by position, float32[B, T, 1]: 1 + beta * log(1 + floor(position / original
-    context)).
+    """(cos, sin), each float32[B, T, rotary_dim / 2], times RotaryFrequencies.scale. With llama_4_scaling_beta a third
+    array float32[B, T, 1], the factor on queries: 1 + beta * log(1 + floor(position / original context)).
 
-    Args:
-      rope: the rotary base: its kind, theta and scaling factors.
-      head_dim: size of a head.
-      max_positions: the model's max_position_embeddings.
       positions: int32[B, T], each token's position in its document.
-      lengths: int32 that broadcasts to [B, T], the length of each token's document. longrope uses its long factors for
-        documents past the original context, whatever they are packed with. (transformers decides for a whole batch,
-        which is the same for a batch of one document.) None: each row is one document, whose length is its largest
-        position + 1.
+      lengths: int32 that broadcasts to [B, T], the length of each token's document, which selects longrope's long
+        factors (transformers decides for a whole batch). None: a row is one document.
     """
     short, long, scale = rotary_frequencies(rope, head_dim, max_positions)
     frequencies = jnp.asarray(short, jnp.float32)
@@ -132,21 +105,18 @@ def rotary_table(
 
 
 def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
-    """Rotates queries or keys x [B, T, heads, D] by their positions, for Attention: computed in float32 and returned in
-    x's dtype. Dimensions of a head beyond the table's rotary_dim stay unchanged.
+    """Rotates queries or keys x [B, T, heads, D] in float32, returned in x's dtype. Dimensions beyond rotary_dim, and
+    all if `table` is None, stay unchanged.
 
-    Args:
-      x: queries or keys.
-      table: from rotary_table, of which cos and sin are read; None, of a layer without rotary embedding: x is returned
-        unchanged.
       interleaved: True: the numbers 2i and 2i + 1 of a head are a pair; False: i and i + rotary_dim / 2.
     """
     return x if table is None else rotated(interleaved, x, *table[:2])
 
 
 def rotate_normed(x: jax.Array, norm: RMSNorm | LayerNorm, table, interleaved: bool = False) -> jax.Array:
-    """Norms each head of queries or keys x [B, T, heads, D] by `norm`, and rotates it as `rotate` does, whose other
-    arguments it takes. An RMSNorm and the rotation of halves are one operation, which has kernels (normed_heads)."""
+    """Norms each head of x [B, T, heads, D], and rotates it as `rotate` does; one operation, which has kernels, for an
+    RMSNorm and halves.
+    """
     in_one = isinstance(norm, RMSNorm) and norm.compute in (None, "float32") and not interleaved
     if table is None or not in_one:
         return rotate(norm(x), table, interleaved)
@@ -155,22 +125,16 @@ def rotate_normed(x: jax.Array, norm: RMSNorm | LayerNorm, table, interleaved: b
 
 
 def scaled_by_position(query: jax.Array, table) -> jax.Array:
-    """Multiplies the query [B, T, heads, D] by the third array of its rotary table, the factor on queries by position
-    (llama_4_scaling_beta), which is first cast to the query's dtype as in transformers. The query is returned unchanged
-    if the table is None or has no third array. Attention calls it after `rotate`; keys get no such factor. table: from
-    rotary_table."""
+    """The query [B, T, heads, D] times the third array of its rotary table, if it has one; keys get no such factor. The
+    factor is first cast to the query's dtype, as in transformers.
+    """
     if table is None or len(table) < 3:
         return query
     return query * table[2][:, :, None, :].astype(query.dtype)
 
 
 def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Array | None = None):
-    """Computes the rotary tables of a batch, once for all layers: a tuple with one table (rotary_table) for each of the
-    decoder's rotary bases. LayerSpec.rotary is the index of a layer's table in it. The decoder, generation (in each
-    step anew, for the new tokens) and the planner put it into the batch's layout (PackedLayout.rotary).
-
-    config: of the decoder. positions: int32[B, T], each token's position in its document. lengths: int32 that
-    broadcasts to [B, T], the length of each token's document; None: each row is one document."""
+    """The rotary tables of a batch, one (rotary_table) for each rotary base; LayerSpec.rotary is an index into them."""
     limit = config.max_position_embeddings
     return tuple(
         rotary_table(rope, rope.head_dim or config.head_dim, limit, positions, lengths) for rope in config.rotary

@@ -1,9 +1,6 @@
-"""Static descriptions of a model's layers under a plan, by which the stack's program is compiled.
-
-The stack (models/stack.py) makes a StackLayer of each block and its plan (`described`), checks that each layer's inputs
-from other layers exist (`require_given`), and joins the layers in a StackProgram. Both are hashable: a StackProgram is
-the static argument of `_stack`, and fields of a StackLayer are static arguments of the jitted `layer_forward` and
-`layer_backward`, so that layers with equal descriptions are traced once."""
+"""Static, hashable descriptions of a model's layers under a plan, by which the stack's program is compiled. Layers with
+equal descriptions are traced once.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ UNTUNED: dict[str, bool | int] = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_t
 
 @dataclasses.dataclass(frozen=True)
 class StackLayer:
-    """The static description of one layer under a plan: everything but arrays by which its program is compiled. Equal
-    layers with equal plans have equal descriptions and are traced once. `described` makes it."""
+    """Everything but arrays by which a layer's program is compiled under a plan."""
 
     graph: nnx.GraphDef  # the structure of the layer's Block
     spec: LayerSpec  # the layer's kind: its parts, window and rotary base
@@ -53,24 +49,18 @@ class StackLayer:
 
     @property
     def gives(self) -> dict[str, str]:
-        """{its name of a residual: the name under which later layers take it}: the field `given` as a dict. The stack
-        passes these residuals on to later layers by it."""
         return dict(self.given)
 
     def taken(self, given: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Collects the values that the layer takes from outside, for layer_forward: {name: value}.
-
-        Args:
-          given: {name: value} of what the decoder gives to this layer; all of it is in the result.
-          shared: {name: value} of what earlier layers gave to later ones; only what this layer takes is in the result.
+        """The values that the layer takes from outside: all of `given`, the decoder's, and its own of `shared`, earlier
+        layers'.
         """
         return {**given, **{name: shared[name] for name in self.shared}}
 
 
 @dataclasses.dataclass(frozen=True)
 class StackProgram:
-    """The static description of the whole stack: the argument of _stack by which its program is compiled. run_stack
-    makes it."""
+    """The static description of the whole stack."""
 
     layers: tuple[StackLayer, ...]  # the descriptions of all layers, in order
     aux: tuple[str, ...]  # names of the auxiliary values, such as router_sums, that the caller wants
@@ -82,37 +72,29 @@ class StackProgram:
     whole_weights: int
 
     def stays_whole(self, index: int) -> bool:
-        """True: the weights of layer number `index` stay gathered from its forward to its backward, as those of the
-        last `whole_weights` layers do. False: they are gathered once more for the backward."""
+        """Whether the layer's weights stay gathered from forward to backward; otherwise they are gathered again."""
         return index >= len(self.layers) - self.whole_weights
 
 
 def require_given(layers: Sequence[StackLayer]) -> None:
-    """Raises ValueError if a layer takes a value that no earlier layer gives. run_stack checks it before anything runs.
-    layers: the descriptions of all layers, in order."""
-    there: set[str] = set()
+    """Raises ValueError if a layer takes a value that no earlier layer gives."""
+    given_names: set[str] = set()
     for index, layer in enumerate(layers):
-        if missing := set(layer.shared) - there:
+        if missing := set(layer.shared) - given_names:
             raise ValueError(f"layer {index} takes {', '.join(sorted(missing))}, which no earlier layer gives")
-        there |= set(layer.gives.values())
+        given_names |= set(layer.gives.values())
 
 
 def described(
     block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None, given: tuple[str, ...]
 ) -> StackLayer:
-    """Makes the static description of a layer under a plan, by which its program is compiled. run_stack calls it.
+    """The static description of a layer under a plan. Residuals that later layers take are always kept.
 
-    Args:
-      block: the layer; its arrays are not read.
-      graph: its structure, an nnx.GraphDef.
-      spec: its LayerSpec.
-      plan: says which of its residuals are kept, kept in FP8, or offloaded to host memory; those that later layers take
-        are always kept.
-      tile: tokens of each row in a tile of tokenwise segments, such as those of an MLP (ResidualPlan.tile_tokens);
-        ignored, so that these run whole, unless the plan recomputes every value inside them. None: they run whole.
-      given: names of what the decoder gives it; the others that it takes come from earlier layers.
-    Raises:
-      ValueError: the plan names a residual for a placement that it cannot have (LayerPlan.of).
+      tile: tokens of each row in a tile of tokenwise segments; without effect unless the plan recomputes every value
+        inside them.
+      given: names of what the decoder gives the layer; the others that it takes come from earlier layers.
+
+    Raises ValueError for a placement that a residual cannot have.
     """
     residuals, gives = block.residuals(), block.gives
     inside = tiled_residuals(block.segments())
@@ -120,13 +102,13 @@ def described(
     tiled = bool(inside) and set(inside) <= set(dropped)
     placed = {how: plan.named(how, residuals) for how in ("keep", "fp8", "offload")}
     in_fp8, offloaded = (tuple(name for name in placed[how] if name not in gives) for how in ("fp8", "offload"))
-    kept = (*placed["keep"], *(name for name in gives if name not in placed["keep"]))
+    kept_names = (*placed["keep"], *(name for name in gives if name not in placed["keep"]))
     if not tiled:
-        kept += tuple(map(low_rank_inputs, with_low_rank_kept(block.segments(), dropped)))
+        kept_names += tuple(map(low_rank_inputs, with_low_rank_kept(block.segments(), dropped)))
     return StackLayer(
         graph,
         spec,
-        kept,
+        kept_names,
         in_fp8,
         offloaded,
         tuple(block.aux),
@@ -138,35 +120,28 @@ def described(
 
 
 def low_rank_inputs(segment: Segment) -> str:
-    """The name under which the stack keeps a segment's low-rank inputs, those of its linears' adapters
-    (pallas/quant_matmul/low_rank.py), among the values of a layer."""
+    """The name of a segment's low-rank inputs (pallas/quant_matmul/low_rank.py) among the values of a layer."""
     return f"{segment.name}_low_rank"
 
 
 def with_low_rank_kept(segments: Sequence[Segment], dropped: Collection[str]) -> list[Segment]:
-    """The segments whose low-rank inputs are kept from the forward to the backward, in device memory: those of which a
-    plan recomputes nothing that keeps_low_rank names. A segment that is recomputed makes its own anew, and one with a
-    Backward of its own does not use them. `described` and the planner ask it.
-
-    Args:
-      segments: of a layer.
-      dropped: the names of the layer's residuals that are recomputed.
+    """The segments whose low-rank inputs are kept for the backward, in device memory. A recomputed segment makes them
+    anew, and one with a Backward of its own does not use them. dropped: names of the recomputed residuals.
     """
     linears = [segment for segment in segments if segment.matrices and segment.backward is None]
     return [segment for segment in linears if not set(dropped).intersection(keeps_low_rank(segment))]
 
 
 def keeps_low_rank(segment: Segment) -> tuple[str, ...]:
-    """The names of the residuals of which a plan must recompute none for the segment's low-rank inputs to be kept: its
-    outputs, and of experts what it reads, too. Experts have a row for each pair of token and expert: where memory is so
-    short that their gate and up are recomputed, these rows are as well. The planner asks it."""
+    """The residuals that must not be recomputed for the segment's low-rank inputs to be kept. Experts have a row for
+    each pair of token and expert: where memory is so short that gate and up are recomputed, these rows are as well.
+    """
     return (*segment.outputs, *(segment.reads if segment.experts_per_token else ()))
 
 
 def total_over_layers(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums auxiliary values, from which losses such as load balancing are computed, over the layers: {name: sum} for
-    every name that any layer has. values: for each layer {name: auxiliary value}."""
+    """{name: sum over the layers that have it}."""
     total = {}
-    for name in dict.fromkeys(name for one in values for name in one):
-        total[name] = functools.reduce(operator.add, [one[name] for one in values if name in one])
+    for name in dict.fromkeys(name for layer in values for name in layer):
+        total[name] = functools.reduce(operator.add, [layer[name] for layer in values if name in layer])
     return total

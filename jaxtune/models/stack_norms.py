@@ -1,4 +1,4 @@
-"""The norms before the parts of a layer in its backward, where a kernel computes their gradients (`NormsApart`)."""
+"""The norms before the parts of a layer in its backward, where a kernel computes their gradients."""
 
 from __future__ import annotations
 
@@ -18,19 +18,12 @@ from jaxtune.pallas.quant_matmul import low_rank
 
 
 class NormsApart:
-    """The norms that a layer's backward takes out of the layer's segments, because a kernel computes their gradients: a
-    segment then reads the normed stream. The gradient of such a norm is computed once, after those of all segments that
-    read the normed stream, and the kernel adds it to the stream's other gradients. Without a kernel, and in tiles, no
-    norm is taken out, and `segments` are as in the forward.
+    """The norms that a layer's backward takes out of its segments, because a kernel computes their gradients: a segment
+    then reads the normed stream, a value with the norm's name. Such a gradient is computed once, after those of all
+    segments that read the stream, and the kernel adds it to the stream's other gradients. Without a kernel, and in
+    tiles, no norm is taken out.
 
-    Args:
-      block: the layer.
-      x: [B, T, hidden], a value like the residual stream's, of which only shape and dtype matter.
-      tile, aux: the arguments of Block.segments.
-      saved: {name: value} of the layer's residuals that are there.
-    Attributes:
-      segments: the layer's chain. In it the normed stream is a value with the norm's name, the block's attribute.
-      differentiated: the segments that the backward differentiates (stack_segments.differentiated).
+      x: like the residual stream; only shape and dtype matter.
     """
 
     def __init__(self, block: Block, x: jax.Array, tile: int | None, aux: Collection[str], saved: Mapping):
@@ -49,8 +42,7 @@ class NormsApart:
         return [self._stream.get(name, name) for name in segment.reads]
 
     def values(self, segment: Segment, values: Mapping) -> list:
-        """The values that the segment reads, as arrays, from those of the layer ({name: value}). The normed stream is
-        computed anew."""
+        """The arrays that the segment reads; the normed stream is computed anew."""
 
         def value(name: str):
             return (
@@ -60,11 +52,12 @@ class NormsApart:
         return [value(name) for name in segment.reads]
 
     def factors(self, segment: Segment, values: Mapping) -> list[low_rank.Factors | None]:
-        """For each value that the segment reads, its Factors if it is a normed stream that the segment's derivative
-        reads for the gradients of adapters' A alone; else None. So it is if all matrices are frozen linears, of which
-        some have adapters (Linear.plain). float16 has no room for a gradient times a row's factor, which may be less
-        than a hundredth. There are no Factors where residuals are in FP8, because memory is short and XLA then leaves
-        more of it between the buffers of a layer (0.1 GB of an 8B). values: those of the layer."""
+        """For each value that the segment reads, its Factors if it is a normed stream that only gradients of adapters'
+        A read (all matrices are frozen linears, some with adapters), else None.
+
+        float16 has none: a gradient times a row's factor, perhaps below a hundredth, would underflow. Nor has a layer
+        with residuals in FP8: memory is short, and XLA then leaves more between buffers (0.1 GB of an 8B).
+        """
         matrices = [matrix_of(self._block, name) for name in segment.matrices]
 
         def of(name: str) -> low_rank.Factors | None:
@@ -78,27 +71,23 @@ class NormsApart:
         return [of(name) for name in segment.reads]
 
     def added(self, segment: Segment, block_of, trainable, values: Mapping, gradients: dict, total):
-        """Computes the gradients of the norms that no segment after this one reads, in the order of the backward. It
-        puts those of the stream into `gradients`, and returns `total` with those of the norms' weights.
+        """Computes the gradients of the norms that no segment after this one reads, puts those of the stream into
+        `gradients`, and returns `total`, the sum for the trainable tensors or None, with those of the norms' weights.
 
-        Args:
           segment: the one whose gradients were computed last.
-          block_of: builds the block from trainable tensors.
-          trainable: the block's trainable tensors.
-          values: {name: value} of the layer's values.
-          gradients: {name: gradient} of the layer's values, also of the normed streams.
-          total: the sum of the gradients of the trainable tensors; None if there are none yet.
         """
         for name in [name for name, last in self._last.items() if last is segment]:
             stream = self._stream[name]
 
-            def run(trainable, x, name=name, beside=stream in gradients):
+            def run(trainable, x, name=name, with_stream=stream in gradients):
                 norm = getattr(block_of(trainable), name)
-                return norm.beside(x) if beside else norm(x)
+                return norm.beside(x) if with_stream else norm(x)
 
             with jax.named_scope(name):
                 pullback = jax.vjp(run, trainable, values[stream])[1]
-                given = gradients.pop(name)
-                found, gradients[stream] = pullback((gradients[stream], given) if stream in gradients else given)
-            total = found if total is None else jax.tree.map(jnp.add, total, found)
+                dnormed = gradients.pop(name)
+                dtrainable, gradients[stream] = pullback(
+                    (gradients[stream], dnormed) if stream in gradients else dnormed
+                )
+            total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
         return total

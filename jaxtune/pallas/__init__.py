@@ -1,4 +1,3 @@
-"""GPU kernels written with Pallas and Triton, and the operations built on them, each with a reference implementation in
-plain JAX that runs on any machine, and the formats of quantised weights (formats). Beside jaxtune.system it imports
-only JAX and numpy, and Triton and jax-triton where a Triton kernel runs, so every operation can be used alone in other
-code."""
+"""GPU kernels in Pallas and Triton, and operations on them with a reference in plain JAX that runs anywhere. They can
+be used alone: beside jaxtune.system only JAX, numpy and, for Triton kernels, Triton and jax-triton are imported.
+"""

@@ -1,6 +1,4 @@
-"""How Triton kernels are called from JAX (`triton_call`, and as nodes of CUDA graphs `triton_graph_call`), and why this
-machine cannot run them (`triton_refusal`). This is the one place that knows how jax-triton 0.3 (triton 3.6) and 0.4
-(triton 3.7) differ."""
+"""Calls Triton kernels from JAX; the one place that knows how jax-triton 0.3 (triton 3.6) and 0.4 (3.7) differ."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ from jaxtune.system.extras import install
 
 
 def triton_refusal() -> str | None:
-    """The reason why Triton kernels cannot run on the GPU that is compiled for (no NVIDIA GPU, one of a compute
-    capability below 8.0, or jax-triton is not installed); None if they can. The functions by which
-    Triton implementations refuse calls ask it."""
+    """Why Triton kernels cannot run on the GPU that is compiled for, or None."""
     capability = dispatch.compute_capability()
     if capability is None:
         return "no NVIDIA GPU"
@@ -36,8 +32,6 @@ def triton_refusal() -> str | None:
 
 @functools.cache
 def _has_jax_triton() -> bool:
-    """Whether jax-triton, which launches the Triton kernels from JAX, is installed; it is looked for once, without
-    importing it. `triton_refusal` asks."""
     return importlib.util.find_spec("jax_triton") is not None
 
 
@@ -53,24 +47,11 @@ def triton_call(
     aliases: Mapping[int, int] | None = None,
     **constants: int | float | tuple,
 ) -> list[jax.Array]:
-    """Calls a Triton kernel, a function under triton.jit that takes pointers to `arguments` and to the outputs, and
-    `constants`, through jax-triton, whatever its version. Within a shard_map each device calls it on its local arrays;
-    on a mesh of several devices without one, each device calls it on the whole arrays. It may only be called where
-    `triton_refusal` returns None. All operations call their Triton kernels by it, except few_rows and, for short
-    caches, decode_attention, which use `triton_graph_call`.
+    """Calls a Triton kernel on pointers to `arguments` and outputs, and `constants`: in a shard_map on local arrays, on
+    a mesh without one on whole arrays. Only where `triton_refusal` returns None.
 
-    Args:
-      kernel: the function.
-      arguments: its input arrays.
-      out_types: shapes and dtypes of its outputs.
-      grid: number of programs along each axis.
-      warps, stages: Triton's num_warps and num_stages.
-      contract: True: products and sums may be fused into multiply-adds; False: each is rounded separately.
-      aliases: {index of an argument: index of the output that takes its memory, for a kernel that changes it in place}.
-        The kernel gets both pointers.
-      constants: its compile-time constants.
-    Returns:
-      the outputs, one for each of out_types.
+      contract: products and sums may fuse into multiply-adds; False: each is rounded.
+      aliases: {argument: output that takes its memory}, by index, for a kernel that works in place.
     """
     import jax_triton
 
@@ -113,26 +94,11 @@ def triton_graph_call(
     aliases: Mapping[int, int] | None = None,
     **constants: int | float | None,
 ) -> list[jax.Array]:
-    """Calls a Triton kernel as XLA launches its own kernels: the call becomes a node of a CUDA graph beside the kernels
-    around it, and costs no time between kernels. The calls of jax-triton, which `triton_call` makes, are no nodes of
-    graphs. few_rows and, for short caches, decode_attention use it in steps of generation. A program should have only a
-    few such calls, because each contains the kernel's whole assembly. Within a shard_map each device calls it on its
-    local arrays; on a mesh of several devices without one, each device calls it on the whole arrays. It may only be
-    called where `triton_refusal` returns None.
+    """`triton_call` for a Triton or Gluon kernel as a node of a CUDA graph, without time between kernels. Use few in a
+    program, because each contains the kernel's whole assembly.
 
-    Args:
-      kernel: a function under triton.jit or gluon.jit that takes pointers to `arguments` and to the outputs, and
-        `constants`.
-      arguments: its input arrays; they and the outputs are bfloat16, float16, float32, int32 or float8_e4m3fn (another
-        dtype is a KeyError).
-      out_types: shapes and dtypes of its outputs.
-      grid: number of programs along each axis.
-      warps, stages: Triton's num_warps and num_stages.
-      aliases: {index of an argument: index of the output that takes its memory, for a kernel that changes it in place}.
-        The kernel gets both pointers.
-      constants: its compile-time constants; None for an array that the kernel takes but does not read in this call.
-    Returns:
-      the outputs, one for each of out_types.
+      arguments: they and outputs are bfloat16, float16, float32, int32 or float8_e4m3fn (else KeyError).
+      constants: compile-time; None for an array that this call does not read.
     """
     capability = dispatch.compute_capability()
     assert capability is not None
@@ -160,7 +126,7 @@ def triton_graph_call(
 
 @dataclasses.dataclass(frozen=True)
 class _Assembly:
-    """A Triton kernel, compiled to PTX by `_assembly`, with what `triton_graph_call` must know to launch it."""
+    """A Triton kernel, compiled to PTX."""
 
     name: str  # the kernel's name in the assembly
     ptx: str  # the assembly, NVIDIA's PTX as text
@@ -170,16 +136,10 @@ class _Assembly:
 
 @functools.cache
 def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stages: int, capability) -> _Assembly:
-    """For `triton_graph_call`: compiles a Triton kernel to an _Assembly, once for equal arguments, for arrays whose
-    memory is aligned to 16 bytes; needs no GPU. A kernel that uses scratch memory fails an assertion; one that only
-    has parameters for pointers to it does not.
+    """Compiles for arrays aligned to 16 bytes, cached; needs no GPU. A kernel that uses scratch memory fails an
+    assertion.
 
-    Args:
-      kernel: the function under triton.jit, or under gluon.jit, in which layouts are chosen.
-      types: Triton's pointer type of each array, such as "*bf16", in the order of the kernel's parameters.
-      constants: (name, value) of each compile-time constant.
-      warps, stages: Triton's num_warps and num_stages.
-      capability: the GPU's compute capability, (major, minor).
+      types: pointer type of each array, such as "*bf16".
     """
     import triton
     from triton.backends.compiler import GPUTarget

@@ -1,15 +1,8 @@
-"""Chooses which implementation of an operation, such as attention, runs a call: a hand-written kernel, or the one in
-plain JAX, which is called the reference. It also says why faster implementations refuse a call.
+"""Chooses the implementation that runs a call of an operation: a hand-written kernel, or the reference in plain JAX.
 
-`choose` reads an ordered table {name: a function that returns why the implementation refuses the call, or None}, the
-preferred one first (mostly the fastest, with "reference" last). A name that the caller requests (`implementation=`)
-never falls back; None takes the first that supports the call. The function that says why a hand-written kernel refuses
-a call also compares the kernel with the reference at its first use on a GPU (`first_use`), and a kernel whose result is
-wrong there is refused from then on. `exactly` compiles the reference for such a check. Within `built` (a start of
-training) and `unchecked` (the planner) the checks are only queued, `begin_checks` starts them, and `built` waits for
-them. `compute_capability`, `device_kind` and `multiprocessors` say which GPU programs are compiled for; `compile_for`
-sets another one than this machine's. `on_request` restricts an implementation to callers that request it, and `unsaid`
-silences warnings.
+A table {name: why it refuses the call, or None} lists the preferred one first. A kernel's refusal also compares it with
+the reference at its first use on a GPU (`first_use`), and a wrong one is refused from then on. Within `built` and
+`unchecked` these checks are only queued.
 """
 
 from __future__ import annotations
@@ -42,9 +35,7 @@ record: dict[str, tuple[str, dict[str, str]]] = {}
 
 @functools.cache
 def _device_capability(platform: str) -> tuple[int, int] | None:
-    """The compute capability of this machine's first GPU, (major, minor), such as (9, 0) for Hopper. It is asked for
-    once for each value of `platform`, JAX's default backend, by `compute_capability` and `first_use`. None if
-    `platform` is not "gpu", or if the GPU has no compute capability, because it is not NVIDIA's."""
+    """The first GPU's compute capability; None if it is not NVIDIA's. Cached for each of JAX's default backends."""
     if platform != "gpu":
         return None
     text = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", None)
@@ -60,9 +51,7 @@ _unsaid_lock = threading.Lock()
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """The compute capability, (major, minor), of the NVIDIA GPU that programs are compiled for: this machine's, or
-    within `compile_for` the one given there. None without an NVIDIA GPU. Implementations decide by it whether they can
-    run a call."""
+    """(major, minor) of the NVIDIA GPU that is compiled for, or None: this machine's, or that of `compile_for`."""
     return _target if _target is not None else _device_capability(jax.default_backend())
 
 
@@ -78,25 +67,15 @@ _FIRST_USE_BOUND = 0.02
 
 
 def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
-    """Compares an implementation with the reference on a small case, once for each (op, name, call), before it is used
-    on this GPU. An implementation calls it to find out whether it must refuse.
+    """Compares an implementation with the reference on a small case, once for each (op, name, call). Returns why this
+    GPU must not run it, or None.
 
-    A pass is stored in the user's cache, because compiling the case takes seconds; a failure is stored only in this
-    process. Nothing is compared without a GPU (interpreted kernels have tests) or while compiling for another GPU; the
-    result is then None. The function may be called while JAX traces: the comparison runs in a thread of its own,
-    outside of any trace, mesh or context. The call starts all queued checks and waits for its own. Within `built` and
-    `unchecked` it does not wait: it returns what the check found if that is done already; else it queues the check,
-    which `begin_checks` starts, and returns None.
+    A pass is stored in the user's cache, a failure in this process. Nothing is compared without a GPU or while
+    compiling for another. May be called while JAX traces: the check runs in a thread of its own and is waited for.
+    Within `built` and `unchecked` it is queued, and None returned.
 
-    Args:
-      op: the operation's name.
-      name: the implementation's name.
-      call: a text that names the kind of call, such as its dtype and head dim; calls with the same text share one
-        check, also if their kernels are compiled separately, for other sizes.
-      compare: a function without arguments that makes the case and returns (the list of the implementation's results,
-        that of the reference's results in float32).
-    Returns:
-      the reason why this GPU must not run the implementation (a result differs, or an error), or None.
+      call: the kind of call, such as dtype and head dim; equal texts share one check.
+      compare: () -> (the implementation's results, the reference's in float32).
     """
     if _target is not None or _device_capability(jax.default_backend()) is None:
         return None
@@ -105,23 +84,18 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
             first_uses[op, name, call] = check = Future()
             _pending.append(functools.partial(_check, check, op, name, call, compare))
         check = first_uses[op, name, call]
-    beside = _beside.get()
-    if beside is None or check.done():
+    queued = _beside.get()
+    if queued is None or check.done():
         begin_checks()
         return check.result()
-    beside.append(check)
+    queued.append(check)
     return None
 
 
 def begin_checks() -> None:
-    """Starts, in background threads, the kernel checks that `first_use` has queued. Each check compares a hand-written
-    kernel with the reference implementation on a small case, before the kernel is used on this GPU for the first time.
-
-    A start of training calls it each time a program has been lowered: XLA, which needs no Python, then compiles at the
-    same time. Waiting for a check starts the queued ones too. A check does not start as soon as it is queued, while JAX
-    lowers, because checks trace in Python threads and would slow lowering down through the GIL: lowering a step of
-    Qwen3-30B-A3B took 7 s in place of 4 with checks beside it, and XLA waited all that time. The checks themselves take
-    less time than XLA.
+    """Starts queued kernel checks in background threads. Call it once a program is lowered: checks trace in Python and
+    would slow lowering through the GIL (7 s instead of 4 for Qwen3-30B-A3B), but XLA needs no Python and takes longer
+    than they do.
     """
     with _first_use_lock:
         for check in _pending:
@@ -130,19 +104,17 @@ def begin_checks() -> None:
 
 
 def exactly[**P, R](results: Callable[P, R]) -> Callable[P, R]:
-    """Jits `results`, a function that computes the reference's results for a check of `first_use`, without autotuning
-    of matrix products; it is compiled when the returned function is first called. Autotuning takes seconds for each
-    product, longer than the rest of a check, and it uses the GPU for which other programs are compiled at the same
-    time."""
+    """Jits a check's reference without autotuning of products, which takes longer than the check and disturbs others'
+    on the GPU.
+    """
     return jax.jit(results, compiler_options={"xla_gpu_autotune_level": 0})
 
 
 @contextlib.contextmanager
 def unchecked():
-    """A context for the abstract evaluation (jax.eval_shape) of a computation that is lowered later within `built`. In
-    it `first_use` queues its checks, does not wait for them, and assumes that kernels are right, except those whose
-    check is done already; `built` waits for the checks. The planner traces single layers in it, before the run's
-    programs are compiled."""
+    """A context for abstract evaluation (jax.eval_shape): `first_use` queues checks, which a later `built` waits for,
+    and assumes that kernels are right.
+    """
     token = _beside.set([])
     try:
         yield
@@ -151,25 +123,19 @@ def unchecked():
 
 
 def built[Built](build: Callable[[], Built]) -> Built:
-    """Calls `build`, which traces, lowers and may compile programs, without waiting for the checks of `first_use`, and
-    returns its result. The programs of a training run are compiled by it. The checks start when `build` calls
-    `begin_checks`, or else at its end, and run at the same time as the rest of `build`.
-
-    Kernels are assumed to be right until it ends, so that the start of a run does not wait for checks that take less
-    time than compiling. A model of experts has a dozen checks, of up to 20 s. At its end it waits for all checks that
-    `build` asked for. If one fails, JAX's caches are cleared and `build` is called once more, and that kernel is then
-    refused; a check that only this second call asks for is waited for at once. If `build` raises although no check
-    failed, the exception is raised.
+    """Calls `build`, which traces, lowers and may compile, beside the checks of `first_use`, of which a model of
+    experts has a dozen, of up to 20 s. They start with `begin_checks`, or at the end, where all are waited for. If one
+    fails, JAX's caches are cleared and `build` runs again, with that kernel refused.
     """
-    asked: list[Future[str | None]] = []
-    token = _beside.set(asked)
+    queued: list[Future[str | None]] = []
+    token = _beside.set(queued)
     try:
         programs = build()
     except Exception:  # a kernel that fails its check may not even lower or compile
-        if not _failed(asked):
+        if not _failed(queued):
             raise
     else:
-        if not _failed(asked):
+        if not _failed(queued):
             return programs
     finally:
         _beside.reset(token)
@@ -178,21 +144,12 @@ def built[Built](build: Callable[[], Built]) -> Built:
 
 
 def _failed(checks: list[Future[str | None]]) -> bool:
-    """Starts the checks that are still queued, waits for all of `checks`, futures of the reasons that `first_use`
-    finds, and returns whether one of them has a reason against a kernel. `built` calls it at its end."""
+    """Whether a check has a reason against a kernel, once all are done."""
     begin_checks()
     return any([check.result() is not None for check in checks])  # noqa: C419 - a list, so that all are waited for
 
 
 def _check(check: Future[str | None], op: str, name: str, call: str, compare: Callable) -> None:
-    """Runs one check of `first_use` in a background thread, and stores its result in a future: None, the reason against
-    the kernel, or an exception, which is raised again where the future is read.
-
-    Args:
-      check: the future.
-      op, name, call: the operation, the implementation, and the kind of call, which identify the check.
-      compare: makes a small case, and returns (results of the implementation, results of the reference).
-    """
     try:
         check.set_result(_checked(op, name, call, compare))
     except BaseException as error:  # raised again where the check is waited for
@@ -200,33 +157,24 @@ def _check(check: Future[str | None], op: str, name: str, call: str, compare: Ca
 
 
 def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
-    """Compares a kernel with the reference, unless a file in the user's cache says that it has passed before. Returns
-    None if it passed before or if they agree, and in the latter case writes that file, if the cache can be written;
-    otherwise the reason against the kernel, which is also logged. `_check` calls it.
-
-    Args:
-      op, name, call: the operation, the implementation, and the kind of call, which identify the check.
-      compare: makes a small case, and returns (results of the implementation, results of the reference).
-    """
-    passed = _pass(op, name, call)
-    if os.path.isfile(passed):  # False if its folder may not be searched
+    """The reason against a kernel, which is logged, or None. A pass is written to the user's cache."""
+    pass_file = _pass(op, name, call)
+    if os.path.isfile(pass_file):  # False if its folder may not be searched
         return None
     reason = _difference(compare)
     if reason is None:
         with contextlib.suppress(OSError):  # if the cache cannot be written, the next start repeats the check
-            passed.parent.mkdir(parents=True, exist_ok=True)
-            passed.touch()
+            pass_file.parent.mkdir(parents=True, exist_ok=True)
+            pass_file.touch()
     else:
         logger.error("%s: implementation %s is disabled for %s: it %s", op, name, call, reason)
     return reason
 
 
 def _pass(op: str, name: str, call: str) -> Path:
-    """The path of the empty file that exists if a check of `first_use` has passed, so that a later run need not repeat
-    it. Its name is a hash of op, name and call (the operation, the implementation, and the kind of call), the kind of
-    GPU, the kernels' source and the versions of the software that compiles and runs them, so that a change of any of
-    these repeats the check. It is in ~/.cache/jaxtune/first_uses, or in $JAXTUNE_CACHE/first_uses if that environment
-    variable is set."""
+    """The empty file that a pass leaves, named by a hash of the call, the GPU, the kernels' source and all software's
+    versions, in $JAXTUNE_CACHE/first_uses or ~/.cache/jaxtune/first_uses.
+    """
     device = jax.local_devices()[0]
     made_with = (device.device_kind, device.client.platform_version, *versions.of_kernels(), _sources())
     root = os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune"
@@ -235,8 +183,7 @@ def _pass(op: str, name: str, call: str) -> Path:
 
 @functools.cache
 def _sources() -> str:
-    """A SHA-256 digest of all Python files of jaxtune/pallas, for the name of `_pass`, because a check that passed says
-    nothing about a changed kernel. It is computed once in a process."""
+    """SHA-256 of all Python files of jaxtune/pallas."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -244,10 +191,7 @@ def _sources() -> str:
 
 
 def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
-    """Compares the results of a kernel with those of the reference. Returns None if each result's relative error in the
-    norm is at most 2 %, else a text that says which result differs, or which error was raised. It raises nothing
-    itself; `_checked` calls it. compare: a function without arguments that makes a small case and returns (the list of
-    the kernel's results, that of the reference's)."""
+    """None if each result's relative error in the norm is at most 2 %; else which one differs, or the error raised."""
     try:
         errors = []
         with jax.enable_x64(False):  # with it, small cases would be float64
@@ -269,9 +213,9 @@ def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
 
 
 def device_kind() -> str | None:
-    """The name of the GPU that programs are compiled for, such as "NVIDIA H200": the device that the current mesh
-    describes, or this machine's. Measured block sizes (tuning.py) and fitted times are looked up by it. None without a
-    GPU, or if only a compute capability is known, as within `compile_for`."""
+    """The GPU that is compiled for, such as "NVIDIA H200": the current mesh's abstract device, or this machine's. None
+    without one, and within `compile_for`.
+    """
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         return described.device_kind
@@ -281,10 +225,9 @@ def device_kind() -> str | None:
 
 
 def multiprocessors() -> int:
-    """The number of multiprocessors of the GPU that programs are compiled for: the device that the current mesh
-    describes, or this machine's. If only a compute capability is known, as within `compile_for`, it is 132, as an H100
-    or H200 has. Persistent kernels run one or more programs on each. Raises RuntimeError without a GPU if neither is
-    known."""
+    """Multiprocessors of the GPU that is compiled for; 132 (H100, H200) within `compile_for`. Raises RuntimeError
+    without a GPU.
+    """
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         return described.num_cores
@@ -295,9 +238,7 @@ def multiprocessors() -> int:
 
 @contextlib.contextmanager
 def compile_for(capability: tuple[int, int]):
-    """A context in which implementations are chosen, in all threads, as if the machine had a GPU of this compute
-    capability, (major, minor). Tests trace and compile programs in it on a machine without a GPU; kernels are not
-    checked in it."""
+    """A context in which all threads choose implementations as for a GPU of this capability, unchecked."""
     global _target
     before, _target = _target, capability
     try:
@@ -308,8 +249,9 @@ def compile_for(capability: tuple[int, int]):
 
 @contextlib.contextmanager
 def unsaid():
-    """A context in which `choose` logs no warning, in any thread, that faster implementations refuse a call. It is for
-    computations that run once, in float32, and do not need speed, such as merging adapters into weights."""
+    """A context in which `choose` warns in no thread that faster implementations refuse, for computations that run
+    once.
+    """
     global _unsaid
     with _unsaid_lock:
         _unsaid += 1
@@ -322,31 +264,16 @@ def unsaid():
 
 @functools.cache
 def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
-    """Logs a warning that an operation does not run on its fastest implementation, once for the same arguments; for
-    `choose`.
-
-    Args:
-      op: the operation's name.
-      name: the implementation that runs.
-      refused: a pair (implementation, the reason why it refuses the call) for each faster one.
-    """
-    reasons = "; ".join(f"{other}: {reason}" for other, reason in refused)
+    """refused: (faster implementation, why it refuses)."""
+    reasons = "; ".join(f"{faster}: {reason}" for faster, reason in refused)
     logger.warning("%s runs on %s (%s)", op, name, reasons)
 
 
 def on_request(
     name: str, implementation: str | None, why: str, refusal: Callable[[], str | None]
 ) -> Callable[[], str | None]:
-    """Makes the refusal function, for a table that `choose` reads, of an implementation that is used only if the caller
-    requests it by name. A refusal function returns the reason why the implementation does not run a call, or None.
-
-    Args:
-      name: the implementation's name.
-      implementation: the name that the caller requests; None: the caller requests none.
-      why: the reason why it is not used unless requested, such as "not measured on a GPU yet".
-      refusal: the refusal function for a call that requests it.
-    Returns:
-      `refusal` if `implementation` is `name`, else a function that returns a reason that begins with `why`.
+    """The refusal, for a table, of an implementation that runs only if requested by name. why: such as "not measured on
+    a GPU yet".
     """
     if implementation == name:
         return refusal
@@ -354,18 +281,10 @@ def on_request(
 
 
 def choose(op: str, table: Table, implementation: str | None) -> str:
-    """Chooses the implementation that runs a call, and returns its name. The choice is stored in `record`, which tests
-    read. If none is requested and faster ones refuse the call on an NVIDIA GPU, a warning says why, once, but not
-    within `unsaid`.
+    """The name of the implementation that runs a call, also in `record`. A requested one never falls back. Otherwise
+    the first that supports it runs, and on an NVIDIA GPU a warning says once why preferred ones refuse.
 
-    Args:
-      op: the operation's name.
-      table: its implementations, the preferred one first: {name: a function that returns why it refuses this call, or
-        None}.
-      implementation: the name that the caller requests, which is then the only one that is asked; None: the first in
-        the table that supports the call is chosen.
-    Raises:
-      ValueError: the requested name is unknown or refuses the call, or no implementation supports it.
+    Raises ValueError for an unknown name, or if the requested one, or all, refuse.
     """
     if implementation is not None:
         if implementation not in table:

@@ -1,7 +1,6 @@
-"""The names of the formats of quantised weights, such as "nf4", for configurations and commands, which need them before
-JAX is imported: LOADED are those to which weights can be quantised on loading, KEPT those in which weights only stay if
-files store them so, LOAD_IN both, and QAT_GROUPS those of quantisation-aware training with the sizes of groups that
-share a scale, which `qat_group_size` checks."""
+"""The names of quantised formats, such as "nf4", for configurations and commands, which need them before JAX is
+imported.
+"""
 
 # {name: file of jaxtune/pallas/formats whose FORMAT declares it}. LOADED are the formats to which model.load_in can
 # quantise weights. KEPT are formats that files have and to which loading quantises nothing: their weights are decoded
@@ -30,17 +29,16 @@ QAT_GROUPS: dict[str, tuple[int | None, ...]] = {
 
 
 def qat_group_size(format: str, group_size: int | None) -> str | None:
-    """The reason why a format of quantisation-aware training (a key of QAT_GROUPS) has no groups of this size, or None
-    if it has. The configuration (qat.group_size) and FakeQuant put it into their errors. group_size: weights of a row
-    that share a scale; None: as many as the format itself says, which some formats, such as int4, do not allow. An
-    unknown format raises KeyError."""
+    """Why a QAT format has no groups of this size, or None. None: the format's own, which some, such as int4, do not
+    allow. An unknown format raises KeyError.
+    """
     sizes = QAT_GROUPS[format]
     if group_size in sizes:
         return None
     numbers = [str(size) for size in sizes if size is not None]
-    wanted = " or ".join(filter(None, (", ".join(numbers[:-1]), *numbers[-1:])))
+    choices = " or ".join(filter(None, (", ".join(numbers[:-1]), *numbers[-1:])))
     if not numbers:
         return f"{format} has blocks of its own size: leave group_size out"
-    return f"{format} has groups of {wanted}" + (
+    return f"{format} has groups of {choices}" + (
         ", or a scale for each row without group_size" if None in sizes else ""
     )

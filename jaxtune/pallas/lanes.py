@@ -1,14 +1,9 @@
-"""Lane-level building blocks of Mosaic kernels for which Pallas has no operation, emitted as PTX through Pallas'
-`inline_mgpu`. A lane is one of the 32 threads of a warp; a warpgroup is four warps.
+"""Lane-level building blocks of Mosaic kernels for which Pallas has no operation, emitted as PTX through `inline_mgpu`.
+A lane is one of the 32 threads of a warp; a warpgroup is four warps.
 
-`table_values` decodes 4-bit weights in registers. For the product of a 4-bit weight with few tokens, `fill_banks` puts
-its decoding table into shared memory (adam8's kernel uses it too), `absmax_share` and `keep_scales` its scales;
-`x_fragments` loads x, `small_product` multiplies (by `ir_products`), and `store_sums` adds up the results. Others use
-`fill_table`, `warpgroup_barrier`, `store_chunk`, `copies_see_stores`, and, in adam8 and row_matmul.py, asynchronous
-copies to shared memory: `begin_barriers`, `program_barrier`, `copy_chunk` and `wait_for_chunk`. These are called by all
-threads of a warpgroup unless they name others. Functions named ir_... are called within PTX bodies, and take and return
-MLIR values; the files *_lanes.py of adam8, quant_matmul and decode_attention, and grouped_matmul/gather.py, have more
-functions made of them. Pallas' interpreter runs none of this, so the kernels do the same in jnp when interpreted.
+All threads of a warpgroup call a function unless it says otherwise. Functions named ir_... are called within PTX
+bodies, and take and return MLIR values. Pallas' interpreter runs none of this, so kernels do the same in jnp when
+interpreted.
 """
 
 from __future__ import annotations
@@ -30,17 +25,17 @@ _WARPS = 4  # of a warpgroup
 
 
 def ir_i32():
-    """MLIR's type of 32-bit integers, in which these functions compute codes, indices and addresses."""
+    """MLIR's type of 32-bit integers."""
     return ir.IntegerType.get_signless(32)
 
 
 def ir_const(value: int):
-    """A 32-bit integer constant with this value (-2^31 to 2^31 - 1), as an MLIR int32, for arithmetic in PTX bodies."""
+    """An int32 constant from -2^31 to 2^31 - 1."""
     return arith.constant(ir_i32(), ir.IntegerAttr.get(ir_i32(), value))
 
 
 def ir_add(*values):
-    """The sum of one or more MLIR int32, such as parts of an address in a PTX body; as in hardware, it wraps around."""
+    """The sum of one or more int32; it wraps around."""
     total = values[0]
     for value in values[1:]:
         total = arith.addi(total, value)
@@ -48,22 +43,21 @@ def ir_add(*values):
 
 
 def ir_mul(a, b: int):
-    """`a`, an MLIR int32 such as an index in a PTX body, times the Python constant `b`, as an MLIR int32."""
     return arith.muli(a, ir_const(b))
 
 
 def ir_shift_right(value, amount: int):
-    """`value`, an MLIR int32, shifted right by `amount` (a Python int) bits, with zeros on the left."""
+    """An int32 shifted right, with zeros on the left."""
     return arith.shrui(value, ir_const(amount)) if amount else value
 
 
 def ir_item(value, index: int):
-    """Element `index` (a Python int) of `value`, an MLIR vector such as a register of an array, as an MLIR scalar."""
+    """Element `index` of a vector."""
     return vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
 
 
 def ir_vector(values):
-    """Makes a vector register (an MLIR vector) of the MLIR scalars in `values`, which have one type, in their order."""
+    """A vector register of scalars of one type."""
     result = llvm.mlir_undef(ir.VectorType.get((len(values),), values[0].type))
     for index, value in enumerate(values):
         result = vector.insert(value, result, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
@@ -71,88 +65,85 @@ def ir_vector(values):
 
 
 def ir_words(value, count: int):
-    """The `count` 32-bit integers of a vector register (`value`, 32 * `count` bits), lowest first, as a list."""
-    both = vector.bitcast(ir.VectorType.get((count,), ir_i32()), value)
-    return [ir_item(both, index) for index in range(count)]
+    """The `count` 32-bit integers of a vector register, lowest first."""
+    words = vector.bitcast(ir.VectorType.get((count,), ir_i32()), value)
+    return [ir_item(words, index) for index in range(count)]
 
 
 def ir_thread():
-    """The number of the calling thread in its warpgroup, 0 to 127, as an MLIR int32, by which threads share work."""
+    """The thread's number in its warpgroup, int32 from 0 to 127."""
     return arith.remui(arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x)), ir_const(128))
 
 
 def ir_scalar(array):
-    """Unpacks `array`, a FragmentedArray with one element, as the MLIR value of that element. Pallas passes scalar
-    arguments of inline PTX bodies (arguments of type SCALAR) in this form."""
+    """The element of a FragmentedArray with one, which is how Pallas passes SCALAR arguments."""
     value = array.registers.flat[0]
     return ir_item(value, 0) if isinstance(value.type, ir.VectorType) else value
 
 
 def ir_address(ref, index, element):
-    """A pointer to element number `index` (an MLIR int32) of `ref`, where ref, an array of any dtype and shape and in
-    any memory, is taken as a flat array of the MLIR type `element`."""
+    """A pointer to element `index` (int32) of `ref`, taken as a flat array of the MLIR type `element`."""
     return utils.getelementptr(utils.memref_ptr(ref), [index], element)
 
 
 def ir_load(ref, index, element, result=None):
-    """Loads from the address `ir_address(ref, index, element)`, with the MLIR type `result`: for example a vector, for
-    several neighbouring elements at once; None: `element`. Tables, codes, scales and sums are read so, but not x."""
+    """Loads from ir_address(ref, index, element). result: an MLIR type, such as a vector for several neighbouring
+    elements; None: `element`.
+    """
     return llvm.load(result or element, ir_address(ref, index, element))
 
 
 def ir_product(a, b):
-    """float32 a * b, rounded. It is emitted as a PTX instruction so that the compiler does not fuse it with a following
-    addition, because decoders of quantised formats round between the two."""
+    """float32 a * b, rounded. As PTX, so that no following addition is fused: decoders of quantised formats round
+    between the two.
+    """
     return utils.inline_ptx("mul.rn.f32 $0, $1, $2;", a, b, result_types=ir.F32Type.get())
 
 
 def ir_narrow(low, high, dtype):
-    """float32 `low` and `high` in 16 bits (`dtype`), rounded to the nearest, as one MLIR int32 with `low` in the lower
-    half. dtype: bfloat16 or float16. Decoded weights and sums are stored so."""
+    """float32 `low` and `high` rounded to bfloat16 or float16, as one int32 with `low` in the lower half."""
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
     return utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=ir_i32())
 
 
 def ir_permute(low, high, selector):
-    """PTX's prmt.b32: byte i of the result is that byte of the eight bytes (low, high) which nibble i of `selector`
-    (0 to 7) numbers. Each argument is an MLIR int32 or a Python int. Table look-ups are made with it."""
+    """PTX's prmt.b32: byte i is the byte of (low, high) that nibble i of `selector` (0 to 7) numbers; int32 or Python
+    ints.
+    """
     return utils.prmt(*(ir_const(word) if isinstance(word, int) else word for word in (low, high, selector)))
 
 
 def _signed(word: int) -> int:
-    """The unsigned 32-bit `word` as the signed number with the same bits, which MLIR constants take, for `_entries`."""
     return word - (1 << 32) if word >> 31 else word
 
 
 def _entries(table: bytes, word):
-    """For `table_values`: looks up the eight 4-bit codes in `word` (an MLIR int32) in a table of 16 float32 values:
-    returns a list of eight MLIR float32 values, that of the lowest four bits first. table: the 64 bytes of the values.
-    It uses byte permutations, and neither memory nor other lanes: one permutation looks up four codes in a table of
-    eight bytes, so it is done for each of the four bytes of an entry and for both halves of the table."""
+    """Looks up eight 4-bit codes of an int32 in 16 float32 values (`table`, their bytes), lowest bits first, by byte
+    permutations alone: for each byte of an entry and both halves of the table, one looks up four codes in eight bytes.
+    """
     values = np.frombuffer(table, np.float32).view(np.uint32)
     planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]
     index, upper = arith.andi(word, ir_const(0x77777777)), arith.andi(ir_shift_right(word, 3), ir_const(0x11111111))
-    found = []
+    entries = []
     for shift in (0, 16):
-        at, mask = ir_shift_right(index, shift), ir_permute(0x0000FF00, 0, ir_shift_right(upper, shift))
+        shifted, mask = ir_shift_right(index, shift), ir_permute(0x0000FF00, 0, ir_shift_right(upper, shift))
         by_byte = []
         for a, b, c, d in planes:
             if a == b == c == d == 0:
                 by_byte.append(ir_const(0))
                 continue
-            below, above = ir_permute(a, b, at), ir_permute(c, d, at)
+            below, above = ir_permute(a, b, shifted), ir_permute(c, d, shifted)
             by_byte.append(arith.xori(below, arith.andi(arith.xori(below, above), mask)))
         # Transposes four words of four bytes.
         pairs = [(ir_permute(by_byte[i], by_byte[i + 1], s)) for i in (0, 2) for s in (0x5140, 0x7362)]
-        found += [ir_permute(pairs[n >> 1], pairs[2 + (n >> 1)], (0x5410, 0x7632)[n & 1]) for n in range(4)]
-    return [arith.bitcast(ir.F32Type.get(), entry) for entry in found]
+        entries += [ir_permute(pairs[n >> 1], pairs[2 + (n >> 1)], (0x5410, 0x7632)[n & 1]) for n in range(4)]
+    return [arith.bitcast(ir.F32Type.get(), entry) for entry in entries]
 
 
 def _shuffled_entries(lane_entry, word):
-    """For `table_values`: looks up the eight 4-bit codes in `word` (an MLIR int32) in a table of 16 float32 values by
-    warp shuffles, which all lanes of the warp must execute. It returns a list of eight MLIR float32 values, that of the
-    lowest four bits first. lane_entry: the entry that this lane provides, an MLIR float32; lanes i and i + 16 have
-    entry i. A shuffle within 16 lanes reads only the low four bits of an index, so codes need no mask."""
+    """Looks up eight 4-bit codes of an int32 by warp shuffles of all lanes, lowest bits first. Lanes i and i + 16
+    provide entry i. A shuffle within 16 lanes reads only the low four bits of an index, so codes need no mask.
+    """
     shuffle = nvvm.ShflKind.idx
     return [
         nvvm.shfl_sync(ir_const(-1), lane_entry, ir_shift_right(word, 4 * n), ir_const(0x101F), shuffle)
@@ -173,20 +164,14 @@ def table_values(
     low_first: bool,
     beside_products: bool,
 ):
-    """Decodes 4-bit numbers in registers: `dtype`[2 n], where each number is the entry of a table of 16 values that its
-    code selects, times a scale. Chunks.values (quant_matmul) calls it for weights in NF4, FP4, MXFP4 and NVFP4.
+    """Decodes 4-bit numbers in registers: `dtype`[2 n], entries of a table of 16 values times a scale.
 
-    Args:
-      codes: uint8[n], two 4-bit codes in each; a register has four bytes, and so eight codes.
-      scales: float32, one for each register of codes, the factor of its eight numbers.
-      table: the bytes of the table's values, float32[16].
-      table_ref: the same values in memory, float32[16]. If look-ups are by shuffles, each lane loads one from there.
-      codes_layout, scales_layout, out_layout: the register layouts of codes, scales and the result.
-      dtype: of the result, bfloat16 or float16.
-      low_first: True if the first number of a byte is in its low four bits; False if it is in the high ones.
-      beside_products: True looks up by byte permutations, which do not use shared memory; it is for kernels whose
-        tensor cores read shared memory at the same time. False looks up by warp shuffles, which need fewer instructions
-        (a pass that only decodes then runs at 3.9 TB/s instead of 3.4).
+    codes: uint8[n], two codes each; a register has eight codes.
+    scales: float32, one for each register of codes.
+    table, table_ref: the bytes of float32[16], and the same in memory, from which shuffles load.
+    low_first: whether the first number of a byte is in its low four bits.
+    beside_products: looks up by byte permutations, which leave shared memory to tensor cores. Otherwise by warp
+    shuffles, with fewer instructions (a pass that only decodes: 3.9 TB/s instead of 3.4).
     """
 
     @mosaic_types.inline_mgpu(
@@ -194,69 +179,62 @@ def table_values(
         return_type=plgpu.ShapeDtypeStruct((2 * codes.shape[0],), dtype, out_layout),
     )
     def values(_, codes, scales, table_ref):
-        found = np.empty_like(codes.registers)
+        registers = np.empty_like(codes.registers)
         narrow = ir.VectorType.get((8,), utils.dtype_to_ir_type(dtype))
         lane_entry = None
         if not beside_products:
             lane_entry = ir_load(table_ref, arith.andi(ir_thread(), ir_const(15)), ir.F32Type.get())
-        for place, scale in zip(np.ndindex(codes.registers.shape), scales.registers.flat, strict=True):
-            (word,) = ir_words(codes.registers[place], 1)
+        for index, scale in zip(np.ndindex(codes.registers.shape), scales.registers.flat, strict=True):
+            (word,) = ir_words(codes.registers[index], 1)
             entries = _entries(table, word) if beside_products else _shuffled_entries(lane_entry, word)
             scaled = [ir_product(entry, ir_item(scale, 0)) for entry in entries]
             pairs = [(scaled[2 * byte], scaled[2 * byte + 1]) for byte in range(4)]
             words = [ir_narrow(a, b, dtype) if low_first else ir_narrow(b, a, dtype) for a, b in pairs]
-            found[place] = vector.bitcast(narrow, ir_vector(words))
-        return mgpu.FragmentedArray(_registers=found, _layout=out_layout.to_mgpu(), _is_signed=None)
+            registers[index] = vector.bitcast(narrow, ir_vector(words))
+        return mgpu.FragmentedArray(_registers=registers, _layout=out_layout.to_mgpu(), _is_signed=None)
 
     return values(codes, scales, table_ref)
 
 
 def fill_banks(table_ref, table_smem, warpgroups: int):
-    """Copies a table of 256 32-bit values from global memory (table_ref [256]) into each of the 32 columns of
-    table_smem [256, 32] in shared memory. Each lane then reads its own column, and so its own memory bank, without
-    conflicts. All threads of the program call it, and each writes four columns of some rows; `warpgroups` is the number
-    of warpgroups of the program. No thread may read the table before a barrier of all of them."""
+    """Copies table_ref [256] of 32-bit values into each of the 32 columns of table_smem [256, 32], so that each lane
+    reads its own memory bank. All threads of the program call it; a barrier of all must follow.
+    """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
         thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
         four = ir.VectorType.get((4,), ir_i32())
         for start in range(0, 256 * 8, 128 * warpgroups):
-            place = ir_add(thread, ir_const(start))
+            element = ir_add(thread, ir_const(start))
             if start + 128 * warpgroups > 256 * 8:  # threads past the end write the last element again
-                place = arith.minui(place, ir_const(256 * 8 - 1))
-            value = ir_load(table_ref, ir_shift_right(place, 3), ir_i32())
-            llvm.store(ir_vector([value] * 4), ir_address(table_smem, place, four))
+                element = arith.minui(element, ir_const(256 * 8 - 1))
+            value = ir_load(table_ref, ir_shift_right(element, 3), ir_i32())
+            llvm.store(ir_vector([value] * 4), ir_address(table_smem, element, four))
 
     fill(table_ref, table_smem)
 
 
 def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
-    """Loads this thread's share of the absmax (the scales of a quantised weight, one for each block of a row) of rows
-    first_row to first_row + rows - 1 into registers. `keep_scales` later writes them to shared memory.
+    """Loads this thread's share of the absmax (scales of a row's blocks) of a tile of rows into registers, for
+    `keep_scales`. Two functions, so that one tile's absmax loads while the tile before is multiplied. All threads of
+    the program call it; spare ones repeat the last group of four blocks.
 
-    Loading and writing are two functions so that one tile's absmax can be loaded while the tile before it is
-    multiplied. All threads of the program call it, and each loads other groups of four neighbouring blocks; threads for
-    which no group is left load the last group again.
+      absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks, a multiple of 4], in global memory.
+      nested_ref: float32, of each 256 consecutive numbers of absmax_ref, or None.
+      first_row, rows: int32[]; the rows of a tile.
 
-    Args:
-      absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks of a row, a multiple of 4], in global memory.
-      nested_ref: float32, the absmax of each 256 consecutive numbers of absmax_ref; None without double quantisation.
-      first_row, rows: the first row of the tile, int32[], and the number of rows of a tile.
-      warpgroups: the number of warpgroups of the program.
-    Returns:
-      ([128 x 4 n] of absmax_ref's dtype, and float32[128 x n] nested absmax or None), where n is the number of groups
-        of four blocks that each thread loads.
+    Returns ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None).
     """
     blocks = absmax_ref.shape[1]
     groups = rows * blocks // 4
     count = -(-groups // (128 * warpgroups))
-    fours = plgpu.Layout.WG_STRIDED((128 * 4 * count,), 4)
-    ones = plgpu.Layout.WG_STRIDED((128 * count,), 1)
+    absmax_layout = plgpu.Layout.WG_STRIDED((128 * 4 * count,), 4)
+    nested_layout = plgpu.Layout.WG_STRIDED((128 * count,), 1)
     refs = [absmax_ref, *([] if nested_ref is None else [nested_ref])]
     results = [
-        plgpu.ShapeDtypeStruct((128 * 4 * count,), absmax_ref.dtype, fours),
-        *([] if nested_ref is None else [plgpu.ShapeDtypeStruct((128 * count,), jnp.float32, ones)]),
+        plgpu.ShapeDtypeStruct((128 * 4 * count,), absmax_ref.dtype, absmax_layout),
+        *([] if nested_ref is None else [plgpu.ShapeDtypeStruct((128 * count,), jnp.float32, nested_layout)]),
     ]
 
     @mosaic_types.inline_mgpu(arg_types=(SCALAR, *(plgpu.RefType() for _ in refs)), return_type=results)
@@ -265,49 +243,48 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
         absmax_type = ir.MemRefType(absmax_ref.type).element_type
         thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
         first = ir_mul(ir_scalar(first_row), blocks)
-        kept, factors = [], []
+        absmax, factors = [], []
         for number in range(count):
             group = arith.minui(ir_add(thread, ir_const(number * 128 * warpgroups)), ir_const(groups - 1))
             source = ir_add(first, ir_mul(group, 4))
-            kept.append(llvm.load(ir.VectorType.get((4,), absmax_type), ir_address(absmax_ref, source, absmax_type)))
+            absmax.append(llvm.load(ir.VectorType.get((4,), absmax_type), ir_address(absmax_ref, source, absmax_type)))
             factors += [ir_vector([ir_load(ref, ir_shift_right(source, 8), f32)]) for ref in nested_ref]
-        found = []
-        for values, result in zip((kept, factors), results, strict=False):
+        arrays = []
+        for values, result in zip((absmax, factors), results, strict=False):
             registers = np.empty((count,), object)
             registers[:] = values
             signed = False if result.dtype == jnp.uint8 else None
-            found.append(mgpu.FragmentedArray(_registers=registers, _layout=result.layout.to_mgpu(), _is_signed=signed))
-        return found
+            arrays.append(
+                mgpu.FragmentedArray(_registers=registers, _layout=result.layout.to_mgpu(), _is_signed=signed)
+            )
+        return arrays
 
-    found = load(first_row, *refs)
-    return found if nested_ref is not None else (*found, None)
+    loaded = load(first_row, *refs)
+    return loaded if nested_ref is not None else (*loaded, None)
 
 
 def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
-    """Writes the scales of a tile of rows to shared memory: scales_smem[row, block] = the float32 absmax of that block,
-    decoded if it is stored as uint8 (map[absmax] * nested + offset). All threads of the program call it. All must have
-    finished reading scales_smem before; they must pass a barrier after it, before `small_product` reads it.
+    """Writes a tile's scales to shared memory, decoded if they are uint8 (map[absmax] * nested + offset). All threads
+    of the program call it, after all have finished reading scales_smem; a barrier must follow.
 
-    Args:
-      share: what `absmax_share` returned to this thread, (absmax, nested absmax or None).
-      nested_refs: (map float32[256], offset float32[1]) of double quantisation, in global memory; empty without it.
-      scales_smem: float32[rows of a tile, at least `blocks`], in shared memory.
-      blocks: the number of blocks of a row, a multiple of 4.
-      warpgroups: the number of warpgroups of the program.
+      share: from `absmax_share`.
+      nested_refs: (map float32[256], offset float32[1]) of double quantisation, in global memory, or empty.
+      scales_smem: float32[rows of a tile, at least `blocks`].
+      blocks: of a row, a multiple of 4.
     """
-    arrays = [part for part in share if part is not None]
-    layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
+    arrays = [array for array in share if array is not None]
+    layouts = [plgpu.Layout.WG_STRIDED(array.shape, vector) for array, vector in zip(arrays, (4, 1), strict=False)]
     refs = [scales_smem, *nested_refs]
 
     @mosaic_types.inline_mgpu(arg_types=(*layouts, *(plgpu.RefType() for _ in refs)))
-    def keep(_, kept, *rest):
+    def keep(_, absmax, *operands):
         f32 = ir.F32Type.get()
-        *factors, scales_smem = rest[: len(arrays)]
-        nested_refs = rest[len(arrays) :]
+        *factors, scales_smem = operands[: len(arrays)]
+        nested_refs = operands[len(arrays) :]
         rows, stride = ir.MemRefType(scales_smem.type).shape
         groups = rows * blocks // 4
         thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
-        for number, four in enumerate(kept.registers.flat):
+        for number, four in enumerate(absmax.registers.flat):
             start = number * 128 * warpgroups
             group = ir_add(thread, ir_const(start))
             if nested_refs:
@@ -318,31 +295,29 @@ def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
                 four = ir_vector([arith.addf(ir_product(ir_load(map_ref, c, f32), factor), offset) for c in codes])
             row = arith.divui(group, ir_const(blocks // 4))
             column = ir_mul(arith.subi(group, ir_mul(row, blocks // 4)), 4)
-            place = ir_address(scales_smem, ir_add(ir_mul(row, stride), column), f32)
+            target = ir_address(scales_smem, ir_add(ir_mul(row, stride), column), f32)
             if start + 128 * warpgroups <= groups:
-                llvm.store(four, place)
+                llvm.store(four, target)
             else:
                 with utils.when(arith.cmpi(arith.CmpIPredicate.ult, group, ir_const(groups))):
-                    llvm.store(four, place)
+                    llvm.store(four, target)
 
     keep(*arrays, *refs)
 
 
 def x_fragments(chunk, x_ref, width: int, parts: int):
-    """Loads the elements of x by which a lane multiplies its codes in `small_product`, for one chunk of the columns:
-    uint32[128 x 2 width] in registers, each with two 16-bit elements.
+    """Loads the elements of x that a lane needs in `small_product` for one chunk of columns: uint32[128 x 2 width], two
+    16-bit elements each.
 
-    Args:
-      chunk: int32[], the number of the chunk, which is 512 * parts neighbouring columns.
+      chunk: int32[]; a chunk is 512 * parts neighbouring columns.
       x_ref: 16-bit [tokens, columns], in global memory.
-      width: the number of columns of all right operands of the tensor cores, 8 or 16; at least tokens * parts.
-      parts: 1 or 2, how many runs of 128 columns each of the four warps has in a chunk.
+      width: columns of all right operands of the tensor cores, 8 or 16, at least tokens * parts.
+      parts: 1 or 2, runs of 128 columns that each warp has in a chunk.
 
-    A right operand of the tensor cores has eight columns. The first 8 / parts are tokens, over the first run of a
-    warp's columns of x; with two parts, the other four are the same tokens over the second run. Columns without a token
-    repeat the last token.
+    A right operand has eight columns: 8 / parts tokens over a warp's first run, with two parts the same tokens over the
+    second. Spare columns repeat the last token.
     """
-    each = 8 // parts
+    tokens_per_part = 8 // parts
     shape = (128 * 2 * width,)
     layout = plgpu.Layout.WG_STRIDED(shape, 4)
 
@@ -353,41 +328,38 @@ def x_fragments(chunk, x_ref, width: int, parts: int):
         tokens, columns = ir.MemRefType(x_ref.type).shape
         lane = arith.andi(ir_thread(), ir_const(31))
         quad, group = arith.andi(lane, ir_const(3)), ir_shift_right(lane, 2)
-        within = ir_add(ir_mul(arith.andi(quad, ir_const(1)), 32), ir_mul(ir_shift_right(quad, 1), 16))
-        at = ir_add(ir_mul(ir_scalar(chunk), 512 * parts), ir_mul(ir_shift_right(ir_thread(), 5), 128 * parts), within)
-        at = ir_add(at, ir_mul(arith.divui(group, ir_const(each)), 128))
+        column = ir_add(ir_mul(arith.andi(quad, ir_const(1)), 32), ir_mul(ir_shift_right(quad, 1), 16))
+        position = ir_add(
+            ir_mul(ir_scalar(chunk), 512 * parts), ir_mul(ir_shift_right(ir_thread(), 5), 128 * parts), column
+        )
+        position = ir_add(position, ir_mul(arith.divui(group, ir_const(tokens_per_part)), 128))
         four = ir.VectorType.get((4,), ir_i32())
-        found = []
+        fragments = []
         for block in range(2):
             for eight in range(width // 8):
-                token = ir_add(arith.andi(group, ir_const(each - 1)), ir_const(each * eight))
-                if tokens < each * (eight + 1):
+                token = ir_add(arith.andi(group, ir_const(tokens_per_part - 1)), ir_const(tokens_per_part * eight))
+                if tokens < tokens_per_part * (eight + 1):
                     token = arith.minui(token, ir_const(tokens - 1))
-                source = ir_add(ir_mul(token, columns), at, ir_const(64 * block))
+                source = ir_add(ir_mul(token, columns), position, ir_const(64 * block))
                 pointer = ir_address(x_ref, source, ir.IntegerType.get_signless(16))
-                found += [llvm.load(four, utils.getelementptr(pointer, [part], four)) for part in range(2)]
-        registers = np.empty((len(found),), object)
-        registers[:] = found
+                fragments += [llvm.load(four, utils.getelementptr(pointer, [half], four)) for half in range(2)]
+        registers = np.empty((len(fragments),), object)
+        registers[:] = fragments
         return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=False)
 
     return load(chunk, x_ref)
 
 
 def ir_products(words, rights, pair, name: str):
-    """Multiplies 16 rows of a weight, with 64 elements of each, by 8 columns, once for each of `rights`, on the tensor
-    cores. All lanes of a warp call it, within a PTX body, for `small_product` and for line_lanes.line_product.
+    """Multiplies 16 rows of a weight, 64 elements each, by 8 columns, for each of `rights`, on the tensor cores. All
+    lanes of a warp call it.
 
-    Args:
-      words: the codes that this lane has: words[0] is two 32-bit words of a row of the first eight, words[1] of the
-        second eight. A byte encodes two elements.
-      rights: for each product, the elements of the right operand that this lane has: eight 32-bit words with two 16-bit
-        elements each.
-      pair: a function of (word, number of a byte) that returns the two 16-bit elements which this byte of a word of
-        codes encodes, as one 32-bit word.
-      name: PTX's name of the elements' dtype, "bf16" or "f16".
-    Returns:
-      for each of `rights` the four float32 sums that this lane has: two columns of a row of the first eight, then the
-        same two columns of a row of the second eight.
+      words: this lane's codes, two words of a row of the first eight, then of the second.
+      rights: for each product this lane's eight words of two 16-bit elements.
+      pair: (word, byte) -> the two elements of that byte as one word.
+      name: "bf16" or "f16".
+
+    Returns for each four float32 sums: two columns of a row of the first eight, then of the second.
     """
     f32 = ir.F32Type.get()
     zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
@@ -409,29 +381,23 @@ def ir_products(words, rights, pair, name: str):
 
 
 def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype):
-    """Adds to acc the product of 16 rows of a weight and x^T over the columns of one chunk, on the tensor cores
-    (mma.m16n8k16), by one warpgroup, for the product of a 4-bit weight with few tokens (quant_matmul/mosaic.py). It
-    returns the new acc, whose sums `store_sums` adds up over warpgroups, warps and parts.
+    """Adds to acc the product of 16 rows of a 4-bit weight and x^T over one chunk of columns, on the tensor cores
+    (mma.m16n8k16), by one warpgroup; `store_sums` adds up over warpgroups, warps and parts.
 
-    Args:
-      acc: float32[64 p, n] in registers, the sums so far. Of a row's codes in a chunk, each warp takes p parts of 64
-        bytes: 2 reads whole memory lines, which is faster, but leaves room for 8 / p = 4 tokens in 8 columns; 1 is for
-        more tokens. mosaic._plan chooses p, and n, 8 or 16. The sum of warp w over part h for row (2 s + i) (8 / p) + a
-        of the weight and token e (8 / p) + t is at row (s, w, i, a, h) of the shape [p, 4, 2, 8 / p, p] and column (e,
-        h, t) of [n / 8, p, 8 / p]; entries whose two h differ are meaningless.
-      codes: uint8[16, 256 p] in registers, the codes of the chunk: 512 p elements of each of 16 rows, 128 p for each
-        warp.
-      x: from `x_fragments`, with a width of n and p parts.
-      chunk: int32[], the number of the chunk within the row.
-      pairs_smem: uint32[256, 32] in shared memory, from `fill_banks`: the two elements of each byte of codes.
-      scales_smem: float32[16, at least the blocks of a row] in shared memory, from `keep_scales`.
-      layouts: (the register layout of acc and the result, that of codes).
-      dtype: of the elements, bfloat16 or float16.
+      acc: float32[64 p, n] in registers, n 8 or 16. Of a row's codes in a chunk, each warp takes p parts of 64 bytes: 2
+        reads whole memory lines, which is faster, but leaves room for 4 tokens in 8 columns. The sum of warp w over
+        part h for row (2 s + i) (8 / p) + a and token e (8 / p) + t is at row (s, w, i, a, h) of [p, 4, 2, 8 / p, p]
+        and column (e, h, t) of [n / 8, p, 8 / p]; entries whose two h differ are meaningless.
+      codes: uint8[16, 256 p] in registers: 512 p elements of each row, 128 p for each warp.
+      x: from `x_fragments`, with width n and p parts.
+      chunk: int32[], its number within the row.
+      pairs_smem: uint32[256, 32], from `fill_banks`: the two elements of each byte.
+      scales_smem: float32[16, at least the blocks of a row].
+      layouts: of acc and the result, and of codes.
 
-    A lane has 16 bytes of a row; four neighbouring lanes, which the tensor cores treat as a row, have a part. With two
-    parts, two sets of four lanes are two "rows" of the product, and each finds its part of x in four of the columns;
-    its results in the other four are meaningless. Within a part, lanes exchange bytes, so that each product is within
-    one block, whose sum is then scaled. The order of a product's k does not matter, as long as x has the same order.
+    A lane has 16 bytes of a row; four neighbouring lanes, a row to the tensor cores, have a part. With two parts, two
+    sets of four lanes are two "rows", and each finds its part of x in four of the columns. Within a part, lanes
+    exchange bytes, so that each product is within one block, whose sum is then scaled.
     """
     acc_layout, codes_layout = layouts
     parts = acc.shape[0] // 64
@@ -448,12 +414,12 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
         lane = arith.andi(ir_thread(), ir_const(31))
         warp = ir_shift_right(ir_thread(), 5)
         group, quad = ir_shift_right(lane, 2), arith.andi(lane, ir_const(3))
-        # Of its half: whether the lane's bytes are.
+        # Whether the lane's bytes are those of its half's first block.
         first_block = arith.cmpi(arith.CmpIPredicate.ult, quad, ir_const(2))
         own_column = ir_mul(lane, 4)
 
         def pair(word, byte):
-            """The two elements that a byte of codes stands for: its row of the table, this lane's column."""
+            """The two elements of a byte of codes: its row of the table, this lane's column."""
             row = arith.shli(word, ir_const(7)) if byte == 0 else ir_shift_right(word, 8 * byte - 7)
             offset = arith.ori(arith.andi(row, ir_const(0x7F80)), own_column)
             return llvm.load(i32, ir_address(pairs_smem, offset, ir.IntegerType.get_signless(8)))
@@ -462,12 +428,18 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
         own_words = []
         for register in codes.registers.flat:
             words = ir_words(register, 4)
-            given = [arith.select(first_block, high, low) for low, high in zip(words[:2], words[2:], strict=True)]
-            taken = [utils.shfl_bfly(word, 2) for word in given]
+            sent = [arith.select(first_block, high, low) for low, high in zip(words[:2], words[2:], strict=True)]
+            received = [utils.shfl_bfly(word, 2) for word in sent]
             own_words.append(
                 (
-                    [arith.select(first_block, own, other) for own, other in zip(words[:2], taken, strict=True)],
-                    [arith.select(first_block, other, own) for own, other in zip(words[2:], taken, strict=True)],
+                    [
+                        arith.select(first_block, lane_word, peer_word)
+                        for lane_word, peer_word in zip(words[:2], received, strict=True)
+                    ],
+                    [
+                        arith.select(first_block, peer_word, lane_word)
+                        for lane_word, peer_word in zip(words[2:], received, strict=True)
+                    ],
                 )
             )
         stride = ir.MemRefType(scales_smem.type).shape[1]
@@ -476,8 +448,8 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
         scales = []
         for rows in range(2 * parts):
             row = ir_add(arith.divui(group, ir_const(parts)), ir_const(8 // parts * rows))
-            both = ir_load(scales_smem, ir_add(ir_mul(row, stride), block), f32, ir.VectorType.get((2,), f32))
-            scales.append([ir_item(both, index) for index in range(2)])
+            scale_pair = ir_load(scales_smem, ir_add(ir_mul(row, stride), block), f32, ir.VectorType.get((2,), f32))
+            scales.append([ir_item(scale_pair, index) for index in range(2)])
         # By 16 rows of products, 8 columns, half of the rows.
         sums = [[ir_item(r, 0), ir_item(r, 1)] for r in acc.registers.flat]
         widths = acc.shape[1] // 8
@@ -489,29 +461,27 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
                 products = ir_products(words, rights, pair, name)
                 for width in range(widths):
                     for half in range(2):
-                        kept = sums[(eight * widths + width) * 2 + half]
+                        row_sums = sums[(eight * widths + width) * 2 + half]
                         for index in range(2):
-                            kept[index] = utils.inline_ptx(
+                            row_sums[index] = utils.inline_ptx(
                                 "fma.rn.f32 $0, $1, $2, $3;",
                                 products[width][2 * half + index],
                                 scales[2 * eight + half][block],
-                                kept[index],
+                                row_sums[index],
                                 result_types=f32,
                             )
-        found = np.empty_like(acc.registers)
-        for index, place in enumerate(np.ndindex(found.shape)):
-            found[place] = ir_vector(sums[index])
-        return mgpu.FragmentedArray(_registers=found, _layout=acc.layout, _is_signed=None)
+        registers = np.empty_like(acc.registers)
+        for index, position in enumerate(np.ndindex(registers.shape)):
+            registers[position] = ir_vector(sums[index])
+        return mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
 
     return multiply(acc, codes, x, chunk, pairs_smem, scales_smem)
 
 
 def store_sums(partial_smem, out_ref, first_row, dtype):
-    """Adds up the sums of a program of `small_product`, and sets out_ref[token, first_row + row] (global memory,
-    `dtype`) to them for 16 rows of the weight, from first_row (int32[]) on, and all tokens. partial_smem:
-    float32[warpgroups, 64 p, n] in shared memory, what `small_product` returned to each warpgroup; in its order, which
-    is explained there, the sums of each warp and of each of the p parts are separate. One warpgroup calls this, after a
-    barrier at which all have stored."""
+    """Sets out_ref[token, first_row + row] (global memory) to the added sums of `small_product` for 16 rows and all
+    tokens. partial_smem: float32[warpgroups, 64 p, n], each warpgroup's acc. One warpgroup calls it, after a barrier.
+    """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
     def store(_, partial_smem, out_ref, first_row):
@@ -520,25 +490,30 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
         tokens, rows = ir.MemRefType(out_ref.type).shape
         narrow = utils.dtype_to_ir_type(dtype)
         parts = partial_rows // 64
-        each, of_a_product = 8 // parts, 16 // parts
+        tokens_per_part, rows_per_part = 8 // parts, 16 // parts
         row, eighth = arith.andi(ir_thread(), ir_const(15)), ir_shift_right(ir_thread(), 4)
         # Row (s, i, a) stands at s 64 + (i 8 / p + a) p.
-        place = ir_mul(arith.divui(row, ir_const(of_a_product)), 64)
-        place = ir_add(place, ir_mul(arith.andi(row, ir_const(of_a_product - 1)), parts))
+        sum_row = ir_mul(arith.divui(row, ir_const(rows_per_part)), 64)
+        sum_row = ir_add(sum_row, ir_mul(arith.andi(row, ir_const(rows_per_part - 1)), parts))
         for first_token in range(0, tokens, 8):
             token = ir_add(eighth, ir_const(first_token))
-            column = ir_add(ir_mul(arith.divui(token, ir_const(each)), 8), arith.andi(token, ir_const(each - 1)))
+            column = ir_add(
+                ir_mul(arith.divui(token, ir_const(tokens_per_part)), 8),
+                arith.andi(token, ir_const(tokens_per_part - 1)),
+            )
             with utils.when(arith.cmpi(arith.CmpIPredicate.ult, token, ir_const(tokens))):
                 total = None
                 for warpgroup in range(warpgroups):
                     for warp in range(_WARPS):
                         for part in range(parts):
                             above = warpgroup * partial_rows + warp * 16 + part
-                            index = ir_add(ir_mul(place, width), column, ir_const(above * width + each * part))
+                            index = ir_add(
+                                ir_mul(sum_row, width), column, ir_const(above * width + tokens_per_part * part)
+                            )
                             term = ir_load(partial_smem, index, f32)
                             total = term if total is None else arith.addf(total, term)
-                place_out = ir_add(ir_mul(token, rows), ir_scalar(first_row), row)
-                llvm.store(arith.truncf(narrow, total), ir_address(out_ref, place_out, narrow))
+                out_index = ir_add(ir_mul(token, rows), ir_scalar(first_row), row)
+                llvm.store(arith.truncf(narrow, total), ir_address(out_ref, out_index, narrow))
 
     store(partial_smem, out_ref, first_row)
 
@@ -547,23 +522,24 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
 
 
 def fill_table(table_ref, table_smem):
-    """Copies table_ref, a one-dimensional array of 32-bit values in global memory, to table_smem, an array of the same
-    size in shared memory, for look-ups. Each warpgroup that calls it copies all; a barrier must follow."""
+    """Copies a one-dimensional array of 32-bit values to shared memory. Each warpgroup that calls it copies all; a
+    barrier must follow.
+    """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
         (count,) = ir.MemRefType(table_smem.type).shape
         for start in range(0, count, 128):
-            place = ir_add(ir_thread(), ir_const(start))
+            element = ir_add(ir_thread(), ir_const(start))
             if start + 128 > count:
-                place = arith.minui(place, ir_const(count - 1))
-            llvm.store(ir_load(table_ref, place, ir_i32()), ir_address(table_smem, place, ir_i32()))
+                element = arith.minui(element, ir_const(count - 1))
+            llvm.store(ir_load(table_ref, element, ir_i32()), ir_address(table_smem, element, ir_i32()))
 
     fill(table_ref, table_smem)
 
 
 def warpgroup_barrier():
-    """A barrier of the 128 threads of the calling warpgroup, which then see what each wrote to shared memory."""
+    """A barrier of the calling warpgroup, which then sees what all its threads wrote to shared memory."""
 
     @mosaic_types.inline_mgpu()
     def wait(_):
@@ -573,25 +549,25 @@ def warpgroup_barrier():
 
 
 def store_chunk(values, out_ref, chunk, layout):
-    """Stores the 16-bit values [n] that a warpgroup has in registers as chunk number `chunk` (int32[]) of out_ref, an
-    array in global memory of any shape: they become elements chunk * n to chunk * n + n - 1 of the flat array. layout:
-    the register layout of `values`, WG_STRIDED with vectors of 8. mosaic_ahead stores decoded weights so."""
+    """Stores 16-bit values [n] as elements chunk * n and on of out_ref, in global memory and of any shape. layout: of
+    `values`, WG_STRIDED with vectors of 8.
+    """
 
     @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
     def store(_, values, chunk, out_ref):
         registers = list(values.registers.flat)
         first = ir_add(ir_mul(ir_scalar(chunk), 128 * len(registers)), ir_thread())
         for number, register in enumerate(registers):
-            place = ir_add(first, ir_const(128 * number))
-            llvm.store(register, ir_address(out_ref, place, register.type))
+            element = ir_add(first, ir_const(128 * number))
+            llvm.store(register, ir_address(out_ref, element, register.type))
 
     store(values, chunk, out_ref)
 
 
 def copies_see_stores():
-    """Emits a fence (fence.proxy.async.global) that makes ordinary stores to global memory visible to later TMA copies
-    that read that memory. The warpgroup that stores calls it before it signals a semaphore, and the warpgroup that
-    copies calls it after it has waited for that semaphore; both calls are needed."""
+    """A fence (fence.proxy.async.global) between ordinary stores to global memory and TMA copies that read it. Both
+    warpgroups call it: before signalling a semaphore, and after waiting for it.
+    """
 
     @mosaic_types.inline_mgpu()
     def fence(_):
@@ -604,23 +580,21 @@ def copies_see_stores():
 
 
 def ir_chunk(ref, number, size: int, element):
-    """A pointer to the beginning of chunk `number` (an MLIR int32) of ref, which is taken as a flat array of the MLIR
-    type `element`; a chunk has `size` elements. The offset is computed in 64 bits, without overflow. `copy_chunk` calls
-    it, and so do the loads and stores of chunks in adam_lanes.py and decode_attention; `store_chunk` here does not."""
+    """A pointer to chunk `number` (int32) of ref, taken as a flat array of `element`, `size` a chunk. Its offset has 64
+    bits.
+    """
     return utils.getelementptr(utils.memref_ptr(ref), [number], ir.Type.parse(f"!llvm.array<{size} x {element}>"))
 
 
 def _shared(ref, index, size: int):
-    """The 32-bit address in shared memory, as PTX's instructions take it, of the byte at offset index * size of ref.
-    index: an MLIR int32; size: bytes. The instructions for bulk copies and barriers take such addresses."""
+    """The 32-bit shared-memory address of byte index * size of ref."""
     return ir_add(llvm.ptrtoint(ir_i32(), utils.memref_ptr(ref)), ir_mul(index, size))
 
 
 def begin_barriers(full_smem):
-    """Initialises the barriers (mbarrier objects of one arrival each) with which `wait_for_chunk` waits for a copy of
-    `copy_chunk`. full_smem: int32[2 * number of barriers] in shared memory; each barrier takes 8 bytes. All threads of
-    the first warpgroup must call it, and its first thread does the work; others may, and do nothing. All threads may
-    use the barriers from the next program_barrier on, and the first thread, which starts copies, at once."""
+    """Initialises the mbarriers of `copy_chunk`, int32[2 * barriers] in shared memory. The first warpgroup must call
+    it. Its first thread may use them at once, others after the next program_barrier.
+    """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(),))
     def begin(_, full_smem):
@@ -628,15 +602,15 @@ def begin_barriers(full_smem):
         (words,) = ir.MemRefType(full_smem.type).shape
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread, ir_const(0))):
             for number in range(words // 2):
-                at = _shared(full_smem, ir_const(number), 8)
-                utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 1;", at, has_side_effects=True)
+                address = _shared(full_smem, ir_const(number), 8)
+                utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 1;", address, has_side_effects=True)
             utils.inline_ptx("fence.mbarrier_init.release.cluster;", has_side_effects=True)
 
     begin(full_smem)
 
 
 def program_barrier():
-    """A barrier for all threads of the program. Each must call it, and then sees what all wrote to shared memory."""
+    """A barrier of all threads of the program, which then see what all wrote to shared memory."""
 
     @mosaic_types.inline_mgpu()
     def wait(_):
@@ -646,18 +620,14 @@ def program_barrier():
 
 
 def copy_chunk(sources, slots, sizes, full_smem, number, slot):
-    """Starts an asynchronous copy of one chunk of each of `sources` to shared memory, and returns at once;
-    `wait_for_chunk` waits for its end. All threads of a warpgroup call it, and the first of them does the work.
+    """Starts an asynchronous copy of one chunk of each of `sources` to shared memory. All threads of a warpgroup call
+    it, and the first does the work.
 
-    Args:
-      sources: arrays in global memory, which are read as plain bytes.
-      slots: for each source the array in shared memory that the chunks are copied to; it has room for several chunks,
-        which are its slots.
-      sizes: for each source the bytes of a chunk, and of a slot; multiples of 16.
-      full_smem: the barriers from `begin_barriers`, one for each slot; that of `slot` completes when the chunks of all
-        sources have arrived.
-      number: int32[], the number of the chunk in each source.
-      slot: int32[], the slot it is copied to. All readers of the slot's previous chunk must have finished.
+      sources: in global memory, read as bytes.
+      slots: for each source a shared array of several slots, each for a chunk.
+      sizes: bytes of a chunk of each source, multiples of 16.
+      full_smem: barriers from `begin_barriers`, one a slot, complete when all chunks have arrived.
+      number, slot: int32[]; the slot's previous chunk must have been read.
     """
     refs = (*sources, *slots, full_smem)
 
@@ -683,9 +653,9 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
 
 
 def wait_for_chunk(full_smem, slot, parity):
-    """Makes each calling thread wait until the copy that `copy_chunk` started to slot number `slot` (int32[]) has
-    arrived. full_smem: the barriers that were given to copy_chunk. parity: int32[], 0 for the first, third, ... copy to
-    this slot, and 1 for the second, fourth, ..."""
+    """Waits in each calling thread for a `copy_chunk` to slot `slot` (int32[]). parity: int32[], 0 for the first,
+    third, ... copy to this slot, else 1.
+    """
 
     @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, plgpu.RefType()))
     def wait(_, slot, parity, full_smem):

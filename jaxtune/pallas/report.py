@@ -1,6 +1,4 @@
-"""Lists (`kernel_choices`) which implementation of the operations of a training step (attention, quant_matmul, ...)
-this machine uses for typical calls, a KernelChoice each, and why other implementations refuse them, if they do.
-`jaxtune info --kernels` prints them."""
+"""Lists which implementation runs typical calls of a training step's operations here, and why others refuse."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ _HIDDEN, _EXPERTS, _RANK = 4096, 32, 16
 
 @dataclasses.dataclass(frozen=True)
 class KernelChoice:
-    """Which implementation runs for one typical call of an operation, and which others refuse the call, and why.
-    `kernel_choices` makes it, and `jaxtune info --kernels` prints its text."""
+    """Which implementation runs a typical call, and why others refuse it."""
 
     op: str  # the name of the operation, such as "attention"
     call: str  # the call in words, such as "bfloat16, silu"
@@ -43,9 +40,7 @@ class KernelChoice:
     refusals: dict[str, str | None]
 
     def to_text(self) -> str:
-        """The choice as lines of text, for `jaxtune info --kernels`: the operation and the call, then a line for each
-        implementation. The one that runs is marked "chosen"; another one has "refuses: " and its reason, or "not
-        needed" if it could run too."""
+        """A line for the call, then one for each implementation: "chosen", "refuses: " and why, or "not needed"."""
         lines = [f"{self.op}: {self.call}"]
         for name, refusal in self.refusals.items():
             verdict = "chosen" if name == self.chosen else f"refuses: {refusal}" if refusal else "not needed"
@@ -54,15 +49,13 @@ class KernelChoice:
 
 
 def kernel_choices() -> list[KernelChoice]:
-    """For typical calls of the operations of a training step, in bfloat16 on this machine's GPU (or that of
-    dispatch.compile_for): which implementation runs, and for each of the others why it refuses the call, or None if it
-    could run too. An operation has one entry for each of its typical calls, such as packed and unpacked attention. No
-    call is computed, but kernels whose check on this GPU has not passed before are compared with the reference (not
-    within compile_for). `jaxtune info --kernels` prints the entries."""
+    """Choices for typical calls in bfloat16 on this machine's GPU (or that of dispatch.compile_for). Nothing is
+    computed, but kernels not checked on this GPU before are compared with the reference.
+    """
     query = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _HEAD_DIM), jnp.bfloat16)
     wide = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _WIDE_HEAD_DIM), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((_ROWS, _LENGTH), jnp.int32)
-    whole = jax.eval_shape(lambda: packed_layout(ids.shape))
+    unpacked = jax.eval_shape(lambda: packed_layout(ids.shape))
     packed = jax.eval_shape(lambda ids: packed_layout(ids.shape, ids, _DOCUMENTS), ids)
     array: Any = jax.ShapeDtypeStruct((_HIDDEN, _HIDDEN), jnp.bfloat16)
     nf4 = jax.eval_shape(NF4.encode, array)
@@ -75,7 +68,9 @@ def kernel_choices() -> list[KernelChoice]:
     groups = jax.eval_shape(lambda sizes: groups_of(sizes, _ROWS * _LENGTH), sizes)
     call = f"bfloat16, head dim {_HEAD_DIM}, {_ROWS} rows of {_LENGTH:,} tokens,"
     return [
-        _choice("attention", f"{call} one document a row", attention.implementations(query, whole, kv_heads=_KV_HEADS)),
+        _choice(
+            "attention", f"{call} one document a row", attention.implementations(query, unpacked, kv_heads=_KV_HEADS)
+        ),
         _choice(
             "attention",
             f"{call} packed, up to {_DOCUMENTS} documents a row",
@@ -120,9 +115,5 @@ def kernel_choices() -> list[KernelChoice]:
 
 
 def _choice(op: str, call: str, table: dispatch.Table) -> KernelChoice:
-    """Makes the KernelChoice for one typical call: lets dispatch.choose choose, which stores the choice
-    (dispatch.record) and may log a warning, and asks each implementation in `table` whether it refuses the call. op:
-    the name of the operation; call: the call in words; table: {name: a function that returns why it refuses the call,
-    or None}, in the order in which they are tried. kernel_choices calls it for each entry."""
-    chosen = dispatch.choose(op, table, None)
-    return KernelChoice(op, call, chosen, {name: refuse() for name, refuse in table.items()})
+    implementation = dispatch.choose(op, table, None)
+    return KernelChoice(op, call, implementation, {name: refuse() for name, refuse in table.items()})

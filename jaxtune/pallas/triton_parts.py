@@ -1,5 +1,4 @@
-"""Parts that the Triton kernels of several operations share. Those that round to e4m3 compute the same scales and codes
-as FP8.encode (pallas/formats/fp8.py)."""
+"""What Triton kernels of several operations share. Scales and codes in e4m3 equal those of FP8.encode."""
 
 import triton
 import triton.language as tl
@@ -28,17 +27,17 @@ def inverse_of(x):
 
 @triton.jit
 def scale_of(largest):
-    """The scale of float32 numbers that are rounded to e4m3, whose largest magnitudes are given, as
-    formats.fp8.scale_of has it."""
+    """formats.fp8.scale_of for the largest magnitudes of float32 numbers."""
     scale = largest * (1.0 / LARGEST)
     return tl.where(largest < LEAST_SCALE, 1.0, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
 
 
 @triton.jit
 def computed(sums):
-    """The sums of a product, which has ended here. Tensor cores read its operands from shared memory; without a use of
-    their sums in the same step of a loop, the compiler would let them do so in the next step, in which tiles that are
-    read ahead are already written over an operand that is used otherwise too."""
+    """The sums of a product, which has ended here. Tensor cores read operands from shared memory; without a use of the
+    sums in the same step of a loop they might do so in the next, when tiles read ahead are already written over an
+    operand.
+    """
     if INTERPRETED:
         return sums
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], tl.float32, is_pure=False, pack=1)

@@ -7,12 +7,8 @@
     print(jaxtune.profile.show("profiles/a"))
     print(jaxtune.profile.compare("profiles/a", "profiles/b"))
 
-`capture` records what runs in its `with` block; a training run uses it if `profile.steps` asks for a profile. `show`
-returns a Report and `compare` a Comparison, which `jaxtune profile` prints; both raise TraceError for a profile that
-cannot be read. `ceilings` measures the highest rates of this machine's device, once, and returns them as Ceilings;
-`jaxtune doctor` and `jaxtune profile ceilings` call it. A report compares kernels with the rates measured on its
-device, or else with those of the data sheet. The package works on any JAX program and reads PyTorch's Chrome traces
-too. Of jaxtune it imports only `jaxtune.system`. README.md in this folder says how each number is made.
+Works on any JAX program, and reads PyTorch's Chrome traces too. `ceilings` measures the device's highest rates once;
+reports compare kernels with them, or else with the data sheet. notes/profile.md says how each number is made.
 """
 
 from __future__ import annotations
@@ -41,10 +37,7 @@ __all__ = ["capture", "show", "compare", "ceilings", "Report", "Comparison", "Ce
 
 
 def __getattr__(name: str) -> Any:
-    """Returns what the package's public name `name` stands for, such as the function `capture`, by importing the module
-    that defines it, and keeps it as an attribute of the package. Python calls this for a name that the package has no
-    attribute for yet, so that `import jaxtune.profile` loads none of its modules. Raises AttributeError if `name` is
-    not public."""
+    """Imports the module of a public name at its first use, so that `import jaxtune.profile` loads none."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_WHERE[name]}")
@@ -54,6 +47,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Returns the package's public names alone, sorted, for dir(jaxtune.profile): also those that have not been used
-    yet, which Python would not list, because __getattr__ loads them at their first use."""
+    """The public names, which Python would not list before their first use."""
     return sorted(__all__)

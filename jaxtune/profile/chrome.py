@@ -1,11 +1,9 @@
-"""Reader of Chrome traces that PyTorch's profiler writes. `read_chrome` makes the Trace (trace.py) from which the
-report is computed, as read_xplane does for JAX.
+"""Reader of Chrome traces of PyTorch's profiler.
 
 A kernel is joined by its correlation id to the CPU call that launched it, and so to the operators and ranges around it.
-Its scope is the path of the ranges that the program marks (torch.profiler.record_function) and of the modules in a
-profile taken with with_stack=True, or without any around the call, the outermost aten operator. In the backward it is
-that of the forward operator with the same sequence number; in the optimizer, "optimizer". Shapes are known only with
-record_shapes=True. In a trace from a machine without a GPU, operators take the place of kernels.
+Its scope is the path of marked ranges (torch.profiler.record_function) and modules (with_stack=True), or else the
+outermost aten operator; in the backward that of the forward operator with the same sequence number; in the optimizer
+"optimizer". Shapes need record_shapes=True. Without a GPU, operators take the place of kernels.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ _ONLY_WRITE = ("aten::copy_", "aten::fill_", "aten::zero_")
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """A range of time on a CPU thread: an operator, a range that the program marked, a Python function, or a call of
-    the CUDA API. The ranges around the call that launched a kernel (`up`) tell the kernel's scope and work."""
+    """A range of time on a CPU thread: an operator, a marked range, a Python function, or a call of the CUDA API."""
 
     start: float  # microseconds, as the trace counts them
     end: float  # the same
@@ -62,12 +59,9 @@ class _Call:
 
 
 def read_chrome(data: bytes, path: str) -> Trace:
-    """Reads `data`, the unpacked bytes of a Chrome trace file of PyTorch's profiler, and returns the Trace of the
-    device with the longest sum of kernels, copies and memsets. In a trace from a machine without a GPU, CPU operators
-    count as kernels (device "CPU", with a note). path: the file's, for the Trace and messages. reading.py calls it.
+    """The Trace of the busiest device in a Chrome trace's unpacked bytes; on a machine without a GPU, of CPU operators.
 
-    Raises:
-      TraceError: the bytes are not JSON, or no trace, or one with damaged events, or without work on its GPU (or CPU).
+    TraceError: no JSON, no trace, a damaged one, or one without work. path: for the Trace and messages.
     """
     try:
         content = json.loads(data)
@@ -85,10 +79,9 @@ def read_chrome(data: bytes, path: str) -> Trace:
 
 
 def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
-    """Makes the Trace of the busiest device, with its steps, from a file's events as JSON, `rows` (the entry
-    `traceEvents`), and its other top-level entries, `head`, such as the devices' properties and versions. path: the
-    file, for messages. In a trace from a machine without a GPU, operators count as kernels. Raises TraceError if there
-    are no kernels, copies or memsets, and KeyError and the like for damaged events, which read_chrome converts."""
+    """The Trace of the busiest device. rows: `traceEvents`; head: the other top-level entries. KeyError and the like
+    for damaged events.
+    """
     device_rows, calls, launches = [], collections.defaultdict(list), {}
     for row in rows:
         if row.get("ph") != "X":
@@ -153,8 +146,7 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
 
 
 def _nest(thread: list[_Call]) -> None:
-    """Sorts the list of the calls of one thread by their starts, in place, and sets the `parent` of each: the innermost
-    call that contains it, None if none. Scopes and work of kernels are found by going up these parents (_Call.up)."""
+    """Sorts one thread's calls by start, and sets their `parent`, the innermost call around each; in place."""
     thread.sort(key=lambda c: (c.start, -c.end))
     stack: list[_Call] = []
     for call in thread:
@@ -165,30 +157,32 @@ def _nest(thread: list[_Call]) -> None:
 
 
 def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], dict[Any, _Call]]:
-    """Makes stand-ins for kernels in a trace of a CPU program, in which operators compute and launch nothing. Returns
-    (trace events as kernels would have, {the correlation id in an event: the operator's call}). threads: {thread: its
-    calls}, with `parent` set. An operator counts as one kernel, during the longest stretch in which no other operator
-    runs inside it. Names without "::" and wrappers of the autograd engine do not count."""
+    """Stand-ins for kernels in a CPU trace: (trace events, {correlation id: the operator's call}).
+
+    An operator is one kernel, in the longest stretch in which no other operator runs inside it.
+    """
     rows, calls = [], {}
     for thread, all_calls in threads.items():
         operators = [call for call in all_calls if call.category == "cpu_op" and "::" in call.name]
         inside = collections.defaultdict(list)
         for call in operators:
-            around = next((one for one in call.up() if one is not call and one.category == "cpu_op"), None)
-            inside[id(around)].append(call)
+            enclosing = next(
+                (operator for operator in call.up() if operator is not call and operator.category == "cpu_op"), None
+            )
+            inside[id(enclosing)].append(call)
         for call in operators:
             if call.name.startswith("autograd::"):
                 continue
-            ends = [call.start, *(one.end for one in inside[id(call)])]
-            starts = [*(one.start for one in inside[id(call)]), call.end]
-            lasts, start = max((start - end, end) for start, end in zip(starts, ends, strict=True))
-            if lasts > 0:
+            ends = [call.start, *(operator.end for operator in inside[id(call)])]
+            starts = [*(operator.start for operator in inside[id(call)]), call.end]
+            duration, start = max((start - end, end) for start, end in zip(starts, ends, strict=True))
+            if duration > 0:
                 number = len(rows)
                 calls[number] = call
                 rows.append(
                     {
                         "ts": start,
-                        "dur": lasts,
+                        "dur": duration,
                         "name": call.name,
                         "cat": "kernel",
                         "tid": thread,
@@ -199,27 +193,22 @@ def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], 
 
 
 def _busiest_device(rows: list[dict], properties: list[dict]) -> tuple[str, list[dict], int]:
-    """Chooses the device that the report shows: the one with the longest sum of durations. rows: the trace events of
-    kernels, copies and memsets. properties: the trace's `deviceProperties`, an entry for each GPU; kinds may differ.
-    Returns (its name, or that of the first entry if none has its number; its rows; the number of devices)."""
+    """(name, its rows, number of devices) of the device with the longest sum of durations; its name is that of the
+    first device if none has its number.
+    """
     by_device: dict[Any, list[dict]] = collections.defaultdict(list)
     for row in rows:
         by_device[(row.get("args") or {}).get("device", row.get("pid"))].append(row)
-    busiest, own = max(by_device.items(), key=lambda item: sum(float(row.get("dur", 0)) for row in item[1]))
-    entries = [each for each in properties if each.get("id") == busiest] or properties or [{}]
-    return str(entries[0].get("name", "")), own, len(by_device)
+    busiest, busiest_rows = max(by_device.items(), key=lambda item: sum(float(row.get("dur", 0)) for row in item[1]))
+    entries = [entry for entry in properties if entry.get("id") == busiest] or properties or [{}]
+    return str(entries[0].get("name", "")), busiest_rows, len(by_device)
 
 
 class _Forward:
-    """Lookup of the forward operator that belongs to an autograd node (a call of a backward operator), by the sequence
-    number that both have. The kernels of the backward get the scope of this operator.
+    """Finds the forward operator of an autograd node by their sequence number.
 
-    Sequence numbers count per thread, and with gradient checkpointing the forward runs again on the autograd engine's
-    thread. A node names the thread of its forward by a number of the profiler's own, so that number is matched to a
-    thread by comparing operators' names.
-
-    Args:
-      threads: {thread: its calls}, with `parent` set.
+    Numbers count per thread, and with gradient checkpointing the forward runs again on the autograd engine's thread. A
+    node names the thread of its forward by a number of the profiler's own, which operators' names identify.
     """
 
     def __init__(self, threads: dict[Any, list[_Call]]):
@@ -236,53 +225,50 @@ class _Forward:
                     self._calls[thread, call.args["Sequence number"]] = call
         self._threads = {
             number: max(
-                threads, key=lambda thread, own=own: sum(self._fits(thread, node) for node in own), default=None
+                threads,
+                key=lambda thread, thread_nodes=thread_nodes: sum(self._fits(thread, node) for node in thread_nodes),
+                default=None,
             )
-            for number, own in nodes.items()
+            for number, thread_nodes in nodes.items()
         }
 
     def _fits(self, thread: Any, node: _Call) -> bool:
-        """Whether the forward of `node`, a call of a backward operator, may have run on `thread`; the thread on which
-        most nodes fit is taken. There must be a forward operator there with the node's sequence number, and it, or a
-        call around it, must have the node's name without "Backward" and its number: aten::addmm for AddmmBackward0."""
+        """Whether the forward of `node` may have run on `thread`: the operator with its sequence number, or one around
+        it, has its name, as aten::addmm for AddmmBackward0.
+        """
         call = self._calls.get((thread, node.args["Sequence number"]))
         if call is None:
             return False
         name = re.sub(r"(Backward)?\d*$", "", node.name.rsplit(": ", 1)[-1]).lower()
-        return any(_bare(around.name) == name for around in call.up())
+        return any(_bare(enclosing.name) == name for enclosing in call.up())
 
     def of(self, node: _Call) -> _Call | None:
-        """The forward operator whose backward `node`, an autograd node, is, for _scope; None if the trace has none."""
         number = node.args.get("Sequence number")
         thread = self._threads.get(node.args.get("Fwd thread id"))
         return None if number is None else self._calls.get((thread, number))
 
 
 def _bare(operator: str) -> str:
-    """An operator's name without "aten::" and underscores, in lower case, for comparison with the name of an autograd
-    node: "aten::_softmax" becomes "softmax", as SoftmaxBackward0 does."""
+    """ "aten::_softmax" as "softmax", for comparison with SoftmaxBackward0."""
     return operator.removeprefix("aten::").replace("_", "").lower()
 
 
 def _backward_call(call: _Call) -> _Call | None:
-    """The innermost autograd node (a call of a backward operator by the autograd engine) around a call; None if there
-    is none, as for a call in the forward. By it a kernel's phase and scope are found."""
-    return next((around for around in call.up() if around.name.startswith(_NODE)), None)
+    """The innermost autograd node around a call; None in the forward."""
+    return next((enclosing for enclosing in call.up() if enclosing.name.startswith(_NODE)), None)
 
 
 # ---- steps
 
 
 def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[float]):
-    """Returns a function from the time at which a kernel was launched on the CPU, in microseconds or None if unknown,
-    to the number of its step from 0, -1 if it is in none. Steps are `marks`, the (start, end) of ranges with which the
-    program marked them, if there are any; an unknown time is then in none. Otherwise a step ends at each of
-    `optimizer_ends`, the times at which optimizer steps ended; a time after the last is in none, an unknown one in step
-    0. Without these too, everything is step 0. Both arguments are in ascending order."""
+    """A function from a launch's time in microseconds (None: unknown) to its step from 0, or -1.
+
+    Steps are the ranges `marks`, or else end at `optimizer_ends` (an unknown time is then in step 0), or are one.
+    """
     starts = [start for start, _ in marks]
 
     def find(moment: float | None) -> int:
-        """The number of the step in which a launch at `moment` (microseconds; None: unknown) was made; -1: in none."""
         if marks:
             if moment is None:
                 return -1
@@ -297,17 +283,17 @@ def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[
 
 
 def _steps(events: list[Event]) -> list[tuple[float, float]]:
-    """(start_ns, end_ns) of each step on the device, in order: from the start of its first event (a kernel, copy or
-    memset) to that of the next step's; the last one to the latest end. Renumbers the events' steps from 0. An event in
-    no step keeps -1 and counts in none; if all are so, all are step 0. events: those of one device, at least one."""
+    """(start_ns, end_ns) of each step, from its first event to the next step's; renumbers the events' steps from 0. If
+    all events are in no step, all are in step 0.
+    """
     numbers = sorted({e.step for e in events if e.step >= 0})
     if not numbers:
         for event in events:
             event.step = 0
         numbers = [0]
-    place = {number: index for index, number in enumerate(numbers)}
+    new_number = {number: index for index, number in enumerate(numbers)}
     for event in events:
-        event.step = place.get(event.step, -1)
+        event.step = new_number.get(event.step, -1)
     starts = [min(e.start_ns for e in events if e.step == i) for i in range(len(numbers))]
     ends = [max(e.end_ns for e in events if e.step == i) for i in range(len(numbers))]
     return list(zip(starts, [*starts[1:], ends[-1]]))
@@ -317,14 +303,11 @@ def _steps(events: list[Event]) -> list[tuple[float, float]]:
 
 
 def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> Event:
-    """Makes the Event of one kernel, memset or copy, with its category, scope, phase and work; the caller sets its
-    step. One of the category "optimizer" gets the scope "optimizer" and the phase "forward", wherever its launch is.
+    """The Event of one kernel, memset or copy; the caller sets its step.
 
-    Args:
-      row: its trace event, as JSON.
-      call: the CPU call that launched it; None if the trace lacks it: scope and phase stay "", except an optimizer's.
-      forward: finds the forward operator of a launch in the backward.
-      origin: the start of the first kernel or copy in microseconds, from which the Event's times count.
+    row: its trace event.
+    call: that launched it; None: unknown, and scope and phase stay "".
+    origin: microseconds from which times count.
     """
     args = row.get("args") or {}
     name = str(row["name"])
@@ -335,24 +318,22 @@ def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> E
     )
     if kind in (COPY, TO_HOST, TO_DEVICE) and "bytes" in args:
         event.moved_bytes = float(args["bytes"]) * (2 if kind == COPY else 1)
-    around = [] if call is None else list(call.up())
+    enclosing = [] if call is None else list(call.up())
     if call is not None:
-        operators = [c for c in around if c.category == "cpu_op"]
+        operators = [c for c in enclosing if c.category == "cpu_op"]
         event.scope, event.phase = _scope(call, forward)
         event.op = next(
             (c.name for c in operators if c.name.startswith("aten::")), operators[0].name if operators else ""
         )
         if kind == KERNEL:
             _add_work(event, operators)
-    event.category = _category(event, around)
+    event.category = _category(event, enclosing)
     if event.category == "optimizer":
         event.scope, event.phase = "optimizer", "forward"
     return event
 
 
 def _kind(row: dict, name: str) -> str:
-    """The kind of a kernel, memset or copy, one of the kinds in trace.py. row: its trace event, whose "cat" tells these
-    apart; name: its name, which tells a copy's direction and whether a kernel is a collective."""
     if row["cat"] == "gpu_memset":
         return MEMSET
     if row["cat"] == "gpu_memcpy":
@@ -362,12 +343,11 @@ def _kind(row: dict, name: str) -> str:
     return COLLECTIVE if "nccl" in name.lower() else KERNEL
 
 
-def _category(event: Event, around: Sequence[_Call]) -> str:
-    """The event's category, one of scopes.CATEGORIES. It is `categorise`'s, with the operators and marked ranges around
-    the launch taken into account, because names in PyTorch's scopes are the program's own. An elementwise kernel of
-    aten::copy_, cat or fill_ is a device copy, unless recorded types show that it casts. `around` are these ranges, the
-    innermost first; empty if the launching call is not in the trace. event: with kind, op, scope and FLOPs set."""
-    operators = [c.name for c in around if c.category == "cpu_op"]
+def _category(event: Event, enclosing: Sequence[_Call]) -> str:
+    """`categorise`'s category, with operators and ranges around the launch, the innermost first, because PyTorch's
+    scopes are the program's own names. A copy_, cat or fill_ is a device copy, unless recorded types show a cast.
+    """
+    operators = [c.name for c in enclosing if c.category == "cpu_op"]
     words = " ".join(operators)
     is_gemm = True if event.flops and not _PRODUCTS.isdisjoint(operators) else None
     scope = event.scope
@@ -375,30 +355,28 @@ def _category(event: Event, around: Sequence[_Call]) -> str:
         scope = "scaled_dot_product_attention"
     elif re.search(r"cross_?entropy|nll_?loss|log_?softmax", words, re.IGNORECASE):
         scope = "loss"
-    elif any(_OPTIMIZER_STEP.match(c.name) for c in around) or "aten::_foreach_" in words:
+    elif any(_OPTIMIZER_STEP.match(c.name) for c in enclosing) or "aten::_foreach_" in words:
         scope = "optimizer"  # _foreach_ outside of the optimizer's range: gradient norm and clipping
-    found = categorise(event.kind, event.name, scope, is_gemm=is_gemm)
-    if found == "elementwise and norms" and event.op in ("aten::copy_", "aten::cat", "aten::fill_"):
-        types = next((c.args.get("Input type", []) for c in around if c.name == "aten::copy_"), [])
-        return found if len(set(types[:2])) == 2 else "device copies"  # a cast is elementwise work
-    return found
+    category = categorise(event.kind, event.name, scope, is_gemm=is_gemm)
+    if category == "elementwise and norms" and event.op in ("aten::copy_", "aten::cat", "aten::fill_"):
+        types = next((c.args.get("Input type", []) for c in enclosing if c.name == "aten::copy_"), [])
+        return category if len(set(types[:2])) == 2 else "device copies"  # a cast is elementwise work
+    return category
 
 
 def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
-    """(scope, phase) of the kernel that a call launched; the phase is "forward", "backward" or "recompute". In the
-    forward, and in one that gradient checkpointing runs again ("recompute"), the scope is that of the marked ranges and
-    modules around the call (_path). A forward runs again if a module, a marked range or an operator that records its
-    own backward (it has a sequence number and no "Fwd thread id") is around the call, inside an autograd node. In the
-    backward, it is that of the forward operator, which `forward` finds; if it finds none, it is `_operator`'s."""
+    """(scope, phase) of a launched kernel. "recompute" is a forward inside an autograd node, as gradient checkpointing
+    runs it: a module, a marked range, or an operator that records its own backward.
+    """
     node = _backward_call(call)
     if node is None:
         return _path(call), "forward"
-    for around in call.up():
-        if around is node:
+    for enclosing in call.up():
+        if enclosing is node:
             break
         # A module, or an operator that records its own backward, inside the backward: gradient checkpointing.
-        recorded = around.category == "cpu_op" and around.args.get("Sequence number", -1) >= 0
-        if (recorded and not around.args.get("Fwd thread id")) or _names_a_place(around):
+        recorded = enclosing.category == "cpu_op" and enclosing.args.get("Sequence number", -1) >= 0
+        if (recorded and not enclosing.args.get("Fwd thread id")) or _names_a_place(enclosing):
             return _path(call, node), "recompute"
     origin = forward.of(node)
     if origin is None:
@@ -407,33 +385,29 @@ def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
 
 
 def _names_a_place(call: _Call) -> bool:
-    """Whether a call is a range that the program marked (torch.profiler.record_function; also a profiler's step or an
-    optimizer's) or a module's call. Inside an autograd node it shows that a forward runs again (`_scope`)."""
     return call.category == "user_annotation" or _MODULE.match(call.name) is not None
 
 
 def _path(call: _Call, inside: _Call | None = None) -> str:
-    """The scope of a call: the names of the marked ranges and modules around it, joined by slashes with the outermost
-    first, without ranges of profiler steps and of the optimizer; equal names in a row count once. If there are none,
-    what `_operator` returns. inside: an autograd node around the call; names from it outwards are left out of the path,
-    because they enclose the whole backward. None: all ranges count."""
-    parts: list[str] = []
-    for around in call.up():
-        if around is inside:
+    """Marked ranges and modules around a call, the outermost first, or else `_operator`.
+
+    inside: an autograd node; what is around it encloses the whole backward, and is left out.
+    """
+    names: list[str] = []
+    for enclosing in call.up():
+        if enclosing is inside:
             break
-        if around.category == "user_annotation" and not _STEP.match(around.name):
-            if not _OPTIMIZER_STEP.match(around.name):
-                parts.append(around.name)
-        elif match := _MODULE.match(around.name):
-            parts.append(match.group(1))
-    parts = [part for index, part in enumerate(parts) if index == 0 or part != parts[index - 1]]
-    return "/".join(reversed(parts)) if parts else _operator(call)
+        if enclosing.category == "user_annotation" and not _STEP.match(enclosing.name):
+            if not _OPTIMIZER_STEP.match(enclosing.name):
+                names.append(enclosing.name)
+        elif match := _MODULE.match(enclosing.name):
+            names.append(match.group(1))
+    names = [name for index, name in enumerate(names) if index == 0 or name != names[index - 1]]
+    return "/".join(reversed(names)) if names else _operator(call)
 
 
 def _operator(call: _Call) -> str:
-    """The outermost aten operator of `call` and those around it; if there is none, the outermost operator of any kind,
-    such as an autograd node; "" without one. "aten::" and "autograd::engine::evaluate_function: " are cut off its name.
-    It is the scope of kernels that no range or module names, or whose forward operator is unknown (`_scope`)."""
+    """The outermost aten operator around a call, or else the outermost of any kind; "" without one."""
     names = [c.name for c in call.up() if c.category == "cpu_op" and c.name.startswith("aten::")]
     if names:
         return names[-1].removeprefix("aten::")
@@ -445,10 +419,9 @@ def _operator(call: _Call) -> str:
 
 
 def _add_work(event: Event, operators: list[_Call]) -> None:
-    """Sets a kernel's shape, dtype, FLOPs (of mm, addmm, bmm, baddbmm, _scaled_mm and attention, else 0) and bytes, in
-    place, from an operator around its launch with recorded shapes: the innermost attention operator
-    (aten::_scaled_dot_product_...), else the innermost of all; without one that has an array, nothing is set. If it
-    launches several kernels, only the longest has its FLOPs and bytes. operators: those around it, innermost first."""
+    """Sets a kernel's shape, dtype, FLOPs and bytes from the innermost operator with recorded shapes, attention first.
+    Of several kernels of one operator only the longest has its FLOPs and bytes.
+    """
     shaped = [c for c in operators if c.args.get("Input Dims")]
     attention = [c for c in shaped if c.name.startswith("aten::_scaled_dot_product_")]
     operator = next(iter(attention or shaped), None)
@@ -457,10 +430,10 @@ def _add_work(event: Event, operators: list[_Call]) -> None:
     arrays = operand_arrays(operator.args)
     if not arrays:
         return
-    dims = [own for own, _, _ in arrays]
+    dims = [shape for shape, _, _ in arrays]
     dtype = result = arrays[0][1]
     event.dtype = SHORT_DTYPES.get(dtype, dtype)
-    event.shape = ", ".join(in_words(own, kind) for own, kind, _ in arrays[:3])
+    event.shape = ", ".join(in_words(shape, kind) for shape, kind, _ in arrays[:3])
     if operator.main is not None and event.duration_ns <= operator.main.duration_ns:
         return
     if operator.main is not None:
@@ -489,8 +462,7 @@ def _add_work(event: Event, operators: list[_Call]) -> None:
 
 
 def _peak_memory(rows: list[dict]) -> int:
-    """The largest number of bytes that were allocated on any one GPU, for the report, from the allocator's events among
-    all the trace's events `rows`. They exist in a profile taken with profile_memory=True; without them it is 0."""
+    """The most bytes allocated on one GPU, from the allocator's events (profile_memory=True); else 0."""
     peak = 0
     for row in rows:
         if row.get("name") == "[memory]":

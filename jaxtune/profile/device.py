@@ -1,8 +1,4 @@
-"""The highest rates that a device reaches, as `Ceilings`. `known_ceilings` looks them up without measuring: those
-measured earlier, or else the data sheet's. Reports use either; the planner uses measured ones only, and otherwise
-computes from the data sheet itself. `ceilings` measures them if that has not been done yet and stores them in
-`cache_file`, for `jaxtune doctor` and `jaxtune profile ceilings`. `nvidia_smi` reads a GPU's state, for the measurement
-and for `jaxtune doctor`."""
+"""The highest rates that a device reaches: measured once and cached, or the data sheet's."""
 
 from __future__ import annotations
 
@@ -23,10 +19,7 @@ from jaxtune.system.invocation import spelled
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """The highest rates that one device reaches, measured by `ceilings` or taken from the vendor's data sheet. Reports
-    compare a profile's kernels with those of products and of copies in memory. The planner computes with measured ones
-    only: those of bfloat16 products, of copies in memory and of copies to the host. `jaxtune doctor` and `jaxtune
-    profile ceilings` show measured ones. A rate is 0 where it is unknown."""
+    """The highest rates of one device, measured or from the data sheet; 0 where unknown."""
 
     device: str  # its kind, jax.Device.device_kind
     gemm_bf16_tflops: float  # TFLOP/s of one large matrix product in bfloat16
@@ -43,28 +36,19 @@ class Ceilings:
     measured_at: str = ""  # UTC time, where measured
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as a dict of JSON values. The cache file stores it, and `known_ceilings` makes a Ceilings of it
-        again; `jaxtune profile ceilings` prints it."""
         return dataclasses.asdict(self)
 
 
 def cache_file(device: str) -> Path:
-    """The path of the JSON file in which `ceilings` stores what it measured on a kind of device, and from which
-    `known_ceilings` reads it; it may not exist yet. device: jax.Device.device_kind, from which the file's name is made.
-    The file is in the folder ~/.cache/jaxtune/ceilings, or in $JAXTUNE_CACHE/ceilings if that environment variable is
-    set."""
+    """The JSON file of a device's measured ceilings, in ~/.cache/jaxtune/ceilings or $JAXTUNE_CACHE/ceilings."""
     root = os.environ.get("JAXTUNE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "jaxtune")
     return Path(root) / "ceilings" / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', device)}.json"
 
 
 def known_ceilings(device: str) -> Ceilings | None:
-    """The ceilings of a kind of device (jax.Device.device_kind): those measured earlier, from the cache file; else
-    those of its data sheet, with 0 for the rates to and from the host and for launches; else None. Nothing is measured,
-    so a profile of another machine's device can be read. Reports compare kernels with what it returns. The planner uses
-    it only if its source is "measured"; otherwise it computes from the data sheet itself, host link included.
+    """The ceilings measured earlier, or else the data sheet's without host link and launches, or None.
 
-    Raises:
-      ValueError: the cache file is damaged.
+    ValueError: the cache file is damaged.
     """
     file = cache_file(device)
     if file.is_file():
@@ -81,17 +65,16 @@ def known_ceilings(device: str) -> Ceilings | None:
 
 
 def ceilings(*, remeasure: bool = False) -> Ceilings:
-    """The measured ceilings of this process's first device, from the cache file if it has them. Otherwise they are
-    measured, which takes about 10 s on a GPU, and stored there. `jaxtune doctor` and `jaxtune profile ceilings` call
-    it; reports and the planner only read what it stored (known_ceilings). remeasure: True measures in any case and
-    replaces the file, a damaged one too; False measures only if no measured ceilings are stored there. Raises
-    ValueError if the file is damaged and `remeasure` is False."""
+    """The first device's measured ceilings, from the cache file, or measured (about 10 s on a GPU) and stored there.
+
+    ValueError: the file is damaged; `remeasure` replaces it.
+    """
     import jax
 
     device = jax.local_devices()[0]
-    known = None if remeasure else known_ceilings(device.device_kind)
-    if known is not None and known.source == "measured":
-        return known
+    cached = None if remeasure else known_ceilings(device.device_kind)
+    if cached is not None and cached.source == "measured":
+        return cached
     measured = _measure(device)
     file = cache_file(device.device_kind)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -100,10 +83,7 @@ def ceilings(*, remeasure: bool = False) -> Ceilings:
 
 
 def _measure(device) -> Ceilings:
-    """Measures all ceilings of `device`, a jax.Device, and returns them, for `ceilings`; it takes about ten seconds on
-    a GPU. FP8 is 0 on a GPU of compute capability below 8.9. On any other device than a GPU, such as the CPU in tests,
-    small sizes are measured and power is {}. The rates of the host link are those while all of this process's devices
-    of this kind copy."""
+    """Measures all ceilings; FP8 is 0 below compute capability 8.9, and sizes are small off a GPU."""
     import jax
     import jax.numpy as jnp
     import jaxlib
@@ -114,8 +94,8 @@ def _measure(device) -> Ceilings:
     if not on_gpu or float(getattr(device, "compute_capability", "0")) >= 8.9:
         fp8, _ = _gemm_tflops(device, jnp.float8_e4m3fn, 8192 if on_gpu else 256)
     num_bytes = (1 << 30) if on_gpu else (1 << 24)
-    alike = [other for other in jax.local_devices() if other.device_kind == device.device_kind]
-    to_device, to_host = _host_link_gbps(alike, num_bytes // 2)
+    same_kind = [local_device for local_device in jax.local_devices() if local_device.device_kind == device.device_kind]
+    to_device, to_host = _host_link_gbps(same_kind, num_bytes // 2)
     return Ceilings(
         device=device.device_kind,
         gemm_bf16_tflops=bf16,
@@ -132,33 +112,20 @@ def _measure(device) -> Ceilings:
 
 
 def _seconds(run, *, repeats: int = 5) -> float:
-    """The median wall time in seconds of `repeats` calls of run(), from which each figure in Ceilings is computed. run:
-    a function without arguments that starts work and returns JAX arrays, which are waited for. A first call, for
-    warming up, is not counted; callers have compiled their programs before."""
+    """The median wall time of run(), which returns arrays that are waited for; a first call is not counted."""
     import jax
 
     jax.block_until_ready(run())
     times = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         jax.block_until_ready(run())
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start_time)
     return sorted(times)[len(times) // 2]
 
 
 def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tuple[float, dict[str, str]]:
-    """Measures how fast a device multiplies two matrices in products that are launched one behind another, for the
-    fields gemm_bf16_tflops, gemm_fp8_tflops and power of Ceilings.
-
-    Args:
-      device: a jax.Device.
-      dtype: dtype of the matrices; the results are in bfloat16 on a GPU, else in float32.
-      size: rows and columns of each matrix.
-      sample_power: True also asks nvidia-smi for power and clocks of the first GPU while further products run, which
-        are not timed; False does not.
-    Returns:
-      (TFLOP/s, {nvidia-smi's name of a field: value}, which is {} without sample_power or where nvidia-smi fails)
-    """
+    """(TFLOP/s, nvidia-smi's readings under load) of products [size, size] that are launched one behind another."""
     import jax
     import jax.numpy as jnp
 
@@ -184,9 +151,7 @@ def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tup
 
 
 def _copy_tbps(device, num_bytes: int) -> float:
-    """The bandwidth of the memory of `device`, a jax.Device, in TB/s, bytes read plus bytes written, for the field
-    copy_tbps of Ceilings. It is measured with programs that read an array of `num_bytes` bytes and write one of the
-    same size."""
+    """TB/s of memory, bytes read plus bytes written."""
     import jax
     import jax.numpy as jnp
 
@@ -199,11 +164,9 @@ def _copy_tbps(device, num_bytes: int) -> float:
 
 
 def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
-    """Measures copies between pinned host memory and devices that all copy at once, because they may share the link,
-    for the fields to_device_gbps and to_host_gbps of Ceilings. The planner computes the time of offloading, in both
-    directions, from the rate to the host alone; `jaxtune doctor` shows both. devices: jax.Devices of one kind.
-    num_bytes: the size of each device's copy. Returns (GB/s to each device, GB/s from each device to the host). These
-    are measured on a CPU too if JAX has pinned host memory there; (0, 0) if the backend has none."""
+    """(GB/s to each device, GB/s from each) of pinned memory, while all copy at once, because they may share the link;
+    (0, 0) without pinned host memory.
+    """
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
@@ -211,20 +174,17 @@ def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
     kinds = {memory.kind for memory in devices[0].addressable_memories()}
     if "pinned_host" not in kinds or "device" not in kinds:
         return 0.0, 0.0
-    near = [SingleDeviceSharding(device, memory_kind="device") for device in devices]
-    far = [SingleDeviceSharding(device, memory_kind="pinned_host") for device in devices]
-    here = [jax.device_put(jnp.zeros(num_bytes // 4, jnp.float32), place) for place in near]
-    there = jax.device_put(here, far)
-    down = _seconds(lambda: jax.device_put(there, near))
-    up = _seconds(lambda: jax.device_put(here, far))
-    return num_bytes / down / 1e9, num_bytes / up / 1e9
+    device_shardings = [SingleDeviceSharding(device, memory_kind="device") for device in devices]
+    host_shardings = [SingleDeviceSharding(device, memory_kind="pinned_host") for device in devices]
+    device_arrays = [jax.device_put(jnp.zeros(num_bytes // 4, jnp.float32), sharding) for sharding in device_shardings]
+    host_arrays = jax.device_put(device_arrays, host_shardings)
+    download_seconds = _seconds(lambda: jax.device_put(host_arrays, device_shardings))
+    upload_seconds = _seconds(lambda: jax.device_put(device_arrays, host_shardings))
+    return num_bytes / download_seconds / 1e9, num_bytes / upload_seconds / 1e9
 
 
 def _launch_us(device) -> float:
-    """The microseconds from the start of one program to the start of the next on `device`, a jax.Device: the median
-    wall time of five runs of 500 programs, divided by 500. Each program needs the result of the one before, and is so
-    small that only its launch takes time. It is the field `launch_us` of Ceilings, which `jaxtune profile ceilings`
-    prints and nothing computes with."""
+    """Microseconds between the starts of programs that depend on each other and are too small to take time."""
     import jax
     import jax.numpy as jnp
 
@@ -234,7 +194,6 @@ def _launch_us(device) -> float:
         add = jax.jit(lambda x: x + 1.0).lower(x).compile()
 
         def run():
-            """Launches the 500 programs, each on the result of the one before, and returns the last result."""
             y = x
             for _ in range(count):
                 y = add(y)
@@ -244,24 +203,18 @@ def _launch_us(device) -> float:
 
 
 def _power_state() -> dict[str, str]:
-    """nvidia-smi's readings of the first GPU, {field of its query: value with unit}: power, clocks, temperature and
-    performance state. {} where nvidia-smi is missing or fails. _gemm_tflops asks for them while the device is busy.
-    They are stored beside measured rates to explain slow ones."""
+    """Power, clocks and temperature of the first GPU, which explain slow rates; {} without nvidia-smi."""
     keys = ("power.draw", "power.limit", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "pstate")
-    found = nvidia_smi(*keys)
-    return {} if found is None or "error" in found else found
+    readings = nvidia_smi(*keys)
+    return {} if readings is None or "error" in readings else readings
 
 
 def nvidia_smi(*fields: str, units: bool = True) -> dict[str, str] | None:
-    """Asks nvidia-smi for readings of the first GPU that JAX sees (CUDA_VISIBLE_DEVICES), for `jaxtune doctor` and the
-    field power of Ceilings. Nothing is changed on the device.
+    """{field: value as text} of the first GPU of CUDA_VISIBLE_DEVICES; {"error": reason} if nvidia-smi fails or takes
+    over 30 s; None without it.
 
-    Args:
-      fields: names of nvidia-smi's query fields (--query-gpu), such as "power.draw".
-      units: True: values have their units, as in "312.50 W"; False: they are numbers alone.
-    Returns:
-      {field: value as text}; {"error": reason} where nvidia-smi fails or takes over 30 s; None where it is not
-        installed.
+      fields: of --query-gpu, such as "power.draw".
+      units: as in "312.50 W".
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -271,12 +224,14 @@ def nvidia_smi(*fields: str, units: bool = True) -> dict[str, str] | None:
     first = first if first.isdigit() or first.startswith("GPU-") else "0"  # not of a part of a GPU (MIG), or none
     command = [tool, f"--query-gpu={','.join(fields)}", f"--format={form}", f"--id={first}"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}
-    lines = done.stdout.strip().splitlines()
+    lines = process.stdout.strip().splitlines()
     values = [value.strip() for value in lines[0].split(",")] if lines else []
-    if done.returncode != 0 or len(values) != len(fields):
-        said = done.stderr.strip() or done.stdout.strip() or f"it says nothing and exits with {done.returncode}"
-        return {"error": said.splitlines()[0]}
+    if process.returncode != 0 or len(values) != len(fields):
+        message = (
+            process.stderr.strip() or process.stdout.strip() or f"it says nothing and exits with {process.returncode}"
+        )
+        return {"error": message.splitlines()[0]}
     return dict(zip(fields, values, strict=True))

@@ -1,7 +1,6 @@
-"""The optimised HLO of a program in a trace, made from its HloProto in an XPlane file: a `Module` of Computations of
-Instructions with Shapes. launches.py joins kernels with its `launches`, of which xplane.py reads FLOPs (`flops`), bytes
-(`moved_bytes`) and scopes. `launches` repeats those of a loop as often as it runs (`trip_count`), as the trace does.
-`peak_buffers` gives the buffers at the memory peak. Opcodes in SILENT launch nothing."""
+"""The optimised HLO of a program in a trace, made from its HloProto: instructions with shapes, their FLOPs and bytes,
+what the program launches, and the buffers at its memory peak.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ _LAST_COMPILED = 63  # fields of HloInstructionProto with a larger number do not
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The shape and dtype of an array, or a tuple of shapes, as an instruction takes or gives them."""
+    """The shape and dtype of an array, or a tuple of shapes."""
 
     dtype: str  # as HLO writes it, such as "bf16"; "tuple" for a tuple, "?" for an unknown type
     dims: tuple[int, ...] = ()  # empty for a scalar and for a tuple
@@ -82,13 +81,13 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the array, rounded up, or of a tuple's arrays; 0 for an unknown type. moved_bytes sums them."""
+        """Rounded up; 0 for an unknown type."""
         if self.parts is not None:
-            return sum(part.num_bytes for part in self.parts)
+            return sum(shape.num_bytes for shape in self.parts)
         return math.ceil(math.prod(self.dims) * self.bits / 8)
 
     def __str__(self) -> str:
-        """The shape as HLO's text has it, such as "bf16[8,64]", or "(f32[8], s32[])" for a tuple."""
+        """As in HLO's text: "bf16[8,64]", or "(f32[8], s32[])"."""
         if self.parts is not None:
             return f"({', '.join(map(str, self.parts))})"
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -96,8 +95,7 @@ class Shape:
 
 @dataclasses.dataclass(eq=False)
 class Instruction:
-    """One instruction of an optimised HLO module, with the fields of its HloInstructionProto that are used here. Its
-    Module makes it."""
+    """One instruction of an optimised HLO module."""
 
     name: str  # unique within the module, such as "fusion.12"
     opcode: str  # as HLO writes it, such as "dot" or "fusion"
@@ -114,26 +112,25 @@ class Instruction:
 
     @property
     def operand_shapes(self) -> list[Shape]:
-        """The operands' shapes, in order, without those outside its computation. Work is counted by them."""
+        """Without operands of other computations."""
         assert self.computation is not None
         by_id = self.computation.by_id
         return [by_id[i].shape for i in self.operands if i in by_id]
 
     @property
     def is_gemm(self) -> bool:
-        """Whether it is a matrix product: a dot, or a library's custom call with "matmul" or "gemm" in its target. A
-        fusion around one is none. `flops`, `moved_bytes`, launches.py's classes and xplane.py's categories use it."""
+        """A dot, or a library's product; a fusion around one is none."""
         return self.opcode == "dot" or "matmul" in self.target or "gemm" in self.target.lower()
 
     @property
     def is_mosaic(self) -> bool:
-        """Whether it calls a Pallas kernel of Mosaic GPU. All are one class of launches.py; `flops` asks the scope."""
+        """A Pallas kernel of Mosaic GPU."""
         return "mosaic_gpu" in self.target
 
 
 @dataclasses.dataclass(eq=False)
 class Computation:
-    """One computation of a module, such as the entry, a loop's body or a fusion's body. Module.computation makes it."""
+    """One computation of a module: the entry, a loop's body, a fusion's body."""
 
     name: str  # unique within the module
     id: int  # unique within the module, as Instruction.called refers to it
@@ -142,22 +139,19 @@ class Computation:
 
     @functools.cached_property
     def by_id(self) -> dict[int, Instruction]:
-        """{id: instruction} of this computation's instructions, in which operands are looked up by their ids."""
         return {i.id: i for i in self.instructions}
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A hash that is equal for computations that differ in names and metadata only, for which XLA compiles one
-        kernel: Module.fingerprint, kept. Fusions with equal ones form a class of launches.py."""
+        """Equal for computations for which XLA compiles one kernel (Module.fingerprint)."""
         assert self.module is not None
         return self.module.fingerprint(self.id)
 
 
 class Module:
-    """One optimised HLO program of a trace, made from an HloProto (messages.py): what it launches (`launches`), by name
-    the instructions that start work, and the buffers at its memory peak. Its computations become Computation objects
-    when they are asked for, because a program has hundreds and few are looked at. `name` is the program's name,
-    `entry_id` its entry computation's id. Raises ValueError if the proto has no module, KeyError if it has no entry."""
+    """One optimised HLO program. Computations are converted when asked for, because a program has hundreds and few are
+    looked at. ValueError: the proto has no module; KeyError: no entry.
+    """
 
     def __init__(self, proto: Any):
         if not proto.HasField("hlo_module"):
@@ -169,40 +163,35 @@ class Module:
         self._made: dict[int, Computation] = {}
         self._buffers = proto.buffer_assignment
         if self.entry_id not in self._protos:
-            named = {computation.name: computation.id for computation in module.computations}
-            self.entry_id = named[module.entry_computation_name]
+            ids = {computation.name: computation.id for computation in module.computations}
+            self.entry_id = ids[module.entry_computation_name]
 
     def computation(self, id: int) -> Computation:
-        """The computation with this id. It is converted from the proto at the first call and kept."""
         if id not in self._made:
             self._made[id] = _computation(self._protos[id], self._schedule.get(id), self)
         return self._made[id]
 
     def fingerprint(self, id: int) -> int:
-        """A hash, in this process, of the computation with this id, which is computed from the proto. It is equal for
-        computations that differ in names and metadata only, for which XLA compiles one kernel."""
-        place, rows = {}, []
+        """A hash, in this process, that is equal for computations that differ in names and metadata only: XLA compiles
+        one kernel for them.
+        """
+        row_of, rows = {}, []
         for proto in self._protos[id].instructions:
             called = tuple(self.fingerprint(inner) for inner in proto.called_computation_ids)
-            operands = tuple(place.get(operand, -1) for operand in proto.operand_ids)
-            place[proto.id] = len(rows)
+            operands = tuple(row_of.get(operand, -1) for operand in proto.operand_ids)
+            row_of[proto.id] = len(rows)
             rows.append((*_compiled(proto), called, operands))
         return hash(tuple(rows))
 
     @property
     def entry(self) -> Computation:
-        """The computation that the program starts with, from which `launches` proceeds."""
         return self.computation(self.entry_id)
 
     def launches(self) -> list[Instruction]:
-        """The instructions that start work on the device, in the order in which they run, for launches.join. Those of a
-        loop occur as often as it runs (trip_count, 1 if unknown), and those of all branches of a conditional occur."""
+        """The instructions that start work on the device, in order: a loop's as often as it runs, and all branches."""
         return list(self._launches(self.entry, 0))
 
     def _launches(self, computation: Computation, depth: int) -> Iterator[Instruction]:
-        """Yields the instructions of one computation, and of those that it calls, that start work on the device (not
-        SILENT): a loop's as often as it runs (trip_count), and a conditional's of all branches. depth: the number of
-        calls from the entry to this computation; deeper than 16, nothing is yielded."""
         for instruction in computation.instructions:
             opcode = instruction.opcode
             if opcode in SILENT or depth > 16:
@@ -220,15 +209,14 @@ class Module:
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """{name: instruction} of every instruction that starts work on the device, in the entry, loop bodies and called
-        computations, but not inside fusions. `join` finds by it those that a trace names."""
-        out, seen = {}, set()
+        """{name: instruction} of those that start work on the device, not inside fusions."""
+        out, visited = {}, set()
         queue = [self.entry_id]
         while queue:
             id = queue.pop()
-            if id in seen:
+            if id in visited:
                 continue
-            seen.add(id)
+            visited.add(id)
             for instruction in self.computation(id).instructions:
                 if instruction.opcode in ("while", "call", "conditional"):
                     queue += instruction.called
@@ -237,21 +225,20 @@ class Module:
         return out
 
     def peak_buffers(self) -> list[tuple[int, Instruction | None, str]]:
-        """The buffers that are live when the program needs the most device memory, the largest first, for xplane.py:
-        (bytes, instruction, kind). kind is "argument", "output", "temporary", "constant" or "fragmentation". The
-        instruction is the one whose result is in the buffer; None for unused bytes of an allocation ("fragmentation")
-        and for smaller values that share an allocation with a listed one. Bytes may be 0."""
+        """(bytes, instruction, kind) of the buffers that are live at the memory peak, the largest first.
+
+        kind is "argument", "output", "temporary", "constant" or "fragmentation". The instruction is None for unused
+        bytes, and for smaller values that share an allocation with a listed one. Bytes may be 0.
+        """
         return _peak_buffers(self._buffers, self)
 
     @functools.cached_property
     def _every_instruction(self) -> dict[int, Instruction]:
-        """{id: instruction} of all instructions of all computations, for the buffers, which name instructions by id."""
         return {i.id: i for id in self._protos for i in self.computation(id).instructions}
 
 
 def trip_count(loop: Instruction) -> int:
-    """How often a while loop, the instruction `loop`, runs, if the compiler has noted it in its config; else 1.
-    Module.launches repeats the launches of the loop's body so often, because a trace has as many kernels."""
+    """How often a while loop runs, as the compiler noted it; else 1."""
     try:
         return int(json.loads(loop.config)["known_trip_count"]["n"])
     except (ValueError, KeyError, TypeError):
@@ -259,19 +246,22 @@ def trip_count(loop: Instruction) -> int:
 
 
 def _compiled(proto: Any) -> tuple:
-    """The values of those fields of an HloInstructionProto that decide which kernel the computation around it becomes,
-    hashable, for Module.fingerprint, which adds operands and called computations itself: without these, names, ids and
-    metadata, but with every field up to _LAST_COMPILED that messages.py does not declare."""
-    known = (proto.opcode, proto.parameter_number, proto.custom_call_target, proto.backend_config)
-    parts = (proto.shape, proto.dot_dimension_numbers)
-    others = [(field.field_number, field.data) for field in UnknownFieldSet(proto)]
-    return *known, *(part.SerializeToString() for part in parts), *(o for o in others if o[0] <= _LAST_COMPILED)
+    """The fields of an HloInstructionProto that decide which kernel is compiled, without operands and called
+    computations: also those up to _LAST_COMPILED that messages.py does not declare.
+    """
+    fields = (proto.opcode, proto.parameter_number, proto.custom_call_target, proto.backend_config)
+    messages = (proto.shape, proto.dot_dimension_numbers)
+    undeclared = [(field.field_number, field.data) for field in UnknownFieldSet(proto)]
+    return (
+        *fields,
+        *(message.SerializeToString() for message in messages),
+        *(o for o in undeclared if o[0] <= _LAST_COMPILED),
+    )
 
 
 def _computation(proto: Any, order: Any, module: Module) -> Computation:
-    """Makes a Computation of `module` from its HloComputationProto, `proto`. order: ids of its instructions in the
-    order in which they run, or None if it has no schedule, and then the proto's order is kept."""
-    instructions = [_instruction(one) for one in proto.instructions]
+    """A Computation; order: ids in the order in which they run, or None."""
+    instructions = [_instruction(instruction_proto) for instruction_proto in proto.instructions]
     if order:
         by_id = {i.id: i for i in instructions}
         instructions = [by_id[i] for i in order if i in by_id]
@@ -282,7 +272,6 @@ def _computation(proto: Any, order: Any, module: Module) -> Computation:
 
 
 def _instruction(proto: Any) -> Instruction:
-    """Makes an Instruction from its HloInstructionProto, `proto`; _computation sets its field `computation`."""
     return Instruction(
         name=proto.name,
         opcode=proto.opcode,
@@ -299,7 +288,6 @@ def _instruction(proto: Any) -> Instruction:
 
 
 def _shape(proto: Any) -> Shape:
-    """Makes a Shape from its ShapeProto, `proto`; an unknown element type gets the dtype "?" and no bits."""
     number = proto.element_type
     if number == 13:
         return Shape("tuple", parts=tuple(map(_shape, proto.tuple_shapes)))
@@ -311,17 +299,16 @@ def _shape(proto: Any) -> Shape:
 
 
 def flops(instruction: Instruction) -> int:
-    """FLOPs of the products in an instruction, two for each multiply-add; 0 where shapes do not tell. The report's
-    TFLOP/s and lost time, and the category of a fusion, depend on it. Products are those of is_gemm, and those inside a
-    fusion. A cuDNN attention call counts 2 products of length x length a head in the forward, 5 in the backward, half
-    if its mask is causal; packed rows count as one document each, which is too much. Of Pallas kernels only Mosaic's
-    `grouped_matmul` and `fp8_matmul` count (x [., K] is the first operand, [rows, N] the result, rows that fill up
-    tiles included); others, attention among them, are 0."""
+    """FLOPs of the products in an instruction or fusion, two for each multiply-add; 0 where shapes do not tell.
+
+    cuDNN attention counts 2 products of length x length a head in the forward, 5 in the backward, half if causal;
+    packed rows count as one document, which is too much. Of Pallas kernels `grouped_matmul` and `fp8_matmul` count.
+    """
     operands = instruction.operand_shapes
     if instruction.is_mosaic:
         out = _first(instruction.shape).dims
-        named = instruction.scope.split("/")[-2:-1] in (["grouped_matmul"], ["fp8_matmul"])
-        return 2 * math.prod(out[-2:]) * operands[0].dims[-1] if named and operands else 0
+        counts = instruction.scope.split("/")[-2:-1] in (["grouped_matmul"], ["fp8_matmul"])
+        return 2 * math.prod(out[-2:]) * operands[0].dims[-1] if counts and operands else 0
     if instruction.opcode == "dot":
         return _dot_flops(instruction.shape, operands, instruction.contracting)
     if instruction.is_gemm:
@@ -338,14 +325,12 @@ def flops(instruction: Instruction) -> int:
 
 
 def _first(shape: Shape) -> Shape:
-    """The shape of a call's first result: the first shape of a tuple's, or an array's as it is. Library calls return
-    their result in a tuple with a workspace."""
+    """The first result: library calls return it in a tuple with a workspace."""
     return shape.parts[0] if shape.parts else shape
 
 
 def _dot_flops(out: Shape, operands: list[Shape], contracting: tuple[int, ...]) -> int:
-    """FLOPs of a matrix product: 2 x elements of the result x elements that are summed for each. out: the result's
-    shape. operands: the operands' shapes. contracting: the left one's dimensions that are summed over; () gives 0."""
+    """2 x elements of the result x elements that are summed for each. contracting: the left side's dimensions."""
     if not operands:
         return 0
     lhs = operands[0].dims
@@ -355,7 +340,6 @@ def _dot_flops(out: Shape, operands: list[Shape], contracting: tuple[int, ...]) 
 
 
 def _cublas_contracting(instruction: Instruction) -> tuple[int, ...]:
-    """The dimensions of a cuBLAS call's left operand that are summed over, by its config; () if that lacks them."""
     try:
         numbers = json.loads(instruction.config)["gemm_backend_config"]["dot_dimension_numbers"]
         return tuple(int(i) for i in numbers["lhs_contracting_dimensions"])
@@ -364,9 +348,7 @@ def _cublas_contracting(instruction: Instruction) -> tuple[int, ...]:
 
 
 def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
-    """FLOPs of a cuDNN attention call: 2 products of length x length a head in the forward, 5 in the backward, half if
-    its mask is causal. Packed rows count as one document each, which is too much. 0 if query or key has not four
-    dimensions. operands: the shapes of the call's operands, query and key [B, T, heads, D] first."""
+    """See `flops`; 0 without query and key [B, T, heads, D]."""
     query, key = operands[0].dims, operands[1].dims
     if len(query) != 4 or len(key) != 4:
         return 0
@@ -382,10 +364,11 @@ def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
 
 
 def moved_bytes(instruction: Instruction) -> int:
-    """Bytes that an instruction reads and writes, for the report's TB/s and lost time: each operand and result
-    once, cuBLAS's workspace not. Of an operand that a fusion only slices or gathers from, the slices count; of one that
-    it updates in place, the update. An asynchronous start counts its result alone, because that includes the operands;
-    only all-reduce-start counts as other instructions do."""
+    """Bytes that an instruction reads and writes: each operand and result once, without cuBLAS's workspace.
+
+    Of an operand that a fusion only slices the slices count, of one that it updates in place the update. An
+    asynchronous start but all-reduce-start counts its result, which includes the operands.
+    """
     if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):
         return instruction.shape.num_bytes  # the result of these includes their operands
     workspace = 0
@@ -404,15 +387,15 @@ def moved_bytes(instruction: Instruction) -> int:
     for parameter in inner.instructions:
         if parameter.opcode != "parameter" or parameter.parameter >= len(shapes):
             continue
-        whole = shapes[parameter.parameter].num_bytes
-        used_by = users.get(parameter.id, [])
-        if used_by and all(u.opcode in ("slice", "dynamic-slice", "gather") for u in used_by):
-            whole = min(whole, sum(u.shape.num_bytes for u in used_by))
-        elif used_by and all(u.opcode == "dynamic-update-slice" and u.operands[0] == parameter.id for u in used_by):
-            updates = sum(inner.by_id[u.operands[1]].shape.num_bytes for u in used_by)
-            total -= max(whole - updates, 0)  # the output is the operand, written in place
-            whole = 0
-        total += whole
+        num_bytes = shapes[parameter.parameter].num_bytes
+        readers = users.get(parameter.id, [])
+        if readers and all(u.opcode in ("slice", "dynamic-slice", "gather") for u in readers):
+            num_bytes = min(num_bytes, sum(u.shape.num_bytes for u in readers))
+        elif readers and all(u.opcode == "dynamic-update-slice" and u.operands[0] == parameter.id for u in readers):
+            updates = sum(inner.by_id[u.operands[1]].shape.num_bytes for u in readers)
+            total -= max(num_bytes - updates, 0)  # the output is the operand, written in place
+            num_bytes = 0
+        total += num_bytes
     return max(total, 0)
 
 
@@ -420,11 +403,9 @@ def moved_bytes(instruction: Instruction) -> int:
 
 
 def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instruction | None, str]]:
-    """The buffers live when the program `module` needs the most device memory, found by replaying `assignment`, the
-    compiler's BufferAssignmentProto. Returns (bytes, instruction or None, kind) of each, as Module.peak_buffers does.
-    Values that share an allocation over time are replayed by the heap simulator's trace. Those live when the allocation
-    is fullest are listed, and its unused rest. Without a trace its largest value is, and the rest as one row. Host
-    allocations do not count."""
+    """Module.peak_buffers, by replaying a BufferAssignmentProto. Values that share an allocation over time are those of
+    its fullest moment, if there is a heap trace, or else the largest one. Host allocations do not count.
+    """
     sizes = {buffer.id: buffer.size for buffer in assignment.logical_buffers}
     defined = {buffer.id: buffer.defined_at.instruction_id for buffer in assignment.logical_buffers}
     traces = [
@@ -437,7 +418,7 @@ def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instructio
         if allocation.color:  # a memory space other than the device's: the host
             continue
         size = allocation.size
-        assigned = [one.logical_buffer_id for one in allocation.assigned]
+        assigned = [assigned_buffer.logical_buffer_id for assigned_buffer in allocation.assigned]
         kind = (
             "argument"
             if allocation.is_entry_computation_parameter
@@ -447,25 +428,26 @@ def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instructio
             if allocation.maybe_live_out
             else "temporary"
         )
-        chosen = set(assigned)
-        trace = next((t for t in traces if len(assigned) > 1 and any(b in chosen for _, b, _ in t)), None)
+        buffer_ids = set(assigned)
+        trace = next((t for t in traces if len(assigned) > 1 and any(b in buffer_ids for _, b, _ in t)), None)
         if trace is not None:
-            live = _fullest([e for e in trace if e[1] in chosen], sizes)
+            live = _fullest([e for e in trace if e[1] in buffer_ids], sizes)
             out += [(sizes.get(b, 0), instructions.get(defined.get(b, -1)), kind) for b in live]
             out.append((max(0, size - sum(sizes.get(b, 0) for b in live)), None, "fragmentation"))
         else:
             largest = max(assigned, key=lambda b: sizes.get(b, 0), default=-1)
-            known = min(size, sizes.get(largest, size))
-            out.append((known, instructions.get(defined.get(largest, -1)), kind))
-            out.append((size - known, None, kind))  # smaller values that share the allocation
+            largest_bytes = min(size, sizes.get(largest, size))
+            out.append((largest_bytes, instructions.get(defined.get(largest, -1)), kind))
+            out.append((size - largest_bytes, None, kind))  # smaller values that share the allocation
     return sorted(out, key=lambda row: -row[0])
 
 
 def _fullest(events: list[tuple[int, int, int]], sizes: dict[int, int]) -> list[int]:
-    """Replays the events of a simulated heap and returns the ids of the buffers that are in memory when it first has
-    the most bytes. A buffer that shares memory is not listed; the one that owns the memory is, until all that share it
-    are freed. events: (kind, buffer, the buffer whose memory it shares), in order; kind 0 allocates, 1 frees, 2 shares.
-    sizes: {buffer: bytes}."""
+    """The buffers in a simulated heap when it first has the most bytes. A buffer that shares memory is not listed; its
+    owner is, until all that share it are freed.
+
+      events: (kind, buffer, the buffer whose memory it shares); kind 0 allocates, 1 frees, 2 shares.
+    """
     live: dict[int, int] = {}
     canonical: dict[int, int] = {}
     total = best_total = 0

@@ -1,13 +1,11 @@
-"""The join of a trace's kernels (`Launch`) with the HLO instructions that launched them (`join`), from which they get
-scopes and work. xplane.py calls it for each program of a trace.
+"""The join of a trace's kernels with the HLO instructions that launched them.
 
 A trace names the instruction of a kernel, except inside CUDA graphs ("command buffers"), where every kernel has the
 graph's name. XLA also compiles one kernel for all equal fusions and names it after the first. The join therefore sorts
-instructions and kernels into classes that say which kind of instruction can launch which kernel. Within a class, the
-n-th kernel of a program's execution belongs to the n-th instruction of this class in the schedule. The trace may lack
-the beginning of the first execution and the end of the last one. Where the counts of a class do not match, only the
-stretch between two kernels that are already assigned is searched. A library's helper kernels belong to the call of the
-main kernel near them.
+instructions and kernels into classes that say which instruction can launch which kernel. Within a class, the n-th
+kernel of an execution belongs to the n-th instruction of the class in the schedule. The trace may lack the beginning of
+the first execution and the end of the last one. If the counts of a class do not match, only the stretch between two
+assigned kernels is searched. A library's helper kernels belong to the call of the main kernel near them.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ _SATELLITES = (
 
 @dataclasses.dataclass(slots=True)
 class Launch:
-    """One kernel or copy of a trace, and the HLO instruction that launched it, which `join` finds. xplane.py makes one
-    for each event of a program, passes them to `join`, and then reads what `join` has set."""
+    """One kernel or copy of a trace, for `join`."""
 
     name: str  # of the kernel or copy
     hlo_op: str  # the HLO instruction that the trace names, or a CUDA graph's name; "" if it names none
@@ -49,76 +46,66 @@ class Launch:
 
 
 def join(module: Module, launches: Sequence[Launch]) -> None:
-    """Finds the HLO instruction that launched each kernel of one program, and sets `instruction` (None if it is not
-    found), `execution` and `main` of each launch. Scopes, FLOPs and bytes of kernels are then read from the
-    instruction. Where the trace names an instruction of the program, it is that one.
+    """Finds the instruction of each launch, and sets `instruction`, `execution` and `main` in place.
 
-    Args:
-      module: the program.
-      launches: all its kernels and copies in the trace, in order of their starts, over all its executions.
+    launches: all kernels and copies of the program, by start, over all its executions.
     """
     schedule = module.launches()
-    known = module.by_name
-    kernel_owner = {_MANGLED.sub("_", name): instruction for name, instruction in known.items()}
+    by_name = module.by_name
+    kernel_owner = {_MANGLED.sub("_", name): instruction for name, instruction in by_name.items()}
     classes = _Classes()
-    wanted: dict[Hashable, list[int]] = collections.defaultdict(list)
+    class_positions: dict[Hashable, list[int]] = collections.defaultdict(list)
     for index, instruction in enumerate(schedule):
-        wanted[classes.of(instruction)].append(index)
+        class_positions[classes.of(instruction)].append(index)
 
-    seen: dict[Hashable, list[int]] = collections.defaultdict(list)
-    rest = []
+    class_launches: dict[Hashable, list[int]] = collections.defaultdict(list)
+    unassigned = []
     for index, launch in enumerate(launches):
         if _satellite(launch.name) is not None:
             launch.main = False
             continue
-        key = _class_of_launch(launch, known, kernel_owner, classes)
-        if key is None or key not in wanted:
-            rest.append(index)
+        key = _class_of_launch(launch, by_name, kernel_owner, classes)
+        if key is None or key not in class_positions:
+            unassigned.append(index)
         else:
-            seen[key].append(index)
+            class_launches[key].append(index)
 
-    guesses = _guesses(wanted, seen, len(schedule))
-    if all(launch.hlo_op in known for launch in launches):  # a CPU's trace, which names every instruction
+    guesses = _guesses(class_positions, class_launches, len(schedule))
+    if all(launch.hlo_op in by_name for launch in launches):  # a CPU's trace, which names every instruction
         guesses = itertools.islice(guesses, 1)
-    executions, placed = max(guesses, key=lambda guess: len(_in_order(guess[1])), default=(1, {}))
-    rest += [index for indices in seen.values() for index in indices if index not in placed]
+    executions, positions = max(guesses, key=lambda guess: len(_in_order(guess[1])), default=(1, {}))
+    unassigned += [index for indices in class_launches.values() for index in indices if index not in positions]
     position = [
-        placed.get(index, -1) for index in range(len(launches))
+        positions.get(index, -1) for index in range(len(launches))
     ]  # index in the schedule repeated `executions` times
-    rest += _drop_disorder(position)
-    _fill(position, sorted(rest), launches, schedule, executions, known, kernel_owner, classes)
+    unassigned += _drop_disorder(position)
+    _fill(position, sorted(unassigned), launches, schedule, executions, by_name, kernel_owner, classes)
     _attach_satellites(position, launches, schedule)
-    last = 0
+    execution = 0
     for index, launch in enumerate(launches):
         if position[index] >= 0:
             launch.instruction = schedule[position[index] % len(schedule)]
-            last = position[index] // len(schedule)
-        launch.execution = last
-        if launch.hlo_op in known:
-            launch.instruction = known[launch.hlo_op]
+            execution = position[index] // len(schedule)
+        launch.execution = execution
+        if launch.hlo_op in by_name:
+            launch.instruction = by_name[launch.hlo_op]
 
 
 class _Classes:
-    """Finds the class of an instruction: a key that is equal for instructions that may launch the same kernel, such as
-    equal fusions, for which XLA compiles one kernel. `join` makes one such object for a program, and matches kernels
-    with instructions within a class."""
+    """The class of an instruction: a key that is equal for instructions that may launch the same kernel."""
 
     def __init__(self):
         self._keys: dict[int, Hashable] = {}
 
     def of(self, instruction: Instruction) -> Hashable:
-        """The class of an instruction: equal hashable keys mean that one kernel may come from either instruction. It is
-        computed at the first call and kept, by the identity of the instruction."""
         if id(instruction) not in self._keys:
             self._keys[id(instruction)] = self._key(instruction)
         return self._keys[id(instruction)]
 
     def _key(self, instruction: Instruction) -> Hashable:
-        """Computes the class of an instruction. It is "gemm" for a custom call of a library's product (such as
-        cuBLAS's) and for a fusion around one; ("fusion", fingerprint of its body) for any other fusion, such as a
-        product that XLA compiles itself; "attention forward", "attention backward" or "mosaic"
-        for such custom calls and ("custom-call", target) for others; "copy" for copies; for an async-start the class of
-        what it starts; and (opcode, name) for all others, so that each is a class of its own."""
+        """The class: "gemm" for library products and fusions around one; ("fusion", fingerprint) for other fusions,
+        also XLA's own products; an async-start has the class of what it starts; (opcode, name) is a class of its own.
+        """
         if instruction.opcode in ("async-start", "fusion") and instruction.called:
             assert instruction.computation is not None and instruction.computation.module is not None
             called = instruction.computation.module.computation(instruction.called[0])
@@ -141,33 +128,20 @@ class _Classes:
 
 
 def _satellite(name: str) -> bool | None:
-    """Whether a kernel's name is that of a helper kernel, which a library launches beside its main one, such as a
-    memset or the reduction of a split product (_SATELLITES): True if its main kernel comes after it, False if before,
-    and None if it is no helper but a main kernel. `join` leaves helpers out of its counts, and _attach_satellites
-    assigns them to the calls of their main kernels."""
+    """For a library's helper kernel: True if its main kernel comes after it, False if before; else None."""
     for pattern, before in _SATELLITES:
         if pattern.search(name):
             return before
     return None
 
 
-def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> Hashable | None:
-    """Finds the class of the instructions that may have launched a kernel or copy, a key that is equal for instructions
-    of which one kernel may come from any (_Classes); None if it is unknown. `join` matches launches with instructions
-    within a class.
+def _class_of_launch(launch: Launch, by_name, kernel_owner, classes: _Classes) -> Hashable | None:
+    """The class of the instructions that may have launched a kernel; None if unknown.
 
-    If the trace names an instruction of the program, it is the class of that one. Otherwise it is "copy" for a copy,
-    the class of the instruction that XLA named the kernel after, or what a kernel's name says of its kind: "mosaic",
-    "gemm", "attention forward" or "attention backward".
-
-    Args:
-      launch: the kernel or copy.
-      known: {name: instruction} of the program.
-      kernel_owner: {name of a kernel that XLA compiled: the instruction that it is named after}.
-      classes: gives the class of an instruction.
+    kernel_owner: {name of a kernel that XLA compiled: the instruction that it is named after}.
     """
-    if launch.hlo_op in known:
-        return classes.of(known[launch.hlo_op])
+    if launch.hlo_op in by_name:
+        return classes.of(by_name[launch.hlo_op])
     if launch.is_copy:
         return "copy"
     owner = kernel_owner.get(launch.name)
@@ -182,68 +156,54 @@ def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> 
     return None
 
 
-def _guesses(wanted, seen, size: int) -> Iterator[tuple[int, dict[int, int]]]:
-    """Guesses how often the program ran within the trace, and which instruction each launch belongs to, from the
-    numbers of launches of each class (a key of instructions that may launch the same kernel, see _Classes). The numbers
-    of executions for which most launches speak come first; one more than the first of them is tried too. For each,
-    there is one guess for each place at which the trace may have been cut (_cuts). `join` takes the guess that places
-    most launches in order; in a trace that names every instruction, the first.
+def _guesses(class_positions, class_launches, size: int) -> Iterator[tuple[int, dict[int, int]]]:
+    """Guesses of how often the program ran, and of each launch's instruction, from the numbers of launches of each
+    class: one for each likely number of executions and each place at which the trace may be cut.
 
-    Args:
-      wanted: {class: the positions of its instructions in the schedule, ascending}.
-      seen: {class: indices of its launches in the trace, ascending}.
-      size: the number of instructions in the schedule.
-    Yields:
-      (the number of executions, including those that the trace cuts; {index of a launch: position in the schedule
-        repeated for each execution}), the second for those classes whose launches it explains exactly.
+      class_positions: {class: positions in the schedule, ascending}.
+      class_launches: {class: indices of launches, ascending}.
+      size: of the schedule.
+
+    Yields (executions, {launch: position in the schedule repeated for each}) of the classes that it explains exactly.
     """
     votes: collections.Counter[int] = collections.Counter()
-    for key, indices in seen.items():
-        votes[math.ceil(len(indices) / len(wanted[key]))] += len(indices)
+    for key, indices in class_launches.items():
+        votes[math.ceil(len(indices) / len(class_positions[key]))] += len(indices)
     counts = [count for count, _ in votes.most_common(3)]
     for executions in dict.fromkeys([*counts, *(count + 1 for count in counts[:1])]):
-        lacks = {key: len(wanted[key]) * executions - len(indices) for key, indices in seen.items()}
-        lacks = {key: count for key, count in lacks.items() if 0 <= count <= 2 * len(wanted[key])}
-        order = [key for _, key in sorted((place, key) for key in lacks for place in wanted[key])]
-        for before, after in _cuts(lacks, order, _first_place(lacks, order, seen)):
-            placed = {}
+        lacks = {key: len(class_positions[key]) * executions - len(indices) for key, indices in class_launches.items()}
+        lacks = {key: count for key, count in lacks.items() if 0 <= count <= 2 * len(class_positions[key])}
+        order = [key for _, key in sorted((position, key) for key in lacks for position in class_positions[key])]
+        for before, after in _cuts(lacks, order, _first_place(lacks, order, class_launches)):
+            guess = {}
             for key in (key for key, lack in lacks.items() if lack == before[key] + after[key]):
-                places = wanted[key]
-                for count, index in enumerate(seen[key], before[key]):
-                    placed[index] = count // len(places) * size + places[count % len(places)]
-            yield executions, placed
+                positions = class_positions[key]
+                for count, index in enumerate(class_launches[key], before[key]):
+                    guess[index] = count // len(positions) * size + positions[count % len(positions)]
+            yield executions, guess
 
 
-def _first_place(lacks: dict[Hashable, int], order: list[Hashable], seen: dict[Hashable, list[int]]) -> int:
-    """The position among the launches of one execution at which the trace probably begins, an index into `order`, near
-    which _cuts looks first. Each class that occurs once in the schedule votes for the position that explains where its
-    first launch is in the trace; without such classes it is 0.
-
-    Args:
-      lacks: {class: how many of its launches the trace lacks}.
-      order: the class of each instruction, in the order of the schedule, of the classes in `lacks`.
-      seen: {class: indices of its launches in the trace, ascending}.
-    """
-    launched = {index: rank for rank, index in enumerate(sorted(index for key in lacks for index in seen[key]))}
-    often = collections.Counter(order)
+def _first_place(lacks: dict[Hashable, int], order: list[Hashable], class_launches: dict[Hashable, list[int]]) -> int:
+    """The index into `order` at which the trace probably begins: classes that occur once in the schedule vote."""
+    launched = {
+        index: rank for rank, index in enumerate(sorted(index for key in lacks for index in class_launches[key]))
+    }
+    occurrences = collections.Counter(order)
     votes = collections.Counter(
-        (place - launched[seen[key][0]]) % len(order) for place, key in enumerate(order) if often[key] == 1
+        (position - launched[class_launches[key][0]]) % len(order)
+        for position, key in enumerate(order)
+        if occurrences[key] == 1
     )
-    return max(votes, key=lambda place: votes[place], default=0)
+    return max(votes, key=lambda position: votes[position], default=0)
 
 
 def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iterator[tuple[_Counts, _Counts]]:
-    """Where the trace may have cut the first and the last execution, from how many launches of each class are missing.
-    `_guesses` makes a guess from each.
+    """({class: launches missing at the beginning}, {class: at the end}): first nothing missing, then at most 16 cuts
+    that explain `lacks` best.
 
-    Args:
-      lacks: {class: how many of its launches are missing in all}.
-      order: the class of each instruction, in the order of the schedule, of the classes in `lacks`.
-      first: the position in `order` at which the trace may begin; cuts near it are tried first.
-    Yields:
-      ({class: launches missing at the beginning}, {class: missing at the end}): first the case of nothing missing, then
-        at most 16 of the cuts that explain `lacks` best; none of these if nothing is missing, or as much as two whole
-        executions.
+      lacks: {class: missing launches in all}.
+      order: the class of each instruction in the schedule.
+      first: where in `order` the trace may begin; cuts near it come first.
     """
     total, size = sum(lacks.values()), len(order)
     yield collections.Counter(), collections.Counter()
@@ -252,81 +212,65 @@ def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iter
     leads = range(max(0, total - size), min(total, size) + 1)
     unexplained = collections.Counter(lacks)
     unexplained.subtract(order[: leads[0]] + order[size - total + leads[0] :])
-    wrong = [sum(map(abs, unexplained.values()))]
+    mismatches = [sum(map(abs, unexplained.values()))]
     for lead in leads[:-1]:  # one more at the beginning, one fewer at the end
-        wrong.append(wrong[-1])
+        mismatches.append(mismatches[-1])
         for key, change in ((order[lead], -1), (order[size - total + lead], 1)):
-            wrong[-1] += abs(unexplained[key] + change) - abs(unexplained[key])
+            mismatches[-1] += abs(unexplained[key] + change) - abs(unexplained[key])
             unexplained[key] += change
-    least = min(wrong)
-    alike = [lead for lead, count in zip(leads, wrong) if count == least]
-    for lead in sorted(alike, key=lambda lead: min((lead - first) % size, (first - lead) % size))[:_TRIED]:
+    least = min(mismatches)
+    best_leads = [lead for lead, count in zip(leads, mismatches) if count == least]
+    for lead in sorted(best_leads, key=lambda lead: min((lead - first) % size, (first - lead) % size))[:_TRIED]:
         yield collections.Counter(order[:lead]), collections.Counter(order[size - total + lead :])
 
 
 def _in_order(position: dict[int, int]) -> list[int]:
-    """Finds a longest sequence of launches whose positions in the schedule increase, as they do if the launches ran in
-    its order; returns their indices, ascending. The longer it is, the better a guess of the positions: `join` chooses
-    among guesses by it, and _drop_disorder finds wrong positions. position: {index of a launch: its position in the
-    schedule repeated for each execution}."""
+    """The longest sequence of launches whose positions increase. position: {launch: its position in the schedule}."""
     tails: list[int] = []
     tail_index: list[int] = []
-    before: dict[int, int] = {}
-    for index, place in sorted(position.items()):
-        at = bisect.bisect_left(tails, place)
-        if at == len(tails):
-            tails.append(place)
+    predecessor: dict[int, int] = {}
+    for index, slot in sorted(position.items()):
+        rank = bisect.bisect_left(tails, slot)
+        if rank == len(tails):
+            tails.append(slot)
             tail_index.append(index)
         else:
-            tails[at] = place
-            tail_index[at] = index
-        if at:
-            before[index] = tail_index[at - 1]
+            tails[rank] = slot
+            tail_index[rank] = index
+        if rank:
+            predecessor[index] = tail_index[rank - 1]
     out = tail_index[-1:]
-    while out and out[-1] in before:
-        out.append(before[out[-1]])
+    while out and out[-1] in predecessor:
+        out.append(predecessor[out[-1]])
     return out[::-1]
 
 
 def _drop_disorder(position: list[int]) -> list[int]:
-    """Sets those positions to -1, in place, that are wrong because launches run in the order of the schedule: those
-    that differ by more than 64 from both their neighbours in a longest increasing subsequence. Returns the indices of
-    these launches, for which `join` then looks for a free place between their neighbours (_fill). position: for each
-    launch its position in the schedule repeated for each execution, or -1 if it has none."""
+    """Sets positions to -1, in place, that differ by more than 64 from both neighbours in a longest increasing
+    subsequence, and returns their launches.
+    """
     dropped = []
-    places = _in_order({index: place for index, place in enumerate(position) if place >= 0})
-    keep = set(places)
-    kept = [position[i] for i in places]
-    for index, place in enumerate(position):
-        if place >= 0 and index not in keep:
+    ordered = _in_order({index: slot for index, slot in enumerate(position) if slot >= 0})
+    in_order = set(ordered)
+    ordered_slots = [position[i] for i in ordered]
+    for index, slot in enumerate(position):
+        if slot >= 0 and index not in in_order:
             # Concurrent kernels of a graph swap places with near neighbours, so only positions far off are dropped.
-            near = bisect.bisect_left(places, index)
-            around = [kept[i] for i in (near - 1, near) if 0 <= i < len(kept)]
-            if all(abs(place - other) > 64 for other in around):
+            near = bisect.bisect_left(ordered, index)
+            neighbours = [ordered_slots[i] for i in (near - 1, near) if 0 <= i < len(ordered_slots)]
+            if all(abs(slot - neighbour) > 64 for neighbour in neighbours):
                 position[index] = -1
                 dropped.append(index)
     return dropped
 
 
-def _fill(position, rest, launches, schedule, executions, known, kernel_owner, classes) -> None:
-    """Assigns launches that counting could not assign: each gets the first free place in the schedule, between the
-    places of its nearest neighbours that had one before, whose instruction may have launched it. That is an instruction
-    of its class; for a launch of unknown class, a custom call; for a copy, a copy, an async-start or an instruction
-    with "dynamic" in its name. Without such a place a launch keeps -1.
+def _fill(position, unassigned, launches, schedule, executions, by_name, kernel_owner, classes) -> None:
+    """Assigns the launches `unassigned`, ascending, in place: each gets the first free place between its assigned
+    neighbours whose instruction may have launched it, or keeps -1. An unknown class fits custom calls.
 
-    Args:
-      position: for each launch its place in the schedule repeated for each execution, or -1; changed in place.
-      rest: the indices, ascending, of the launches to assign: those of unknown class or one that no instruction has,
-        those of classes whose launches are not as many as the schedule's instructions explain, and those whose place
-        was out of order (_drop_disorder). Helper kernels are not among them.
-      launches: all kernels and copies of the program in the trace, in the order of their starts.
-      schedule: the program's instructions that start work on the device, in the order in which they run.
-      executions: how often the program ran.
-      known: {name: instruction} of the program.
-      kernel_owner: {name of a kernel that XLA compiled: the instruction that it is named after}.
-      classes: finds the class of an instruction (_Classes); that of a launch follows from its names (_class_of_launch).
+      position: for each launch its place in the schedule repeated for each execution, or -1.
     """
-    taken = {place for place in position if place >= 0}
+    occupied = {slot for slot in position if slot >= 0}
     before = list(position)
     for index in range(1, len(before)):
         before[index] = before[index] if before[index] >= 0 else before[index - 1]
@@ -334,48 +278,39 @@ def _fill(position, rest, launches, schedule, executions, known, kernel_owner, c
     for index in range(len(after) - 2, -1, -1):
         after[index] = after[index] if after[index] >= 0 else after[index + 1]
     total = executions * len(schedule)
-    for index in rest:
-        key = _class_of_launch(launches[index], known, kernel_owner, classes)
+    for index in unassigned:
+        key = _class_of_launch(launches[index], by_name, kernel_owner, classes)
         first = max(before[index] if index else -1, -1)
         last = after[index] if after[index] >= 0 else total
-        for place in range(max(first, 0), min(last, total)):
-            instruction = schedule[place % len(schedule)]
+        for slot in range(max(first, 0), min(last, total)):
+            instruction = schedule[slot % len(schedule)]
             if key is None:
-                fits = instruction.opcode == "custom-call"
+                is_candidate = instruction.opcode == "custom-call"
             elif key == "copy":  # XLA also runs fusions that only move data as copies
-                fits = instruction.opcode.startswith(("copy", "async-start")) or "dynamic" in instruction.name
+                is_candidate = instruction.opcode.startswith(("copy", "async-start")) or "dynamic" in instruction.name
             else:
-                fits = classes.of(instruction) == key
-            if place not in taken and fits:
-                position[index] = place
-                taken.add(place)
+                is_candidate = classes.of(instruction) == key
+            if slot not in occupied and is_candidate:
+                position[index] = slot
+                occupied.add(slot)
                 break
 
 
 def _attach_satellites(position, launches, schedule) -> None:
-    """Gives each helper kernel (launch.main is False), such as the reduction of a split product, the position of the
-    custom call that it belongs to: the nearest one after it, or before it, as its name tells, among six launches that
-    are no helpers and have a position already. A helper of attention belongs to an attention call. Without one its
-    position stays -1.
-
-    Args:
-      position: for each launch its place in the schedule repeated for each execution, or -1; changed in place.
-      launches: all kernels and copies of the program in the trace, in the order of their starts.
-      schedule: the program's instructions that start work on the device, in the order in which they run.
-    """
+    """Gives each helper kernel, in place, the position of the nearest custom call among six main launches."""
     main = [i for i, launch in enumerate(launches) if launch.main and position[i] >= 0]
     for index, launch in enumerate(launches):
         if launch.main:
             continue
-        before = _satellite(launch.name)
+        main_is_after = _satellite(launch.name)
         near = bisect.bisect_left(main, index)
-        order = range(near, min(near + 6, len(main))) if before else range(near - 1, max(near - 7, -1), -1)
+        order = range(near, min(near + 6, len(main))) if main_is_after else range(near - 1, max(near - 7, -1), -1)
         attention = is_attention_kernel(launch.name)
-        for at in order:
-            instruction = schedule[position[main[at]] % len(schedule)]
+        for candidate in order:
+            instruction = schedule[position[main[candidate]] % len(schedule)]
             if instruction.opcode != "custom-call":
                 continue
             if attention and "fmha" not in instruction.target:
                 continue
-            position[index] = position[main[at]]
+            position[index] = position[main[candidate]]
             break

@@ -1,13 +1,10 @@
-"""Protobuf messages of XPlane and HLO files, with the fields that their readers (xplane.py, hlo.py) need. `XSpace` is
-the class of an XPlane file's message, `HloProto` that of a program's; both are made when this module is imported.
+"""Protobuf messages of XPlane and HLO files, with the fields that are read.
 
 Names and numbers are those of tsl/profiler/protobuf/xplane.proto, xla/service/hlo.proto and xla/xla_data.proto. A map
-is declared as a repeated message with a key and a value, which is its encoding. The protobuf package is installed with
-orbax.
+is a repeated message with a key and a value, which is its encoding. protobuf is installed with orbax.
 
-Whoever adds or removes a field of HloInstruction changes the fingerprints by which hlo.py tells kernels apart: its
-`_compiled` takes, besides the fields that it names, all up to number 63 that are not declared here. The field
-control_predecessor_ids is declared for this reason only: nothing reads it.
+A field that is added to HloInstruction or removed changes hlo.py's fingerprints, which take all fields up to number 63
+that are not declared here. control_predecessor_ids is declared for this reason only.
 """
 
 from __future__ import annotations
@@ -81,16 +78,15 @@ _MESSAGES = {
 
 
 def _pool() -> descriptor_pool.DescriptorPool:
-    """Makes the protobuf pool with the descriptors of all messages of _MESSAGES, from which message classes are made.
-    It takes the place of code that protoc would generate, and is called once, when this module is imported."""
+    """The descriptors of all messages, in place of code that protoc would generate."""
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="jaxtune/profile.proto", package="jaxtune")
     for message, fields in _MESSAGES.items():
-        made = file.message_type.add(name=message)
-        for name, (number, given) in fields.items():
-            kind = given.removesuffix("*")
-            label = kinds.LABEL_OPTIONAL if kind == given else kinds.LABEL_REPEATED
-            field = made.field.add(name=name, number=number, label=label)
+        message_type = file.message_type.add(name=message)
+        for name, (number, declared) in fields.items():
+            kind = declared.removesuffix("*")
+            label = kinds.LABEL_OPTIONAL if kind == declared else kinds.LABEL_REPEATED
+            field = message_type.field.add(name=name, number=number, label=label)
             if kind in _MESSAGES:
                 field.type_name = f".jaxtune.{kind}"
             else:

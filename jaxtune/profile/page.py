@@ -1,7 +1,6 @@
-"""HTML pages of a report (`report_page`) and of a comparison (`comparison_page`), as text. A page is one file that
-contains all numbers and loads nothing; a script in it, page.js, draws bars, timelines and the kernel table. `_page`
-makes the whole document, `_column` describes a column of the kernel table, and the other functions make the sections of
-a page."""
+"""HTML pages of a report and of a comparison. A page is one file that loads nothing; page.js in it draws bars,
+timelines and the kernel table.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ _HERE = Path(__file__).parent
 
 
 def report_page(report: ReportData) -> str:
-    """Makes the HTML page of one profile's report and returns its text: the three largest losses, the step's time by
-    category and scope, its timeline, kernels, transfers and memory. Report.to_html calls it."""
+    """The page of one profile's report."""
     losses = [loss.text for loss in report.losses[:3]]
     kernels = {
         "sort": "ms",
@@ -65,11 +63,7 @@ def report_page(report: ReportData) -> str:
 
 
 def comparison_page(comparison: ComparisonData) -> str:
-    """Returns the HTML text of a page that shows `comparison`, that of the profiles of two runs, A and B. The page says
-    in words what changed from A to B. Its tables have the times of both by category, by scope (or by region of the
-    model, if the programs name their scopes differently) and by kernel, and it draws bars and timelines of both.
-    Transfers and memory are not on it. B's times are multiplied by `comparison.scale`, except in its headline and
-    timeline. Comparison.to_html calls it."""
+    """The page of a comparison. B's times are scaled, except in its headline and timeline."""
     kernels = {
         "sort": "diff",
         "sums": ["a", "b", "diff"],
@@ -101,15 +95,9 @@ def comparison_page(comparison: ComparisonData) -> str:
 
 
 def _column(key: str, title: str, digits: int | None = None) -> dict[str, Any]:
-    """Describes a column of the kernel table for page.js, as a dict of JSON values: {"key", "title", "number": whether
-    it has numbers, "digits"}.
+    """A column of the kernel table for page.js, which shows "shape" below "name" and colours "verdict".
 
-    Args:
-      key: the column's identifier, by which the table is sorted and summed; a row is a list with a value for each
-        column, in their order, and has no keys. page.js shows "shape" below "name", without its heading, and colours
-        "verdict".
-      title: its heading.
-      digits: decimals of its numbers; None: it has text, and "digits" is 0.
+    digits: decimals of its numbers; None: text.
     """
     return {"key": key, "title": title, "number": digits is not None, "digits": digits or 0}
 
@@ -122,24 +110,19 @@ def _page(
     kernels: dict[str, Any],
     scales: dict[str, float] | None = None,
 ) -> str:
-    """Makes the whole HTML document and returns its text; styles, script and numbers are inside it.
+    """The whole document.
 
-    Args:
-      title: its heading.
-      sides: (label, report) of the one or two profiles; a label is "A", "B" or "" for a single one.
-      notes: remarks below the heading, as plain text.
-      body: the sections, as HTML.
-      kernels: the kernel table for page.js: "columns" (of `_column`), "rows" (lists of values, in the order of the
-        columns), "sort" (the key it is sorted by first) and "sums" (keys of columns that are summed).
-      scales: {label: factor on the times in that profile's bar}, 1 where missing; None: 1 for all. Headline and
-        timeline are not scaled, and `body` and `kernels` are shown as they are.
+    sides: (label, report); a label is "A", "B" or "".
+    body: sections, as HTML.
+    kernels: "columns", "rows", "sort" (the first key) and "sums" (keys of summed columns).
+    scales: {label: factor on the times of that bar}.
     """
     heads, data_sides = [], []
     for label, report in sides:
         scale = (scales or {}).get(label, 1.0)
-        first, *more = headline(report)
+        first, *further_lines = headline(report)
         name = f"<b>{label}</b> " if label else ""
-        lines = "".join(f'<br><span class="soft">{html.escape(line)}</span>' for line in more)
+        lines = "".join(f'<br><span class="soft">{html.escape(line)}</span>' for line in further_lines)
         heads.append(f"<div>{name}{html.escape(first)}{lines}</div>")
         data_sides.append(
             {
@@ -178,9 +161,6 @@ def _page(
 
 
 def _words(title: str, lines: Sequence[str], ordered: bool = False) -> str:
-    """The HTML of a list of sentences, `lines` (plain text), below the heading `title`; "" without sentences. The page
-    of a report lists its three largest losses so, that of a comparison what changed. ordered: True numbers them, False
-    puts a dot before each."""
     if not lines:
         return ""
     tag = "ol" if ordered else "ul"
@@ -189,21 +169,16 @@ def _words(title: str, lines: Sequence[str], ordered: bool = False) -> str:
 
 
 def _bars() -> str:
-    """The empty section, as HTML, in which page.js draws a bar for each profile: the mean step, divided into its
-    categories. The pages of reports and of comparisons have it."""
     return '<h2>One step, by category</h2>\n<div id="bars"></div>\n<ul class="legend" id="legend"></ul>\n'
 
 
 def _timelines() -> str:
-    """The empty section, as HTML, in which page.js draws the middle step of each profile on a time axis, with a line
-    for each stream. The pages of reports and of comparisons have it."""
     return (
         '<h2>One step, by stream</h2>\n<p class="soft">The wheel zooms, dragging moves.</p><div id="timelines"></div>\n'
     )
 
 
 def _kernel_table() -> str:
-    """The HTML of the section "Kernels": a field for a filter and an empty table, which page.js fills."""
     return (
         '<h2>Kernels</h2>\n<div class="tools"><input type="search" id="filter" aria-label="filter" '
         'placeholder="filter: words of name, scope, category, shape"><span class="soft" id="found"></span></div>\n'
@@ -212,15 +187,7 @@ def _kernel_table() -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], id: str) -> str:
-    """The HTML of a table below a heading, for all tables but that of kernels, which page.js fills.
-
-    Args:
-      title: the heading.
-      head: the name of each column; columns of numbers are aligned to the right, those with one of a few known names,
-        such as "scope" or "", to the left.
-      rows: the cells of each row, as plain text.
-      id: the id of the HTML element, by which tests find the table.
-    """
+    """A table below a heading; columns of numbers are aligned to the right."""
     words = {"category", "scope", "phase", "", "what", "kind", "longest wait"}
     kinds = ["" if name in words else ' class="n"' for name in head]
     cells = "".join(f"<th{kind}>{html.escape(name)}</th>" for name, kind in zip(head, kinds))
@@ -235,17 +202,13 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], id: s
 
 
 def _shares(title: str, shares: Sequence[Share], id: str) -> str:
-    """The HTML table of the time of each category or scope of a report, for the page of a single profile; that of a
-    comparison has `_changes`. title: its heading. shares: its rows. id: the id of the HTML element, "categories" or
-    "scopes", which also decides the name of the first column."""
+    """The table of categories or scopes, which `id` says."""
     rows = [(row.name, row.phase, f"{row.ms:.2f}", percent(row.share)) for row in shares]
     return _table(title, ("scope" if id == "scopes" else "category", "phase", "ms/step", "share"), rows, id)
 
 
 def _changes(title: str, rows: Sequence[Change], id: str) -> str:
-    """The HTML table of a comparison's step and categories, or of its scopes or regions. The last cell of a row is the
-    verdict, coloured as "faster", "slower" or "same"; "only in A" has the colour of "faster", "only in B" that of
-    "slower". title: its heading. rows: the changes. id: the id of the HTML element."""
+    """A comparison's table, with coloured verdicts."""
     head = ("", "", "A ms", "B ms", "B - A", "noise", "")
     table = _table(title, head, [], id)
     lines = []
@@ -261,8 +224,6 @@ def _changes(title: str, rows: Sequence[Change], id: str) -> str:
 
 
 def _transfers(report: ReportData) -> str:
-    """The HTML section on a report's waits, which only the page of a single profile has: a sentence on idle time, below
-    the table of copies over the host link and collectives if there are any."""
     idle = report.idle
     text = (
         f"<p>Idle {idle.ms:.2f} ms a step: {idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms in all, "
@@ -288,9 +249,6 @@ def _transfers(report: ReportData) -> str:
 
 
 def _memory(report: ReportData) -> str:
-    """The HTML table of a report's largest buffers (at most 12 groups) that are live at the peak of the program that
-    needs the most memory, with the peak memory in its heading; "" where the buffers are unknown. Only the page of a
-    single profile has it."""
     if not report.buffers:
         return ""
     rows = [(r["what"], r["kind"], str(r["count"]), f"{r['bytes'] / 1e9:.3f}") for r in report.buffers]

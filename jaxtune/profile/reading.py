@@ -1,5 +1,4 @@
-"""`read` finds the trace in a folder or file, whichever profiler wrote it, and reads it by the reader of its format
-(xplane.py or chrome.py), with what `capture` recorded about it. `show` (report.py) makes its report from the result."""
+"""Finds the trace in a folder or file, whichever profiler wrote it, and reads it."""
 
 from __future__ import annotations
 
@@ -21,12 +20,8 @@ _SMALL_BYTES = 16 << 20
 
 
 def read(path: str | Path) -> Trace:
-    """Finds and reads the trace in a folder that `capture`, jax.profiler or PyTorch's profiler wrote, or in one file,
-    and adds what `capture` recorded beside it, if it did. Returns the Trace, whose `path` is the one given. Only `show`
-    calls it, which makes a report from the Trace.
-
-    Raises:
-      TraceError: no trace can be read, or the record beside it is damaged; the message says why and what would help.
+    """The Trace in a folder that `capture`, jax.profiler or PyTorch's profiler wrote, or in a file, with what `capture`
+    recorded beside it. TraceError says why it cannot be read.
     """
     path = Path(path)
     file = _find(path)
@@ -39,18 +34,15 @@ def read(path: str | Path) -> Trace:
         raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         # A damaged file can make any of the readers fail, in many ways.
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise TraceError(f"{file} is damaged ({what}); record it again") from error
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise TraceError(f"{file} is damaged ({cause}); record it again") from error
     trace.path = str(path)
     _add_record(trace, file.parent / RECORD_FILE)
     return trace
 
 
 def _parse(file: Path, data: bytes) -> Trace:
-    """Reads a trace from `data`, the unpacked bytes of `file`, and returns the Trace. It is read as a Chrome trace if
-    the file's name ends with .json (or .json.gz) or the bytes begin with "{" or "[", else as an XPlane file if the name
-    ends with .pb (or .pb.gz). Raises TraceError if neither is so, or if its reader (read_chrome, read_xplane) refuses
-    it. A damaged file may raise other errors too, which `read` turns into a TraceError."""
+    """A Trace of a file's unpacked bytes, by its name and first byte. A damaged file may raise anything."""
     name = file.name.removesuffix(".gz")
     if name.endswith(".json") or data[:1] in (b"{", b"["):
         from jaxtune.profile.chrome import read_chrome
@@ -64,13 +56,8 @@ def _parse(file: Path, data: bytes) -> Trace:
 
 
 def _find(path: Path) -> Path:
-    """Finds the file that `read` reads: `path` itself if it is a file, else a trace in this folder. In a folder that
-    `capture` wrote it is trace.xplane.pb.gz. In others it is the newest file, in the folder or below it, of the first
-    pattern in _PATTERNS that any file but profile.json fits; XPlane files come before Chrome traces, because they say
-    more.
-
-    Raises:
-      TraceError: the path does not exist, or there is no trace in the folder.
+    """The trace in a folder: `capture`'s, or the newest file of the first pattern of _PATTERNS, as XPlane files say
+    more than Chrome traces.
     """
     if path.is_file():
         return path
@@ -79,22 +66,17 @@ def _find(path: Path) -> Path:
     if (path / TRACE_FILE).is_file():
         return path / TRACE_FILE
     for pattern in _PATTERNS:
-        found = [p for p in path.rglob(pattern) if p.is_file() and p.name != RECORD_FILE]
-        if found:
+        candidates = [p for p in path.rglob(pattern) if p.is_file() and p.name != RECORD_FILE]
+        if candidates:
             return max(
-                found, key=lambda p: (p.stat().st_mtime, str(p))
+                candidates, key=lambda p: (p.stat().st_mtime, str(p))
             )  # the latest, as jax.profiler adds a folder for each capture
-    inside = ", ".join(sorted(p.name for p in path.iterdir())[:4]) or "nothing"
-    raise TraceError(f"{path} holds no trace (*.xplane.pb, *.json), but {inside}")
+    contents = ", ".join(sorted(p.name for p in path.iterdir())[:4]) or "nothing"
+    raise TraceError(f"{path} holds no trace (*.xplane.pb, *.json), but {contents}")
 
 
 def _bytes(file: Path) -> bytes:
-    """The bytes of a trace's file, unpacked if it is compressed by gzip, for `read`.
-
-    Raises:
-      TraceError: it is damaged, or it unpacks to more than 16 MiB and more than 200 times its size, which no trace
-        does, and which might fill the memory.
-    """
+    """A file's bytes, unpacked. TraceError: damaged, or larger than any trace unpacks, which might fill the memory."""
     with file.open("rb") as source:
         packed = source.read(2) == b"\x1f\x8b"
     if not packed:
@@ -114,17 +96,7 @@ def _bytes(file: Path) -> bytes:
 
 
 def _add_record(trace: Trace, file: Path) -> None:
-    """Adds to a trace, in place, what `capture` recorded about it. The recorded meta replaces the trace's own and has
-    the programs' memory analyses under "memory". The recorded versions are added to those that the trace itself has,
-    and replace them for packages that both name. The device is taken only if the trace names none or the CPU, the peak
-    memory only if the trace has none. `read` calls it.
-
-    `file` is the record, profile.json in the folder of the trace's file. If there is no such file, as with traces that
-    another profiler wrote, the trace stays as it is.
-
-    Raises:
-      TraceError: the record is damaged.
-    """
+    """Adds profile.json to a trace, in place: meta, versions, and the device and peak memory that the trace lacks."""
     if not file.is_file():
         return
     try:

@@ -1,5 +1,4 @@
-"""Captures a profile: `capture` records what the devices do inside a `with` block into a folder, which `show`
-(report.py) reads."""
+"""Captures a profile."""
 
 from __future__ import annotations
 
@@ -26,24 +25,14 @@ _SCRATCH = ".trace-"  # how the folder's name begins in which the profiler write
 def capture(
     folder: str | Path, meta: Mapping[str, Any] | None = None, programs: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """Traces a `with` block: `with capture("profiles/a"): run_three_steps()`. It writes the trace and a record,
-    profile.json, with meta, versions, the device and its peak memory. `show` then reads the folder. A training run with
-    `profile.steps` uses it for those steps; other programs may use it too.
+    """Traces a `with` block into a folder for `show`: `with capture("profiles/a"): run_three_steps()`.
 
-    The devices are waited for before and after the block, so that the trace contains the block's work only. Python
-    frames are not traced, because tracing them would slow the block. An earlier capture in the folder is replaced when
-    the new one is written; it stays if no trace can start, or the block raises an error.
+    Devices are waited for before and after the block. An earlier capture in the folder is replaced at the end, and
+    stays if the block raises. ValueError: the folder has other files, meta is no JSON, or another trace is running.
 
     Args:
-      folder: where to write; created if missing.
-      meta: any JSON values, stored in the record, or None. Of these, "tokens_per_step" (a number) gives tokens per
-        second, and `compare` scales times by it; "what" (a text) is shown above the tables.
-      programs: {name: compiled program (jax.stages.Compiled)}, or None. The HLO text of each is written to
-        hlo/NAME.txt.gz, its memory analysis into the record.
-
-    Raises:
-      ValueError: the folder is a file or has other files, meta is not JSON, no trace can start because another is
-        running, or the profiler wrote no file.
+      meta: JSON values; "tokens_per_step" gives tokens per second and scales comparisons, "what" heads the tables.
+      programs: {name: jax.stages.Compiled}, whose HLO text is written to hlo/NAME.txt.gz.
     """
     import jax
 
@@ -62,18 +51,18 @@ def capture(
             jax.profiler.start_trace(scratch, profiler_options=options)
         except RuntimeError as error:
             raise ValueError(f"cannot capture: {error}") from error
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             yield
             _settle()
         finally:
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start_time
             jax.profiler.stop_trace()
-        found = sorted(Path(scratch).rglob("*.xplane.pb"))
-        if not found:
+        xplane_files = sorted(Path(scratch).rglob("*.xplane.pb"))
+        if not xplane_files:
             raise ValueError("the profiler wrote no XPlane file")
         _remove_capture(folder)
-        with found[-1].open("rb") as source, gzip.open(folder / TRACE_FILE, "wb", compresslevel=6) as sink:
+        with xplane_files[-1].open("rb") as source, gzip.open(folder / TRACE_FILE, "wb", compresslevel=6) as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
     record = {"format": _FORMAT, "seconds": seconds, "meta": dict(meta or {}), **_environment()}
     if programs:
@@ -82,12 +71,7 @@ def capture(
 
 
 def _check_folder(folder: Path) -> None:
-    """Checks that a capture can be written into the folder, which need not exist and may have an earlier one.
-
-    Raises:
-      ValueError: it is a file, or has files or folders with names that `capture` does not give, which are not to be
-        deleted. Only names are compared: `capture` deletes any trace.xplane.pb.gz, profile.json and folder "hlo".
-    """
+    """ValueError if the folder is a file, or has files of names that `capture` does not give."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: give a folder for the profile")
     foreign = (
@@ -104,17 +88,13 @@ def _check_folder(folder: Path) -> None:
 
 
 def _remove_capture(folder: Path) -> None:
-    """Removes an earlier capture from the folder, if it has one, when the new trace has been recorded, so that none of
-    its files stays beside those of the new one."""
     shutil.rmtree(folder / HLO_FOLDER, ignore_errors=True)
     (folder / RECORD_FILE).unlink(missing_ok=True)
     (folder / TRACE_FILE).unlink(missing_ok=True)
 
 
 def _settle() -> None:
-    """Waits for the devices' work that this process has dispatched, so that a trace has the work of its block and no
-    other; `capture` calls it before the trace starts and at the block's end. It waits for JAX's side effects and until
-    every live array is computed; work whose results were all deleted is not waited for."""
+    """Waits for side effects and every live array, so that a trace has its block's work only."""
     import jax
 
     jax.effects_barrier()
@@ -122,10 +102,7 @@ def _settle() -> None:
 
 
 def _environment() -> dict[str, Any]:
-    """What profile.json records about this process, as JSON values: "device" (the kind of its first local device),
-    "num_devices" (local ones), "backend", "peak_memory_bytes" (since the process began; the largest of the local
-    devices'; 0 where unknown) and "versions" of Python, JAX, jaxtune and related packages. Reports do not read
-    "num_devices" and "backend"."""
+    """What profile.json records about this process; "peak_memory_bytes" is since the process began."""
     import platform
     from importlib import metadata
 
@@ -147,11 +124,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _write_program(folder: Path, name: str, program: Any) -> dict[str, int]:
-    """Writes the HLO text of a compiled program (jax.stages.Compiled) to hlo/NAME.txt.gz in the folder, where NAME is
-    `name`, the program's name in `capture`. Returns the compiler's memory analysis for the record, {"argument_bytes",
-    "output_bytes", "temp_bytes", "alias_bytes", "host_temp_bytes": bytes}, 0 where it is unknown. The text is for
-    people: jaxtune does not read it, because the trace contains the HLO. The analysis gets into the report's `meta` and
-    from there only into its JSON."""
+    """Writes a program's HLO text, for people, and returns the compiler's memory analysis."""
     (folder / HLO_FOLDER).mkdir(exist_ok=True)
     with gzip.open(folder / HLO_FOLDER / f"{name}.txt.gz", "wt", encoding="utf-8", compresslevel=6) as sink:
         sink.write(program.as_text())

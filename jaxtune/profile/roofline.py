@@ -1,6 +1,4 @@
-"""What a step loses compared with the device's ceilings (`losses`, a list of `Loss`), in milliseconds and as sentences,
-the least time of an operator by the roofline model (`floor_ns`), and the rate with which a product is compared
-(`product_ceiling`). report.py uses it."""
+"""What a step loses compared with the device's ceilings."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ LAUNCH_GAP_NS = 20_000
 
 @dataclasses.dataclass
 class Loss:
-    """One reason why a step takes longer than it could on this device, with the time that would be saved without it.
-    The text and the HTML page of a report show the sentences of the three largest; its JSON has all."""
+    """One reason why a step takes longer than it could on this device."""
 
     what: str  # the loss's short name, such as "GEMM", "idle" or "passes over memory: layer/mlp"
     won_ms: float  # milliseconds a step that would be saved without it
@@ -30,14 +27,10 @@ class Loss:
 
 
 def product_ceiling(dtype: str, ceilings: Ceilings) -> tuple[str, float]:
-    """The rate with which a matrix product is compared, by `floor_ns` and in the sentences of `losses`: (the precision
-    in words, TFLOP/s, which is 0 where unknown). dtype: the operands', as XLA or torch names it. ceilings: the device's
-    rates.
+    """(precision, TFLOP/s or 0) with which a product of operands of `dtype` is compared.
 
-    Operands of eight bits, also XLA's s8 and u8, get ("FP8", the rate of FP8). Those of float32 get ("TF32", half of
-    the rate of bfloat16), because XLA and cuBLAS compute them in TF32 by default; that rate is not measured, but is
-    half of bfloat16's by NVIDIA's data sheets on every card of compute capability 8.0 and above. All others, such as
-    float16, get ("bf16", the rate of bfloat16).
+    float32 is ("TF32", half of bf16's rate): XLA and cuBLAS compute it so by default, and NVIDIA's data sheets have
+    half from compute capability 8.0 on. Eight bits, s8 and u8 too, are FP8; all others bf16.
     """
     if dtype.startswith(_EIGHT_BIT):
         return "FP8", ceilings.gemm_fp8_tflops
@@ -47,19 +40,9 @@ def product_ceiling(dtype: str, ceilings: Ceilings) -> tuple[str, float]:
 
 
 def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -> tuple[float, str]:
-    """The least time that an operator could take on this device, by the roofline model: that of its FLOPs or that of
-    its bytes at the device's ceilings, whichever is longer. The report's "of ceiling" and its losses are computed from
-    it, and `_kind` asks it whether memory limits a product.
+    """(least ns, "compute" or "memory") by the roofline model: FLOPs or bytes at the ceilings, whichever takes longer.
 
-    Args:
-      flops: its floating-point operations.
-      moved_bytes: the bytes that it reads and writes in the device's memory.
-      dtype: of its operands, which chooses the rate of its FLOPs as product_ceiling does (8 bits: FP8; float32: TF32;
-        all others, unknown ones included: bf16).
-      ceilings: the device's rates; one that is 0 (unknown) limits nothing.
-    Returns:
-      (the time in ns, "compute" if its FLOPs take longer, as is also said if both times are equal, else "memory"; "" if
-        it has FLOPs and their rate is unknown, and then the time is that of its bytes)
+    "" if there are FLOPs and their rate is unknown: the time is then that of the bytes. dtype chooses the rate.
     """
     _, peak = product_ceiling(dtype, ceilings)
     memory = moved_bytes / (ceilings.copy_tbps * 1e3) if ceilings.copy_tbps else 0.0
@@ -72,21 +55,13 @@ def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -
 def losses(
     events: Sequence[Event], num_steps: int, idle_ms: float, ceilings: Ceilings, *, wait: str = ""
 ) -> list[Loss]:
-    """Finds every loss of a step, the largest first, for the report's list of what could be saved. The comparison of
-    two profiles does not use them. A moment of the step counts in one loss only. Large matrix products, attention and
-    experts lose the time beyond that of their FLOPs at the ceiling, copies over the host link and collectives the time
-    that the step waits for them, and all others their whole time: whatever is recomputed, thin products (limited by
-    memory), passes over memory, and idle time. Matrix products, attention and experts lose nothing where the device's
-    rate for their operands is unknown (0), such as that of FP8 on an A100. Nor does one of these three kinds if none of
-    its kernels has known FLOPs, as with Pallas attention.
+    """Every loss of a step, the largest first; a moment counts in one only.
 
-    Args:
-      events: those of the captured steps, with `self_ns` set.
-      num_steps: how many steps they come from.
-      idle_ms: idle ms per step.
-      ceilings: the device's rates.
-      wait: words on the device's longest wait for a launch, which begin with a space, because they are appended to a
-        word of the sentence on idle time; "" without one.
+    Large products, attention and experts lose the time beyond their FLOPs at the ceiling (nothing if that or their
+    FLOPs are unknown), transfers the time that the step waits for them, all others their whole time.
+      events: of the captured steps, with `self_ns`.
+      idle_ms: per step.
+      wait: words on the longest wait, which begin with a space.
     """
     per_step = 1e-6 / num_steps
     kinds: dict[str, list[Event]] = collections.defaultdict(list)
@@ -109,10 +84,10 @@ def losses(
                 Loss(kind, ms, text + f"up to {ms:.1f} ms are won by fusing them into the products beside them.")
             )
         elif kind in TRANSFER_CATEGORIES:
-            whole = length(union([(e.start_ns, e.end_ns) for e in members])) * per_step
+            transfer_ms = length(union([(e.start_ns, e.end_ns) for e in members])) * per_step
             moved = sum(e.moved_bytes for e in members) / num_steps / 1e9
             size = f" ({moved:.2f} GB)" if moved else ""
-            text = f"{kind.capitalize()} take {whole:.1f} ms{size}, for which the step waits {ms:.1f} ms: won by "
+            text = f"{kind.capitalize()} take {transfer_ms:.1f} ms{size}, for which the step waits {ms:.1f} ms: won by "
             out.append(Loss(kind, ms, text + "overlapping them with compute."))
         else:
             out.append(_passes(kind, members, ms, per_step, ceilings))
@@ -126,11 +101,9 @@ _PRODUCTS = {"GEMM": "The large matrix products take", "attention": "Attention t
 
 
 def _kind(event: Event, ceilings: Ceilings) -> str:
-    """The name of the loss in which an event's time counts; `losses` groups the events by it. It is "recompute" for
-    every event of that phase, transfers included. Otherwise it is the event's category for transfers, attention and
-    experts, "thin products" for matrix products with FLOPs that memory limits by `ceilings` (the device's rates),
-    "GEMM" for other products, "the loss", "the optimizer" or "dequantising". For all other events, which pass over
-    memory, it is the first two parts of their scope, or "unnamed places" if they have none."""
+    """The loss in which an event's time counts; recompute comes before its category, and passes over memory have the
+    first two parts of their scope.
+    """
     if event.phase == "recompute":
         return "recompute"
     if event.category in TRANSFER_CATEGORIES or event.category in ("attention", "MoE"):
@@ -143,21 +116,15 @@ def _kind(event: Event, ceilings: Ceilings) -> str:
         return f"the {event.category}"
     if event.category == "dequantise":
         return "dequantising"
-    return "/".join([part for part in event.scope.split("/") if part][:2]) or "unnamed places"
+    return "/".join([name for name in event.scope.split("/") if name][:2]) or "unnamed places"
 
 
 def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
-    """The Loss of matrix products, attention or experts, with its sentence: the ms per step that would be saved if
-    these kernels did their FLOPs at the device's ceiling; their bytes do not count. If no kernel of `events` has FLOPs
-    and a known ceiling, that is 0, and the sentence says that it is unknown. If some have, a kernel without FLOPs, such
-    as a helper, counts whole, and one whose own ceiling is unknown (0), such as that of FP8, not at all.
+    """The loss of products beyond their FLOPs at the ceiling; bytes do not count. If none has FLOPs and a ceiling it is
+    0. Of others, a kernel without FLOPs counts whole, and one without a ceiling not at all.
 
-    Args:
-      kind: "GEMM", "attention" or "MoE".
-      events: the events of this kind, of all captured steps.
-      ms: their time in milliseconds per step.
-      per_step: the factor from nanoseconds, summed over all captured steps, to milliseconds per step.
-      ceilings: the device's rates.
+      ms: per step.
+      per_step: from ns of all steps to ms per step.
     """
     flops = sum(e.flops for e in events)
     rate = flops / sum(e.self_ns for e in events) / 1e3
@@ -179,24 +146,14 @@ def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: floa
     return Loss(kind, won, text)
 
 
-def _passes(place: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
-    """The loss of element-wise passes over memory in one part of the model, `place`: all their time, because fusing
-    them into their neighbours would save it.
-
-    Args:
-      place: the part of the model, as `_kind` names it: the first two parts of a scope, "the loss", "the optimizer",
-        "dequantising" or "unnamed places".
-      events: its events, of all captured steps.
-      ms: their time in milliseconds per step.
-      per_step: the factor from nanoseconds, summed over all captured steps, to milliseconds per step.
-      ceilings: the device's rates; that of copies is compared in the sentence and does not change the loss.
-    """
+def _passes(scope: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
+    """The loss of element-wise passes over memory in a scope: all their time, because fusing them would save it."""
     moved = sum(e.moved_bytes for e in events)
-    text = f"Passes over memory in {place} take {ms:.1f} ms"
+    text = f"Passes over memory in {scope} take {ms:.1f} ms"
     if moved:
         text += f" at {moved / sum(e.self_ns for e in events) / 1e3:.2f} TB/s"
     text += f": up to {ms:.1f} ms are won by fusing them into their neighbours"
     slow = ms - sum(min(e.self_ns, floor_ns(0.0, e.moved_bytes, e.dtype, ceilings)[0]) for e in events) * per_step
     if moved and ceilings.copy_tbps and slow > 0.1 * ms:
         text += f", {slow:.1f} ms by reaching {ceilings.copy_tbps:.1f} TB/s"
-    return Loss(f"passes over memory: {place}", ms, text + ".")
+    return Loss(f"passes over memory: {scope}", ms, text + ".")

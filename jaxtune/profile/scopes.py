@@ -1,7 +1,4 @@
-"""What names in a trace mean: the scope and phase of an op_name (`scope_of`), the category of a kernel (`categorise`,
-one of CATEGORIES), and a kernel's name for a table (`readable`). `is_gemm_kernel`, `is_attention_kernel` and
-`is_collective` recognise kernels by their names. xplane.py reads scopes and collectives, launches.py asks for products
-and attention, both readers of traces categorise, and the reports shorten names."""
+"""What names in a trace mean: scopes, phases and categories."""
 
 from __future__ import annotations
 
@@ -44,27 +41,23 @@ _SILENT = frozenset((*_CONTROL, *_TRANSFORMS, *_PHASES))
 
 @functools.lru_cache(maxsize=65536)
 def scope_of(op_name: str) -> tuple[str, str]:
-    """Reads (scope, phase) from an HLO instruction's op_name; ("", "") from an empty one. The reader of XPlane files
-    (xplane.py) calls it for each kernel and each buffer. chrome.py finds scopes in another way, from the ranges around
-    a call.
+    """(scope, phase) of an HLO instruction's op_name.
 
-    JAX writes "jit(step)/transpose(jvp(layer))/mlp/dot_general": transformations wrap the scope around them, and the
-    last part is the primitive; this has the scope "layer/mlp". Names of jitted functions, loops, transformations and
-    phases, and formulas of einsum, are left out. A scope or path of scopes that directly repeats is written once,
-    because a transformation has entered it again. Of several op_names, joined by semicolons, the first is read. The
-    phase is "recompute" in the second run of jax.checkpoint or in a scope with the name "recompute", unless that is
-    inside a scope with the name "backward"; else "backward" under a transpose or in a scope with that name; else
-    "forward".
+    "jit(step)/transpose(jvp(layer))/mlp/dot_general" has the scope "layer/mlp": transformations wrap scopes, and the
+    last part is the primitive. Names of jitted functions, loops, phases and einsum formulas are left out, and a path
+    that repeats at once, because a transformation entered it again, is written once. The phase is "recompute" in the
+    second run of jax.checkpoint or a scope "recompute" outside of "backward", else "backward" under a transpose or a
+    scope "backward".
     """
     if not op_name:
         return "", ""
-    parts = _split(op_name.split(";")[0])
+    names = _split(op_name.split(";")[0])
     phase, out = "forward", []
-    for index, part in enumerate(parts[:-1]):
-        name, transposed = _unwrap(part)
-        if transposed or part == "backward":
+    for index, segment in enumerate(names[:-1]):
+        name, transposed = _unwrap(segment)
+        if transposed or segment == "backward":
             phase = "backward" if phase != "recompute" else phase
-        if part in ("recompute", "rematted_computation") and "backward" not in parts[:index]:
+        if segment in ("recompute", "rematted_computation") and "backward" not in names[:index]:
             phase = "recompute"
         if name and name not in _SILENT and "->" not in name:  # an einsum's formula is not a scope
             out.append(name)
@@ -77,33 +70,27 @@ def scope_of(op_name: str) -> tuple[str, str]:
 
 
 def _split(path: str) -> list[str]:
-    """The names between the slashes of `path`, an HLO instruction's op_name, in order (`scope_of` reads them); slashes
-    within parentheses and brackets do not separate names."""
-    parts, depth, current = [], 0, ""
+    """The names between slashes, which do not separate within parentheses and brackets."""
+    names, depth, current = [], 0, ""
     for char in path:
         depth += (char in "([") - (char in ")]")
         if char == "/" and depth == 0:
-            parts.append(current)
+            names.append(current)
             current = ""
         else:
             current += char
-    return [*parts, current]
+    return [*names, current]
 
 
-def _unwrap(part: str) -> tuple[str, bool]:
-    """Takes the transformations off one part of an op_name, such as "transpose(jvp(layer))", for `scope_of`.
-
-    Returns:
-      (the scope inside them, or "" for the name of a function under jit or pmap; whether one of them is a transpose, as
-        in the backward).
-    """
+def _unwrap(segment: str) -> tuple[str, bool]:
+    """(the scope inside the transformations, "" for a jitted function; whether one is a transpose)."""
     transposed = False
-    while match := _WRAPPER.match(part):
-        wrapper, part = match.groups()
+    while match := _WRAPPER.match(segment):
+        wrapper, segment = match.groups()
         transposed |= wrapper == "transpose"
         if wrapper in ("jit", "pjit", "xla_pmap", "pmap"):
             return "", transposed
-    return part, transposed
+    return segment, transposed
 
 
 _GEMM_KERNEL = re.compile(
@@ -139,29 +126,18 @@ _DEVICE_COPY = re.compile(
 
 
 def is_collective(name: str) -> bool:
-    """Whether the name of a kernel, or the opcode of an instruction, is that of a collective, such as NCCL's
-    all-reduce. The reader of XPlane files (xplane.py) gives such events the kind "collective". That of Chrome traces
-    does not ask it; `categorise` searches for the same pattern itself."""
+    """Whether a kernel's name or an opcode is a collective's."""
     return bool(_COLLECTIVE.search(name))
 
 
 def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = None, target: str = "") -> str:
-    """The category of an event, one of CATEGORIES, such as "GEMM", "attention" or "loss". Both readers of traces call
-    it. The report sums times by category, and `losses` decides by it what could be saved.
+    """The category of an event, one of CATEGORIES: the first that fits, in the order of the body.
 
-    The first that fits is taken: copies over the host link and collectives, attention, dequantising, experts, products,
-    the loss, the optimizer, copies within the device (also fusions that transpose, slice or broadcast) and memsets; all
-    others are "elementwise and norms". So a product is "GEMM" in the loss as in a layer, and frameworks that divide
-    their work differently can be compared. A product in a scope of attention, dequantising or experts, however, has
-    that category.
-
-    Args:
-      kind: the event's kind, one of those in trace.py, such as "kernel" or "to_host".
-      kernel: its kernel's name.
-      scope: its named scope; "" if it has none.
-      is_gemm: whether it is a matrix product, as its instruction or operator tells: True or False; None: the kernel's
-        name decides.
-      target: the custom call's target, where there is one; else "".
+    A product is "GEMM" in the loss as in a layer, so that frameworks that divide their work differently can be
+    compared; in attention, dequantising and experts it has that category.
+      kind: of trace.py, such as "to_host".
+      is_gemm: as the instruction tells; None: the kernel's name decides.
+      target: of a custom call.
     """
     if kind == TO_HOST:
         return "copies to host"
@@ -187,25 +163,17 @@ def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = Non
 
 
 def is_gemm_kernel(name: str) -> bool:
-    """Whether a kernel's name is that of a matrix product of a library (cuBLAS, CUTLASS and the like) or of XLA. Where
-    the trace names no instruction for such a kernel, `join` (launches.py) looks for its instruction among products.
-    Nothing else calls it: `categorise` searches for the same pattern itself."""
+    """Whether a kernel's name is that of a product, of a library or of XLA."""
     return bool(_GEMM_KERNEL.search(name))
 
 
 def is_attention_kernel(name: str) -> bool:
-    """Whether a kernel's name is that of an attention kernel, such as one of cuDNN or FlashAttention. Where the trace
-    names no instruction for such a kernel, `join` (launches.py) looks for its instruction among attention calls. It
-    recognises helper kernels of attention by it too. `categorise` searches for the same pattern itself."""
+    """Whether a kernel's name is that of attention, helpers included."""
     return bool(_ATTENTION_KERNEL.search(name))
 
 
 def readable(kernel: str) -> str:
-    """Shortens a kernel's name for a table: everything in angle brackets or parentheses, such as C++ template arguments
-    and the argument list, and "void " at the start are cut off. A name of which at most 8 characters would be left
-    keeps its first 100 characters after "void " instead; the name of a copy or memset is kept. Calls with equal
-    shortened names share a row in the table of kernels if category, scope, phase and shape are equal too. The timeline
-    and the list of waits shorten names so too."""
+    """A kernel's name for a table, without C++ templates and arguments; if few characters were left, its first 100."""
     if kernel.startswith("Mem"):  # "Memcpy HtoD (Pinned -> Device)"
         return kernel
     name = kernel.removeprefix("void ")

@@ -1,6 +1,4 @@
-"""The tables of a report on one profile (`ReportData`, with rows `Share`, `KernelRow`, `Transfer` and one `Idle`) and
-of a comparison of two (`ComparisonData`, with rows `Change`). report.py and comparison.py fill them, and text.py and
-page.py show them. In both, times are ms of the device per step."""
+"""The tables of a report and of a comparison. Times are ms of the device per step."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from jaxtune.profile.roofline import Loss
 
 @dataclasses.dataclass
 class Share:
-    """The time of one category or scope, a row of the report's tables "By category" and "By scope". `compare` reads
-    `per_step_ms`, from which it computes means and noise."""
+    """The time of one category or scope."""
 
     name: str  # the category's or scope's, "(no scope)", or "idle"
     ms: float  # mean over the steps, of the time booked on its events alone (Event.self_ns); idle time is the rest
@@ -25,8 +22,7 @@ class Share:
 
 @dataclasses.dataclass
 class KernelRow:
-    """The calls of one kernel with one category, scope, phase and shape, a row of the report's table of kernels.
-    Copies, memsets and collectives have rows too. `compare` pairs these rows of two profiles."""
+    """The calls of one kernel, copy or collective with one category, scope, phase and shape."""
 
     name: str  # the kernel's or copy's, shortened by scopes.readable
     category: str  # one of scopes.CATEGORIES, such as "GEMM"
@@ -44,9 +40,9 @@ class KernelRow:
 
 @dataclasses.dataclass
 class Transfer:
-    """All copies to the device, all copies to the host, or all collectives of a profile, a row of the report's table of
-    transfers. Figures but `waits` are means per step. A transfer is exposed while it runs and no kernel, memset or copy
-    within the device does: the step waits for it."""
+    """All copies to the device, to the host, or collectives, per step. A transfer is exposed while no kernel, memset or
+    copy within the device runs: the step waits for it.
+    """
 
     name: str  # "copies to device", "copies to host" or "collectives"
     count: float  # number of them
@@ -61,24 +57,18 @@ class Transfer:
 
     @property
     def hidden(self) -> float:
-        """The share of `ms` in which the device did other work too (kernels, memsets, copies within the device), from 0
-        to 1; collectives and copies from or to the host do not count as such. It is 0 if `ms` is 0. The tables show it
-        as "under compute"."""
+        """The share of `ms` in which the device did other work."""
         return self.hidden_ms / self.ms if self.ms else 0.0
 
     @property
     def longest_wait(self) -> str:
-        """The transfer for which a step waited longest, in words: the exposed ms that are booked on it (Event.self_ns),
-        not its whole duration, and its operator or kernel, such as "1.20 ms, copy-start.3"; "" if no exposed time is
-        booked on any. A transfer is exposed while no kernel, memset or copy within the device runs. The tables show
-        it."""
+        """The longest exposed time of one transfer, in words: "1.20 ms, copy-start.3"."""
         return f"{self.waits[0]['ms']:.2f} ms, {self.waits[0]['op']}" if self.waits else ""
 
 
 @dataclasses.dataclass
 class Idle:
-    """Time within the steps in which nothing ran on the device, as means per step. A stretch of it is a launch gap if
-    it is shorter than 20 us, and else a wait for the host."""
+    """Time within steps in which nothing ran, per step. A stretch shorter than 20 us is a launch gap, else a wait."""
 
     ms: float  # all idle time
     launch_gaps: float  # number of short gaps between launches
@@ -91,9 +81,7 @@ class Idle:
 
 @dataclasses.dataclass
 class ReportData:
-    """The tables of the report on one profile, without functions that show them (Report adds these). text.py and
-    page.py, which report.py imports, are written for this class. Times are ms of device time per step, means over the
-    captured steps."""
+    """The tables of the report on one profile, without the methods that show them; means over the captured steps."""
 
     path: str  # the folder or file that was read, as the user gave it
     framework: str  # "jax" or "torch"
@@ -120,8 +108,7 @@ class ReportData:
     timeline: dict[str, Any] = dataclasses.field(repr=False, default_factory=dict)  # the middle step, for the HTML page
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as a dict of JSON values, for programs (`jaxtune profile show --json` writes it); `timeline`,
-        which only the HTML page draws, is left out."""
+        """JSON values, without the timeline."""
         out = dataclasses.asdict(self)
         del out["timeline"]
         return out
@@ -129,8 +116,7 @@ class ReportData:
 
 @dataclasses.dataclass
 class Change:
-    """One row of a comparison of two profiles, A (the base) and B: the times of the step or of one category, scope,
-    region or kernel in both, and comparison._change's verdict on them. Times are means over the captured steps."""
+    """A row of a comparison: means over the captured steps of A and B, and the verdict on B."""
 
     name: str  # of the category, scope, region or kernel ("A's → B's" if these differ), or "step"
     phase: str  # of the scope, region or kernel; "" for others
@@ -146,8 +132,7 @@ class Change:
 
 @dataclasses.dataclass
 class ComparisonData:
-    """The tables of a comparison of two profiles, A (the base) and B, without functions that show them (Comparison adds
-    these). text.py and page.py, which comparison.py imports, are written for this class."""
+    """The tables of a comparison, without the methods that show them."""
 
     a: ReportData  # the base
     b: ReportData  # its times are not scaled
@@ -164,13 +149,10 @@ class ComparisonData:
 
     @property
     def slower_by(self) -> float:
-        """How much slower B's step is, as a fraction of A's time: 0.03 for 3 %. B's time is scaled to A's tokens per
-        step where both are known (`scale`). It is 0 where B is faster, or not slower beyond the noise. `jaxtune profile
-        compare --fail-if-slower` checks it."""
+        """How much slower B's step is, as a fraction of A's; 0 within the noise."""
         return max(0.0, self.step.diff_ms / self.step.a_ms) if self.step.verdict == "slower" else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The comparison as a dict of JSON values, for programs (`jaxtune profile compare --json` writes it), with
-        `slower_by` and without both timelines, which only the HTML page draws."""
+        """JSON values, with `slower_by` and without timelines."""
         out = dataclasses.asdict(self) | {"slower_by": self.slower_by}
         return out | {"a": self.a.to_dict(), "b": self.b.to_dict()}

@@ -1,6 +1,4 @@
-"""Reports and comparisons of profiles as tables of text for a terminal: `report_text` and `comparison_text`. The HTML
-pages (page.py) use `headline`, the lines above the tables, and `percent`, a fraction as text, too. `bar` draws the bars
-in the table of categories."""
+"""Reports and comparisons as tables of text for a terminal."""
 
 from __future__ import annotations
 
@@ -21,15 +19,12 @@ _WIDE = 110  # a terminal with at least this many columns shows the kernels' sha
 
 
 def _console(width: int) -> Console:
-    """A rich Console of `width` columns that writes into a string, which `_text` returns. It does so also in a silent
-    process (terminal.be_silent), which is any but the first process of a run."""
+    """A Console that writes into a string, also in a silent process."""
     return terminal.console(file=io.StringIO(), width=width, soft_wrap=False)
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Makes an empty rich Table. title: the line above it. columns: the headings; a column whose heading begins with
-    "<" (which is not shown) holds text, is aligned to the left and is wrapped, while others hold numbers, are aligned
-    to the right and are not wrapped."""
+    """An empty Table. A heading that begins with "<" (not shown) is a column of text, others hold numbers."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
     for column in columns:
         name = column.lstrip("<")
@@ -43,40 +38,30 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _text(console: Console) -> str:
-    """What was printed to a console that `_console` made, as text without spaces at the ends of lines, and with a
-    newline at its end."""
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def percent(value: float) -> str:
-    """A fraction (`value`) as text, with one decimal: 0.5 gives "50.0 %". The tables of reports write shares so, on the
-    terminal and in HTML."""
+    """ "50.0 %" for 0.5."""
     return f"{100 * value:.1f} %"
 
 
 def bar(share: float, width: int = 24) -> str:
-    """A bar of block characters whose length is this share (0 to 1) of `width` characters, for the table of categories
-    on the terminal; page.js draws the bars of HTML pages."""
     return "█" * round(share * width)
 
 
 def _short(shape: str) -> str:
-    """A kernel's shape, "operands -> results" as in KernelRow, cut to two operands and the first result, which identify
-    a product and fit a terminal: "bf16[8,64] bf16[64,32] > bf16[8,32]". "" for a shape without arrays. The table of
-    kernels shows it."""
+    """A shape cut to two operands and one result: "bf16[8,64] bf16[64,32] > bf16[8,32]"."""
     operands, _, result = shape.partition(" -> ")
-    parts = re.findall(r"[a-z]\w*\[[\d,]*\]", operands)[:2]
+    inputs = re.findall(r"[a-z]\w*\[[\d,]*\]", operands)[:2]
     results = re.findall(r"[a-z]\w*\[[\d,]*\]", result)[:1]
-    return " ".join(parts) + (f" > {results[0]}" if results else "")
+    return " ".join(inputs) + (f" > {results[0]}" if results else "")
 
 
 def headline(report: ReportData) -> list[str]:
-    """The lines above all tables of a report, two or three: the profile's path, device and versions; what it ran (if
-    its meta says so); and the step's mean time (with several steps, ± half the difference between the longest and the
-    shortest), with tokens per second and TFLOP/s of the products where they are known. The texts and the HTML pages
-    begin with it."""
+    """Two or three lines: the profile, what it ran, and the step's time ± half the range, tokens/s and TFLOP/s."""
     spread = (max(report.steps_ms) - min(report.steps_ms)) / 2
     line = f"step {report.step_ms:.2f} ms"
     if len(report.steps_ms) > 1:
@@ -86,13 +71,13 @@ def headline(report: ReportData) -> list[str]:
     if report.flops_per_step:
         rate = report.flops_per_step / report.step_ms / 1e9
         line += f", {rate:.0f} TFLOP/s in products" if rate >= 1 else f", {rate * 1e3:.1f} GFLOP/s in products"
-    where = report.device or "device unknown"
+    device_words = report.device or "device unknown"
     if report.num_devices > 1:
-        where += f" (the busiest of {report.num_devices})"
+        device_words += f" (the busiest of {report.num_devices})"
     versions = ", ".join(f"{name} {report.versions[name]}" for name in ("jax", "torch") if name in report.versions)
-    what = report.meta.get("what")
-    ran = [what] if isinstance(what, str) and what else []
-    return [f"{report.path}: {where}, {versions or report.framework}", *ran, line]
+    program_words = report.meta.get("what")
+    what_lines = [program_words] if isinstance(program_words, str) and program_words else []
+    return [f"{report.path}: {device_words}, {versions or report.framework}", *what_lines, line]
 
 
 # Report.to_text calls it. The tables are by category, scope, kernel (with shapes from 110 columns on) and transfer;
@@ -100,7 +85,7 @@ def headline(report: ReportData) -> list[str]:
 # and then idle time), 15 kernels, three waits and 8 rows of memory are shown. Losses, transfers, memory and ceilings
 # are left out where the report has none. The text ends with a newline.
 def report_text(report: ReportData, width: int) -> str:
-    """The report as plain text, for a terminal of `width` columns: a headline, notes, losses and tables."""
+    """The report as plain text, for a terminal of `width` columns."""
     console = _console(width)
     for line in headline(report):
         console.print(line)
@@ -121,11 +106,16 @@ def report_text(report: ReportData, width: int) -> str:
 
     table = _table("\nBy scope", "<scope", "<phase", "ms/step", "share")
     scopes, idle_rows = ([r for r in report.scopes if (r.name == "idle") == idle] for idle in (False, True))
-    rest = scopes[_SHOWN:]
+    more_scopes = scopes[_SHOWN:]
     for row in scopes[:_SHOWN]:
         table.add_row(row.name, row.phase, f"{row.ms:.2f}", percent(row.share))
-    if rest:
-        table.add_row(f"({len(rest)} more)", "", f"{sum(r.ms for r in rest):.2f}", percent(sum(r.share for r in rest)))
+    if more_scopes:
+        table.add_row(
+            f"({len(more_scopes)} more)",
+            "",
+            f"{sum(r.ms for r in more_scopes):.2f}",
+            percent(sum(r.share for r in more_scopes)),
+        )
     for row in idle_rows:  # idle time is shown whatever its share
         table.add_row(row.name, row.phase, f"{row.ms:.2f}", percent(row.share))
     console.print(table)
@@ -137,9 +127,9 @@ def report_text(report: ReportData, width: int) -> str:
     for row in report.kernels[:_SHOWN]:
         where = f"{row.scope} {row.phase}".strip()
         rates = f"{row.tflops:.0f}" if row.tflops >= 1 else "", f"{row.tbps:.2f}" if row.tbps >= 0.005 else ""
-        reached = percent(row.of_ceiling) if row.of_ceiling else ""
+        of_ceiling = percent(row.of_ceiling) if row.of_ceiling else ""
         shape = [_short(row.shape)] if wide else []
-        table.add_row(row.name[:40], where, *shape, f"{row.count:g}", f"{row.ms:.2f}", *rates, reached)
+        table.add_row(row.name[:40], where, *shape, f"{row.count:g}", f"{row.ms:.2f}", *rates, of_ceiling)
     console.print(table)
 
     if report.transfers:
@@ -182,9 +172,7 @@ def report_text(report: ReportData, width: int) -> str:
 
 
 def comparison_text(comparison: ComparisonData, width: int) -> str:
-    """The comparison of two profiles as plain text for a terminal of `width` columns: both headlines, notes, sentences
-    on what changed, and tables of the step and its categories, of at most 15 scopes or regions, and of at most 15
-    kernels that changed. A difference with the verdict "same" is in parentheses. Comparison.to_text calls it."""
+    """The comparison as plain text, for a terminal of `width` columns; a difference within noise is in parentheses."""
     console = _console(width)
     for name, report in (("A", comparison.a), ("B", comparison.b)):
         console.print(f"{name}: " + "\n   ".join(headline(report)))

@@ -1,6 +1,4 @@
-"""The form into which every trace is read, an XPlane file (xplane.py) or a Chrome trace (chrome.py): `Trace`, the work
-of one device over some steps; `Event`, one kernel or copy in it; `Buffer`, a part of the memory at the peak. The report
-is made from it. `TraceError` is raised for what cannot be read."""
+"""The form into which every trace is read."""
 
 from __future__ import annotations
 
@@ -12,16 +10,12 @@ KERNEL, MEMSET, COPY, TO_HOST, TO_DEVICE, COLLECTIVE = "kernel", "memset", "copy
 
 
 class TraceError(ValueError):
-    """Raised if no trace can be read from a file or folder, or the record beside it is damaged; the message says why
-    and what would help. It is a ValueError, of which the command line prints the message without a traceback."""
+    """No trace can be read, or its record is damaged; the message says what would help."""
 
 
 @dataclasses.dataclass(slots=True)
 class Event:
-    """One piece of work on the device: a kernel, a memset, a copy or a collective. In a trace from a machine without a
-    device, operators on the CPU take the place of kernels. The readers of both formats of traces, XPlane and Chrome's,
-    make events. A report's tables, except that of memory, are made from them; the ms of categories, scopes and kernels
-    are sums of their self_ns."""
+    """One piece of work on the device: a kernel, a memset, a copy, a collective; or an operator on the CPU."""
 
     start_ns: float  # device clock, counted from the trace's first event
     end_ns: float  # on the same clock
@@ -44,15 +38,13 @@ class Event:
 
     @property
     def duration_ns(self) -> float:
-        """The ns from its start to its end, also those in which other events ran. `self_ns` has only those of them that
-        are booked on this event."""
+        """From its start to its end, also while other events ran."""
         return self.end_ns - self.start_ns
 
 
 @dataclasses.dataclass
 class Buffer:
-    """A part of the device's memory that is in use when a program needs the most memory, and what is in it, for the
-    report's table of memory."""
+    """A part of the device's memory that is in use at the peak."""
 
     num_bytes: int  # its size
     what: str  # the argument or instruction that it holds the value of; words, where it holds that of no single one
@@ -61,8 +53,7 @@ class Buffer:
 
 @dataclasses.dataclass
 class Trace:
-    """The work of one device over some steps, in the form into which every reader brings its file and from which the
-    report is made."""
+    """The work of one device over some steps."""
 
     path: str  # the folder or file that was read, as the user gave it
     framework: str  # "jax" or "torch"

@@ -1,8 +1,7 @@
-"""The name of the linear that a product belongs to, found from the program's parameter that is one of its operands
-(`linear_of`).
+"""The linear that a product belongs to, by its weight.
 
-XLA keeps the path of every argument, such as "frozen['layers'][3]['mlp']['up_proj']['weight'].value". A product can
-therefore be identified by its weight in any program, whether or not the program names its parts.
+XLA keeps the path of every argument, such as "frozen['layers'][3]['mlp']['up_proj']['weight'].value", so that products
+are named whether or not the program names its parts.
 """
 
 from __future__ import annotations
@@ -38,11 +37,9 @@ _DEPTH = 5
 
 
 def linear_of(product: Instruction) -> str:
-    """The name of the linear layer whose weight a matrix product multiplies by: "up_proj", or "q_proj+k_proj" if the
-    operand is made from several weights, of which three are named, followed by "+..." if there are more; "" where no
-    operand is known to be a weight. If several operands are weights, the largest in bytes counts. The reader of XPlane
-    files adds the name to the scope of the product's kernel, unless that has it. It names products in profiles only;
-    training does not use it."""
+    """The linear whose weight a product multiplies by, "up_proj" or "q_proj+k_proj"; "" if no operand is a weight. Of
+    several the largest counts.
+    """
     computation = product.computation
     if computation is None:
         return ""
@@ -59,12 +56,9 @@ def linear_of(product: Instruction) -> str:
 
 
 def _names(instruction: Instruction, depth: int) -> list[str]:
-    """The names of the linear layers whose weights an instruction's result is computed from, such as ["up_proj"], read
-    from the paths of the program's parameters. It is [] if anything but weights goes into it, or if the way to them is
-    longer than 5 instructions or leads through one that does more than move or convert numbers; a fusion passes,
-    whatever it does, if all its operands are made from weights. A parameter with fewer than two dimensions, or of 32 or
-    64 bit integers or booleans, is no weight. depth: how many instructions are between it and the product. `linear_of`
-    calls it for each operand of a product."""
+    """Linears whose weights an instruction's result is made from; [] if anything else goes into it, or within 5
+    instructions one does more than move or convert numbers. A fusion passes. depth: instructions up to the product.
+    """
     if instruction.opcode == "parameter":
         if len(instruction.shape.dims) < 2 or instruction.shape.dtype in _INDICES:
             return []

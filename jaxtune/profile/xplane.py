@@ -1,9 +1,7 @@
-"""Reader of XPlane files, which jax.profiler writes. `read_xplane` makes the Trace (trace.py) of the busiest device, or
-of the CPU if no device did any work. `_events` joins the kernels with the HLO, from which their scopes, shapes, FLOPs
-and bytes are read, `_steps` finds the steps, and `_buffers` what is in memory at the peak.
+"""Reader of XPlane files, which jax.profiler writes.
 
-Events are read through jax.profiler.ProfileData. The HLO of every program that ran is in the plane "/host:metadata",
-which ProfileData does not show; that plane is read as a protobuf message.
+Events are read through ProfileData. The HLO of every program that ran is in the plane "/host:metadata", which
+ProfileData does not show; it is read as a protobuf message.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ _MINOR = (0.0002, 0.002, 0.02)
 
 @dataclasses.dataclass(slots=True)
 class _Raw:
-    """An event of the trace as jax.profiler.ProfileData gives it, before it is joined with the HLO. `_events` makes an
-    Event of each."""
+    """An event as ProfileData gives it, before it is joined with the HLO."""
 
     start_ns: float  # on the profile's clock
     end_ns: float  # on the same clock
@@ -44,12 +41,9 @@ class _Raw:
 
 
 def read_xplane(data: bytes, path: str) -> Trace:
-    """Reads `data`, the unpacked bytes of an XPlane file, and returns the Trace of the device with the longest sum of
-    kernels, copies and memsets; if no device did any work, of the CPU. path: the file's path, for the Trace and for
-    error messages. `read` (reading.py) calls it.
+    """The Trace of the busiest device in an XPlane file's unpacked bytes, or of the CPU if no device did any work.
 
-    Raises:
-      TraceError: the bytes are not an XPlane, or no work is in it, neither of a device nor of programs on the CPU.
+    TraceError: no XPlane, or no work in it. path: for the Trace and messages.
     """
     import warnings
 
@@ -87,8 +81,8 @@ def read_xplane(data: bytes, path: str) -> Trace:
     steps = _steps(events, runs, marks, notes)
     if not modules:
         notes.append("the trace has no HLO: kernels are known by their names only, without scopes, FLOPs or bytes")
-    used = {event.module for event in events}
-    buffers = _buffers([module for key, module in modules.items() if key in used or module.name in used])
+    programs = {event.module for event in events}
+    buffers = _buffers([module for key, module in modules.items() if key in programs or module.name in programs])
     return Trace(
         path=path,
         framework="jax",
@@ -105,9 +99,7 @@ def read_xplane(data: bytes, path: str) -> Trace:
 
 
 def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]]:
-    """Reads from `data`, an XPlane file's bytes, what it records about programs and versions: ({program id, or else
-    name: the program's HLO}, {package: version}), which may be empty. The kernels are joined with these programs; the
-    versions are for the Trace. path: the file's, for messages. Raises TraceError if the bytes are damaged."""
+    """({program id, or else name: its HLO}, {package: version}); TraceError for damaged bytes."""
     modules: dict[str, Module] = {}
     versions: dict[str, str] = {}
     try:
@@ -131,8 +123,7 @@ def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]
 
 
 def _device_events(plane) -> list[_Raw]:
-    """All events of one device's plane, an XPlane of jax.profiler.ProfileData, as _Raw: those of a GPU's streams, or of
-    a TPU's operations, in no order; [] if nothing ran on it. read_xplane calls it for each device."""
+    """All events of a GPU's streams or of a TPU's operations, unordered."""
     lines = list(plane.lines)
     if any(line.name == "XLA Ops" for line in lines):  # a TPU, whose other lines repeat the same time
         lines = [line for line in lines if line.name == "XLA Ops"]
@@ -147,9 +138,7 @@ def _device_events(plane) -> list[_Raw]:
 
 
 def _cpu_events(plane) -> list[_Raw]:
-    """The operations of programs that ran on the CPU, as _Raw: events of the host's plane (an XPlane of ProfileData)
-    that name an HLO instruction and its module. Those that contain others on their thread, such as loops, are left out,
-    so that no time counts twice. read_xplane reads them if no device did any work."""
+    """Operations of programs on the CPU, without those that contain others: no time counts twice."""
     out = []
     for line in plane.lines:
         rows: list[_Raw] = []
@@ -164,9 +153,7 @@ def _cpu_events(plane) -> list[_Raw]:
 
 
 def _step_marks(plane) -> list[tuple[float, int]]:
-    """(start in ns on the profile's clock, step_num) of each jax.profiler.StepTraceAnnotation in the host's plane, by
-    ascending start; [] if the program marked no steps. `_steps` takes from it only how many different step_nums there
-    are."""
+    """(start in ns, step_num) of each StepTraceAnnotation, ascending."""
     out = []
     for line in plane.lines:
         for event in line.events:
@@ -179,9 +166,7 @@ def _step_marks(plane) -> list[tuple[float, int]]:
 
 
 def _peak_memory(plane) -> int:
-    """The largest peak of bytes in use that the allocator of any GPU reported in the host's plane, its own running peak
-    (peak_bytes_in_use), which may be from before the trace; 0 if the plane has no allocations on a GPU. It is the
-    Trace's peak_memory_bytes, for which `read` takes that of the record if it is 0."""
+    """The allocator's peak on any GPU, which may be from before the trace; 0 without allocations."""
     peak = 0
     for line in plane.lines:
         for event in line.events:
@@ -196,9 +181,6 @@ def _peak_memory(plane) -> int:
 
 
 def _kind(raw: _Raw) -> str:
-    """The kind of an event (`raw`), one of those in trace.py: "kernel", "memset", "copy" (within the device or between
-    two), "to_host", "to_device" or "collective", by its name and its statistics. `_events` makes it "collective" too if
-    the instruction that is found later is one."""
     details = str(raw.stats.get("memcpy_details", ""))
     if raw.name in _COPY_KINDS or details:
         if "kind_src:device kind_dst:device" in details:
@@ -216,17 +198,12 @@ def _kind(raw: _Raw) -> str:
 
 
 def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
-    """Joins the events of the profile with the HLO of their programs.
+    """Joins events with the HLO of their programs: (Events without steps, runs, ns of kernels that the HLO lacks).
 
-    Args:
-      raw: the events as the profile has them, in order of their starts.
-      modules: {program id, or else name: its HLO}, which gives scopes and work.
-      origin: the time in ns from which the resulting events count.
-    Returns:
-      (the Events with scope ("host link" for copies to and from the host that have none), phase, category and work
-        (FLOPs and bytes), whose steps are set later; the runs of programs, in order, each (start_ns, program id or
-        name, name of its HLO module, which is the jitted function's); the ns of kernels and copies whose program has
-        HLO, but in it no instruction was found for them)
+      modules: {program id, or else name: HLO}.
+      origin: ns from which times count.
+
+    A run is (start_ns, program, name of its module).
     """
     # A function compiled for several shapes is several programs of one name, which differ in their numbers.
     programs = [
@@ -293,34 +270,27 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
 
 
 def _is_copy(raw: _Raw) -> bool:
-    """Whether an event (`raw`) is a copy (cudaMemcpy) and not a kernel, by its name; a Launch has the result, by which
-    `join` finds the instruction."""
     return raw.name.startswith(("Memcpy", "memcpy"))
 
 
 class _WorkCache:
-    """Reads of an instruction, for `_events`, its FLOPs, bytes, shapes and dtype (`of`), its linear layer (`linear`),
-    and the op_name from which scope_of takes scope and phase (`scope`). The first two are computed once per instruction
-    and kept, because many events of a trace have the same one. The keys are id(instruction), so it is used only while
-    the program's Module exists."""
+    """What events need of an instruction, computed once: many have the same one. Keys are id(instruction), so the
+    Module must outlive it.
+    """
 
     def __init__(self):
         self._work: dict[int, tuple[float, float, str, str]] = {}
         self._linears: dict[int, str] = {}
 
     def linear(self, instruction: Instruction) -> str:
-        """The name of the linear layer whose weight a product multiplies by (weights.linear_of), such as "up_proj"; ""
-        if no operand is known to be a weight, and for any instruction that is no product: neither a dot, nor a
-        library's product, nor a fusion with FLOPs. It is found at the first call and kept."""
+        """The linear of a product; "" for other instructions."""
         if id(instruction) not in self._linears:
             product = instruction.is_gemm or (instruction.opcode == "fusion" and self.of(instruction)[0] > 0)
             self._linears[id(instruction)] = linear_of(instruction) if product else ""
         return self._linears[id(instruction)]
 
     def of(self, instruction: Instruction) -> tuple[float, float, str, str]:
-        """(FLOPs, bytes moved, the first four operands and the result in words, dtype of the first operand, or of the
-        result if there is none) of an instruction, as a kernel's Event has them. It is computed at the first call for
-        an instruction and kept."""
+        """(FLOPs, bytes, operands and result in words, dtype of the first operand or else of the result)."""
         if id(instruction) not in self._work:
             shapes = instruction.operand_shapes
             result = instruction.shape
@@ -333,10 +303,9 @@ class _WorkCache:
         return self._work[id(instruction)]
 
     def scope(self, instruction: Instruction) -> str:
-        """Returns the op_name of an instruction, as JAX writes it, from which scope_of reads scope and phase. Fusions
-        and asynchronous calls, which call other computations, can lack an op_name. It is then that of an instruction in
-        the first called computation in which one has an op_name: the last one that has it and is no parameter. "" if
-        none has."""
+        """The op_name; of a fusion or asynchronous call without one, the last in its first called computation
+        with any.
+        """
         if instruction.scope or not instruction.called or instruction.computation is None:
             return instruction.scope
         module = instruction.computation.module
@@ -353,20 +322,14 @@ class _WorkCache:
 
 
 def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[float, float]]:
-    """(start_ns, end_ns) of each step, in order. A step is a period of the sequence in which programs run, apart from
-    those that take less than 0.02 % of the time, or, if that gives none, 0.2 % or 2 %; if there is still none, because
-    programs change with their shapes, a period of the functions' names. If there is none either, all runs are one step.
-    If the program marked steps, they win over a period if their number divides that of the runs in which the period was
-    found, or, if none was found, of the runs of programs with at least 2 % of the time: those runs are divided equally
-    among the steps. Work before the first step and after the last belongs to none, and a step that the capture cut is
-    left out (_whole). If no program takes 2 % of the time, or none ran, and no period was found, the whole trace is one
-    step, to which all events belong.
+    """(start_ns, end_ns) of each step, in order; sets the events' `step`.
 
-    Args:
-      events: of the trace; their field `step` is set.
-      runs: (start_ns, program id or name, name of its HLO module) of each run of a program.
-      marks: (start in ns, number) of each step that the program annotated; only the different numbers are counted.
-      notes: a list to which remarks on how steps were found are appended.
+    A step is a period of the sequence of programs, without those below 0.02 % of the time, or else 0.2 % or 2 %, or
+    else of the functions' names, because programs change with their shapes. Marked steps win if their number divides
+    that of the runs. Work outside of all steps has none, and a step that the capture cut is left out.
+      runs: (start_ns, program id or name, module's name).
+      marks: (start in ns, number), of which only different numbers count.
+      notes: gets remarks on how steps were found.
     """
     busy: dict[str, float] = collections.defaultdict(float)
     for event in events:
@@ -406,57 +369,45 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
 def _whole(
     steps: list[tuple[float, float]], events: list[Event], programs: set[str], notes: list[str]
 ) -> list[tuple[float, float]]:
-    """Leaves out the first or the last step, or both, if the capture began or ended within it. Such a step has less
-    than 90 % of the kernels of each other step; if there are more than three, it is compared with those between the
-    first and the last only, and a single step always stays. Returns the other steps; the events' `step` is renumbered,
-    -1 for a step that is left out. `_steps` calls it at its end.
+    """Leaves out a first or last step that the capture cut: it has less than 90 % of the kernels of each other one.
+    Renumbers the events' steps, in place.
 
-    Args:
-      steps: (start_ns, end_ns) of each step.
-      events: with their step set; changed in place.
-      programs: the programs whose kernels are counted.
-      notes: a list to which a remark on each step left out is appended.
+      programs: whose kernels are counted.
     """
     counts = collections.Counter(event.step for event in events if event.module in programs)
-    cut = []
+    cut_steps = []
     for index in {0, len(steps) - 1}:
-        others = range(1, len(steps) - 1) if len(steps) > 3 else {*range(len(steps))} - {index}
-        fewest = min((counts[other] for other in others), default=0)
+        other_steps = range(1, len(steps) - 1) if len(steps) > 3 else {*range(len(steps))} - {index}
+        fewest = min((counts[other_step] for other_step in other_steps), default=0)
         if counts[index] < 0.9 * fewest:
-            cut.append(index)
-            which = "last" if index else "first"
+            cut_steps.append(index)
+            edge = "last" if index else "first"
             notes.append(
-                f"the {which} step has {counts[index]} kernels, others {fewest} or more: the capture cut it, and it is "
+                f"the {edge} step has {counts[index]} kernels, others {fewest} or more: the capture cut it, and it is "
                 "left out"
             )
     for event in events:
-        event.step = -1 if event.step in cut else max(-1, event.step - (0 in cut))
-    return [step for index, step in enumerate(steps) if index not in cut]
+        event.step = -1 if event.step in cut_steps else max(-1, event.step - (0 in cut_steps))
+    return [step for index, step in enumerate(steps) if index not in cut_steps]
 
 
 def _buffers(modules: list[Module]) -> list[Buffer]:
-    """The buffers that are live at the memory peak of that one of the programs (`modules`) which needs the most memory,
-    the largest first, for the Trace and so for the report's table of memory; an empty list without programs. Parts of
-    no bytes are left out."""
+    """The buffers at the peak of the program that needs the most memory, the largest first."""
     best: list[Buffer] = []
     for module in modules:
         peak = module.peak_buffers()
-        rows = [Buffer(size, _what(what, kind), kind) for size, what, kind in peak if size > 0]
+        rows = [Buffer(size, _what(instruction, kind), kind) for size, instruction, kind in peak if size > 0]
         if sum(r.num_bytes for r in rows) > sum(r.num_bytes for r in best):
             best = rows
     return best
 
 
 def _what(instruction: Instruction | None, kind: str) -> str:
-    """Describes what is in a buffer, for the report's table of memory. For an argument with a path it is that path; for
-    the result of another instruction, "scope (phase): shape", with the instruction's name if it has no scope, and its
-    opcode in place of the shape of a tuple. The instruction is None for bytes that belong to no single value: the text
-    is then that the bytes are between buffers if `kind` is "fragmentation", else that smaller values share the
-    memory."""
+    """What is in a buffer, in words: an argument's path, or "scope (phase): shape"."""
     if instruction is None:
         return "between buffers" if kind == "fragmentation" else "smaller values in the same place"
     if instruction.opcode == "parameter" and instruction.scope:
         return instruction.scope
     scope, phase = scope_of(instruction.scope)
-    where = f"{scope} ({phase})" if scope else instruction.name
-    return f"{where}: {instruction.shape if instruction.shape.parts is None else instruction.opcode}"
+    place_label = f"{scope} ({phase})" if scope else instruction.name
+    return f"{place_label}: {instruction.shape if instruction.shape.parts is None else instruction.opcode}"

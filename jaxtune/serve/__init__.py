@@ -1,6 +1,5 @@
 """An OpenAI-compatible server over the sampling engine: `jaxtune serve`.
 
-A request's way: `app` (its limits, and who may ask) - `bodies` (its JSON, checked) - `engine` (rows in slots) -
-`texts` (tokens as text) - `forms` (the answer's JSON). `server` runs all of it until a signal comes. `served` describes
-a model that is offered, and `errors` makes the errors that clients get.
+A request's way: `app` (its limits, and who may ask) - `bodies` (its JSON, checked) - `engine` (rows in slots) - `texts`
+(tokens as text) - `forms` (the answer's JSON).
 """

@@ -1,9 +1,5 @@
-"""The JSON of a request, checked: `read_chat` and `read_completion` turn a body into an Asked, which says what is asked
-of which model.
-
-Names and defaults are OpenAI's. `top_k`, `min_p` and `repetition_penalty` are accepted beside them, as other servers do
-(`extra_body` of the openai package). What changes nothing here is ignored, what cannot be followed is refused. pydantic
-checks the keys of a body, and the reader of conversations its messages and tools.
+"""The JSON of a request, checked. Names and defaults are OpenAI's, with top_k, min_p and repetition_penalty of other
+servers. What changes nothing here is ignored, what cannot be followed is refused.
 """
 
 from __future__ import annotations
@@ -72,8 +68,7 @@ Stop = Annotated[str, Field(min_length=1)]
 
 
 class _StreamOptions(BaseModel):
-    """`stream_options` of a body: what a stream contains in addition to the answer. None is a key that is null or not
-    given. Other keys are refused. For an answer that is sent whole they change nothing."""
+    """What a stream contains beside the answer; without an effect on an answer that is sent whole."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool | None = None  # True: the stream ends with the numbers of tokens; else it has none
@@ -82,12 +77,10 @@ class _StreamOptions(BaseModel):
 
 
 class _Body(BaseModel):
-    """The keys that the bodies of /v1/chat/completions and /v1/completions share, with OpenAI's meanings; pydantic
-    checks their types and ranges. Other keys, if `_checked` has not dropped them before, are refused. None is a key
-    that is not given, for which `_asked` and its callers fill in a default: one answer (n), a random seed, temperature
-    1, no filters, penalty or stop strings, no stream; max_tokens is then what the context has room for, and in
-    /v1/completions 16. `top_k` (0 and -1: no limit), `min_p` and `repetition_penalty` are not OpenAI's, and mean what
-    they do in vLLM. At temperature 0, top_p, top_k and min_p have no effect."""
+    """Keys of both kinds of bodies, with OpenAI's meanings. None: not given: one answer, a random seed, temperature 1,
+    no filters. top_k (0 and -1: no limit), min_p and repetition_penalty mean what they do in vLLM. At temperature 0 the
+    filters have no effect.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str  # the name of a served model
@@ -107,10 +100,9 @@ class _Body(BaseModel):
 
 
 class _Chat(_Body):
-    """A body of /v1/chat/completions: the shared keys and those below, with OpenAI's meanings. None is a key that is
-    not given. `max_completion_tokens` is the newer name of `max_tokens`, and is used if both are given. `tools` are
-    descriptions of tools for the prompt. `tool_choice` "none" leaves them out; without tools, calls of tools are not
-    looked for in the answer."""
+    """A body of /v1/chat/completions. max_completion_tokens precedes max_tokens. tool_choice "none" leaves the tools
+    out of the prompt; without tools an answer is not searched for calls.
+    """
 
     messages: Annotated[list[dict[str, object]], Field(min_length=1)]  # the conversation that the answer continues
     max_completion_tokens: Positive | None = None  # the most tokens of the answer
@@ -125,10 +117,9 @@ class _Chat(_Body):
 
 
 class _Completion(_Body):
-    """A body of /v1/completions: the shared keys and those below. `prompt` is a text, a list of token ids, a list of
-    texts, or a list of lists of token ids. `logprobs` asks for the log-probability of each token of the answer, and its
-    value is how many of the most likely tokens at that token's position are listed too, with log-probabilities; 0 lists
-    none, and None asks for nothing."""
+    """A body of /v1/completions: `prompt` is a text, token ids, or a list of either. logprobs: how many of the
+    likeliest tokens are listed at each position; 0: only the token's own log-probability.
+    """
 
     prompt: (
         str
@@ -141,27 +132,23 @@ class _Completion(_Body):
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What one request asks for, checked and with all defaults filled in. `app` submits its rows to the engine, and
-    forms.Answer makes the answer's JSON by the other fields."""
+    """What one request asks for, checked, with all defaults."""
 
     served: Served
-    """The model that answers."""
     rows: list[Row]
-    """The answers to sample, one Row each; those to the same prompt follow each other."""
+    """One for each answer; those to the same prompt follow each other."""
     prompt_tokens: int
-    """The number of tokens of all prompts. A prompt with several answers is counted once."""
+    """Of all prompts, each counted once."""
     chat: bool
-    """True: a body of /v1/chat/completions; False: of /v1/completions. The JSON of their answers differs."""
+    """/v1/chat/completions or /v1/completions."""
     stream: bool
-    """True: the answer is sent in chunks while it is made; False: as a whole."""
     include_usage: bool
-    """Whether a stream ends with the numbers of tokens. An answer that is sent whole has them in any case."""
+    """Whether a stream ends with the numbers of tokens; a whole answer always has them."""
     logprobs: bool
-    """Whether the answer has log-probabilities of its tokens."""
     reader: AnswerReader | None = None
-    """Tells thoughts, text and calls of an answer apart; None: all is text."""
+    """Tells thoughts, text and calls apart; None: all is text."""
     schemas: Schemas | None = None
-    """The tools whose calls are looked for in the answers, {name: JSON schema of the parameters}; None: none are."""
+    """Tools whose calls are looked for, {name: JSON schema}; None: none are."""
     opening: str = ""
     """What of an answer the prompt's end has, such as <think>."""
     role: str = "assistant"
@@ -169,16 +156,9 @@ class Asked:
 
 
 def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
-    """Returns what a body of /v1/chat/completions asks for, as an Asked: the model, the rows to sample with their
-    prompts and settings, and the form of the answer. Applying the chat template to a long conversation may take
-    seconds, so the server calls this in a thread.
+    """What a body of /v1/chat/completions, decoded JSON of any type, asks for. May take seconds.
 
-    Args:
-      body: the decoded JSON of a request, of any type.
-      models: the models that are served, by name.
-    Raises:
-      ApiError: 400: the body is wrong, the tokenizer has no chat template, or the template refuses the messages; 404:
-        no model has the name.
+    ApiError: 400: the body is wrong, or the chat template is missing or refuses the messages; 404: no such model.
     """
     checked = _checked(_Chat, body)
     served = _model(checked.model, models)
@@ -198,29 +178,24 @@ def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
     logprobs = (checked.top_logprobs or 0) if checked.logprobs else None
     if logprobs is None and checked.top_logprobs:
         raise ApiError(400, f"top_logprobs = {checked.top_logprobs}: set logprobs to true too", "top_logprobs")
-    asked, reader = _asked(checked, served, [prompt], most, logprobs, chat=True), served.reader(bool(tools))
+    request_values, reader = _asked(checked, served, [prompt], most, logprobs, chat=True), served.reader(bool(tools))
     schemas = schemas_of(tools) if tools else None
     opening = reader.opening(prompt, continues) if begins or continues else ""
     role = "assistant" if begins else turns[-1]["role"]
-    return dataclasses.replace(asked, reader=reader, schemas=schemas, opening=opening, role=role)
+    return dataclasses.replace(request_values, reader=reader, schemas=schemas, opening=opening, role=role)
 
 
 def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
-    """Returns what a body of /v1/completions asks for, as an Asked with n rows for each prompt. Without max_tokens an
-    answer has at most 16 tokens. The server calls it in a thread, because tokenising long texts takes time.
+    """What a body of /v1/completions, decoded JSON of any type, asks for: n rows for each prompt. May take seconds.
 
-    Args:
-      body: the decoded JSON of a request, of any type.
-      models: the models that are served, by name.
-    Raises:
-      ApiError: 400: the body is wrong, or asks for more than 128 answers (prompts times n); 404: no model has the name.
+    ApiError: 400: the body is wrong, or asks for more than 128 answers; 404: no such model.
     """
     checked = _checked(_Completion, body)
     served = _model(checked.model, models)
-    given = checked.prompt
-    texts = [given] if isinstance(given, str) else given
-    one = [texts] if isinstance(texts[0], int) else texts
-    prompts = [_tokens(prompt, served.tokenizer) for prompt in one]
+    prompt_value = checked.prompt
+    texts = [prompt_value] if isinstance(prompt_value, str) else prompt_value
+    prompt_list = [texts] if isinstance(texts[0], int) else texts
+    prompts = [_tokens(prompt, served.tokenizer) for prompt in prompt_list]
     if len(prompts) * (checked.n or 1) > _MOST_ANSWERS:
         raise ApiError(400, f"prompt and n ask for more than {_MOST_ANSWERS} answers: ask in several requests", "n")
     most = checked.max_tokens or _COMPLETION_TOKENS
@@ -228,13 +203,7 @@ def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
 
 
 def _checked[B: _Body](kind: type[B], body: object) -> B:
-    """Validates a decoded JSON body as `kind`, _Chat or _Completion, and returns it. A key of the body whose value is
-    null counts as absent. Keys that change no answer (such as `user`) are dropped, and so are keys of what is not
-    implemented, as long as they have the value that asks for nothing (such as frequency_penalty = 0).
-
-    Raises:
-      ApiError: 400: the body is no JSON object; or a key is wrong, unknown, missing or not supported, and one is named.
-    """
+    """The body as `kind`; ApiError (400). Null counts as absent; keys that change no answer are dropped."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     body = {key: value for key, value in body.items() if value is not None and key not in _IGNORED}
@@ -250,21 +219,17 @@ def _checked[B: _Body](kind: type[B], body: object) -> B:
 
 
 def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
-    """Makes the ApiError (400) for the first fault in `error`, which pydantic raised in `_checked` for a body of the
-    class `kind`: a key is unknown (the message names the nearest key of `kind`, if one is near), is missing, or has a
-    wrong value. Its `param` is the path of the key, such as messages.3.content. The path of a wrong or missing value
-    ends before the first part that is neither an index nor an identifier, or is "str": pydantic puts names of types,
-    such as list[str], behind the key."""
+    """The ApiError for the first fault that pydantic found: an unknown (with the nearest), missing or wrong key."""
     fault = error.errors(include_url=False, include_context=False)[0]
     # Of a key with several types the place continues with the name of one of them, which is no key.
     keys = itertools.takewhile(
-        lambda part: isinstance(part, int) or (part.isidentifier() and part != "str"), fault["loc"]
+        lambda step: isinstance(step, int) or (step.isidentifier() and step != "str"), fault["loc"]
     )
     param = ".".join(map(str, keys))
     if fault["type"] == "extra_forbidden":
-        *above, unknown = map(str, fault["loc"])
-        near = [] if above else difflib.get_close_matches(unknown, kind.model_fields, 1)
-        param = ".".join([*above, unknown])
+        *outer_keys, unknown = map(str, fault["loc"])
+        near = [] if outer_keys else difflib.get_close_matches(unknown, kind.model_fields, 1)
+        param = ".".join([*outer_keys, unknown])
         hint = f"did you mean {near[0]}?" if near else "leave it out"
         return ApiError(400, f"unknown parameter {param}: {hint}", param, "unknown_parameter")
     if fault["type"] == "missing":
@@ -274,22 +239,19 @@ def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
 
 
 def _short(value: object) -> str:
-    """A value's repr, cut to 80 characters, for error messages: values come from clients and may be of any size."""
+    """A repr of at most 80 characters: values come from clients and may be of any size."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _model(name: str, models: Mapping[str, Served]) -> Served:
-    """The model of this name among `models`, {name: model}; raises ApiError (404), which lists the names, if there is
-    none."""
     if name not in models:
         raise ApiError(404, f"model = {_short(name)}: there are {', '.join(models)}", "model", "model_not_found")
     return models[name]
 
 
 def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of one prompt of a completion, a text or a list of token ids, which is returned as it is. Raises
-    ApiError (400) for a text with lone surrogates."""
+    """Token ids of a text, or of ids as they are; ApiError (400) for lone surrogates."""
     if not isinstance(prompt, str):
         return list(prompt)  # type: ignore[call-overload]
     try:
@@ -306,12 +268,9 @@ def _conversation(
     begins: bool,
     continues: bool,
 ) -> list[int]:
-    """The token ids of a chat's prompt in the model's chat template.
+    """Token ids of a chat's prompt; ApiError (400) if the template is missing or refuses the messages.
 
-    Args:
-      begins, continues: whether it ends with the beginning of an answer, or within the last message.
-    Raises:
-      ApiError: 400, if the tokenizer has no template, or the template refuses the messages.
+    begins, continues: it ends with the beginning of an answer, or within the last message.
     """
     tokenizer = served.tokenizer
     if not tokenizer.chat_template:
@@ -331,7 +290,7 @@ def _conversation(
 
 
 def _read[T](read: Callable[[object, str], T], value: object, key: str) -> T:
-    """What a reader of conversations makes of the value of a key. Raises ApiError (400) that names the key in it."""
+    """`read`'s result for the value of a key; ApiError (400) names the key in it."""
     try:
         return read(value, key)
     except ConversationError as error:
@@ -350,18 +309,10 @@ def _asked(
     *,
     chat: bool,
 ) -> Asked:
-    """Makes the Asked of a validated body, for read_chat and read_completion, with the defaults filled in: temperature
-    1, a random seed of 32 bits for all rows, one answer to each prompt. At temperature 0, top_k, top_p and min_p get
-    the values that do nothing, because they would change nothing.
+    """The Asked of a validated body, with the defaults. prompts: token ids, each with `body.n` consecutive rows.
 
-    Args:
-      body: the body.
-      served: the model that answers.
-      prompts: token ids of each prompt; each gets `body.n` consecutive rows (None: one).
-      most: the most new tokens of an answer; None: as many as the context has room for.
-      logprobs: how many of the most likely tokens at the position of each sampled one are asked for, with their
-        log-probabilities; None: no log-probabilities.
-      chat: True: the answer has the JSON form of /v1/chat/completions; False: that of /v1/completions.
+    most: new tokens of an answer; None: what the context has room for.
+    logprobs: likeliest tokens at each position; None: no log-probabilities.
     """
     temperature = 1.0 if body.temperature is None else body.temperature
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []

@@ -1,10 +1,7 @@
-"""The engine of the server: one thread drives the samplers of all models. A sampler decodes the answers of many clients
-at once, each answer in one of the sampler's slots. Requests submit each answer as a `Row` to the `Engine` and read the
-tokens from their `Answers`, in which a `_Failed` takes the place of tokens if an error ends a row. If a sampler refuses
-a row, `_code` gives OpenAI's error code for the reason.
+"""One thread drives the samplers of all models, each of which decodes the answers of many clients in slots.
 
-Each model (the base, and the base with each adapter) has a sampler of its own, because rows of one batch multiply by
-the same weights. Samplers take turns: while several have rows, each makes a round of tokens, one after another.
+Each model (the base, and the base with each adapter) has a sampler, because rows of a batch multiply by the same
+weights. Samplers with rows take turns, a round of tokens each.
 """
 
 from __future__ import annotations
@@ -29,8 +26,7 @@ _MOST_ROWS = 1024  # that wait or decode; more are refused, as their clients wou
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One answer that is asked for: a prompt with the settings of its continuation, which a sampler decodes as one row
-    of its batch. A request with n=3 has three rows."""
+    """One answer that is asked for; a request with n=3 has three rows."""
 
     prompt: list[int]  # token ids
     max_new_tokens: int | None  # the most tokens of the answer; None: as many as the row has room for
@@ -48,30 +44,20 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Failed:
-    """Put into a request's queue in place of a Piece (the next tokens of a row) if a round of the sampler fails or the
-    server stops: the row ends with this error and gets no further pieces."""
+    """Takes the place of a row's tokens: the row ends with this error."""
 
     error: ApiError  # which `Answers.next` raises, so that the whole request ends
 
 
 class Answers:
-    """The queue through which the engine's thread hands the tokens of one request's rows (answers that are being
-    generated) to the request's handler.
+    """The queue of one request's tokens, from the engine's thread to the event loop.
 
-    `Engine.submit` makes it, in the event loop that awaits it. The engine's thread calls `put` with new tokens of a
-    row, or with an error that ends it. The request's handler awaits `next` in the event loop's thread until no rows are
-    left, and must call `close` whatever happens, so that no slot decodes for a client that is gone.
+    The request's handler awaits `next` until `left` is 0, and must `close` whatever happens, so that no slot decodes
+    for a client that is gone.
 
-    Args:
-      engine: the engine that makes the rows.
-      model: the name of the model that is asked.
-      count: the number of rows.
     Attributes:
-      model: the model's name.
-      count: the number of rows.
-      left: the number of rows whose last tokens `next` has not returned.
-      numbers: the numbers that Sampler.submit gave the rows, by which `close` has them cancelled. Only the engine's
-        thread uses them. That new tokens find these Answers does not depend on them (Engine._place).
+      left: rows whose last tokens `next` has not returned.
+      numbers: of the rows in the sampler; only the engine's thread uses them.
     """
 
     def __init__(self, engine: Engine, model: str, count: int):
@@ -82,60 +68,45 @@ class Answers:
         self._closed = False
 
     async def next(self) -> tuple[int, Piece]:
-        """Waits for the next tokens of any row, for the request's handler (app._whole or app._events); it must only be
-        awaited while `left` is not 0. With the last tokens of a row (finish_reason is set) `left` becomes one less; an
-        error does not change it.
+        """Waits for (index of a row in the request, its new tokens); only while `left` is not 0.
 
-        Returns:
-          (index of the row in the request, its new tokens).
-        Raises:
-          ApiError: the engine failed, or the server stops.
+        ApiError: the engine failed, or the server stops.
         """
-        index, made = await self._made.get()
-        if isinstance(made, _Failed):
-            raise made.error
-        if made.finish_reason is not None:
+        index, piece = await self._made.get()
+        if isinstance(piece, _Failed):
+            raise piece.error
+        if piece.finish_reason is not None:
             self.left -= 1
-        return index, made
+        return index, piece
 
     def put(self, index: int, made: Piece | _Failed) -> None:
-        """Queues `made`, the new tokens of a row or the error that ends it, for `next`; called by the engine's thread.
-        If the event loop has ended, nothing happens. index: the row's index in its request."""
+        """Queues a row's tokens or its error, from the engine's thread; nothing happens after the event loop's end."""
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._made.put_nowait, (index, made))
 
     def fail(self, why: ApiError) -> None:
-        """Ends the rows with an error; called in the event loop."""
+        """Ends the rows with an error; in the event loop."""
         self._made.put_nowait((0, _Failed(why)))
 
     def close(self) -> None:
-        """Cancels the rows that have not ended, so that their slots (places in the sampler's batch) become free, and
-        takes all rows off the number of those that wait or decode, which Engine.submit limits (Engine.forget). The
-        request's handler calls it when the answer is complete (a stream: sent), has failed, or the client left, and
-        Engine.submit if it raises; a second call does nothing."""
+        """Cancels the rows that have not ended and frees their slots; a second call does nothing."""
         if not self._closed:
             self._closed = True
             self._engine.forget(self)
 
 
 class Engine:
-    """The samplers of several models, and the thread that drives them, which begins when the Engine is made: by
-    `jaxtune serve`, after the models are loaded. Server and app.py get it as an argument.
+    """The samplers of several models, and the thread that drives them, which begins at once.
 
-    Samplers are used in that thread alone. The event loop's thread sends it functions to call (`_commands`), and gets
-    the results through each request's `Answers`. It calls `submit` to start a request's rows, `forget` to cancel them,
-    and, when the server stops, `end` to end all rows with an error. `close` ends the thread, and so does Python's end.
+    Samplers are used in that thread alone: the event loop queues functions for it (`_commands`) and gets results
+    through `Answers`. ValueError: too little memory for the slots.
 
     Args:
-      samplers: for each model's name, a function that makes its sampler. It is called at once, and again for the next
-        request after a failed round of this sampler, in which its arrays may have been lost.
-      tokenizers: for each model's name, the tokenizer with which the sampler finds stop strings.
+      samplers: {model: makes its sampler}, called at once, and again after a failed round, whose arrays may be lost.
+      tokenizers: {model: finds stop strings}.
     Attributes:
-      failure: the type and the first line of the message of the error with which the last round (of any model), or a
-        later start of a request, failed; None if neither did.
-      plans: for each model's name the SlotPlan of its sampler: the number of slots and the tokens that a row may have.
-    Raises:
-      ValueError: there is too little memory for the slots. Other errors of `samplers` are raised too.
+      failure: the error of the last round of any model, or of a later start of a request; None: neither failed.
+      plans: {model: SlotPlan}, the slots and the tokens of a row.
     """
 
     def __init__(self, samplers: Mapping[str, Callable[[], Sampler]], tokenizers: Mapping[str, Decodes]):
@@ -156,15 +127,10 @@ class Engine:
     # ---- called in the event loop's thread
 
     async def submit(self, model: str, rows: Sequence[Row]) -> Answers:
-        """Puts rows at the end of the queue of the model with this name, all of them or none, and returns the Answers
-        from which their tokens are read. It waits until the engine's thread has done so, after the pass that this
-        thread is in (a round of each model that has rows). If this is cancelled, the rows are too. _Api._answer calls
-        it.
+        """Queues all rows or none, after the current pass of the engine's thread; a cancelled call cancels the rows.
 
-        Raises:
-          ApiError: 400 if the sampler refuses a prompt or a setting; 429 if more than 1,024 rows of all models would
-            wait or be decoded; 500 for any other failure, also if there is too little memory to make a sampler anew;
-            the error given to `end`, if the server is stopping.
+        ApiError: 400: the sampler refuses a row; 429: more than 1,024 rows would wait or decode; 500: any other
+        failure; or the error of `end`.
         """
         if self._ended is not None:
             raise self._ended
@@ -174,67 +140,63 @@ class Engine:
         answers = Answers(self, model, len(rows))
         self._rows += len(rows)
         self._open.add(answers)
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._awaited.add(done)
-        self._commands.put(lambda: self._submit(answers, rows, done))
+        submitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awaited.add(submitted)
+        self._commands.put(lambda: self._submit(answers, rows, submitted))
         try:
-            await done
+            await submitted
         except BaseException:
             answers.close()
             raise
         finally:
-            self._awaited.discard(done)
+            self._awaited.discard(submitted)
         return answers
 
     async def unless_ended[T](self, work: Awaitable[T]) -> T:
-        """What `work` returns; or the error of `end`, which cancels it."""
+        """The result of `work`, or the error of `end`, which cancels it."""
         task = asyncio.ensure_future(work)
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._awaited.add(ended)
+        end_signal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awaited.add(end_signal)
         if self._ended is not None:
-            ended.set_exception(self._ended)
+            end_signal.set_exception(self._ended)
         try:
-            await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, end_signal), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                ended.result()
+                end_signal.result()
             return task.result()
         finally:
-            self._awaited.discard(ended)
-            for one in (task, ended):
-                one.cancel()
-            if ended.done() and not ended.cancelled():
-                ended.exception()  # or asyncio says that nobody looked at it
+            self._awaited.discard(end_signal)
+            for future in (task, end_signal):
+                future.cancel()
+            if end_signal.done() and not end_signal.cancelled():
+                end_signal.exception()  # or asyncio says that nobody looked at it
 
     def forget(self, answers: Answers) -> None:
-        """Takes a request's rows (`answers`) off the count that `submit` limits, and has the engine's thread cancel
-        those that have not ended, which frees their slots in the batch. Only Answers.close calls it, in the event
-        loop's thread, exactly once for each request that has Answers, also for a complete one."""
+        """Takes the rows off the count that `submit` limits, and cancels those that have not ended. Once for each
+        Answers, in the event loop.
+        """
         self._rows -= answers.count
         self._open.discard(answers)
         self._commands.put(lambda: self._forget(answers))
 
     def end(self, why: ApiError) -> None:
-        """Ends all answers with an error at once, whatever the engine's thread does, and refuses later ones with it."""
+        """Ends all answers at once, whatever the engine's thread does, and refuses later ones."""
         self._ended = why
         for answers in self._open:
             answers.fail(why)
-        for done in self._awaited:
-            if not done.done():
-                done.set_exception(why)
+        for future in self._awaited:
+            if not future.done():
+                future.set_exception(why)
         self._commands.put(self._cancel_all)
 
     def close(self, seconds: float) -> bool:
-        """Asks the thread to end, and says whether it has within `seconds`: a pass in which it compiles may take
-        minutes. Rows that have not ended get no error."""
+        """Asks the thread to end; False if it has not within `seconds`: a pass that compiles may take minutes."""
         _end_thread(self._commands, self._thread, seconds)
         return not self._thread.is_alive()
 
     # ---- called in the engine's thread
 
     def _drive(self) -> None:
-        """The thread's main loop, which ends after `close`. Each pass first calls the functions that the event loop's
-        thread has queued (`_obey`, which waits while no sampler has rows). Then every sampler that has rows makes one
-        round, a few tokens of each row (`_step`), one model after another."""
         while self._obey():
             for name in list(self._samplers):
                 if self._samplers[name].pending:
@@ -243,9 +205,7 @@ class Engine:
             sampler.close()
 
     def _obey(self) -> bool:
-        """Calls the functions that the event loop's thread has queued (`_commands`), in order. If no sampler has rows
-        to decode, it first waits until a function is queued. Returns False if `close` was called, so that the thread
-        ends; else True. Functions that were queued after `close` are not called."""
+        """Calls the queued functions, and waits for one while no sampler has rows; False after `close`."""
         waits = not any(sampler.pending for sampler in self._samplers.values())
         while True:
             try:
@@ -257,16 +217,8 @@ class Engine:
             command()
             waits = False
 
-    def _submit(self, answers: Answers, rows: Sequence[Row], done: asyncio.Future[None]) -> None:
-        """Submits a request's rows to the sampler of its model, on behalf of `submit`. No error is raised in this
-        thread.
-
-        Args:
-          answers: the queue for the rows' tokens, which has the model's name.
-          rows: the rows.
-          done: the future that `submit` awaits. In the event loop it gets None as its result, or as its exception the
-            ApiError that says why no row was taken.
-        """
+    def _submit(self, answers: Answers, rows: Sequence[Row], submitted: asyncio.Future[None]) -> None:
+        """Submits rows to their sampler; `submitted` gets None or the ApiError, in the event loop. Raises nothing."""
         error: ApiError | None = self._ended
         if error is None:
             try:
@@ -277,27 +229,19 @@ class Engine:
                 error = self._failed(failed)
 
         def report() -> None:
-            """Sets the future's result or exception, in the event loop's thread."""
-            if done.done():  # cancelled, or the server stops
+            if submitted.done():  # cancelled, or the server stops
                 return
             if error is None:
-                done.set_result(None)
+                submitted.set_result(None)
             else:
-                done.set_exception(error)
+                submitted.set_exception(error)
 
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            done.get_loop().call_soon_threadsafe(report)
+            submitted.get_loop().call_soon_threadsafe(report)
 
     def _place(self, answers: Answers, rows: Sequence[Row]) -> None:
-        """For `_submit`: submits rows to the sampler of their model, which is made anew if the last one failed.
-        `_of_request` gets (answers, index of the row) for each row, by which `_step` finds where its tokens go;
-        answers.numbers gets its number in the sampler, by which `_forget` cancels it. answers: the queue for the rows'
-        tokens.
-
-        Raises:
-          ValueError: the sampler refuses a row; those submitted before it are cancelled.
-          Exception: what a device or a compiler raises when a sampler is made anew; RuntimeError if there is too little
-            memory for it.
+        """Submits rows to their model's sampler, which is made anew after a failure. ValueError: it refuses a row, and
+        the others are cancelled; RuntimeError: too little memory for a new sampler.
         """
         name = answers.model
         if name not in self._samplers:
@@ -330,8 +274,6 @@ class Engine:
             raise
 
     def _forget(self, answers: Answers) -> None:
-        """Cancels the rows of a request (`answers`) that have not ended, whether they wait or decode. It runs in the
-        engine's thread, on behalf of `forget`, and of `_place` if the sampler refuses one of the rows."""
         sampler = self._samplers.get(answers.model)
         for number in answers.numbers:
             owner, _ = self._of_request.get((answers.model, number), (None, 0))
@@ -341,10 +283,9 @@ class Engine:
         answers.numbers.clear()
 
     def _step(self, name: str) -> None:
-        """Runs one round of the sampler of the model of this name, which makes a few tokens in every slot, and puts
-        each row's new tokens (a Piece) into the Answers of its request; those of cancelled rows are dropped. If the
-        round raises, the sampler is dropped and all its rows end with the error, because its arrays may have been
-        donated to the call that failed. Otherwise `failure` becomes None, also if it was of another model."""
+        """One round of a model's sampler. If it raises, the sampler is dropped and all its rows end with the error,
+        because its arrays may have been donated to the call that failed.
+        """
         try:
             pieces = self._samplers[name].step()
         except Exception as failed:  # as in _submit; the sampler's arrays may be gone
@@ -369,10 +310,7 @@ class Engine:
         self._of_request.clear()
 
     def _failed(self, error: Exception) -> ApiError:
-        """Prints the traceback of an unexpected error on stderr, such as one of the device, and returns the ApiError
-        (500), with the error's type and the first line of its message, for those whose work failed: the request that
-        could not be submitted, or all requests with rows in the sampler whose round failed. It also stores these words
-        in `failure`, which /health reports until a round, of any model, succeeds. The engine continues."""
+        """Prints an unexpected error's traceback, sets `failure`, and makes the ApiError; the engine continues."""
         say("jaxtune: the engine failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
         self.failure = f"{type(error).__name__}: {error}".split("\n")[0]
         return ApiError(500, f"the engine failed: {self.failure}")
@@ -385,7 +323,5 @@ def _end_thread(commands: queue.SimpleQueue, thread: threading.Thread, seconds: 
 
 
 def _code(refused: str) -> str | None:
-    """OpenAI's error code for `refused`, the message with which a sampler refused a row: context_length_exceeded, by
-    which clients know that a conversation, or the answer that they ask for, must become shorter; or None for any other
-    reason."""
+    """OpenAI's error code for a sampler's refusal: clients shorten a conversation at context_length_exceeded."""
     return "context_length_exceeded" if "positions" in refused else None

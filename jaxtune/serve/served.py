@@ -1,5 +1,4 @@
-"""What a server offers under one name (`Served`): a model, with an adapter or without, and how it reads and writes text
-(`Tokenizer`)."""
+"""What a server offers under one name."""
 
 from __future__ import annotations
 
@@ -15,31 +14,26 @@ from jaxtune.models.decoder import Decoder
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer of transformers, as far as a server needs it. Served copies it deeply."""
+    """What a server needs of transformers' tokenizers; Served copies it deeply."""
 
     # the chat template, a Jinja text or several by name; None or empty: the tokenizer has none, and chats are refused
     @property
     def chat_template(self) -> object: ...
 
     def __call__(self, text: str, /, **options: object) -> Mapping[str, list[int]]:
-        """{"input_ids": the token ids of a text}. `options` are those of transformers."""
+        """{"input_ids": token ids}"""
         ...
 
     def decode(
         self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = ..., clean_up_tokenization_spaces: bool = ...
-    ) -> str:
-        """The text of `token_ids`. skip_special_tokens: True: special tokens, such as BOS, are left out of it; False:
-        they have their own text. clean_up_tokenization_spaces: whether spaces before punctuation are left out."""
-        ...
+    ) -> str: ...
 
-    def apply_chat_template(self, conversation: list[dict[str, object]], /, **options: object) -> str:
-        """A conversation, a list of messages with role and content, as text. `options` are those of transformers."""
-        ...
+    def apply_chat_template(self, conversation: list[dict[str, object]], /, **options: object) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A model that a server offers, under the name by which clients ask for it."""
+    """A model, with an adapter or without, under the name by which clients ask for it."""
 
     name: str  # the `model` of a request's body
     model: Decoder  # the base model, or the base model with an adapter; the command makes the model's sampler of it
@@ -51,7 +45,6 @@ class Served:
     decoder: Tokenizer = dataclasses.field(init=False)
 
     def __post_init__(self):
-        """Sets `decoder` to a copy of the tokenizer."""
         object.__setattr__(self, "decoder", copy.deepcopy(self.tokenizer))
 
     @functools.cached_property
@@ -60,5 +53,5 @@ class Served:
         return {tools: AnswerReader(self.decoder, template_for(templates, tools)) for tools in (False, True)}
 
     def reader(self, tools: bool) -> AnswerReader:
-        """What reads answers to conversations in the tokenizer's template, with or without tools."""
+        """Reads answers to conversations with or without tools."""
         return self._readers[tools]

@@ -1,5 +1,4 @@
-"""Serves the application of app.py with uvicorn: `listen` opens the socket, before the model is loaded, and `Server`
-serves on it until a signal comes, and then lets answers end within a time limit."""
+"""Serves the application with uvicorn until a signal, after which answers have some seconds to end."""
 
 from __future__ import annotations
 
@@ -33,13 +32,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens at `port` (0: a free one) on the address `host`, an IP address, or a name, of which
-    the first address is taken. `jaxtune serve` opens it before the model is loaded, so that an address in use is
-    reported at once.
-
-    Raises:
-      ValueError: the address is not available, or there is no such name or port.
-    """
+    """A socket that listens on an IP address or a name's first one, at `port` (0: a free one); else ValueError."""
     try:
         [(family, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         return socket.create_server(address[:2], family=family, backlog=1024)
@@ -52,23 +45,14 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """Serves until SIGTERM, SIGINT or SIGHUP; a SIGHUP that is ignored, as under nohup, stays so.
 
-    After the first signal no new requests are accepted; answers have `grace` seconds to end, and those that have not
-    ended by then get an error. A second signal asks uvicorn to end without them, and run_until_signal, which returns
-    after one signal, raises KeyboardInterrupt.
+    After the first signal no new requests are accepted, and answers have `grace` seconds, then get an error. A second
+    one ends the server without them.
 
     Args:
-      models: the served models, by name.
-      engine: the engine, which has a sampler for each of the models.
-      listener: the socket of `listen`. It is closed when the shutdown begins. If its address is a loopback address,
-        requests whose Host or Origin is another machine's are refused.
-      key: the API key that requests except those to /health must bring; None: no key is needed.
-      seconds: the time from when a request's body has arrived until its answer has been made, and, if it is streamed,
-        been read by the client. A later answer fails with error 504, which is the last event of a stream that is being
-        sent.
-      grace: seconds that answers have to end after the first signal.
+      listener: on a loopback address, requests of another Host or Origin are refused; closed at the shutdown.
+      key, seconds: as in make_app.
     Attributes:
-      second: the second signal (or the last, if more came), also if it came when all answers had ended; None if there
-        was none.
+      second: the second signal, or a later one.
     """
 
     def __init__(
@@ -100,12 +84,11 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def run_until_signal(self) -> None:
-        """Serves until a signal, and returns when all answers have ended; those that have not within `grace` seconds
-        get the error 503. If the threads have not ended five seconds later, as while one compiles, which nothing
-        interrupts, or after a second signal, this ends the process: exit code 0, or 128 plus the second's number.
+        """Serves until a signal, and returns when all answers have ended, after `grace` seconds with error 503.
 
-        Raises:
-          KeyboardInterrupt: after a second signal, with its name.
+        If the threads have not ended five seconds later, as in a compile, which nothing interrupts, or at a second
+        signal, this ends the process: exit code 0, or 128 plus the second's number. KeyboardInterrupt: after a second
+        signal.
         """
         with self._signals():
             self.run(sockets=[self._listener])
@@ -119,7 +102,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Within it all signals go to `handle_exit`, before and after uvicorn's own time too."""
+        """All signals go to `handle_exit` within it, before and after uvicorn's own time too."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -133,19 +116,20 @@ class Server(uvicorn.Server):
 
     def _threads_ended(self) -> bool:
         """Ends the engine's thread and the tokenizer's; False if they are still at work after some seconds."""
-        last = self._encoding.submit(int)
+        last_task = self._encoding.submit(int)
         self._encoding.shutdown(wait=False)
-        until, earlier = time.monotonic() + _THREAD_SECONDS, self.second
-        while time.monotonic() < until and self.second is earlier:
+        deadline, earlier = time.monotonic() + _THREAD_SECONDS, self.second
+        while time.monotonic() < deadline and self.second is earlier:
             if self._engine.close(_SLICE_SECONDS):
                 with contextlib.suppress(StillBusy):
-                    last.result(_SLICE_SECONDS)
+                    last_task.result(_SLICE_SECONDS)
                     return True
         return False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The handler of all signals. A second one ends the server without the answers; a SIGHUP, which a shell and
-        the system both send, is never the second."""
+        """A second signal ends the server without the answers, but not SIGHUP, which a shell and the system
+        both send.
+        """
         if not self.should_exit:
             self.should_exit = True
         elif sig != signal.SIGHUP:
@@ -153,32 +137,27 @@ class Server(uvicorn.Server):
             self.force_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to accept connections and prints the server's address on stdout. uvicorn calls it after it has
-        installed its signal handlers. sockets: the open sockets to accept connections from, here always that of
-        `listen`; with None uvicorn would open its own."""
+        """Also prints the server's address."""
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1  (Ctrl-C ends it)", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Closes the sockets and idle connections, and waits for the answers; after `grace` seconds the answers that
-        have not ended get an error, and what still runs some seconds later is cancelled."""
+        """Waits for the answers; uvicorn cancels what still runs some seconds after `grace`."""
         say(f"jaxtune: stopping; answers have {self._grace:g} s to end", file=sys.stderr)
-        ends = [asyncio.ensure_future(each) for each in (self._end_of_grace(), self._end_at_once())]
+        ends = [asyncio.ensure_future(ending) for ending in (self._end_of_grace(), self._end_at_once())]
         try:
             await super().shutdown(sockets)
         finally:
-            for each in ends:
-                each.cancel()
+            for ending in ends:
+                ending.cancel()
 
     async def _end_of_grace(self) -> None:
-        """After `grace` seconds ends every answer that is not complete, and refuses later ones, with error 503."""
         await asyncio.sleep(self._grace)
         self._engine.end(ApiError(503, "the server is stopping: ask again when it is back", code="stopping"))
 
     async def _end_at_once(self) -> None:
-        """Waits for a second signal, and then closes every connection, because uvicorn ends only when all are closed.
-        shutdown starts it, and cancels it if they end without one."""
+        """Closes every connection at a second signal, because uvicorn ends only when all are closed."""
         while not self.force_exit:
             await asyncio.sleep(0.1)
         for connection in list(self.server_state.connections):

@@ -13,18 +13,16 @@ _PART_OF_CHARACTER = "\ufffd"  # what a decoder gives for bytes of a character w
 
 
 class Text:
-    """Makes the thoughts and the text of one answer from its tokens, as pieces that no later token can change.
+    """Thoughts and text of one answer as pieces that no later token can change, up to the first stop string or call.
 
-    The pieces are those of the text that decoding all tokens at once gives, up to the first stop string or call of a
-    tool. A token alone cannot be decoded: it may be a part of a character, and the space before it depends on earlier
-    tokens. Tokens are given to `add`, or, if the answer is sent whole, to `keep`; `end` is called once after the last.
+    A token alone cannot be decoded: it may be a part of a character, and its leading space depends on earlier tokens.
+    Call `add` for each, or `keep` if the answer is sent whole, then `end` once.
 
     Args:
-      decode: makes text of token ids.
-      stops: strings that end the text and are no part of it.
+      stops: end the text and are no part of it.
       stream: tells thoughts, text and calls apart; None: all is text.
     Attributes:
-      calls: the calls of tools, as entries of OpenAI's `tool_calls`, once `end` was called; empty before.
+      calls: entries of OpenAI's `tool_calls`, after `end`.
     """
 
     def __init__(
@@ -40,37 +38,37 @@ class Text:
         self.calls: list[dict[str, object]] = []
 
     def add(self, ids: Sequence[int]) -> Pieces:
-        """Adds the next token ids of a streamed answer, and returns what is certain and was not returned yet."""
+        """Adds token ids, and returns what is certain and was not returned yet."""
         self._ids += ids
         before = self._decode(self._ids[self._begin : self._known])
-        now = self._decode(self._ids[self._begin :])
-        if now.endswith(_PART_OF_CHARACTER) or not now.startswith(before):
+        decoded = self._decode(self._ids[self._begin :])
+        if decoded.endswith(_PART_OF_CHARACTER) or not decoded.startswith(before):
             return []
-        self._text += now[len(before) :]
+        self._text += decoded[len(before) :]
         self._begin, self._known = self._known, len(self._ids)
         certain = len(self._text)
         for stop in self._stops:
-            place = self._text.find(stop, self._read)
-            certain = min(certain, len(self._text) - overlap(self._text, stop) if place < 0 else place)
+            offset = self._text.find(stop, self._read)
+            certain = min(certain, len(self._text) - overlap(self._text, stop) if offset < 0 else offset)
         return self._given(self._text[: max(certain, self._read)])
 
     def keep(self, ids: Sequence[int]) -> Pieces:
-        """Adds token ids of an answer that is sent whole, which `end` returns."""
+        """Adds token ids of an answer that `end` returns."""
         self._ids += ids
         return []
 
     def end(self) -> Pieces:
         """Returns what was not returned yet, and sets `calls`."""
         text = self._decode(self._ids)
-        places = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
-        pieces = self._given(text[: min(places)] if places else text)
+        offsets = [offset for offset in (text.find(stop) for stop in self._stops) if offset >= 0]
+        pieces = self._given(text[: min(offsets)] if offsets else text)
         if self._stream is not None:
             pieces += self._stream.end()
             self.calls = [_openai_call(call) for call in self._stream.calls]
         return pieces
 
     def _given(self, text: str) -> Pieces:
-        """Reads what is new in `text`, the text of the answer from its start."""
+        """The new pieces of `text`, the answer's text from its start."""
         new, self._read = text[self._read :], max(self._read, len(text))
         if self._stream is not None:
             return self._stream.add(new)

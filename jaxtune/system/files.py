@@ -1,12 +1,7 @@
-"""Files that are complete or not there: atomic writing, under a temporary name that is renamed at the end
-(`atomic_write`), and removal of what a killed process left. A lock (`hold`) tells that from what a living process
-writes.
+"""Files that are complete or not there.
 
-`temporary_path` makes such names, `create_temporary` a locked file of such a name, and `remove_temporary`
-(`remove_left` for one path) removes what was left. There are also flushing to the disk (`sync`, `start_flush`), errors
-of writing that name the file (`writing`), checksums of files (`fingerprints`), reading of regular files alone, where
-others may have put a pipe or a device in their place (`read_plain`), and the check that a run can write its folder
-(`require_makeable`). The module imports nothing of jaxtune, so every package may use it.
+A file is written under a temporary name, .NAME.PROCESS-RANDOM.tmp, and renamed at the end. A lock (`hold`) tells what a
+living process writes from the leftovers of a killed one.
 """
 
 from __future__ import annotations
@@ -34,19 +29,14 @@ _START_ONLY = 2  # SYNC_FILE_RANGE_WRITE: writes what is not on its way yet, and
 
 
 def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, durable: bool = True) -> None:
-    """Writes a file atomically: whoever reads it, and a crash or a full disk at any moment, finds the whole old content
-    or the whole new one.
+    """Writes a file so that readers, also after a crash or on a full disk, find the whole old or the whole new content.
 
-    Args:
-      path: the file. A symbolic link of that name is replaced, not followed. The folder must exist.
-      data: the content; text is written as UTF-8.
-      mode: permissions of the file, less the process's umask.
-      durable: True: it returns when the data and the file's name are on disk. False: it does not wait, so a power
-        failure may leave an incomplete file; this is for files that are verified when they are read, and for files of a
-        folder that is flushed as a whole later (new_folder).
-    Raises:
-      OSError: the disk is full or the folder cannot be written; the old content is untouched (except where only the
-        last step of `durable`, the flush of the folder, fails).
+    Raises OSError; the old content is then untouched, unless only the folder's flush failed. A symbolic link is
+    replaced.
+
+      mode: permissions, less the umask.
+      durable: wait until data and name are on disk. Without, a power failure may leave an incomplete file: for files
+      that are verified when read, or flushed with their folder.
     """
     path = Path(path)
     data = data.encode() if isinstance(data, str) else data
@@ -69,26 +59,14 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
 
 
 def temporary_path(path: str | os.PathLike) -> Path:
-    """Returns a new hidden path in the folder of `path`, for a file or folder that is renamed to `path` when it is
-    complete. Nothing is created or locked. If the process is killed, what it wrote there stays; `remove_temporary`
-    recognises it by the form of the name, .NAME.PROCESS-RANDOM.tmp. Where another process may clean the folder so, the
-    caller locks (`hold`) what it creates; for a file, `create_temporary` does both."""
+    """A new hidden path beside `path` for `remove_temporary`, not created. Lock (`hold`) what you create there."""
     path = Path(path)
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 def create_temporary(path: str | os.PathLike, mode: int = 0o666) -> tuple[Path, int]:
-    """Creates an empty file under a temporary name beside `path` (`temporary_path`) and locks it (`hold`), so that no
-    other process removes it as a leftover. The caller writes it, renames it to `path`, and then closes the descriptor,
-    which ends the lock. Only `atomic_write` and the writer of a teacher's stored scores call it.
-
-    Args:
-      path: what the file will be renamed to. The folder must exist.
-      mode: permissions of the file, less the process's umask.
-    Returns:
-      (the temporary path, a file descriptor for reading and writing)
-    Raises:
-      OSError: the file cannot be created.
+    """Creates and locks an empty temporary file beside `path`: (its path, read-write descriptor). Write it, rename it
+    to `path`, then close the descriptor, which ends the lock. Raises OSError.
     """
     while True:
         temporary = temporary_path(path)
@@ -100,14 +78,8 @@ def create_temporary(path: str | os.PathLike, mode: int = 0o666) -> tuple[Path, 
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
-    """A context for writing a file. An OSError within it that names no file (those of write and flush name none) is
-    raised as an OSError of the same number (EIO if it has none) that names this file and has the number of bytes in its
-    message, so that the user learns which disk is full. An OSError that names a file passes unchanged.
-    `atomic_write` and the writers of safetensors, GGUF and tokenizer files and of the cache of rows enter it.
-
-    Args:
-      path: the file that is written.
-      count_bytes: the number of bytes that are written in all.
+    """A context in which an OSError without a file name, as of write, gets this one and the size: the user learns which
+    disk is full.
     """
     try:
         yield
@@ -115,18 +87,14 @@ def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
         if error.filename is not None:
             raise
         # NumPy's error has no code, only words on how much of an array was written.
-        what = f"{error.strerror or error}, with {count_bytes:,} bytes to write"
-        raise OSError(error.errno or errno.EIO, what, os.fspath(path)) from None
+        reason = f"{error.strerror or error}, with {count_bytes:,} bytes to write"
+        raise OSError(error.errno or errno.EIO, reason, os.fspath(path)) from None
 
 
 def hold(descriptor: int) -> bool:
-    """Locks an open file or folder (flock, exclusive) for as long as the descriptor is open, without waiting. Returns
-    False if it is locked already through another descriptor, as by another process; else True, also on a file system
-    without locks, where nothing is locked. A process locks what it writes, so that `remove_left` does not take it for
-    the leftover of a dead one, and no second process writes the same file. The temporary files of
-    `create_temporary` and the temporary folders of new_folder are locked by it, and the file of answers of `jaxtune
-    generate`; a run's folder is not (train/folder/folder_lock.py). The lock ends with its process, however the process
-    ends."""
+    """Locks an open file or folder (flock) until the descriptor closes or the process ends. False if it is locked
+    elsewhere; does not wait. True also where there are no locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -137,10 +105,9 @@ def hold(descriptor: int) -> bool:
 
 
 def remove_left(path: Path) -> None:
-    """Removes a temporary file or folder that a killed process left, unless a living process is writing it: such a
-    process has locked it by `hold`. A symbolic link is removed itself, not what it points to. On a file system without
-    locks, everything is removed. Errors are ignored, because the path may be gone already. `remove_temporary` calls
-    it, and so do the writers of model folders and of a teacher's stored scores, before they write."""
+    """Removes a temporary file or folder unless a living process has locked it (`hold`). Errors are ignored; a symbolic
+    link is removed itself.
+    """
     with contextlib.suppress(OSError):
         if path.is_symlink():
             path.unlink()
@@ -158,12 +125,8 @@ def remove_left(path: Path) -> None:
 
 
 def read_plain(path: str | os.PathLike) -> bytes:
-    """Returns the content of a regular file; symbolic links are followed. It is for folders that others may write to:
-    meta.json in the cache of tokenised rows and the file of kernels' block sizes are read by it. In place of the file
-    there may be a named pipe or a device, on which an ordinary read could wait forever; here it raises an error.
-
-    Raises:
-      OSError: the path is not a regular file, or cannot be read.
+    """The content of a regular file. Raises OSError for anything else: where others may write, a pipe could block a
+    read forever.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
@@ -176,20 +139,14 @@ _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
 
 
 def remove_temporary(folder: str | os.PathLike) -> None:
-    """Removes temporary files and folders (with names from `temporary_path`) that killed processes left in `folder`. A
-    run calls it once, on its output folder, before it trains; no other folder is cleaned by it. Those that a living
-    process is writing stay, such as an export into a run's folder: it has locked them (`hold`). On a file system
-    without locks they are removed, too."""
-    for left in Path(folder).glob(".*.tmp"):
-        if _TEMPORARY.fullmatch(left.name):
-            remove_left(left)
+    """Removes temporary files and folders (`temporary_path`) of killed processes; those of living ones are locked."""
+    for leftover in Path(folder).glob(".*.tmp"):
+        if _TEMPORARY.fullmatch(leftover.name):
+            remove_left(leftover)
 
 
 def sync(path: str | os.PathLike) -> None:
-    """Waits until the disk has what was written to the file `path`, or, if it is a folder, the names of its files.
-    Afterwards a power failure does not lose them. Writers of checkpoints, results and model folders call it for what
-    they have written before they rename it, and for the folder that contains it afterwards. Raises OSError if the path
-    cannot be opened or the disk fails."""
+    """Waits until the disk has the content of a file, or the names in a folder. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -198,32 +155,24 @@ def sync(path: str | os.PathLike) -> None:
 
 
 def start_flush(descriptor: int, at: int, size_bytes: int) -> None:
-    """Has the kernel begin to write a part of an open file to the disk, so that a flush at the end waits for little. It
-    does not wait until the part is there, but while the disk has much to do, it waits until it takes the part on. The
-    flush at the end is still needed, and raises the disk's errors; where the system has no such call, it does it all.
-
-    Args:
-      descriptor: of the file.
-      at: the part's first byte.
-      size_bytes: its bytes.
+    """Has the kernel begin to write bytes of a file, so that the final flush, which stays needed and raises errors, is
+    short. It may wait while the disk is busy. Linux only.
     """
     if _SYNC_FILE_RANGE is not None:
         _SYNC_FILE_RANGE(descriptor, at, size_bytes, _START_ONLY)
 
 
 def fingerprints(paths: Iterable[Path]) -> dict[Path, dict[str, Any]]:
-    """Returns {path: {"bytes": size, "crc32": eight hexadecimal digits}} for the files `paths`, in their order; eight
-    threads read them. Checkpoints and results record the values when they are written, so that a later change of a file
-    is noticed, and the processes of a run compare files by them. CRC-32 detects accidental changes only, and runs at 4
-    GB/s per core where SHA-256 runs at 1.7. Raises OSError for a file that cannot be read."""
+    """{path: {"bytes": size, "crc32": eight hexadecimal digits}}, in order, read by eight threads. Raises OSError.
+
+    CRC-32 finds accidental changes only, at 4 GB/s a core where SHA-256 runs at 1.7.
+    """
     paths = list(paths)
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(paths, pool.map(_fingerprint, paths), strict=True))
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    """Returns {"bytes": size, "crc32": eight hexadecimal digits} of the file `path`, which is read in blocks of 4 MiB.
-    `fingerprints` calls it in threads."""
     checksum, count = 0, 0
     buffer = bytearray(2**22)
     view = memoryview(buffer)
@@ -234,20 +183,10 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def require_makeable(key: str, value: str) -> None:
-    """Checks, without creating anything, that the folder `value` exists or can be created, and can be written to;
-    returns nothing. `jaxtune train` calls it for the key `output` before a run begins, so that the run does not fail
-    when it saves its result.
-
-    Args:
-      key: the name of the setting that has this value, for the message.
-      value: the folder.
-    Raises:
-      ValueError: a file is in the way, or the folder, or the nearest existing one above it, in which it would be
-        created, cannot be written to.
-    """
-    wanted = Path(value).absolute()
-    there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
-    if not there.is_dir():
-        raise ValueError(f"{key} = {value!r}: {there} is a file; choose a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{key} = {value!r}: {there} cannot be written to; choose another folder")
+    """Raises ValueError unless the folder `value` is writable or can be created. key: the setting's name."""
+    target = Path(value).absolute()
+    nearest = next(folder for folder in (target, *target.parents) if folder.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{key} = {value!r}: {nearest} is a file; choose a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"{key} = {value!r}: {nearest} cannot be written to; choose another folder")

@@ -1,5 +1,4 @@
-"""Contexts in which Python's garbage collector leaves out the objects that exist already (`frozen_heap`), in which a
-run makes its steps, or does not run at all (`uncollected`), in which programs are lowered."""
+"""Contexts that spare Python's garbage collector work."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ _depth = 0  # how many contexts have been entered and not left
 
 @contextlib.contextmanager
 def frozen_heap():
-    """A context in which garbage collections do not visit the objects that exist when it begins, after one full
-    collection (gc.freeze, and gc.unfreeze at the end). After a run has compiled its programs these are several hundred
-    thousand, nearly all of which live as long as the run, and a full collection in the middle of a step would visit
-    each of them. It does nothing within another such context, or if the caller has frozen objects already."""
+    """A context whose garbage collections skip objects that exist at its start: after compiling several hundred
+    thousand, which a full collection in a step would visit. Does nothing in a nested context, or if the caller has
+    frozen objects.
+    """
     global _depth
     _depth += 1
     try:
@@ -36,9 +35,9 @@ def frozen_heap():
 
 @contextlib.contextmanager
 def uncollected():
-    """A context without Python's garbage collection, which takes a fifth of the time of tracing and lowering. Tracing
-    leaves few unreachable objects (20 MB in a step of 48 layers) and keeps many that each collection visits. Only
-    `Engine.compile` lowers in it."""
+    """A context without garbage collection, which takes a fifth of tracing and lowering and finds little (20 MB for 48
+    layers).
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

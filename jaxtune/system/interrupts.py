@@ -1,5 +1,4 @@
-"""Makes sure that no Ctrl-C is lost where Python would drop the KeyboardInterrupt that it raises
-(`raise_dropped_interrupts`)."""
+"""Ctrl-C where Python would drop its KeyboardInterrupt."""
 
 from __future__ import annotations
 
@@ -12,12 +11,8 @@ _AGAIN_SECONDS = 0.05
 
 
 def raise_dropped_interrupts() -> None:
-    """From now on, if Python drops a KeyboardInterrupt, this process gets SIGINT again 0.05 seconds later, so that the
-    interrupt is raised where Python does not drop it. Other exceptions that Python drops are reported as before. The
-    command line calls it when it starts.
-
-    Python drops what is raised while it runs a finaliser or a callback of the garbage collector, and prints it as
-    ignored; JAX registers such a callback. A command that was interrupted there would continue.
+    """Repeats SIGINT 0.05 s after Python dropped a KeyboardInterrupt, as it does in finalisers and callbacks of the
+    garbage collector (JAX has one): a command interrupted there would continue.
     """
     before = sys.unraisablehook
 

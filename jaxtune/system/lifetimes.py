@@ -1,5 +1,6 @@
-"""Nothing that works in the background outlives its owner: `ends` says how such work ends, at the latest before Python
-does. A device or a thread that calls back into an interpreter that is gone aborts the process."""
+"""Ends background work with its owner, at the latest before Python ends: a device or a thread that calls back into an
+interpreter that is gone aborts the process.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ _ends: list[weakref.finalize] = []
 
 
 def ends(owner: object, end: Callable[..., object], *arguments: object) -> Callable[[], object]:
-    """Has end(*arguments) called once: by what this returns, when `owner` is freed, or when Python ends, what began
-    last first. The arguments must not refer to the owner."""
-    _ends[:] = [one for one in _ends if one.alive]
+    """Has end(*arguments) called once: by the returned function, when `owner` is freed, or when Python ends (last
+    registered first). The arguments must not refer to the owner.
+    """
+    _ends[:] = [earlier for earlier in _ends if earlier.alive]
     finalizer = weakref.finalize(owner, end, *arguments)
     finalizer.atexit = False  # weakref's own comes before or after that of JAX
     _ends.append(finalizer)
@@ -27,10 +29,10 @@ def ends(owner: object, end: Callable[..., object], *arguments: object) -> Calla
 
 
 def _end_all() -> None:
-    open_ends = [one for one in reversed(_ends) if one.alive]
-    for one in open_ends:
+    open_ends = [end for end in reversed(_ends) if end.alive]
+    for end in open_ends:
         with contextlib.suppress(Exception):  # such as of a device that has failed
-            one()
+            end()
     if _ends:
         time.sleep(_BREATH_SECONDS)
 

@@ -1,4 +1,4 @@
-"""An alarm that speaks while C code holds Python's lock, when no thread of Python's can."""
+"""An alarm that speaks while C code holds Python's lock, when no Python thread can."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MONOTONIC = 1  # CLOCK_MONOTONIC
 
 
 class _Event(ctypes.Structure):
-    """sigevent of Linux, 64 bytes on machines of 64 bits."""
+    """Linux's sigevent: 64 bytes on 64-bit machines."""
 
     _fields_ = (
         ("value", ctypes.c_void_p),
@@ -34,8 +34,9 @@ class _Times(ctypes.Structure):
 
 
 class LockAlarm:
-    """Writes a text to stderr if neither `again` nor `clear` is called in time. It is a POSIX timer that calls the C
-    library's `warnx` with the text; on systems without one nothing is written."""
+    """Writes a text to stderr unless `again` or `clear` comes in time, by a POSIX timer that calls the C library's
+    `warnx`; silent on other systems.
+    """
 
     def __init__(self) -> None:
         self._timer: ctypes.c_void_p | None = None
@@ -44,7 +45,6 @@ class LockAlarm:
         self._nanoseconds = 0
 
     def set(self, text: str, seconds: float) -> None:
-        """Starts, or starts anew: `text` is written after `seconds`."""
         if self._library is None and not self._make():
             return
         self._text.value = text.replace("%", "%%").encode("utf-8", "replace")[:1023]
@@ -52,7 +52,7 @@ class LockAlarm:
         self._start(self._nanoseconds)
 
     def again(self) -> None:
-        """Counts the time from now on, if the alarm is set."""
+        """Restarts the time, if the alarm is set."""
         if self._nanoseconds:
             self._start(self._nanoseconds)
 

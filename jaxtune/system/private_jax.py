@@ -1,18 +1,11 @@
-"""JAX's private names that jaxtune uses. They may change with any release, so an upgrade of JAX has to be checked
-against this file. Except for `private_mlir` beside it, no other file imports private names.
+"""JAX's private names, all imported here (and in `private_mlir`): any release may change them. Why each:
 
-    ClusterEnv                 finds the address of a cluster's first process, as jax.distributed.initialize does; no
-                               public function returns it.
-    CacheInterface             the class of the stores of the persistent compilation cache, and
-    compilation_cache          its module: JAX has no public way to replace the store, and ours verifies what it reads.
-    config                     use_shardy_partitioner switches Shardy off for one program (partition.compiling); the
-                               public option sets the partitioner of the process.
-    distributed                global_state has the processes of the run. The public functions start JAX's backend,
-                               which a process must not do before it has joined the others.
-    fused_attention_stablehlo  cuDNN's attention. The public jax.nn.dot_product_attention does not support packed rows
-                               with a window, and does not return the statistics that a backward pass needs.
-    lib                        cuda_versions has the versions of the loaded CUDA libraries; no public function returns
-                               them.
+ClusterEnv: the address of a cluster's first process.
+CacheInterface, compilation_cache: replacing the store of compiled programs.
+config: use_shardy_partitioner for one program, not the process.
+distributed: global_state; public functions start the backend, before joining.
+fused_attention_stablehlo: cuDNN attention with windows in packed rows and statistics for a backward pass.
+lib: cuda_versions, of the loaded CUDA libraries.
 """
 
 from jax._src import compilation_cache as compilation_cache

@@ -1,7 +1,5 @@
-"""MLIR's Python bindings, which are jaxlib's private part; see `private_jax`.
-
-Kernels use them for instructions that Pallas has no operation for, such as a byte permutation or an approximate
-division. They are a module of their own because importing them takes a quarter of a second, and only kernels need them.
+"""MLIR's Python bindings, private to jaxlib, for instructions that Pallas lacks. The import takes a quarter of a
+second.
 """
 
 from jaxlib.mlir import ir as ir

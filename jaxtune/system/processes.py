@@ -1,19 +1,13 @@
-"""Runs of several processes: how the processes find each other (`join`), agree on what each of them sees alone, and end
-at the same time (`last_words`, `leave`).
+"""Runs of several processes: joining, agreeing on what each sees alone, and ending at the same time.
 
-`count`, `index` and `first` say how many there are and which one this is. `all_of` gives all of them the values of
-each, `of_first` what the first one computes, `smallest` the least number, `hosts` the number of machines.
-`require_same` refuses values that differ, and `agree` decides between two steps on signals and saves. `one_a_host` and
-`written_by_first` are contexts for files that one process fills or writes for others.
+Values go through the coordination service of `jax.distributed` in the first process, not through devices. A single
+process exchanges nothing.
 
-What all of them compute from the same numbers needs no communication. What a process sees alone (a signal, a clock, a
-folder, its memory) they exchange through the coordination service of `jax.distributed`, which runs in the first
-process. None of this touches a device, so no step waits for it. In a run of one process nothing is exchanged, and each
-function returns at once, with what this process gives.
+Every collective function must be called by all processes, in the same order and in the main thread; else the others
+wait forever.
 
-A process that fails reports it to the service. The others, which may be waiting for it in a collective that never ends,
-print its message and end with its exit code (`_watch`). A process that is killed reports nothing; the service notices
-after HEARTBEAT_SECONDS, and JAX ends the others. If the first process dies, the others end at once.
+A failing process reports it, and the others, perhaps in a collective that never ends, print its message and exit with
+its code. A killed one is noticed after HEARTBEAT_SECONDS, and JAX ends the others.
 """
 
 from __future__ import annotations
@@ -54,7 +48,7 @@ _KEPT_DECISIONS = 64  # how many past decisions the service keeps; no process is
 
 
 class _Run:
-    """State of this process within its run of several processes; a class that is never instantiated."""
+    """This process's state in its run; never instantiated."""
 
     watcher: threading.Thread | None = None  # runs `_watch`; None before `join` and in a run of one process
     leaving = False  # whether this process is ending by `leave`, so that the watcher must not end it
@@ -65,47 +59,43 @@ class _Run:
 
 
 def join(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
-    """Makes this process one of several, if the arguments or the environment say so, else does nothing. `jaxtune train`
-    and `jaxtune evaluate` call it; it must be called before JAX starts its devices. All but the first process are
-    silent from then on (be_silent), stdout is flushed after each line, JAX does not handle SIGTERM, XLA times
-    algorithms in each process alone (`_compile_alone`), and a thread (`_watch`) ends this process if another one fails.
+    """Makes this process one of several, if the arguments or SLURM's or Open MPI's environment say so. Call it before
+    JAX starts its devices.
 
-    With a loopback address, as `jaxtune launch` gives it, or without `coordinator` where SLURM or Open MPI started all
-    processes on one host, the first process listens on that address only. Otherwise anybody who reaches its port can
-    take part in the run, and end it; docs/several_gpus.md says what to close off.
+    Afterwards only the first process prints, stdout is flushed by line, JAX leaves SIGTERM alone, and a thread ends
+    this process if another one fails. The first process listens on a loopback address only if `coordinator` is one, or
+    if a scheduler started all on one host; otherwise anybody who reaches its port can join or end the run.
 
-    Args:
-      coordinator: "host:port" of the first process, which listens there.
+    Raises ValueError for incomplete arguments, an unknown address, or no connection within five minutes.
+
+      coordinator: "host:port" of the first process; alone for Open MPI 5 and later, which give no address.
       processes: their number.
-      process: the index of this one, from 0. Either all three are given or none (None), and then SLURM's or Open MPI's
-        environment is used, if it started several processes; or `coordinator` alone is given there, which Open MPI 5
-        and later need, because they do not tell the address.
-    Raises:
-      ValueError: the arguments are incomplete or malformed, the first process's address is unknown, or the processes
-        could not connect, as when not all come within five minutes.
+      process: this one's index, from 0.
     """
-    place = _place(coordinator, processes, process)
-    if place is None or place.count == 1:
+    own_place = _place(coordinator, processes, process)
+    if own_place is None or own_place.count == 1:
         return
     import jax
 
     _compile_alone()
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM in place of the run
-    of_this_host = is_loopback(host_name(f"//{place.coordinator}"))  # as all processes are then: no other can reach it
+    # All processes are on this host then: no other one can reach the address.
+    of_this_host = is_loopback(host_name(f"//{own_place.coordinator}"))
     try:
         jax.distributed.initialize(
-            place.coordinator,
-            place.count,
-            place.index,
-            place.devices,
+            own_place.coordinator,
+            own_place.count,
+            own_place.index,
+            own_place.devices,
             cluster_detection_method="deactivate",
             initialization_timeout=_START_SECONDS,
-            coordinator_bind_address=place.coordinator if of_this_host else None,
+            coordinator_bind_address=own_place.coordinator if of_this_host else None,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except RuntimeError as error:
         raise ValueError(
-            f"process {place.index} of {place.count} could not join the others at {place.coordinator}: {error}"
+            f"process {own_place.index} of {own_place.count} could not join the others at "
+            f"{own_place.coordinator}: {error}"
         ) from None
     if not first():
         terminal.be_silent()
@@ -116,20 +106,17 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
 
 
 def _compile_alone() -> None:
-    """Has XLA time algorithms for this process alone, by a flag in XLA_FLAGS, which XLA reads when the devices start. A
-    flag that the user has set there is kept.
-
-    By default processes divide the algorithms among them. A process that finds a program in its cache, or never
-    compiles it, then has nothing to share, and the others would wait for it forever.
+    """Has XLA time algorithms in each process alone, unless XLA_FLAGS say otherwise: with shared work, one that finds
+    its program in a cache has nothing to share, and the others wait forever.
     """
-    given = os.environ.get("XLA_FLAGS", "")
-    if "xla_gpu_shard_autotuning" not in given:
-        os.environ["XLA_FLAGS"] = f"{given} --xla_gpu_shard_autotuning=false".strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_gpu_shard_autotuning" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a process is in a run of several processes: `_place` finds it, and `join` passes it to jax.distributed."""
+    """Where a process is in a run of several."""
 
     coordinator: str  # "host:port" where the first process listens
     count: int  # number of processes
@@ -138,13 +125,10 @@ class Place:
 
 
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
-    """Returns the Place of this process for `join`, whose arguments it takes: either all three (`processes` may be 1,
-    and the process uses all GPUs that it sees), or none, or `coordinator` alone. Without all three the environment
-    variables of SLURM or Open MPI are used. If they name no several processes, the result is None, and `coordinator`
-    alone is an error. If they do, a loopback address is taken where all are on one host and no `coordinator` is given;
-    a process gets one GPU, by its index on its host, unless it is alone there or sees one GPU or none by
-    CUDA_VISIBLE_DEVICES: then it uses all that it sees. Raises ValueError if the arguments are incomplete or malformed,
-    or the first process's address is unknown."""
+    """This process's Place by `join`'s arguments, else as SLURM or Open MPI started it; None if it is the only one. A
+    scheduler's process gets one GPU, by its index on the host, unless it is alone there or sees at most one. Raises
+    ValueError.
+    """
     if processes is not None or process is not None:
         if coordinator is None or processes is None or process is None:
             raise ValueError("--coordinator, --processes and --process are incomplete: give all three")
@@ -153,13 +137,13 @@ def _place(coordinator: str | None, processes: int | None, process: int | None) 
         if not 0 <= process < processes:
             raise ValueError(f"--process = {process}: must be from 0 to {processes - 1}, one less than --processes")
         return Place(coordinator, processes, process)
-    found = _by_surroundings(os.environ)
-    if found is None:
+    scheduled = _by_surroundings(os.environ)
+    if scheduled is None:
         if coordinator is not None:
             raise ValueError(f"--coordinator = {coordinator!r}: give --processes and --process too")
         return None
-    count, index, local_index, local_count = found
-    given = coordinator
+    count, index, local_index, local_count = scheduled
+    given_coordinator = coordinator
     from jaxtune.system.private_jax import ClusterEnv
 
     try:
@@ -168,7 +152,7 @@ def _place(coordinator: str | None, processes: int | None, process: int | None) 
         )
     except RuntimeError as error:
         raise ValueError(f"{error} Or give the first process's address: --coordinator=HOST:PORT") from None
-    if given is None and coordinator is not None and local_count == count:
+    if given_coordinator is None and coordinator is not None and local_count == count:
         coordinator = f"127.0.0.1:{coordinator.rpartition(':')[2]}"
     if coordinator is None:
         raise ValueError("the address of the first process is unknown: give --coordinator=HOST:PORT")
@@ -178,22 +162,21 @@ def _place(coordinator: str | None, processes: int | None, process: int | None) 
 
 
 def _by_surroundings(environment: Any) -> tuple[int, int, int, int] | None:
-    """(processes, index, index on this host, processes on this host) from `environment`, a mapping of environment
-    variables, as srun or mpirun sets them; None for one process.
-
-    SLURM's variables of the step are used. Those of the job would also count processes that were not started."""
+    """(Processes, index, index on this host, processes here) as srun or mpirun set them; None for one process. SLURM's
+    variables of the job would count processes that were not started.
+    """
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         tasks = []  # the number on each host, from "4(x2),3"
-        for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
-            number, _, times = part.rstrip(")").partition("(x")
+        for group in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
+            number, _, times = group.rstrip(")").partition("(x")
             tasks += [int(number)] * int(times or 1)
-        here = tasks[int(environment["SLURM_NODEID"])]
+        local_count = tasks[int(environment["SLURM_NODEID"])]
         index, local = int(environment["SLURM_PROCID"]), int(environment["SLURM_LOCALID"])
-        return int(environment["SLURM_STEP_NUM_TASKS"]), index, local, here
+        return int(environment["SLURM_STEP_NUM_TASKS"]), index, local, local_count
     if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         names = ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
-        count, index, local, here = (int(environment[f"OMPI_COMM_WORLD_{name}"]) for name in names)
-        return count, index, local, here
+        count, index, local, local_count = (int(environment[f"OMPI_COMM_WORLD_{name}"]) for name in names)
+        return count, index, local, local_count
     return None
 
 
@@ -201,8 +184,9 @@ def _by_surroundings(environment: Any) -> tuple[int, int, int, int] | None:
 
 
 def _client() -> Any:
-    """Returns the client of JAX's coordination service, through which processes exchange values; None in a run of one
-    process, or before `join`. It does not import or start JAX."""
+    """The client of JAX's coordination service; None in a single process or before `join`. Does not import or start
+    JAX.
+    """
     if "jax" not in sys.modules:
         return None
     from jaxtune.system.private_jax import distributed
@@ -211,8 +195,7 @@ def _client() -> Any:
 
 
 def count() -> int:
-    """The number of processes of the run; 1 before `join` and in a run of one process. Unlike jax.process_count it does
-    not start JAX's devices."""
+    """The number of processes; 1 before `join`. Unlike jax.process_count it starts no devices."""
     if _client() is None:
         return 1
     from jaxtune.system.private_jax import distributed
@@ -221,9 +204,7 @@ def count() -> int:
 
 
 def index() -> int:
-    """The index of this process among those of the run, from 0; 0 before `join` and in a run of one process. It is that
-    of jax.process_index and device.process_index, but asking it does not start the devices. The planner counts this
-    process's devices by it, shared_folders.writes chooses the process that writes, and errors name processes."""
+    """This process's index, from 0; 0 before `join`. Unlike jax.process_index it starts no devices."""
     if _client() is None:
         return 0
     from jaxtune.system.private_jax import distributed
@@ -232,8 +213,7 @@ def index() -> int:
 
 
 def first() -> bool:
-    """Whether this is the process with index 0 (True), which writes metrics, results and console output for all. The
-    others (False) write none of these."""
+    """Whether this is process 0, which alone writes metrics, results and console output."""
     return index() == 0
 
 
@@ -245,18 +225,16 @@ _meetings = itertools.count()
 
 
 def all_of(value: Any) -> list[Any]:
-    """Returns a list of the values that all processes passed as `value`, by the index of the process. They are sent as
-    JSON, so a tuple comes back as a list. It is a collective call: every process must make it, in the same order as its
-    other collective calls and in its main thread, or the others wait forever. A single process gets [value]."""
+    """The `value` of every process, by index, sent as JSON (tuples become lists). Collective."""
     client, number = _client(), next(_calls)
     if client is None:
         return [value]
     client.key_value_set(f"jaxtune/all/{number}/{index()}", json.dumps(value))
-    return [json.loads(_get(client, f"jaxtune/all/{number}/{other}")) for other in range(count())]
+    return [json.loads(_get(client, f"jaxtune/all/{number}/{process}")) for process in range(count())]
 
 
 def all_within(value: object, seconds: float) -> list[Any] | None:
-    """`all_of`, for a process that ends: None if not all have called it in time, as they may wait for this one."""
+    """`all_of` for a process that ends: None if not all call it in time, as they may wait for this one."""
     client, number = _client(), next(_calls)
     if client is None:
         return [value]
@@ -277,11 +255,9 @@ def all_within(value: object, seconds: float) -> list[Any] | None:
 
 
 def of_first(value: Callable[[], Any]) -> Any:
-    """Returns in all processes what `value()` returns in the first one, sent as JSON; the others do not call `value`.
-    So they agree on what they could see or choose differently: a plan, the newest checkpoint, which files exist. If it
-    raises an Exception, all processes raise it: the first the exception itself, the others one with the same
-    message and a class of Python's own (shared_errors.py). Collective: every process must call it, in the same
-    order as its other collective calls and in its main thread. A single process returns value()."""
+    """In all processes what `value()` returns in the first one, sent as JSON; the others do not call it. Its exception
+    is raised in all, elsewhere as one of Python's own classes. Collective.
+    """
     client, key = _client(), f"jaxtune/first/{next(_calls)}"
     if client is None:
         return value()
@@ -299,27 +275,18 @@ def of_first(value: Callable[[], Any]) -> Any:
 
 
 def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
-    """Agrees after a step, or between two batches of an evaluation, on what each process may see differently: whether a
-    signal came, and whether a save is due.
+    """(A signal's name or None, whether a save is due), the same in all processes, between two steps. Collective.
 
-    A collective call: all processes call it at the same points of the run. The first process decides, and the others
-    wait for its decision, which they get from the coordination service. They tell the service of a signal that came to
-    them; the first process may see it only in a later call.
-
-    Args:
-      signal_name: the name of a signal that came to this process; None: none did.
-      due: whether a save is due in this process, such as by its clock. Only the first process's value counts.
-    Returns:
-      (the name of a signal that the first process got or was informed of, or None; whether a save is due), the same in
-        all processes; in a run of one process, the arguments.
+    The first process decides: its `due` counts, and it may hear of another one's signal only at a later call.
+    signal_name: a signal that came to this process.
     """
     client = _client()
     if client is None:
         return signal_name, due
     point = next(_points)
     if first():
-        asked = client.key_value_dir_get(_ASKED)
-        signal_name = signal_name or (asked[0][1] if asked else None)
+        signals = client.key_value_dir_get(_ASKED)
+        signal_name = signal_name or (signals[0][1] if signals else None)
         client.key_value_set(f"jaxtune/point/{point}", json.dumps([signal_name, due]))
         if point >= _KEPT_DECISIONS:
             client.key_value_delete(f"jaxtune/point/{point - _KEPT_DECISIONS}")
@@ -331,13 +298,13 @@ def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
 
 @dataclasses.dataclass(frozen=True)
 class Agreed:
-    """What all processes decided while they waited for each other: one of these, or that all are ready."""
+    """What all decided while they waited: that all are ready, or one of the other fields."""
 
     ready: bool
     signal_name: str | None = None
     due: bool = False
     failed: list | None = None
-    """What a process failed of, from shared_errors.described."""
+    """`shared_errors.described` of a process's error."""
 
 
 def meet(
@@ -346,27 +313,23 @@ def meet(
     signal_name: Callable[[], str | None],
     due: Callable[[], bool],
 ) -> Agreed:
-    """Waits in a run of several processes until the `future` of each is done, or until one failed, a signal came to
-    one, or a save is due in the first one, and returns the same in all.
+    """Waits until every process's `future` is done, or one failed, got a signal, or the first one's save is due; the
+    same in all. Collective: nobody returns before all have called it.
 
-    A collective call, as `agree`. No process is beyond it before all have called it, however long one waits.
-
-    Args:
-      future: what this process waits for.
-      failure: what it failed of (shared_errors.described), None if it did not; asked once it is done.
-      signal_name: the name of a signal that came to this process, or None; asked several times a second.
-      due: whether a save is due; only the first process is asked.
+      failure: `shared_errors.described` of this process's failure, or None; asked when the future is done.
+      signal_name: a signal that came to this process; asked several times a second.
+      due: whether a save is due; asked in the first process.
     """
-    client, point, said = _client(), next(_meetings), False
-    place = f"{_READY}{point}/"
+    client, point, has_reported = _client(), next(_meetings), False
+    ready_prefix = f"{_READY}{point}/"
     while True:
-        if not said and future.done():
-            said = True
-            client.key_value_set(f"{place}{index()}", json.dumps(failure()))
+        if not has_reported and future.done():
+            has_reported = True
+            client.key_value_set(f"{ready_prefix}{index()}", json.dumps(failure()))
         if first():
-            answers = {key: json.loads(value) for key, value in client.key_value_dir_get(place)}
-            asked = client.key_value_dir_get(_ASKED)
-            name = signal_name() or (asked[0][1] if asked else None)
+            answers = {key: json.loads(value) for key, value in client.key_value_dir_get(ready_prefix)}
+            signals = client.key_value_dir_get(_ASKED)
+            name = signal_name() or (signals[0][1] if signals else None)
             failed = next((value for value in answers.values() if value is not None), None)
             ready = len(answers) == count() and failed is None
             save = not ready and due()
@@ -380,16 +343,16 @@ def meet(
         else:
             if (name := signal_name()) is not None:
                 client.key_value_set(f"{_ASKED}{index()}", name, allow_overwrite=True)
-            if (decided := _known(client, f"{_READY}decided/{point}", said)) is not None:
+            if (decided := _known(client, f"{_READY}decided/{point}", has_reported)) is not None:
                 return Agreed(**json.loads(decided))
-        if not said:
+        if not has_reported:
             wait([future], _MEETING_SECONDS)
         elif first():
             time.sleep(_SOON_SECONDS)
 
 
 def _known(client, key: str, is_soon: bool) -> str | None:
-    """The value of a key if it is there, or, if `is_soon`, comes within a fifth of a second; else None."""
+    """The value of a key if it is there or, with `is_soon`, comes within a fifth of a second; else None."""
     from jax.errors import JaxRuntimeError
 
     try:
@@ -403,77 +366,66 @@ def _known(client, key: str, is_soon: bool) -> str | None:
 
 
 def smallest(value: float | None) -> float | None:
-    """Returns the smallest of all processes' numbers (`value`): the planner plans for the least memory of their
-    devices. A process without one passes None; the result is None if all do. Collective: every process must call it, in
-    the same order as its other collective calls and in its main thread."""
-    found = [number for number in all_of(value) if number is not None]
-    return min(found, default=None)
+    """The smallest of all processes' numbers; None stands for no number. Collective."""
+    numbers = [number for number in all_of(value) if number is not None]
+    return min(numbers, default=None)
 
 
 def require_same(what: dict[str, Any], fix: str) -> None:
-    """Raises ValueError if the processes have different settings, versions, rows, weights or stored scores. Without
-    this check each process would compute another run, and nobody would notice. Collective: every process must call it,
-    in the same order as its other collective calls and in its main thread.
+    """Raises ValueError in all processes if one has other settings, versions, rows or weights than the first: each
+    would silently compute another run. Collective.
 
-    Args:
-      what: {name: value that JSON can express} of this process.
-      fix: what the user should do, printed after the name and the two values.
-    Raises:
-      ValueError: a process has another value than the first one; it is raised in all processes.
+      what: {name: JSON value}.
+      fix: what to do, the end of the message.
     """
     if count() == 1:
         return
-    own = json.loads(json.dumps(what))
-    expected = of_first(lambda: own)
-    names = (name for name in sorted(own.keys() | expected.keys()) if own.get(name) != expected.get(name))
-    other = next(([name, own.get(name), expected.get(name)] for name in names), None)
-    for number, found in enumerate(all_of(other)):
-        if found is not None:
-            name, here, there = found
-            raise ValueError(f"{name}: process {number} has {here!r}, the first process {there!r}; {fix}")
+    own_values = json.loads(json.dumps(what))
+    expected = of_first(lambda: own_values)
+    names = (name for name in sorted(own_values.keys() | expected.keys()) if own_values.get(name) != expected.get(name))
+    own_difference = next(([name, own_values.get(name), expected.get(name)] for name in names), None)
+    for number, difference in enumerate(all_of(own_difference)):
+        if difference is not None:
+            name, value, first_value = difference
+            raise ValueError(f"{name}: process {number} has {value!r}, the first process {first_value!r}; {fix}")
 
 
 def hosts() -> int:
-    """Returns the number of different machines that the processes run on, by their host names. The planner computes
-    from it how many devices one machine has, because it divides weights within a machine where it can. Collective:
-    every process must call it, in the same order as its other collective calls and in its main thread."""
+    """The number of machines of the run, by host name. Collective."""
     return len(set(all_of(socket.gethostname())))
 
 
 @contextlib.contextmanager
 def one_a_host() -> Iterator[None]:
-    """A context that processes enter in turns: first the first process, then the first one of each other host, then all
-    others. A run prepares its rows in it, which fills the cache on disk: later processes read what earlier ones wrote,
-    and do not compute it again. If a process raises an Exception in its turn, all raise it after that turn (as
-    `of_first`). Collective: every process must call it, in the same order as its other collective calls and in its main
-    thread; nothing within may be collective. A single process enters it at once."""
+    """A context that processes enter in turns: the first, the first of each other host, the rest, so that later ones
+    read what earlier ones cached. Collective, with nothing collective within; exceptions are raised in all after their
+    turn.
+    """
     if count() == 1:
         yield
         return
     hosts = all_of(socket.gethostname())
-    own = index()
-    turn = 0 if own == 0 else 1 if hosts.index(hosts[own]) == own else 2
-    for now in range(3):
+    own_index = index()
+    turn = 0 if own_index == 0 else 1 if hosts.index(hosts[own_index]) == own_index else 2
+    for current_turn in range(3):
         failed = None
-        if now == turn:
+        if current_turn == turn:
             try:
                 yield
             except Exception as error:
                 failed = error
-        found = all_of(None if failed is None else shared_errors.described(failed))
+        failures = all_of(None if failed is None else shared_errors.described(failed))
         if failed is not None:
             raise failed
-        if failure := next(filter(None, found), None):
+        if failure := next(filter(None, failures), None):
             raise shared_errors.made(failure)
 
 
 @contextlib.contextmanager
 def written_by_first(path: Path) -> Iterator[Path]:
-    """A context for writing a folder that all processes compute and one writes, as a run's result: it yields `path` in
-    the first process, and in the others a path of the same name in a temporary folder that is removed at the end. Its
-    end waits until all processes have reached it, so that the first has written. A process that raises an Exception
-    within does not wait, and the others raise it at their end (as `of_first`). Collective: every process must enter it,
-    in the same order as its other collective calls and in its main thread. A single process gets `path`."""
+    """A context for writing a folder that all compute and one writes: `path` in the first process, elsewhere a
+    temporary path. Its end waits for all; an exception within is raised in all. Collective.
+    """
     client, key, failure = _client(), f"jaxtune/written/{next(_calls)}/", None
     if client is None:
         yield path
@@ -486,15 +438,15 @@ def written_by_first(path: Path) -> Iterator[Path]:
             raise
         finally:
             client.key_value_set(f"{key}{index()}", json.dumps(failure))
-    for other in range(count()):
-        if failure := json.loads(_get(client, f"{key}{other}")):
+    for process in range(count()):
+        if failure := json.loads(_get(client, f"{key}{process}")):
             raise shared_errors.made(failure)
 
 
 def _get(client: Any, key: str) -> str:
-    """Waits for a key of the coordination service and returns its value. There is no time limit: if the process that
-    should set the key fails, `_watch` ends this process, and JAX does if it was killed. The wait is interrupted every
-    second, so that Python can handle signals. client: the service's client, which `_client` returns."""
+    """Waits without limit for a key; `_watch`, or JAX, ends this process if its writer dies. It wakes each second, so
+    that Python can handle signals.
+    """
     from jax.errors import JaxRuntimeError
 
     while True:
@@ -509,17 +461,15 @@ def _get(client: Any, key: str) -> str:
 
 
 def last_words(text: str) -> None:
-    """Stores `text`, an error's message or the signal that stopped the command. If the exit code is not 0, `leave`
-    sends it to the other processes, which print it. Without it they print the exit code."""
+    """An error's message or a signal, printed by the other processes if this one leaves with another code than 0."""
     _Run.last_words = text
 
 
 def leave(code: int) -> None:
-    """The command line calls it at the end of a process, with its exit code; in a run of one process it does nothing.
-    With code 0 it waits until all others call it, and returns. With any other code it reports the last words to the
-    others and exits at once, because in an orderly shutdown JAX and the others would wait for each other. Only the
-    first process, in which the coordination service runs, waits up to 10 seconds before, until all have read the
-    report, and one second more, in which they exit."""
+    """Ends this process's part in the run. With code 0 it waits for all and returns. Otherwise it reports the last
+    words and exits at once, as an orderly shutdown would wait for the others; the first process, which has the service,
+    first waits up to 11 seconds until all have read them.
+    """
     if _Run.watcher is None:
         return
     client = _client()
@@ -550,48 +500,40 @@ def leave(code: int) -> None:
 
 
 def _heard(client: Any) -> None:
-    """Tells the coordination service that this process knows of a failure, for which a failing first process waits
-    before it exits, because the service ends with it. client: the service's client, which `_client` returns."""
     client.key_value_set(f"{_HEARD}{index()}", "", allow_overwrite=True)
 
 
 def _watch() -> None:
-    """Runs in a thread from `join` on and ends this process if another one fails or the first one disappears. Without
-    it a process would wait forever in a collective operation with one that is gone.
-
-    It waits until a process reports its end. If that process failed, this process prints the failed one's message and
-    exits with the same exit code: the first process after up to 10 seconds, in which it may finish writing and end by
-    itself, any other at once. If the first process disappears without a report, this one exits with code 1; if another
-    one does, JAX ends the rest. If the run ended normally (code 0), the thread returns.
+    """The thread that ends this process, with the same code, if another one fails, or with code 1 if the first one
+    disappears: a collective would wait forever. The first process first gets 10 seconds to finish writing. JAX handles
+    other ones that disappear.
     """
     from jax.errors import JaxRuntimeError
 
     client = _client()
     while not _Run.leaving:
         try:
-            ended = json.loads(client.blocking_key_value_get(_ENDED, 3_600_000))
+            report = json.loads(client.blocking_key_value_get(_ENDED, 3_600_000))
         except JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 continue
             if not _Run.leaving and not first():
                 _end("the first process is gone. The same command continues from the last checkpoint.", 1)
             return
-        if ended["code"] == 0:
+        if report["code"] == 0:
             return
         if first():  # it may be ending for the same reason, and still be writing to disk
             deadline = time.monotonic() + _WORDS_SECONDS
             while not _Run.leaving and time.monotonic() < deadline:
                 time.sleep(0.05)
-        if not _Run.leaving and ended["process"] != index():
+        if not _Run.leaving and report["process"] != index():
             with contextlib.suppress(JaxRuntimeError):
                 _heard(client)
-            _end(f"process {ended['process']} on {ended['host']} ended: {ended['words']}", ended["code"])
+            _end(f"process {report['process']} on {report['host']} ended: {report['words']}", report["code"])
 
 
 def _end(text: str, code: int) -> None:
-    """Ends this process at once with the exit code `code`, without the orderly shutdown in which JAX would wait for the
-    other processes. It first prints on stderr that the process ends because of `text`. `_watch` calls it because
-    another process of the run failed, or the first one is gone; a process that fails itself ends by `leave`."""
+    """Prints the reason and exits without the orderly shutdown, which would wait for the others."""
     with contextlib.suppress(OSError):
         os.write(2, f"jaxtune: process {index()} ends, because {printable(text)}\n".encode())
     os._exit(code)

@@ -1,6 +1,4 @@
-"""Exceptions of one process that the other processes of its run raise too: `described` returns a list of JSON values
-that says what an exception is, with the nearest of Python's own classes in _KINDS, and `made` makes an exception of
-that class from the list. processes.py sends the list as JSON from one process to another."""
+"""Exceptions of one process that the other processes of its run raise too, sent as JSON."""
 
 from __future__ import annotations
 
@@ -11,11 +9,9 @@ _KINDS = (OSError, ValueError, TypeError, LookupError, MemoryError, RuntimeError
 
 
 def described(error: BaseException) -> list:
-    """Returns what another process needs to raise an exception like `error` (`made`), as JSON values: [name of its
-    class, list of the arguments of that class]. The class is the first one in _KINDS, Python's own base classes such as
-    ValueError, that it is an instance of, and RuntimeError if there is none. The arguments are its message, or for an
-    OSError with a number that number, its text and, if it names one, the file: the command line shows an OSError that
-    names a file as a plain message, and most others with a traceback (cli.py)."""
+    """[class name, arguments] of an exception like `error`, of the nearest class in _KINDS, else RuntimeError. An
+    OSError keeps number, text and file, so that the command line shows a plain message.
+    """
     if isinstance(error, OSError) and error.errno is not None:
         file = [] if error.filename is None else [os.fsdecode(error.filename)]
         return [OSError.__name__, [error.errno, error.strerror or "", *file]]
@@ -24,8 +20,6 @@ def described(error: BaseException) -> list:
 
 
 def made(description: list) -> Exception:
-    """Returns an exception like the one that another process described as `description`, the list that `described`
-    returned, for the caller to raise in this process. It is of a class in _KINDS, or of the subclass of OSError that
-    Python takes for the number, such as FileNotFoundError."""
+    """The exception that `described` described, to be raised here."""
     name, arguments = description
     return next(kind for kind in _KINDS if kind.__name__ == name)(*arguments)

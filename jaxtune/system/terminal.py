@@ -1,13 +1,9 @@
-"""Safe output on a terminal of text from outside: rows, names of files, kernels and tensors, messages of other
-programs.
+"""Safe output of text from outside (rows, file names, messages) on a terminal.
 
-Such text may contain rich's markup ("OUT[/b]"), escape sequences that move the cursor or retitle the window, characters
-that reverse the order of a line, and lone surrogates that no encoding accepts. Therefore jaxtune prints only through
-`say`, through a console that `console` made, or through logging with `PrintableFormatter`; a test checks this rule. The
-reader of a terminal or a pipe may disappear at any time, and a run must not end with it (`outlive`, `outliving`).
-`printable` escapes characters, `fitted` breaks lines to a terminal's width, `plain` makes text for a console of a
-user's own, `progress` and `counted` show progress bars, and `be_silent` stops what a process of a larger run shows. The
-module imports nothing of jaxtune, so every package may use it."""
+Such text may hold rich's markup, escape sequences, reversing characters and lone surrogates, so jaxtune prints only by
+`say`, on a `console` from here, or through logging with `PrintableFormatter`; a test checks this. A reader that
+disappears must not end a run (`outlive`, `outliving`).
+"""
 
 from __future__ import annotations
 
@@ -31,34 +27,23 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206
 
 
 def printable(text: object) -> str:
-    r"""`text` as a string in which every character that a terminal would act on is replaced by its escape, such as
-    \x1b. So are characters that reverse the direction of text, separators of lines and paragraphs, and lone surrogates,
-    which no encoding accepts. Tabs and newlines are kept."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), str(text))
+    r"""`text` with escapes such as \x1b for control characters, characters that reverse text, line separators and lone
+    surrogates. Tabs and newlines stay.
+    """
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), str(text))
 
 
 class _Stream:
-    """A text stream that may lose its reader: a pipe whose other end died, a closed terminal, a log file on a full
-    disk, a closed stream. Text that can no longer be written is dropped, so that printing does not end a run.
-    Attributes that are not defined here are those of the wrapped stream.
+    """A text stream that drops what it cannot write (a dead pipe, a closed terminal, a full disk).
 
-    Args:
-      stream: the stream that is written to.
-      name: if given, such as "<stdout>", the first OSError of a write or flush is raised with this name as its file;
-        later ones, such as those when the interpreter exits, are ignored. `outlive` gives one to the stdout of commands
-        whose result is what they print. If empty, all are ignored. A ValueError, which a closed stream raises, is
-        ignored in both cases.
+    name: "" ignores all errors; else the first OSError is raised with this name as its file.
     """
 
     def __init__(self, stream: Any, name: str = ""):
         self._stream, self._name = stream, name
 
     def write(self, text: str) -> int:
-        """Writes `text` and returns what the stream's own `write` returns, the number of characters written. A
-        character that the stream's encoding lacks is written as its escape, of which each character counts. If the
-        stream fails, the text is dropped, its length (with the escapes) is returned, and the error is ignored, with one
-        exception: if the stream has a name, the first OSError of its `write` and `flush` is raised, with that name as
-        its file."""
+        """The number of characters, also of dropped text; characters that the encoding lacks become escapes."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError:
@@ -69,25 +54,17 @@ class _Stream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Writes each of `lines` by `write`, without adding line ends. The wrapped stream's own method would raise an
-        error when the reader is gone."""
+        """Writes by `write`: the wrapped stream's own method would raise when the reader is gone."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Flushes the stream. A failure is ignored, with one exception: if the stream has a name, the first OSError of
-        its `write` and `flush` is raised, with that name as its file. A ValueError, which a closed stream raises, is
-        always ignored."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
             self._lost(error)
 
     def _lost(self, error: Exception) -> None:
-        """Called with the error of a failed write or flush. If the stream has a name and `error` is an OSError, raises
-        it with that name and clears the name, so that this happens once; otherwise ignores the error. Only the stdout
-        of commands whose result is what they print has a name (`outlive`): such a command ends when its text cannot be
-        written, to a pipe or a file, and others, such as training, continue."""
         if self._name and isinstance(error, OSError):
             name, self._name = self._name, ""
             raise OSError(error.errno, error.strerror, name) from None
@@ -100,17 +77,10 @@ class _Stream:
 
 
 def outlive(raises: bool = False) -> None:
-    """From now on, writes to stderr, and without `raises` to stdout, do not end this process when they fail because the
-    reader is gone, such as `head` or a closed terminal, or the disk of a log file is full: what can no longer be
-    written is dropped. The command line calls it at its start, and so does each process that tokenises rows. SIGHUP,
-    which a closing terminal sends, is not handled here: train/signals.py stops a run after a save at it, under nohup it
-    is ignored, and any other process ends. If one of the file descriptors 0 to 2 is closed, the null device takes its
-    place.
+    """From now on failing writes to stdout and stderr do not end the process, and closed descriptors 0 to 2 are the
+    null device. SIGHUP is not handled.
 
-    Args:
-      raises: True: the first write to stdout that fails raises an OSError (for a pipe, a BrokenPipeError), for commands
-        whose result is what they print, and that have nothing left to do then. False: such a write is dropped, too, for
-        commands such as training whose result is on disk.
+      raises: the first failing write to stdout raises OSError, for commands whose result is printed.
     """
     with contextlib.suppress(OSError):
         while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -122,10 +92,7 @@ def outlive(raises: bool = False) -> None:
 
 @contextlib.contextmanager
 def outliving() -> Iterator[None]:
-    """A context in which printing does not fail when the reader of stdout or stderr is gone, such as a terminal that
-    was closed: what can no longer be written is dropped, also what callbacks and libraries print. At its end,
-    sys.stdout and sys.stderr are what they were before. It is for runs that a user's own script starts; commands use
-    `outlive`, which has no end."""
+    """`outlive` as a context, for a run in a user's own script."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_outliving(stream) for stream in before)
     try:
@@ -135,10 +102,9 @@ def outliving() -> Iterator[None]:
 
 
 def _outliving(stream: Any, name: str = "") -> Any:
-    """A stream wrapped as a _Stream. name: "": all text that cannot be written is dropped; otherwise, such as
-    "<stdout>", the first OSError is raised with this name (see _Stream and `outlive`). A stream that is wrapped already
-    is returned unchanged, with its own name. For None, a stream that was closed when Python started, the null device is
-    wrapped."""
+    """The stream as a _Stream of this `name`, or unchanged if it is one; the null device for None, a stream closed at
+    Python's start.
+    """
     if stream is None:  # the stream was closed when Python started
         stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     return stream if isinstance(stream, _Stream) else _Stream(stream, name)
@@ -148,9 +114,7 @@ _silent = False
 
 
 def be_silent() -> None:
-    """From now on `say` and consoles that are made later, both without a `file`, and progress bars show nothing in this
-    process. `say` with a `file`, such as stderr, and consoles with one still print. In a run of several processes all
-    but the first call it when they join, because the first prints for all."""
+    """From now on `say` and new consoles, unless given a `file`, and progress bars show nothing in this process."""
     global _silent
     _silent = True
 
@@ -160,7 +124,7 @@ _rewordings: list[Callable[[str], str]] = []
 
 @contextlib.contextmanager
 def rewording(change: Callable[[str], str]) -> Iterator[None]:
-    """Within it `say` and the lines of a run print `change(text)`; of several the innermost counts."""
+    """Within it `say` and the lines of a run print `change(text)`; the innermost context counts."""
     _rewordings.append(change)
     try:
         yield
@@ -173,24 +137,15 @@ def reworded(text: str) -> str:
 
 
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Prints text made safe for a terminal (`printable`) and `end`. The arguments are those of Python's print; `file`
-    None is stdout, on which a silent process (`be_silent`) prints nothing. flush: True: it is written at once, not
-    buffered."""
+    """Prints `text` made safe (`printable`). file: None is stdout, on which a silent process prints nothing."""
     if _silent and file is None:
         return
     print(printable(reworded(str(text))), file=file or sys.stdout, end=end, flush=flush)
 
 
 def fitted(text: str, console: Console, hang: int = 2) -> str:
-    """Returns `text` with its lines broken between words, so that each fits the width of the terminal, which would
-    otherwise break them within words. A word that is wider than the terminal stays whole. Callers print the result by
-    `say` or on a Console of the library rich.
-
-    Args:
-      text: sentences; its own line breaks stay.
-      console: a rich Console of the stream on which they will be printed; it is asked only for its width and whether
-        it is a terminal. If it is none, the text is returned unchanged.
-      hang: the number of columns by which continuation lines are indented beyond their first line.
+    """`text` broken between words at the terminal's width; unchanged without one. hang: further columns of continuation
+    lines.
     """
     if not console.is_terminal:
         return text
@@ -205,11 +160,9 @@ def fitted(text: str, console: Console, hang: int = 2) -> str:
 
 
 def console(**options: Any) -> Console:
-    """Returns a rich Console for text from outside. In strings, [markup] and :emoji: are printed as they are, and
-    numbers are not coloured; control characters in all that is drawn, such as tables' cells, become escapes
-    (`printable`). If the process is silent (`be_silent`) when it is made, the console prints nothing, not even on
-    stderr, unless it has a `file`, such as one from which a text is made. options: arguments of rich's Console, such as
-    stderr=True or `file`, which win over these settings."""
+    """A rich Console for text from outside: no markup, emoji or coloured numbers, and escapes for control characters.
+    In a silent process it prints nothing without a `file`. options: of rich's Console; they win.
+    """
     quiet = _silent and options.get("file") is None
     as_text: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False, "quiet": quiet}
     return _console_class()(**as_text | options)
@@ -217,15 +170,11 @@ def console(**options: Any) -> Console:
 
 @functools.cache
 def _console_class() -> type[Console]:
-    """Returns a subclass of rich's Console that draws the characters on which a terminal would act, such as escape
-    sequences and those that reverse a line, as escapes (`printable`). The subclass is created at first use, because
-    importing rich takes time."""
+    """A rich Console with escapes for what a terminal acts on; made at first use, as importing rich takes time."""
     from rich.console import Console
     from rich.segment import Segment
 
     class PrintableConsole(Console):
-        """A rich Console that draws the characters on which a terminal would act as escapes."""
-
         def render_str(self, text: str, **options: Any) -> Text:
             return super().render_str(
                 printable(text), **options
@@ -240,14 +189,8 @@ def _console_class() -> type[Console]:
 
 @contextlib.contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A context with a progress bar on stderr for work on bytes: the writing of a model's files, and the reading back
-    of an export. It yields a function that is called with the number of bytes done since its last call, by any thread.
-    The bar disappears at the end of the context. Without a terminal, or if this process is silent (`be_silent`),
-    nothing is shown.
-
-    Args:
-      what: the work in words, printed before the bar.
-      total_bytes: the number of bytes of the whole work.
+    """A context with a progress bar on stderr, if it is a terminal and the process not silent. Yields a function that
+    takes, from any thread, the bytes done since its last call.
     """
     if _silent or not sys.stderr.isatty():
         yield lambda _: None
@@ -268,16 +211,7 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def counted(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """A context with a progress bar on stderr for work that is counted: `jaxtune generate` counts the answers to a file
-    of prompts by it, and `jaxtune sensitivity` matrices. Training has a display of its own. It yields a function that
-    is called with the number of items done since its last call. The bar stays on the screen at the end. Without a
-    terminal, or if this process is silent (`be_silent`), nothing is shown.
-
-    Args:
-      what: the items in words, printed before the bar.
-      total: the number of all items.
-      done: how many of them are done before the context begins.
-    """
+    """As `progress`, for items, with a bar that stays. done: items done before."""
     if _silent or not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -297,19 +231,14 @@ def counted(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], No
 
 
 def plain(text: object, style: str = "") -> Text:
-    """Returns `text` as a rich Text, for a console that may be rich's own, on which a run prints its messages: its
-    characters are made printable, and rich's markup in it is shown as it is written. style: a style of rich, such as
-    "bold"; "": none."""
+    """`text` as a rich Text for any console: printable, with markup shown as written. style: such as "bold"."""
     from rich.text import Text
 
     return Text(printable(text), style)
 
 
 class PrintableFormatter(logging.Formatter):
-    """A log formatter whose lines cannot act on the terminal, because `printable` escapes their characters. Its
-    arguments are those of logging.Formatter. The command line gives it to logging.lastResort, the handler that prints
-    warnings of jaxtune and of libraries where no other handler is set."""
+    """A log formatter whose lines cannot act on the terminal (`printable`)."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the record as logging.Formatter formats it, made printable."""
         return printable(super().format(record))

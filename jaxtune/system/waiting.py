@@ -1,5 +1,7 @@
-"""Waits that hear: while a run waits for rows, answers, rewards or a disk, signals, the clock and the disk are looked
-at. `listening` says what looking does, and every wait of a run goes through `result`, `look` or `users_code`."""
+"""Waits during which signals, the clock and the disk are still looked at.
+
+`listening` says what looking does; every wait of a run goes through `result`, `look` or `users_code`.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +75,10 @@ def listening(
 ) -> Iterator[None]:
     """Within it, waits of this thread call `look` about five times a second; what it raises ends the wait.
 
-    Args:
-      look: saves what is due, and raises after a signal. The watchdog calls it in a thread of its own while
-        synchronous code of the user's runs.
-      arrived: whether a signal arrived, also if Python has not handled it yet.
-      insist: interrupts the user's code again, if it went on after a signal.
-      leave: ends the process with what `look` raised, if the user's code does not return after a signal.
+    look: saves what is due, and raises after a signal. While synchronous user code runs, a watchdog thread calls it.
+    arrived: whether a signal arrived, handled by Python or not.
+    insist: interrupts user code that went on after a signal.
+    leave: ends the process with what `look` raised, if user code does not return after a signal.
     """
     listener, codes = _Listener(look, arrived, insist, leave), len(_codes)
     _listeners.append(listener)
@@ -93,14 +93,15 @@ def listening(
 
 
 def look() -> None:
-    """One look, for loops that have work between their waits, such as the rounds of a sampler."""
+    """One look, for loops that work between waits, such as a sampler's rounds."""
     if _listeners and _listeners[-1].thread == threading.get_ident():
         _listeners[-1].looks()
 
 
 def result[T](future: Future[T], what: str, timeout_seconds: float | None = None) -> T:
-    """What the future returns or raises. what: "rows of step 3", for the line after ten seconds. Raises TimeoutError
-    after `timeout_seconds`; a TimeoutError of the future's own is distinguished by `future.done()`."""
+    """What the future returns or raises. what: such as "rows of step 3", for a line after ten seconds. Raises
+    TimeoutError; `future.done()` tells it from the future's own.
+    """
     began, reported, kind = time.monotonic(), False, re.sub(r"\d+", "#", what)
     while True:
         waited = time.monotonic() - began
@@ -117,8 +118,9 @@ def result[T](future: Future[T], what: str, timeout_seconds: float | None = None
 
 @contextlib.contextmanager
 def users_code(name: str) -> Iterator[None]:
-    """Around synchronous code of the user's in the main thread; it does nothing in another one. name: of the function,
-    for messages. The first signal raises out of the code, and the look at its end saves and raises."""
+    """Around synchronous user code in the main thread. The first signal raises out of it, and the look at its end saves
+    and raises. name: for messages.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -140,7 +142,7 @@ def users_code(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_work() -> Iterator[None]:
-    """Around work of this package that the user's code asked for, such as a save: no signal raises out of it."""
+    """Around this package's work that user code asked for, such as a save: no signal raises out of it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -156,7 +158,7 @@ def own_work() -> Iterator[None]:
 
 
 def interruptible() -> str | None:
-    """The name of the user's code that a signal may raise out of now, because what it raises is heard; else None."""
+    """The name of the user code that a signal may raise out of now; else None."""
     codes, listeners = _codes, _listeners
     return codes[-1].name if codes and listeners and not listeners[-1].looking else None
 
@@ -178,7 +180,7 @@ def _wake_watchdog() -> None:
 
 
 def _watch() -> None:
-    """The watchdog: what the main thread cannot do while it is in the user's code."""
+    """The watchdog: does what the main thread cannot while it is in user code."""
     idle = time.monotonic()
     while True:
         time.sleep(_SLICE_SECONDS)
@@ -214,8 +216,8 @@ def _listen(listener: _Listener, code: _Code | None, now: float) -> None:
     listener.signalled = since = listener.signalled or now
     if listener.leave is not None and now - since > (LONG_GRACE_SECONDS if code is None else GRACE_SECONDS):
         if (error := _look_within(listener, code)) is not None:
-            what = "the work in progress" if code is None else code.name
-            logger.warning("%s does not return after the signal; the run leaves without it", what)
+            work_name = "the work in progress" if code is None else code.name
+            logger.warning("%s does not return after the signal; the run leaves without it", work_name)
             listener.leave(error)
     elif code is not None and now - max(since, listener.insisted) > _INSIST_SECONDS:
         listener.insisted = now
@@ -223,8 +225,7 @@ def _listen(listener: _Listener, code: _Code | None, now: float) -> None:
 
 
 def _look_within(listener: _Listener, code: _Code | None) -> BaseException | None:
-    """Looks in place of the main thread, as long as it is in the user's code, or within `listening`; what looking
-    raised."""
+    """Looks in place of the main thread, while that is in `code` or in `listening`; the error that looking raised."""
     with listener.lock:  # the main thread waits for it at the end of its code
         if listener not in _listeners or (code is not None and code not in _codes):
             return None
@@ -236,8 +237,9 @@ def _look_within(listener: _Listener, code: _Code | None) -> BaseException | Non
 
 
 class Worker:
-    """A daemon thread that does one thing after another, as a context. After an error it is waited for for two seconds
-    only, as it may wait for what never comes."""
+    """A daemon thread that runs tasks in order, as a context. After an error it is joined for two seconds only: its
+    task may never end.
+    """
 
     def __init__(self, name: str):
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

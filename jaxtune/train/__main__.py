@@ -1,6 +1,4 @@
-"""Lets `python -m jaxtune.train RECIPE [key.sub=value ...]` run the train command, as `jaxtune train` does. RECIPE is
-the path of a YAML file or the name of a packaged recipe; each `key.sub=value` replaces one value of it. The options,
-such as --plan, are those of `jaxtune train` too."""
+"""`python -m jaxtune.train RECIPE [key=value ...]` is `jaxtune train`."""
 
 import sys
 

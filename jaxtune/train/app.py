@@ -1,11 +1,4 @@
-"""The train command (`run`): it trains by a config, exports the model to the output folder, and measures exact match on
-held-out questions if the config asks for it (results.json). With --check it only shows what would be trained and how
-rows are tokenised and packed, with --plan only the memory plan (`show_memory`). `answered` reads the held-out
-questions, `sampled_by` plans how many are answered at a time, and `answer` has the model answer them and prints the
-answers that `answers_to_show` chooses, for the evaluate command (scoring.py) too. `_Delivery` exports and evaluates
-what a run has trained (`_train` does the run); it raises `RunIsComplete` if the exports of this run exist already.
-`require_fit_for_processes` refuses what several processes cannot do, and `next_commands` says what to do after a
-run."""
+"""The train command: trains by a config, exports the model, and measures exact match on held-out questions."""
 
 from __future__ import annotations
 
@@ -58,12 +51,9 @@ BEFORE, AFTER = "before training", "after training"  # printed before the answer
 
 
 def answered(config: TrainConfig, limit: int) -> tuple[list[Example], int]:
-    """Reads the held-out rows (data.eval of `config`) whose answers exact match compares with the model's: those that
-    are conversations and end with an assistant's message that is not empty. Returns (the first `limit` of them, as
-    examples; the number of other rows that were read until then and are left out, because they have another form, end
-    otherwise or are bad). Reading stops once there are `limit`; fewer are returned if the rows have no more.
-    `sampled_by` and `answer` call it, and `next_commands` for one question. A row is bad if it cannot be read or does
-    not fit its format. Raises ValueError if there is no row to return, or one is bad and data.on_bad_row is "error"."""
+    """The first `limit` held-out rows (data.eval) that end with a non-empty answer, and the number of other rows read
+    until then. ValueError if there is none, or a row is bad and data.on_bad_row is "error".
+    """
     rows, left_out = [], 0
     sources = open_sources(config.data.eval, columns=config.data.columns)
     for row in read_rows(sources, config.data.format):
@@ -88,38 +78,29 @@ def _asked(value: Mapping[str, Any], format: str) -> Example:
 
 
 def sampled_by(trainer: Trainer) -> Sampled:
-    """Plans how a run or an evaluation answers the held-out questions of exact match, without sampling: a Sampled, with
-    the questions that are answered in one batch (32, or fewer if memory is short) and the tokens of the longest prompt
-    and answer, rounded up to powers of two. It is called before training, so that rows that cannot be asked are
-    reported then: ValueError if no row ends with an answer, an answer has no question before it, a row is bad
-    (`answered`), or a prompt and evaluation.max_new_tokens are more than the model's positions. trainer: the run's."""
-    config, wanted, planner = trainer.config, trainer.config.evaluation, trainer.engine.planner
-    (rows, _), positions = answered(config, wanted.exact_match_rows), trainer.model.given.config.context_length
+    """How held-out questions will be answered: how many at a time, and the tokens of the longest prompt and answer.
+    Samples nothing; before training, so that rows that cannot be asked raise ValueError then.
+    """
+    config, settings, planner = trainer.config, trainer.config.evaluation, trainer.engine.planner
+    (rows, _), positions = answered(config, settings.exact_match_rows), trainer.model.given.config.context_length
     data = config.data
     questions = questions_of(
-        trainer.tokenizer, rows, wanted.max_new_tokens, data.trained_template, positions, data.today
+        trainer.tokenizer, rows, settings.max_new_tokens, data.trained_template, positions, data.today
     )
-    longest = max(len(one.prompt) for one in questions)
-    return questions_at_a_time(planner.cost, planner.device, planner.budget_bytes, longest, wanted.max_new_tokens)
+    longest = max(len(question.prompt) for question in questions)
+    return questions_at_a_time(planner.cost, planner.device, planner.budget_bytes, longest, settings.max_new_tokens)
 
 
 def answer(
     model: Decoder, tokenizer: Any, config: TrainConfig, console: Console, sampled: Sampled, when: str = ""
 ) -> dict[str, Any]:
-    """Measures exact match on the held-out rows, and prints the score and evaluation.sample_rows of the answers, chosen
-    by `answers_to_show`. The train command calls it before and after training, as the config asks, and the evaluate
-    command once.
+    """Measures exact match, prints the score and some answers (`answers_to_show`), and returns {"exact_match": 0 to 1,
+    "rows", "samples": [{"question", "expected", "given"}]}.
 
-    Args:
-      model, tokenizer, config: those of the run.
-      console: prints the lines.
-      sampled: how many questions are answered at a time, from `sampled_by`.
-      when: printed before the score, such as "before training"; "" prints nothing there.
-    Returns:
-      {"exact_match": share of right answers, from 0 to 1, "rows": number of questions, "samples": [{"question",
-        "expected", "given"}], the answers that were printed}.
-    Raises:
-      ValueError: the rows cannot be asked, as in `sampled_by`; or device memory ran out (OutOfDeviceMemory).
+      sampled: from `sampled_by`.
+      when: printed before the score, such as "before training".
+
+    ValueError if rows cannot be asked, or device memory ran out (OutOfDeviceMemory).
     """
     settings = config.evaluation
     rows, left_out = answered(config, settings.exact_match_rows)
@@ -134,52 +115,47 @@ def answer(
             config.data.today,
         )
     samples = [
-        dict(zip(("question", "expected", "given"), one, strict=True))
-        for one in answers_to_show(answers, settings.sample_rows)
+        dict(zip(("question", "expected", "given"), shown_answer, strict=True))
+        for shown_answer in answers_to_show(answers, settings.sample_rows)
     ]
-    found = {"exact_match": score, "rows": len(rows), "samples": samples}
-    _show_answers(found, console, when, left_out)
-    return found
+    result = {"exact_match": score, "rows": len(rows), "samples": samples}
+    _show_answers(result, console, when, left_out)
+    return result
 
 
 def answers_to_show(answers: Sequence[tuple[str, str, str]], count: int) -> list[tuple[str, str, str]]:
-    """Chooses `count` of the answers of an evaluation, (question, expected, given), and keeps their order. Half of
-    them, rounded down, are wrong ones, because the mistakes of a model that is nearly always right show most; if there
-    are too few wrong or too few right ones, more of the others are taken. An answer is right if it equals the expected
-    one apart from white space at the ends. It returns fewer than `count` if there are fewer. `answer` prints and
-    returns these; they do not decide the score."""
-    wrong = [index for index, (_, expected, given) in enumerate(answers) if given.strip() != expected.strip()]
+    """`count` of the answers (question, expected, given) in their order. Half of them, rounded down, are wrong ones if
+    there are such, as a good model's mistakes show most.
+    """
+    wrong = [
+        index for index, (_, expected, answer_text) in enumerate(answers) if answer_text.strip() != expected.strip()
+    ]
     right = sorted({*range(len(answers))} - {*wrong})
     few_right = right[: max(count - len(wrong), (count + 1) // 2)]
     return [answers[index] for index in sorted([*few_right, *wrong[: count - len(few_right)]])]
 
 
-def _show_answers(found: dict[str, Any], console: Console, when: str, left_out: int) -> None:
-    """Prints on `console` the score and the samples in `found`, which `answer` returned. `answer` calls it, and
-    `_Delivery.show_numbers` for a run that was complete already. when: printed before the score, such as "before
-    training"; "" prints nothing there. left_out: the number of rows that `answered` left out."""
-    begin, rest = f"{when}: " if when else "", f" ({left_out:,} rows without an answer left out)" if left_out else ""
-    console.print(f"{begin}exact match {100 * found['exact_match']:.1f} % of {found['rows']} held-out questions{rest}")
-    for sample in found["samples"]:
-        question, expected, given = sample["question"], sample["expected"], sample["given"]
-        mark = "right" if given.strip() == expected.strip() else f"expected {expected!r}"
-        console.print(fitted(f"  {question!r} -> {given!r} ({mark})", console))
+def _show_answers(result: dict[str, Any], console: Console, when: str, left_out: int) -> None:
+    begin, suffix = f"{when}: " if when else "", f" ({left_out:,} rows without an answer left out)" if left_out else ""
+    console.print(
+        f"{begin}exact match {100 * result['exact_match']:.1f} % of {result['rows']} held-out questions{suffix}"
+    )
+    for sample in result["samples"]:
+        question, expected, answer_text = sample["question"], sample["expected"], sample["given"]
+        mark = "right" if answer_text.strip() == expected.strip() else f"expected {expected!r}"
+        console.print(fitted(f"  {question!r} -> {answer_text!r} ({mark})", console))
 
 
 def run(config: TrainConfig, check: bool = False, plan: bool = False, console: Console | None = None) -> int:
-    """Does what `jaxtune train` does once it has read the config. It trains, exports the model and evaluates it as the
-    config asks, and writes all results to the folder config.output. With `check` or `plan` it only prints, and writes
-    nothing to that folder (but the caches of tokens and of compiled programs, which are elsewhere, may get entries).
+    """Trains, exports and evaluates as the config asks; all results are in config.output. Returns the exit code: 0, 1
+    if the last state was not saved, or 75 after a signal, and the same command then continues. Errors are raised.
 
-    Args:
-      config: the config of the run.
-      check: True: the rows are only read, and it is shown how they are tokenised and packed.
-      plan: True: only the memory plan is shown. If plan.device is set or data.train is empty, it is computed from the
-        model's shapes alone (`show_plan`), otherwise with the rows, and by compiling the step (`show_memory`).
-      console: prints; None writes to the terminal.
-    Returns:
-      The process's exit code: 0, or 75 if a signal stopped the run; the same command then continues from what is saved,
-        if anything is. Errors, such as a ConfigError, are raised.
+      check: only reads rows and shows how they are tokenised and packed.
+      plan: only shows the memory plan: from shapes if plan.device is set or data.train is empty, else by compiling the
+      step.
+      console: None: the terminal.
+
+    `check` and `plan` write nothing to the output folder, perhaps to the caches of tokens and programs.
     """
     console = console or terminal.console(soft_wrap=True)
     require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)
@@ -208,10 +184,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
 
 
 def require_fit_for_processes(config: TrainConfig) -> None:
-    """Checks, before the train and evaluate commands read anything, that a run of several processes is possible. Raises
-    ValueError if the processes' configs or package versions differ, or if the config asks for what several processes
-    cannot do yet: training on sampled answers, evaluating them, or optim.offload. A single process is always accepted.
-    """
+    """ValueError for what several processes cannot do: other configs or packages, sampled answers, optim.offload."""
     if (count := processes.count()) == 1:
         return
     require_same_settings(config)
@@ -230,11 +203,7 @@ def require_fit_for_processes(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
-    """Does a run of the train command by its config, for `run` without --check and --plan: loads, trains, exports and
-    evaluates, prints on `console` what to do next (in the first process), and returns the exit code. If all results
-    of the run exist already, it does not train, and prints their numbers. stop: watches for signals such as SIGTERM, on
-    which it ends the run with TrainingInterrupted or Interrupted; `run` catches both. The exit code is 1 if the last
-    state could not be saved."""
+    """A run of the train command; returns the exit code. Signals raise TrainingInterrupted or Interrupted."""
     with loading(config) as (weights, tokenizer, model):
         if note := report.cpu_note(model):
             console.print(note, markup=False, highlight=False)
@@ -256,27 +225,18 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     if trainer.unsaved is not None:
         console.print(fitted(f"warning: the last state is not saved, only exported: {trainer.unsaved}", console))
     console.print(f"done: {trainer.output}\n\nnext:")
-    for what, command in next_commands(config, trainer.output):
-        console.print(f"  # {what}\n  {command}")
+    for purpose, command in next_commands(config, trainer.output):
+        console.print(f"  # {purpose}\n  {command}")
     return code
 
 
 def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
-    """Does what --plan asks for on this machine, without training: prints on `console` the plan of `trainer` (what
-    becomes of the values that the backward reads, and the number of micro-batches), compiles its step (and that of
-    further plans until one fits), and prints the predicted memory and the compiler's figure. The train command ignores
-    what is returned; tests read it.
-
-    Returns:
-      {name: GB}: `predicted` and `compiled`, the step's peak memory by the planner and by the compiler; and `limit`,
-        the memory that the step may take, unless that is not limited, as on a CPU.
-    Raises:
-      PlanError: the step of the smallest plan does not fit either.
+    """Prints the plan, compiles its step (and further ones until one fits), and prints predicted and compiled memory.
+    Returns {"predicted", "compiled" and, if limited, "limit": GB}. PlanError if nothing fits.
     """
     planner = trainer.planner
 
     def show(line: str) -> None:
-        """Prints `line` on `console`, broken between words at its width, and without markup."""
         console.print(fitted(line, console), markup=False, highlight=False)
 
     for line in planner.lines():
@@ -292,21 +252,16 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
 
 
 class RunIsComplete(Exception):
-    """Raised by `_Delivery.begin` before the first step if the config asks for an export, every such export exists
-    already, is verified to be this run's and has the weights of its last step, and no evaluation is missing that the
-    run could still make from its checkpoints. `_train` catches it, and prints the results instead of training."""
+    """All exports that the config asks for exist, of this run's last step, and no evaluation is missing that
+    checkpoints allow.
+    """
 
 
 class _Delivery:
-    """What the train command does with the trained model: it is exported first, so that no later failure can lose it,
-    and then answers the held-out questions. The Trainer calls `begin` before the first step and `finish` after the last
-    (folder.results.Delivery). The attribute `numbers` has the content of results.json: exact match "before" and "after"
-    training (what `answer` returns), "eval_loss": {"first", "last"}, and with checkpoint.best the evaluation whose
-    weights are exported, "best_checkpoint": {"step", "metric", "value"}.
-
-    trainer: the run's. console: prints. If exact match is asked for, the constructor sets `trainer.sampled` to how the
-    questions will be answered, from which the memory of that phase is planned; it raises ValueError if rows cannot be
-    asked (`sampled_by`)."""
+    """Exports the trained model first, so that no later failure loses it, then answers the held-out questions.
+    `numbers` is the content of results.json: exact match "before" and "after", "eval_loss": {"first", "last"},
+    "best_checkpoint". ValueError at once if rows cannot be asked.
+    """
 
     def __init__(self, trainer: Trainer, console: Console):
         self.trainer, self.console, self.config, self.output = trainer, console, trainer.config, trainer.output
@@ -316,90 +271,71 @@ class _Delivery:
             trainer.sampled = sampled_by(trainer)
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
-        """Compares the results that exist in the output folder (exports and results.json) with this run, before its
-        first step. Then, if the config asks for it and no step was made yet, it answers the held-out questions, and
-        writes the score to results.json at once. Afterwards `numbers` has at most the entry "before". A results.json
-        that is damaged or of another run is deleted.
-
-        Args:
-          run: a function that returns what identifies the run; it waits for the weights, so it is called only if
-            needed.
-          start: the steps done so far: that of the checkpoint that the run continues from, or 0.
-        Raises:
-          RunIsComplete: all exports that the config asks for exist already, with the weights of the last step; and the
-            run has no checkpoint (`start` is 0), or one of the last step and no evaluation is missing. `numbers` has
-            what results.json has.
-          ValueError: an export is of another run, or has files that no run wrote and would be overwritten.
+        """Compares the folder's results with this run, before its first step; then has the untrained model answer
+        questions if the config asks for it, and writes the score at once. A damaged or foreign results.json is deleted.
+        run: waits for weights. start: steps done. RunIsComplete if nothing is left to do; ValueError for another run's
+        export, or one with files that no run wrote.
         """
         names = (ADAPTER, MERGED, RESULTS)
-        there = processes.of_first(lambda: [name for name in names if os.path.lexists(self.output / name)])
-        if there:  # `run()` waits for the weights, so it is called only if there are results to compare with
+        existing = processes.of_first(lambda: [name for name in names if os.path.lexists(self.output / name)])
+        if existing:  # `run()` waits for the weights, so it is called only if there are results to compare with
             total = self.trainer.total_steps
-            found = [require_own(self.output / name, run(), total) for name in there if name != RESULTS]
-            if RESULTS in there and processes.first():
+            results = [require_own(self.output / name, run(), total) for name in existing if name != RESULTS]
+            if RESULTS in existing and processes.first():
                 self._take_numbers(run())
-            wanted = [self.output / name for name, _ in self._exports(self.trainer.adapted)]
-            proven = {result.folder for result in found if result.step == total}
-            led_to = wanted and proven.issuperset(wanted)
+            exports = [self.output / name for name, _ in self._exports(self.trainer.adapted)]
+            proven = {result.folder for result in results if result.step == total}
+            led_to = exports and proven.issuperset(exports)
             if led_to and (start == 0 or (start == total and processes.of_first(self._is_measured))):
                 raise RunIsComplete(
-                    f"this run is complete: {', '.join(map(str, wanted))} hold what it led to ({total} steps); to "
+                    f"this run is complete: {', '.join(map(str, exports))} hold what it led to ({total} steps); to "
                     f"train anew, name another output, such as output={next_name(self.output)}"
                 )
-            for name in there if start < total else ():
+            for name in existing if start < total else ():
                 if name != RESULTS:
                     require_replaceable(self.output / name, run(), total)
             self.numbers = {key: value for key, value in self.numbers.items() if key == "before"}
         if start == 0 and self.config.evaluation.exact_match_rows and self.config.evaluation.at_start:
             self.trainer.model.take_weights()
-            given = self.trainer.model.given
-            self.numbers = {"before": self._answers(given, BEFORE)}
+            untrained = self.trainer.model.given
+            self.numbers = {"before": self._answers(untrained, BEFORE)}
             self._write_numbers(run())  # stored now, because a resumed run no longer has these weights
 
     def _answers(self, model: Decoder, when: str) -> dict[str, Any]:
-        """Answers the held-out questions with `model`, and prints the score after the words `when`, such as "before
-        training". Returns {"exact_match", "rows", "samples"} of the function `answer`. `begin` calls it before training
-        and `finish` after it; evaluations between steps do not."""
         assert self.trainer.sampled is not None  # set in __init__, as the config asks for answers
         return answer(model, self.trainer.tokenizer, self.trainer.config, self.console, self.trainer.sampled, when)
 
     def _take_numbers(self, run: dict[str, Any]) -> None:
-        """Reads the results.json that an earlier process of this run wrote into the attribute `numbers`. The file is
-        deleted if it is damaged or of another run, and ignored if it is of other held-out rows and this run has some
-        with a loss. run: what identifies this run (`Trainer._same_run`)."""
+        """Reads an earlier process's results.json; deletes a damaged or foreign one, and ignores one of other held-out
+        rows.
+        """
         path = self.output / RESULTS
         try:
             numbers = json.loads(path.read_text(encoding="utf-8"))
-            own, rows = is_digest_of(numbers.pop("run"), run), numbers.pop(m.ROWS, self.rows)
+            is_own, rows = is_digest_of(numbers.pop("run"), run), numbers.pop(m.ROWS, self.rows)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            own = rows = False
-        if not own:
+            is_own = rows = False
+        if not is_own:
             path.unlink()
         elif rows == self.rows or not self.rows:
             self.numbers = numbers
 
     def _is_measured(self) -> bool:
-        """Whether the evaluations after training that the config asks for were made: the held-out loss after the last
-        step is in metrics.jsonl, and `numbers`, read from results.json, has the exact match of the trained model under
-        "after". The metrics of evaluation.generate are not looked for. `begin` asks it about a finished run that is
-        started again, if its checkpoints exist: evaluations that are missing are then made. Without checkpoints the run
-        would have to train anew, so they are not made."""
-        wanted, last = self.trainer.evaluation, self.trainer.total_steps
-        due = wanted.after_last(last) and self.rows
-        answers = wanted.at_end and wanted.exact_match_rows
+        """Whether the evaluations after training were made: held-out loss and exact match. Metrics of
+        evaluation.generate are not looked for.
+        """
+        settings, last = self.trainer.evaluation, self.trainer.total_steps
+        due = settings.after_last(last) and self.rows
+        answers = settings.at_end and settings.exact_match_rows
         measured = not due or last in m.evaluations(self.output / m.JSONL, self.rows)
         return bool(measured and (not answers or "after" in self.numbers))
 
     def _write_numbers(self, run: dict[str, Any]) -> None:
-        """Writes `numbers`, the results so far, to results.json in the output folder, with a digest of `run` (the
-        values that identify the run, from record.same_run) and the identity of its held-out rows, by which a run that
-        is started again sees whether the file is its own."""
+        """Writes results.json with digests of run and held-out rows, by which a later process knows it."""
         content = self.numbers | {"run": digest(run), m.ROWS: self.rows}
         atomic_write(self.output / RESULTS, json.dumps(content, indent=2) + "\n")
 
     def show_numbers(self) -> None:
-        """Prints the exact match before and after training, and the first and last held-out loss, as far as `numbers`
-        has them: for a run that was complete already."""
         for key, when in (("before", BEFORE), ("after", AFTER)):
             if key in self.numbers:
                 _show_answers(self.numbers[key], self.console, when, 0)
@@ -407,17 +343,9 @@ class _Delivery:
             self.console.print(f"evaluation loss: {losses['first']:.4f} the first time, {losses['last']:.4f} the last")
 
     def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
-        """Exports the trained model to the folders adapter and merged, as the config asks, answers the held-out
-        questions, and writes results.json if there is any number. It prints each folder that it wrote. In a run of
-        several processes all of them call it, and the first one writes.
-
-        Args:
-          model: the trained model.
-          run: the values that identify the run, as record.same_run returns them.
-          trained: whether this process made any step; if not, exports that exist already are not written again.
-        Raises:
-          ValueError: a folder of an export is not a result of this run, or has to be written again and has files that
-            no run wrote.
+        """Exports as the config asks, answers the held-out questions, and writes results.json. Collective; the first
+        process writes. trained: this process made a step; if not, existing exports stay. ValueError if a folder is not
+        this run's result, or has files that no run wrote.
         """
         config, console = self.config, self.console
         host_memory.give_back()  # the compiled steps are freed by now
@@ -426,8 +354,8 @@ class _Delivery:
             if not trained and processes.of_first(functools.partial(holds, folder, run, total)):
                 console.print(f"{folder} is there already; left as it is")
                 continue
-            with processes.written_by_first(folder) as own:
-                write_result(own, run, total, functools.partial(write, model))
+            with processes.written_by_first(folder) as target:
+                write_result(target, run, total, functools.partial(write, model))
             console.print(f"wrote {folder}")
         if config.export.adapter and has_adapter(model) and qat_spec(model) is not None:
             console.print("  qat: it is the adapter before rounding; the rounded weights are those of the merged model")
@@ -443,31 +371,24 @@ class _Delivery:
             self._write_numbers(run)
 
     def _exports(self, adapted: bool) -> list[tuple[str, Callable[[Decoder, Path], None]]]:
-        """(folder's name, function that writes a model to a folder) for each export that the config asks for. The
-        adapter comes first, because it is quick. adapted: whether the model has an adapter; if not, none is
-        exported."""
-        tokenizer, wanted = self.trainer.tokenizer, self.config.export
+        """(folder's name, function that writes it) of each export; the quick adapter first."""
+        tokenizer, settings = self.trainer.tokenizer, self.config.export
 
         def whole(model: Decoder, folder: Path) -> None:
-            """Writes `model` to `folder` as a checkpoint without an adapter, which is merged into the weights, and its
-            tokenizer."""
             save_weights(merged_weights(model) if adapted else Weights(model), folder, tokenizer=tokenizer)
 
         exports: list[tuple[str, Callable[[Decoder, Path], None]]] = []
-        if adapted and wanted.adapter:
+        if adapted and settings.adapter:
             exports.append((ADAPTER, lambda model, folder: save_adapter(model, folder, tokenizer)))
-        if wanted.merged:
+        if settings.merged:
             exports.append((MERGED, whole))
         return exports
 
 
 def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
-    """Commands that are useful after a run, [(purpose, command line)], which the train command prints at its end: one
-    that asks the trained model a question, if it was exported; one that shows the profile, if there is one; and after a
-    run on the packaged model (a first run) two more, which train a model of the hub on rows of one's own, and which
-    show, without training, what memory and time an 8B model needs on a GPU. They are valid in the folder where the run
-    was started. output: the run's folder. config: the run's; the question is that of a held-out row if exact match is
-    measured and the row can be read, else "..."."""
+    """[(purpose, command)] after a run: ask the model, show the profile, and after a first run on the packaged model
+    two more. They hold in the folder where the run was started.
+    """
     commands = []
     trained = [output / name for name in (MERGED, ADAPTER) if (output / name).exists()]
     if trained:
@@ -487,8 +408,8 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
         ask = f"generate {shlex.quote(str(trained[0]))}{raw} --prompt {shlex.quote(question)}"
         commands.append(("ask the trained model", spelled(ask)))
     if (profile := output / "profile").is_dir():
-        shown = spelled(f"profile show {shlex.quote(str(profile))}")
-        commands.append(("where the time of the profiled steps went", shown))
+        show_command = spelled(f"profile show {shlex.quote(str(profile))}")
+        commands.append(("where the time of the profiled steps went", show_command))
     if Path(config.model.path or "").is_relative_to(Path(__file__).parents[1]):  # the packaged model: a first run
         train = spelled("train lora-0.5b data.train=rows.jsonl")
         commands.append(("train a model of the hub on rows of your own", train))

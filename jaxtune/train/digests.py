@@ -1,4 +1,4 @@
-"""Digests of the user's code and of values of the user's rows, by which a run that continues sees that they changed."""
+"""Digests of the user's code and rows, by which a continued run sees that they changed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
 def code_digest(function: Callable) -> str | None:
-    """16 hexadecimal digits of a function's, class's or callable object's code: of its whole file if it is in a module,
-    of its own source if it is in a script or a notebook, and of its instructions if it has no source; with the
-    arguments of a functools.partial and the plain values of a closure. None for code of this package, whose version
-    is another matter."""
-    parts = _parts(function)
-    return None if parts is None else hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    """16 hex digits of a function's, class's or callable's code: its module's whole file, or its own source in a script
+    or notebook, or its instructions; with arguments of a partial and plain values of a closure. None for this
+    package's.
+    """
+    pieces = _parts(function)
+    return None if pieces is None else hashlib.sha256(b"\0".join(pieces)).hexdigest()[:16]
 
 
 def code_of(functions: Mapping[str, Callable]) -> dict[str, str]:
-    """{name: code_digest} of those functions that are not of this package."""
     return {name: digest for name, function in functions.items() if (digest := code_digest(function)) is not None}
 
 
 def values_crc32(values: Iterable[object]) -> int:
-    """A CRC-32 of values that rows may hold: JSON values, whatever the order of keys, and bytes, arrays and others."""
+    """CRC-32 of values of rows: JSON whatever the order of keys, bytes, arrays and others."""
     digest = 0
     for value in values:
         text = json.dumps(value, sort_keys=True, default=_described, skipkeys=False)
@@ -57,8 +56,8 @@ def _described(value: object) -> object:
 def _parts(function: Callable) -> list[bytes] | None:
     if isinstance(function, functools.partial):
         inner = _parts(function.func)
-        given = [_text(value) for value in (*function.args, *sorted(function.keywords.items()))]
-        return None if inner is None else [*inner, *given]
+        bound_arguments = [_text(value) for value in (*function.args, *sorted(function.keywords.items()))]
+        return None if inner is None else [*inner, *bound_arguments]
     function = inspect.unwrap(function)
     plain = isinstance(function, type | types.FunctionType | types.MethodType | types.BuiltinFunctionType)
     code = function if plain else type(function)  # of an object that can be called, its class's
@@ -99,17 +98,17 @@ def _text(value: object) -> bytes:
 
 
 def _instructions(code: object) -> list[bytes]:
-    """The instructions and constants of a function, or of all functions of a class, without line numbers."""
+    """Instructions and constants of a function, or of a class's functions, without line numbers."""
     if isinstance(code, type):
-        return [part for _, value in sorted(vars(code).items()) if callable(value) for part in _instructions(value)]
+        return [piece for _, value in sorted(vars(code).items()) if callable(value) for piece in _instructions(value)]
     compiled = getattr(code, "__code__", None)
     if not isinstance(compiled, types.CodeType):
         return [_text(getattr(code, "__qualname__", code))]
-    parts = [compiled.co_code, " ".join(compiled.co_names).encode()]
+    pieces = [compiled.co_code, " ".join(compiled.co_names).encode()]
     for constant in compiled.co_consts:
-        parts += (
+        pieces += (
             _instructions(types.FunctionType(constant, {}))
             if isinstance(constant, types.CodeType) and not (constant.co_freevars)
             else [constant.co_code if isinstance(constant, types.CodeType) else _text(constant)]
         )
-    return parts
+    return pieces

@@ -15,23 +15,19 @@ from jaxtune.train.display.metrics import JSONL, read_metrics
 
 
 def is_better(value: float, best: float | None, greatest: bool) -> bool:
-    """Whether a value is better than the best so far (None: there is none); NaN and an equal one are not."""
+    """Whether `value` beats the best so far (None: there is none); NaN and an equal one do not."""
     return not math.isnan(value) and (best is None or (value > best if greatest else value < best))
 
 
 def waited(count: int, value: float, best: float | None, greatest: bool, min_change: float) -> int:
-    """How many evaluations in a row were not better by more than `min_change`, with this one; `count`: before it."""
+    """Evaluations in a row, this one included, that were not better by more than `min_change`."""
     better = is_better(value, best, greatest) and (best is None or abs(value - best) > min_change)
     return 0 if better else count + 1
 
 
 class EarlyStop(Callback):
-    """Ends a run after guards.patience evaluations in a row without improvement; a resumed one continues the count.
-
-    Args:
-      guards: with a patience.
-      evaluation: with every_steps as a number of steps.
-      output: the run's folder, whose metrics.jsonl has the evaluations of earlier processes.
+    """Ends a run after guards.patience evaluations without improvement; a resumed one continues the count. output: its
+    metrics.jsonl has earlier processes' evaluations.
     """
 
     def __init__(self, guards: GuardConfig, evaluation: EvaluationConfig, output: Path):
@@ -56,8 +52,8 @@ class EarlyStop(Callback):
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         name = self._guards.metric
         if name not in metrics:
-            known = ", ".join(key for key in metrics if key.startswith("eval_"))
-            raise ConfigError(f"guards.metric = {name!r}: the evaluation has no such metric; it has {known}")
+            metric_names = ", ".join(key for key in metrics if key.startswith("eval_"))
+            raise ConfigError(f"guards.metric = {name!r}: the evaluation has no such metric; it has {metric_names}")
         if not self._knows:
             for value in processes.of_first(lambda: self._before(step)):
                 self._hear(value)
@@ -65,7 +61,6 @@ class EarlyStop(Callback):
         self._hear(float(metrics[name]))
 
     def _before(self, step: int) -> list[float]:
-        """The values of evaluations before a step."""
         path, name = self._output / JSONL, self._guards.metric
         lines = read_metrics(path) if path.exists() else []
         return [float(line[name]) for line in lines if name in line and line["step"] < step]

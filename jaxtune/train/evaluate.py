@@ -1,6 +1,4 @@
-"""Exact match: the share of held-out questions whose greedy answer equals the expected one. `exact_match` has the model
-answer rows; `questions_of` makes a `Question` of each row, with its prompt, which is tokenised as in training, also to
-check before training that every row can be asked. `_after` drops the thought before an answer."""
+"""Exact match: the share of held-out questions whose greedy answer equals the expected one."""
 
 from __future__ import annotations
 
@@ -26,31 +24,19 @@ def exact_match(
     batch_size: int = 32,
     today: str | None = None,
 ) -> tuple[float, list[tuple[str, str, str]]]:
-    """Generates the last assistant message of each row greedily, and compares it with the row's own. `jaxtune train`
-    and `jaxtune evaluate` measure exact match by it (evaluation.exact_match_rows). The reward function of the same name
-    is another one (objectives/reward_functions.py).
+    """Generates each row's last assistant message greedily and compares: (share of right answers, [(question, expected,
+    answer)]). Prompts are tokenised as in training. White space around an answer is ignored, and all up to the last
+    mark that the template writes before it, such as </think>.
 
-    Prompts are tokenised as in training, up to the begin of the answer, which ends where answers end everywhere
-    (`ends_of`). White space around it is ignored. So is, in the generated and in the row's own answer, everything up to
-    the last mark that the template writes before an answer (`Question.mark`), such as the end of a thought (</think>)
-    or the name of a channel.
+      rows: {"messages": [..., {"role": "assistant", "content": expected}]}, perhaps with "tools"; or
+      `formats.normalize`'s examples.
+      max_new_tokens: thoughts included.
+      template: as data.template; None: the tokenizer's.
+      batch_size: prompts at a time; fewer if memory is short.
+      today: the day that the template writes; None: now.
 
-    Args:
-      model: the model.
-      tokenizer: a fast Hugging Face tokenizer.
-      rows: {"messages": [..., {"role": "assistant", "content": expected}]}, with or without "tools"; or examples from
-        `formats.normalize` that end with an answer.
-      max_new_tokens: the most tokens that are generated for a row, a thought before the answer included.
-      template: a chat template, as data.template names it: a packaged one, a .jinja file, or Jinja text. None is the
-        tokenizer's own, and takes the prompt of an example that has one as plain text.
-      batch_size: the most prompts that are answered at a time; fewer if the memory has no room.
-      today: the day that the template writes, as data.today; None: the day of asking.
-    Returns:
-      (the share of right answers, [(question, expected, answer)] in the order of `rows`). The question is the content
-      of the message before the answer; expected and answer are the texts that were compared.
-    Raises:
-      ValueError: there are no rows, batch_size is not positive, a row does not end with a message and the assistant's
-        answer to it, or a prompt and max_new_tokens are more than the model's positions.
+    ValueError without rows, for a row without an answer, or if a prompt and max_new_tokens exceed the model's
+    positions.
     """
     if not rows:
         raise ValueError("exact_match: there are no rows")
@@ -58,32 +44,31 @@ def exact_match(
         raise ValueError(f"exact_match: batch_size = {batch_size}: must be positive")
     questions = questions_of(tokenizer, rows, max_new_tokens, template, model.config.context_length, today)
     ends = set(ends_of(model, trained_tokenizer(tokenizer, template)))
-    longest = max(len(one.prompt) for one in questions) + max_new_tokens
+    longest = max(len(question.prompt) for question in questions) + max_new_tokens
     sampler = Sampler(model, length=longest, most_slots=min(batch_size, len(rows)))
     answers = []
-    for row in sampler.run([one.prompt for one in questions], max_new_tokens, eos_token_ids=sorted(ends)):
+    for row in sampler.run([question.prompt for question in questions], max_new_tokens, eos_token_ids=sorted(ends)):
         ids = _after(tokenizer, row.ids, questions[row.index].mark)
         ids = list(itertools.takewhile(lambda token: token not in ends, ids))
         answers.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
-    right = sum(answer == one.expected for answer, one in zip(answers, questions, strict=True))
-    found = [(one.question, one.expected, answer) for one, answer in zip(questions, answers, strict=True)]
-    return right / len(rows), found
+    right = sum(answer == question.expected for answer, question in zip(answers, questions, strict=True))
+    compared = [
+        (question.question, question.expected, answer) for question, answer in zip(questions, answers, strict=True)
+    ]
+    return right / len(rows), compared
 
 
 class Question(NamedTuple):
-    """A held-out row as a question to the model: the prompt as tokens, the right answer, and what the chat template
-    writes around an answer, by which the answer is found in what the model generates."""
+    """A held-out row as a question."""
 
     prompt: list[int]
-    """The token ids up to where the answer begins."""
     question: str
-    """The text of the message before the answer."""
     expected: str
-    """The row's answer, which is the right one, from behind the last `mark` in it, without white space around it."""
+    """The right answer from behind its last `mark`, stripped."""
     mark: str
-    """The last word (between white space) of the text that the template writes behind the generation prompt, directly
-    before an answer, such as the end of a thought (</think>); "" if there is none. What the model generates up to its
-    last occurrence is ignored."""
+    """The last word that the template writes behind the generation prompt, such as </think>, or ""; generated text up
+    to its last occurrence is ignored.
+    """
 
 
 def questions_of(
@@ -94,19 +79,8 @@ def questions_of(
     positions: int,
     today: str | None = None,
 ) -> list[Question]:
-    """Makes a Question of each row, in their order. `exact_match` asks them; `app.sampled_by` calls it before training,
-    so that a row that cannot be asked is reported then, and to plan the memory for the longest prompt.
-
-    Args:
-      tokenizer: a fast Hugging Face tokenizer.
-      rows: {"messages": [...]} or examples from `formats.normalize`; each ends with an answer, the expected one.
-      max_new_tokens: the most tokens that are generated for a row, for which a prompt must leave room.
-      template: a chat template, as data.template names it: a packaged one, a .jinja file, or Jinja text; None is the
-        tokenizer's own, and takes the prompt of an example that has one as plain text.
-      positions: the most tokens of prompt and answer that the model allows.
-      today: the day that the template writes, as data.today; None: the day of asking.
-    Raises:
-      ValueError: a row does not end with a message and the assistant's answer to it, or its prompt is too long.
+    """A Question of each row. positions: the most tokens of prompt and answer. Other arguments and ValueError as in
+    `exact_match`.
     """
     encoder = RowEncoder(tokenizer, template=template, today=today)
     questions = []
@@ -130,14 +104,10 @@ def questions_of(
 
 
 def _after(tokenizer: Tokenizer, ids: list[int], mark: str) -> list[int]:
-    """The token ids of `ids` after the last occurrence of the text `mark` in their text: the answer without a thought
-    that comes before it, and that may contain the mark too. All ids if `mark` is "" or does not occur. `exact_match`
-    compares only these. `tokenizer` decodes them."""
+    """Token ids after the last `mark` in their text; all if it does not occur."""
 
     def count(length: int) -> int:
-        """How often the mark that precedes an answer occurs in the text of the first `length` of the sampled token ids.
-        `_after` finds by bisection the shortest `length` that has all of them, after which the answer begins."""
         return tokenizer.decode(ids[:length]).count(mark)
 
-    found = count(len(ids)) if mark else 0
-    return ids[bisect.bisect_left(range(len(ids) + 1), found, key=count) :] if found else ids
+    mark_count = count(len(ids)) if mark else 0
+    return ids[bisect.bisect_left(range(len(ids) + 1), mark_count, key=count) :] if mark_count else ids

@@ -1,6 +1,4 @@
-"""Loads the model, the adapter and the tokenizer that a config asks for. `loading` loads the weights in a thread while
-rows are read and programs compiled; the train command uses it. `load_model` waits for them; `jaxtune evaluate` and
-`jaxtune sensitivity` use it. `adapted` gives a loaded model its head and adapter."""
+"""Loads the model, adapter and tokenizer that a config asks for."""
 
 from __future__ import annotations
 
@@ -31,59 +29,52 @@ from jaxtune.train.planning.meshes import mesh_of
 
 
 def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
-    """Loads what a config asks for, the model with its adapter (and the teacher of a distillation, as `loading` does)
-    and the tokenizer: (model with its arrays, tokenizer). It waits until the weights are loaded. `jaxtune evaluate` and
-    `jaxtune sensitivity` call it; a run uses `loading`, and the other commands load models by other means. Raises
-    ValueError as `loading` does, and if the weights or the adapter cannot be loaded."""
+    """(model with its arrays, tokenizer), waiting for the weights. ValueError as `loading`, or if weights or adapter
+    cannot be loaded.
+    """
     with loading(config, trains=False) as (weights, tokenizer, model):
         return model if weights is None else weights.result(), tokenizer
 
 
 @contextlib.contextmanager
 def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
-    """A context that loads the model with its adapter, and the tokenizer, that a config asks for. It gives (weights,
-    tokenizer, model). The train command uses it, also for --check and --plan, and so does `load_model`. In a
-    distillation the teacher that the config names is attached to the model, unless its log-probabilities are stored
-    before the run, or it is the model itself with its adapter off.
+    """A context of (weights, tokenizer, model), with a distillation's teacher attached unless its values are stored or
+    it is the model itself.
 
-    Usually a thread loads the weights while the caller tokenises rows and compiles programs: `weights` is the future of
-    the model, and `model` has jax.ShapeDtypeStruct in place of its arrays.
-    In three cases `weights` is None, and `model` has its arrays: the model is made from a config with random weights;
-    its adapter comes from a file; its checkpoint or its teacher's stores quantised weights, whose shapes only its bytes
-    show. The tables of embeddings that a plan may have on the host are left there (left_on_host), unless no step is
-    made (trains=False), because only plans of steps have them there.
+    Usually a thread loads: `weights` is a future, and `model` has shapes. `weights` is None and `model` has arrays for
+    random weights, an adapter from a file, and quantised checkpoints (a teacher's, too), whose shapes only their bytes
+    show. With `trains`, tables that a plan may have on the host stay there.
 
-    Leaving the context cancels the loading that is in progress. Raises ValueError on entering if there is no tokenizer,
-    if the teacher's gives a token another id, or if a checkpoint cannot be opened or, in these three cases, loaded;
-    errors of the thread are raised by `weights.result()`.
+    Leaving cancels loading. ValueError without a tokenizer, if the teacher gives a token another id, or if a checkpoint
+    cannot be opened; the thread's errors come from `weights.result()`.
     """
-    wanted, teacher = config.model, open_teacher(config)
+    model_config, teacher = config.model, open_teacher(config)
 
     def tokenizer(folder: Path | None) -> Any:
-        """The run's tokenizer, that of the model's folder `folder` unless model.tokenizer names another. Raises
-        ValueError if there is none, or the teacher's differs from it."""
-        made = _tokenizer(config, folder)
-        require_same_tokens(made, teacher)
-        return made
+        loaded = _tokenizer(config, folder)
+        require_same_tokens(loaded, teacher)
+        return loaded
 
-    if wanted.from_config is not None:
+    if model_config.from_config is not None:
         key = jax.random.key(config.seed)
-        made = adapted(model_from_config(wanted.from_config, key, "float32"), config)
-        yield None, tokenizer(None), with_teacher(made, load_teacher(teacher))
+        random_model = adapted(model_from_config(model_config.from_config, key, "float32"), config)
+        yield None, tokenizer(None), with_teacher(random_model, load_teacher(teacher))
         return
-    assert wanted.path is not None
+    assert model_config.path is not None
     pretrained = Pretrained(
-        wanted.path, config.dtype, wanted.load_in, precision=config.components, positions=wanted.positions
+        model_config.path,
+        config.dtype,
+        model_config.load_in,
+        precision=config.components,
+        positions=model_config.positions,
     )
-    stored = replace(config, model=replace(wanted, load_in=wanted.load_in or pretrained.stored_in))
+    stored = replace(config, model=replace(model_config, load_in=model_config.load_in or pretrained.stored_in))
     runs = objective_of(config).reference_runs
-    chosen, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored), reference_runs=runs)
-    mesh = None if chosen.divides_tensors is None else partition.make_mesh(*chosen.sizes)
+    mesh_config, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored), reference_runs=runs)
+    mesh = None if mesh_config.divides_tensors is None else partition.make_mesh(*mesh_config.sizes)
     cancelled = threading.Event()
 
     def load() -> Decoder:
-        """Loads and returns the model with its weights, its adapter and its teacher; it runs in the thread, or at once
-        if the shapes are not known without it."""
         stay = left_on_host(config, pretrained.config.tie_embeddings) if trains and mesh is None else []
         model = adapted(pretrained.load(cancelled, mesh, stay), config)
         return with_teacher(model, load_teacher(teacher, cancelled, mesh))
@@ -105,25 +96,23 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
 
 
 def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
-    """The tokenizer in the folder config.model.tokenizer, or, if that is not set, in the model's folder `folder` (None
-    for a model that is made from a config). `loading` asks for it. Raises ValueError if there is none."""
-    wanted = config.model
-    if wanted.tokenizer is not None:
-        tokenizer = load_tokenizer(Path(wanted.tokenizer).expanduser())
+    """model.tokenizer's, or the one in the model's `folder`."""
+    model_config = config.model
+    if model_config.tokenizer is not None:
+        tokenizer = load_tokenizer(Path(model_config.tokenizer).expanduser())
         if tokenizer is None:
-            raise ValueError(f"model.tokenizer = {wanted.tokenizer!r}: no folder with tokenizer files")
+            raise ValueError(f"model.tokenizer = {model_config.tokenizer!r}: no folder with tokenizer files")
         return tokenizer
     tokenizer = None if folder is None else load_tokenizer(folder)
     if tokenizer is None:
-        raise ValueError(f"model.path = {wanted.path!r} has no tokenizer files: set model.tokenizer to a folder")
+        raise ValueError(f"model.path = {model_config.path!r} has no tokenizer files: set model.tokenizer to a folder")
     return tokenizer
 
 
 def adapted(model: Decoder, config: TrainConfig) -> Decoder:
-    """Returns the loaded `model` as `config` asks for a run: with matrix products in FP8 (model.compute), a new head if
-    the objective needs one of another kind, and the adapter from adapter.path or a new one. `loading` calls it. It
-    shares the arrays of `model` (but not a head that is replaced), which is returned itself if nothing of this is asked
-    for. Raises ValueError if the model cannot be changed so."""
+    """The loaded model as a run needs it: FP8 products, the objective's head, adapter. Shares its arrays; itself if
+    nothing changes. ValueError if it cannot be changed so.
+    """
     if config.model.compute == "fp8":
         model = compute_in_fp8(model)
     model = with_head(model, objective_of(config).head, config.seed)

@@ -1,7 +1,4 @@
-"""The evaluate command (`evaluate`). `weights_to_score` finds which weights it scores, those of a run or those that a
-recipe names, as a `Scored`; `loaded_in` sets the format in which they are loaded; and `evaluate` scores them on the
-held-out rows; `_require_same_split` refuses rows of data.eval_rows that the run trained on. `_exported` finds the best
-evaluation whose weights a run exported, and `_best` writes it in words."""
+"""The evaluate command: scores the weights of a run or recipe on held-out rows."""
 
 from __future__ import annotations
 
@@ -35,44 +32,33 @@ from jaxtune.train.trainer import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Which weights the evaluate command scores, as `weights_to_score` finds them: those that the config names, those
-    of a run's best or newest checkpoint, or those that a run exported."""
+    """Which weights are scored: the config's, a checkpoint's, or what a run exported."""
 
     text: str
-    """The weights in words, for the screen and the results."""
     config: TrainConfig
-    """The config that loads the weights, or the model into which the checkpoint's are restored."""
+    """Loads the weights, or the model into which a checkpoint is restored."""
     checkpoints: Path | None = None
-    """The folder of the run's checkpoints, if one of them has the weights; otherwise None."""
+    """The folder of checkpoints, if one has the weights."""
     step: int | None = None
-    """The step of that checkpoint; None for the newest intact one, or without `checkpoints`."""
+    """Of that checkpoint; None: the newest intact one."""
     result: Result | None = None
-    """The folder that the run exported (an adapter or a merged model) as its proof describes it, if it has the weights;
-    otherwise None. `evaluate` checks by its record that the same rows were left out of training. Its `step` is the last
-    one of the run, also where the weights are of the best evaluation."""
+    """The exported folder, if it has the weights. Its `step` is the run's last, even if the weights are of the best
+    evaluation.
+    """
 
 
 def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> Scored:
-    """Finds the weights that `jaxtune evaluate` scores, and loads nothing: the result of a run if `recipe` is the
-    config.yaml of its folder, which has metrics or checkpoints, otherwise the model that the recipe names. If an
-    override sets a key of `model` or `adapter`, the weights are always those that the config names.
+    """Finds the weights, and loads nothing: a run's result if `recipe` is the config.yaml of its folder, else what the
+    recipe names, as also with overrides of `model` or `adapter`.
 
-    A run's result is its exported adapter or model (with QAT the model, otherwise the adapter, if both exist), or a
-    checkpoint if nothing is exported or a checkpoint is of a later step: with checkpoint.best that of the best
-    evaluation, as in what the run exports, and the newest one without it, or if no saved step has such an evaluation.
-    The config of the result loads these weights: an exported model has neither adapter nor QAT there.
-
-    Args:
-      config: of the recipe, overrides applied.
-      recipe: its file or name.
-      overrides: "key=value" arguments of the command.
-    Raises:
-      ValueError: the run has no trained weights yet, or its result is damaged.
+    A run's result is its export (with QAT the merged model first, else the adapter), or a checkpoint if nothing is
+    exported or it is of a later step: the best one with checkpoint.best, else the newest. ValueError if there are no
+    trained weights, or the result is damaged.
     """
     run = Path(recipe).parent
-    chosen = [text for text in overrides if text.split("=")[0].split(".")[0] in ("model", "adapter")]
+    weight_overrides = [text for text in overrides if text.split("=")[0].split(".")[0] in ("model", "adapter")]
     is_run = Path(recipe).name == CONFIG and ((run / m.JSONL).exists() or (run / CHECKPOINTS).exists())
-    if not is_run or chosen:
+    if not is_run or weight_overrides:
         text = str(config.model.path or f"random weights of {config.model.from_config}")
         if config.adapter is not None:
             text += (
@@ -80,9 +66,9 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
             )
         return Scored(text, config)
     order = [MERGED, ADAPTER] if config.qat is not None else [ADAPTER, MERGED]  # QAT rounds when it merges
-    found = next((run / name for name in order if (run / name).exists()), None)
+    export_folder = next((run / name for name in order if (run / name).exists()), None)
     saved = max(saved_steps(run / CHECKPOINTS), default=0)
-    result = None if found is None else read_result(found)
+    result = None if export_folder is None else read_result(export_folder)
     if result is None and not saved:
         raise ValueError(
             f"{run} has no trained weights: no {ADAPTER}, {MERGED} or checkpoint yet. To score the model that it "
@@ -120,41 +106,26 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
     return Scored(text, replace(config, model=model, adapter=None, qat=None, optim=optim), result=result)
 
 
-def _best(found: BestEvaluation) -> str:
-    """A best evaluation (`found`) in words, for Scored.text: "the best by eval_loss, 0.1234"."""
-    return f"the best by {found['metric']}, {found['value']:.4f}"
+def _best(evaluation: BestEvaluation) -> str:
+    return f"the best by {evaluation['metric']}, {evaluation['value']:.4f}"
 
 
 def _exported(run: Path, result: Result) -> BestEvaluation | None:
-    """The evaluation whose weights a run exported as its best ones, as results.json in its folder `run` names it, for
-    Scored.text only: which weights are scored does not depend on it. None if it exported the last ones, or if the file
-    is missing, cannot be read or is of another run than `result`."""
+    """The best evaluation whose weights were exported, by results.json; for words only."""
     try:
         numbers = json.loads((run / RESULTS).read_text(encoding="utf-8"))
-        found = numbers[BEST] if is_digest_of(numbers["run"], result.run) else None
-        return found and BestEvaluation(
-            step=int(found["step"]), metric=str(found["metric"]), value=float(found["value"])
+        evaluation = numbers[BEST] if is_digest_of(numbers["run"], result.run) else None
+        return evaluation and BestEvaluation(
+            step=int(evaluation["step"]), metric=str(evaluation["metric"]), value=float(evaluation["value"])
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
 def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()) -> Scored:
-    """Returns `scored` with a config that loads the layers' frozen weights in the format `load_in`, or, without one, in
-    the format over which the adapter was trained, for the evaluate command. If the format is a quantised one and the
-    weights have no adapter, the config gets a new adapter of rank 1, which changes nothing, because such weights need
-    one.
-
-    Args:
-      scored: the weights to score, from `weights_to_score`.
-      load_in: a format of from_pretrained's load_in, or "stored" for the checkpoint's own; model.compute is kept only
-        if the format is that of the config. With None, the base of an adapter is loaded in the format and compute
-        format that the adapter was trained over, and, unless the config has a precision map, with the precision of
-        single modules; this needs a folder that records them, and no override of model.load_in. Otherwise `scored`
-        itself is returned.
-      overrides: "key=value" arguments of the command.
-    Raises:
-      ValueError: a format is given, and the weights are a checkpoint, which belongs to the base of its run.
+    """`scored` with the frozen weights in the format `load_in` ("stored": the checkpoint's own). None: an adapter's
+    base as it was trained over, if its folder says so and no override sets model.load_in. Quantised weights without an
+    adapter get an untrained one of rank 1, which they need. ValueError for a format with a checkpoint.
     """
     config, model = scored.config, scored.config.model
     if scored.checkpoints is not None:
@@ -166,48 +137,38 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
         return scored
     adapter = config.adapter
     if load_in is not None:
-        wanted = None if load_in == "stored" else load_in
-        kept = replace(model, load_in=wanted, compute=model.compute if wanted == model.load_in else None)
+        format_name = None if load_in == "stored" else load_in
+        model_config = replace(
+            model, load_in=format_name, compute=model.compute if format_name == model.load_in else None
+        )
     else:
         is_set = any(text.split("=")[0] in ("model", "model.load_in") for text in overrides)
         path = None if adapter is None or is_set else adapter.path
         over = None if path is None else trained_over.read(Path(path).expanduser())
         if over is None:
             return scored
-        kept = replace(model, load_in=over.load_in, compute=over.compute)
+        model_config = replace(model, load_in=over.load_in, compute=over.compute)
         words = config.components or over.words(config.dtype, over.load_in)
         config = replace(config, precision=words | {"*": config.computes_in})
-    if kept.load_in is not None and adapter is None:
+    if model_config.load_in is not None and adapter is None:
         adapter = AdapterConfig(r=1)  # quantised weights need an adapter; an untrained one changes nothing
-    return replace(scored, config=replace(config, model=kept, adapter=adapter))
+    return replace(scored, config=replace(config, model=model_config, adapter=adapter))
 
 
 def evaluate(
     config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (), taken: float = 0, load_in: str | None = None
 ) -> dict[str, Any]:
-    """The evaluate command: scores the weights that `weights_to_score` finds on the held-out rows, and prints the
-    results in words on stderr; the command prints what it returns as JSON. It writes no results to the run's folder. If
-    it scores a checkpoint, the folder of checkpoints is locked meanwhile, and incomplete saves of a dead run in it are
-    removed (Checkpointer).
+    """Scores weights on the held-out rows, prints the results on stderr and returns them: {"weights", "eval_loss" (not
+    if rows have only questions), "eval_UNIT", the objective's "eval_NAME"}, what `answer` returns, and metrics of
+    evaluation.generate (NaN as None) with "eval_samples". A checkpoint's folder is locked meanwhile, and incomplete
+    saves of a dead run go.
 
-    Args:
-      config: the config of the recipe, overrides applied.
-      recipe: the file or name of the recipe.
-      overrides: "key=value" arguments of the command.
-      taken: the recipe's data.eval_rows (a number or share of rows) if an override of data.eval replaced it, else 0. A
-        run's checkpoint is recognised by its training rows, so the same rows must be left out of data.train as in the
-        run, though others are scored.
-      load_in: the format of the frozen weights, as load_in of from_pretrained, or "stored" for the checkpoint's own;
-        None keeps that of the config or the adapter.
-    Returns:
-      {"weights": in words, "eval_loss", "eval_UNIT": the number of targets or pairs, and the objective's other metrics
-        as "eval_NAME"}. With evaluation.exact_match_rows it also has what app.answer returns: "exact_match", "rows"
-        (the number of questions) and "samples". With evaluation.generate it has its metrics (None for one that is NaN)
-        and "eval_samples", some of its answers. If the held-out rows have only questions, it has no loss.
-    Raises:
-      ValueError: there are no such weights, no held-out rows, or these are not those that the run left out; or the run
-        whose checkpoint is scored is still running.
-      CheckpointError: the run has no intact checkpoint, or it does not fit the config.
+      taken: the recipe's data.eval_rows if data.eval was overridden: they stay out of data.train, as a run's checkpoint
+      is known by its training rows.
+      load_in: format of the frozen weights; "stored"; None: as configured or trained over.
+
+    ValueError without such weights or held-out rows, for rows that the run trained on, or while it is running;
+    CheckpointError without an intact checkpoint that fits.
     """
     use_program_cache()
     console = terminal.console(stderr=True, soft_wrap=True)
@@ -237,27 +198,23 @@ def evaluate(
         console.print(f"evaluation loss {results['eval_loss']:.4f} over {results[f'eval_{unit}']:,} {unit}")
     if trainer.answers is not None:
         with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.generate=[]"):
-            answered = trainer.answers(model)
-        for line in answered.lines():
+            answers = trainer.answers(model)
+        for line in answers.lines():
             console.print(fitted(line, console))
-        results |= {key: None if math.isnan(value) else value for key, value in answered.metrics.items()}
-        results[SAMPLES] = answered.samples
+        results |= {key: None if math.isnan(value) else value for key, value in answers.metrics.items()}
+        results[SAMPLES] = answers.samples
     if config.evaluation.exact_match_rows:
         results |= answer(model, tokenizer, config, console, sampled_by(trainer))
     return results
 
 
 def _require_same_split(result: Result, trainer: Trainer) -> None:
-    """Raises ValueError if data.eval_rows takes other rows out of data.train than the run did, because some of them
-    were then trained on: if the number or share differs from the run's, or the tokens of the remaining rows do. The
-    evaluate command calls it for exported weights if data.eval_rows is not 0; a checkpoint is compared when it is
-    restored. result: the exported weights of that run, with its record. trainer: has the config and the training rows
-    of the evaluation."""
+    """ValueError if data.eval_rows takes out other rows than the run did, which trained on some of them."""
     key, rows = "config.data.eval_rows", trainer.config.data.eval_rows
     held_out, tokens = result.run.get(key), result.run.get("data.tokens_crc32")
     if (held_out, tokens) != (rows, trainer.batches.identity().get("tokens_crc32")):
-        of = "data.train" if held_out != rows else "other rows, or by another template"
+        source_words = "data.train" if held_out != rows else "other rows, or by another template"
         raise ValueError(
-            f"data.eval_rows = {rows}: the run held out {held_out} rows of {of}, so it was trained on some of these; "
-            "set data.eval to a file of held-out rows, and data.eval_rows=0"
+            f"data.eval_rows = {rows}: the run held out {held_out} rows of {source_words}, so it was trained "
+            "on some of these; set data.eval to a file of held-out rows, and data.eval_rows=0"
         )

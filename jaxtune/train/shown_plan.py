@@ -1,6 +1,4 @@
-"""What `jaxtune train --plan` prints of a run without its weights and rows (`show_plan`), if plan.device is set or
-data.train is empty: the plan from the model's shapes, for a device of this machine (`_here`) or of another one
-(`_elsewhere`)."""
+"""`jaxtune train --plan` without weights and rows, from the model's shapes, for a device of this or another machine."""
 
 from __future__ import annotations
 
@@ -36,22 +34,9 @@ _ASSUMED_PROMPT = 512  # tokens of the longest prompt, where rows are not read
 
 
 def show_plan(config: TrainConfig, console: Console) -> None:
-    """Prints the memory plan of a run on `console`, for `jaxtune train --plan` where it needs no rows. The plan is made
-    from the model's shapes alone, without weights, rows or compiling, for the device that the config names or else for
-    this machine's. It says what becomes of the values that the backward reads, the memory and time of a step, and the
-    longest row that fits.
-
-    The reason for the mesh is printed first, if a mesh was chosen here. These follow the plan: how many answers are
-    sampled at a time (GRPO and RLOO); the pass that stores a teacher's log-probabilities (objective.teacher_top_k); the
-    time of config.steps steps, or of a million tokens if `steps` is not set.
-
-    Raises:
-      ValueError: no device is named and there is no GPU here, or fewer than the mesh asks for; a device is named, and
-        the mesh is to have all there are; the device or the model is not known; the rows cannot be divided among the
-        devices of this machine; there is no room to sample one answer; the teacher's config.json cannot be used;
-        adapter.path is set, because a plan without weights needs the adapter's settings (adapter.r). What the config
-        alone shows is refused before the model's config.json is read.
-      PlanError: no plan fits; the message names settings that would.
+    """Prints the plan of a run from shapes alone, for the config's device or this machine's: placements, memory, time,
+    longest row; then sampling, a teacher's pass, and the run's time. ValueError for an unknown model or device, no GPU,
+    adapter.path (the adapter's settings are needed), or rows that devices cannot share; PlanError if no plan fits.
     """
     if config.adapter is not None and config.adapter.path is not None:
         raise ValueError(
@@ -68,9 +53,7 @@ def show_plan(config: TrainConfig, console: Console) -> None:
 
 
 def _show_plan_for(device: Device | None, config: TrainConfig, console: Console) -> None:
-    """Makes the plan of `show_plan` and prints it on `console`, with the lines that follow it. device: the one of
-    another machine for which the plan is; None: a device of this machine, of a mesh that is chosen here if the config
-    names none. Raises what `show_plan` does, except for errors that the config alone shows."""
+    """`show_plan` on `device`; None: this machine's, on a mesh that is chosen here if the config names none."""
     hf = find_config(config.model.from_config or config.model.path or "")
     hf = stretched(hf, config.model.rope_scaling, config.model.max_position_embeddings)
     shape, stored_in = config_from_hf(hf), weights_stored_in(hf)
@@ -87,36 +70,36 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
         text = f"rows are not read: prompts of at most {_ASSUMED_PROMPT} tokens are assumed; set data.length for others"
         console.print(fitted(text, console), markup=False, highlight=False)
     if device is None:
-        chosen, why = mesh_of(config, lambda: cost.abstract_model(shape, config), reference_runs=runs)
+        mesh_config, why = mesh_of(config, lambda: cost.abstract_model(shape, config), reference_runs=runs)
         if why is not None:
             console.print(fitted(why, console), markup=False, highlight=False)
-        config = replace(config, mesh=chosen)
-        device = _here(config, chosen)
+        config = replace(config, mesh=mesh_config)
+        device = _here(config, mesh_config)
     budget_bytes = devices.budget(config, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory
-    parts = cost.step_cost(cost.abstract_model(shape, config), config, reference_runs=runs)
+    costs = cost.step_cost(cost.abstract_model(shape, config), config, reference_runs=runs)
     room = search.Room(budget_bytes, devices.limit(config, device))
     try:
-        forecast, _ = search.next_plan(parts, config, device, room)
+        forecast, _ = search.next_plan(costs, config, device, room)
     except choice.PlanError as error:
         fixes = fitting.fitting_settings(shape, config, device, budget_bytes, reference_runs=runs)
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
-    longest = fitting.longest_row(parts, config, device, budget_bytes)
-    report.plan_elsewhere(forecast, parts, device, budget_bytes, longest, shape.context_length, console)
+    longest = fitting.longest_row(costs, config, device, budget_bytes)
+    report.plan_elsewhere(forecast, costs, device, budget_bytes, longest, shape.context_length, console)
     if isinstance(objective, GRPO):  # rows are not read here, so that prompts are taken to be as long as there is room
-        room = budget_bytes - parts.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(parts, device)
+        room = budget_bytes - costs.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(costs, device)
         most = min(objective.settings.slots, answers * objective.settings.steps_per_generation)
         slots = slots_for(cost.abstract_model(shape, config), room, sampled, most)
         console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
     for line in teacher_pass.pass_lines(config, shape, device):
         console.print(fitted(line, console), markup=False, highlight=False)
-    console.print(report.finish_line(forecast, config.steps, config.plan.dollars_per_hour, parts.devices))
+    console.print(report.finish_line(forecast, config.steps, config.plan.dollars_per_hour, costs.devices))
 
 
 def _elsewhere(config: TrainConfig, name: str) -> Device:
-    """The device `name` of another machine, which plan.device of `config` names, for `show_plan`. Raises ValueError if
-    it is not known or refused, or if the mesh is to have all devices that there are, which is not known of another
-    machine."""
+    """A device of another machine. ValueError if it is unknown, or the mesh is to have all devices, whose number is
+    unknown.
+    """
     for key, size in ({} if config.mesh is None else config.mesh.axes).items():
         if size == -1:
             raise ValueError(f"mesh.{key} = -1: how many devices plan.device has beside it is not known: give a number")
@@ -124,9 +107,9 @@ def _elsewhere(config: TrainConfig, name: str) -> Device:
 
 
 def _here(config: TrainConfig, mesh: MeshConfig) -> Device:
-    """A device of this machine, as the planner of a run of `config` on `mesh` sees it: with its share of the host's
-    memory. `show_plan` plans for it if plan.device is not set. Raises ValueError if there are fewer devices than the
-    mesh has, or the rows cannot be divided among them."""
+    """A device of this machine, with its share of the host's memory. ValueError if devices are too few for the mesh or
+    cannot share the rows.
+    """
     devices_of_run = partition.make_mesh(*mesh.sizes)
     config.require_rows_for(devices_of_run.size)
     first = devices_of_run.local_devices[0]

@@ -1,7 +1,4 @@
-"""The `Trainer`: one run, from a model and rows to a trained model. Its constructor reads the rows and makes the update
-rule, the step's programs, the mesh and the planner (setup.py). `train` locks the output folder, resumes from its last
-checkpoint if there is one, compiles the step (program/programs.py), makes the steps (run.py), and returns the trained
-model. The methods after `_start` describe the run in words, evaluate, and say what checkpoints record and read them."""
+"""The `Trainer`: one run, from a model and rows to a trained model."""
 
 from __future__ import annotations
 
@@ -81,37 +78,27 @@ from jaxtune.train.user_code.calling import running
 
 
 class Trainer:
-    """Trains `model` on rows as `config` says. The model given is never changed, and its arrays are never donated.
+    """Trains `model` on rows as `config` says. The given model is never changed, and its arrays are never donated.
 
     Args:
-      model: a Decoder. Its `nnx.Param`s are trained: those of an adapter (get_peft_model), or all for full fine-tuning.
-      tokenizer: its Hugging Face tokenizer.
-      config: a TrainConfig. Its `model` and `adapter` are not applied; what is recorded is the model (recorded_config).
-      train_rows, eval_rows: a path, a data set's name, a list of dicts, or a prepared TokenDataset; None takes those
-        that config.data names. train_rows may also be a list of (rows, weight), or a BatchSource (data/batches.py),
-        which makes each step's batch during the run.
-      profile: the folder for a profile of config.profile.steps steps, or of 3 steps if config asks for none. None is
-        `profile` in the output folder, and then a profile is made only if config asks for one.
-      keeps_model: whether the caller keeps `model`. If not, its tensors are given up as TrainedModel says, and freed
-        if nobody else refers to them; the planner does not count the trained ones beside their copies.
-      weights: a future of the model with its arrays, if `model` has only shapes. The trainer waits for it after it has
-        compiled the step, or before, to resume. None: `model` has its arrays.
-      objective: replaces config.objective; None: that one is taken, as with optimizer and schedule.
-      optimizer: an optax transformation that replaces config.optim's. Its updates are added to float32 weights, after
-        clipping by config.max_grad_norm.
-      schedule: gives the learning rate for a number of updates made (from 0), and replaces config.schedule. With an
-        `optimizer`, which has its own, it is only shown in metrics.
-      callbacks: called between steps; see Callback.
-      trains: False for a trainer that only evaluates or shows rows: it plans a forward pass, and train() is refused.
-      checks_folder: whether an output folder of another run is refused before rows are read, not only by train().
+      model: its `nnx.Param`s train: those of an adapter (get_peft_model), or all.
+      config: its `model` and `adapter` are not applied; the model is recorded as it is.
+      train_rows, eval_rows: a path, a data set's name, a list of dicts, or a TokenDataset; None: config.data's.
+      train_rows may be a list of (rows, weight), or a BatchSource.
+      profile: folder for a profile of config.profile.steps steps, or 3; None: `profile` in the output folder, if config
+      asks for one.
+      keeps_model: False: tensors of `model` are freed if nobody else has them.
+      weights: a future of the model, if `model` has shapes; awaited after compiling.
+      objective: replaces config.objective.
+      optimizer: an optax transformation in place of config.optim, after clipping.
+      schedule: learning rate by updates made (from 0), in place of config.schedule; only shown with an `optimizer`.
+      trains: False: only evaluates or shows rows; a forward pass is planned.
+      checks_folder: refuse another run's output folder before rows are read.
 
-    Attributes: `model` (TrainedModel), `engine` (Engine), `tokenizer` (with the chat template that rows are rendered
-    by), `batches` (the BatchSource of its steps), `train_data` (TokenDataset; None where not all rows are known
-    before the run), `eval_data` (TokenDataset of held-out rows with a loss, or None), `answers` (AnswerMetrics of
-    evaluation.generate, or None), `output` (Path), `total_steps`, and after train() `history`, the metrics of this
-    process's steps and evaluations, `steps_done`, and `best` ({"best_checkpoint": the evaluation whose weights were
-    returned}, or {} if they are the last), and `unsaved` (why the last state is not in a checkpoint; None). Raises
-    ValueError for what cannot be trained, PlanError if no plan fits.
+    Attributes: `tokenizer` (with the rows' chat template), `batches`, `train_data` (None if rows are not known before
+    the run), `eval_data` (held-out rows with a loss), `answers` (of evaluation.generate), `total_steps`; after train()
+    `history` (metrics), `steps_done`, `best` ({"best_checkpoint": whose weights were returned} or {}), `unsaved` (why
+    the last state is in no checkpoint). ValueError for what cannot be trained, PlanError if no plan fits.
     """
 
     def __init__(
@@ -154,9 +141,9 @@ class Trainer:
         data = dataclasses.replace(config.data, template=config.data.trained_template)
         rows_config = dataclasses.replace(config, data=data)
         reader = Reader(self.objective, self.tokenizer, rows_config, self.model.given.config, tuple(ends))
-        asked = config.data.eval if eval_rows is None else eval_rows
+        held_out_source = config.data.eval if eval_rows is None else eval_rows
         rewards = train_rows.rewards if isinstance(train_rows, SampledAnswers) else None
-        self.answers = answer_metrics(rows_config, asked, self.tokenizer, self.model.given, rewards)
+        self.answers = answer_metrics(rows_config, held_out_source, self.tokenizer, self.model.given, rewards)
         if checks_folder:
             require_own_folder(in_first_words(config))
         rows, held_out = self.stored.attach(*run_rows(reader, train_rows, eval_rows, not trains))
@@ -168,8 +155,8 @@ class Trainer:
         if config.guards.patience is not None:
             self.callbacks += (EarlyStop(config.guards, self.evaluation, self.output),)
         if isinstance(self.batches, SampledAnswers) and isinstance(config.data.length, Unset):
-            chosen = dataclasses.replace(config.data, length=self.batches.length)
-            self.config = config = dataclasses.replace(config, data=chosen)
+            data_config = dataclasses.replace(config.data, length=self.batches.length)
+            self.config = config = dataclasses.replace(config, data=data_config)
         setup.require_starts_within(self.total_steps, config, self.profile_steps)
         # `own` identifies the parts that were given to this trainer, for checkpoints.
         self.own = own_parts.identities(self.model.trainable, self.total_steps, optimizer, schedule, objective)
@@ -184,25 +171,22 @@ class Trainer:
 
     @property
     def planner(self) -> Planner:
-        """The planner of the steps' memory; AssertionError for a trainer made with trains=False."""
+        """The planner of the steps' memory; AssertionError with trains=False."""
         assert isinstance(self.engine.planner, Planner), "this trainer was made with trains=False"
         return self.engine.planner
 
     @property
     def program(self) -> StepProgram:
-        """The program of a train step, not compiled, under the plan in force; with qat.start above 0 that of the
-        steps that round. Notes and record read its settings, and evaluations of checkpoints are compiled from it."""
+        """The program of a step, not compiled, under the plan in force; with qat.start above 0 the rounding one."""
         return self.engine.program
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The mesh of devices that divides rows, and under mesh.fsdp weights, whose shape notes and record read."""
         return self.engine.mesh
 
     @property
     def eval_batches(self) -> Batches | None:
-        """The batches of an evaluation, each of the shape of a micro-batch under the current plan; None without
-        held-out rows that have a loss. Each evaluation asks anew, because the plan may have changed."""
+        """Batches of an evaluation, shaped as the plan's micro-batches; None without held-out rows with a loss."""
         return None if self.eval_data is None else self.eval_data.batches(self.engine.rows, shuffle=False)
 
     # ---- the run
@@ -211,19 +195,17 @@ class Trainer:
     def train(
         self, stop: StopSignal | None = None, delivery: Delivery | None = None, from_step: int | None = None
     ) -> Decoder:
-        """Runs (or resumes) the run and returns the trained model: a new module that shares the frozen arrays on the
-        devices, with checkpoint.best of the best evaluation. Config, metrics, checkpoints and a plot of the loss are
-        written to the output folder, and `history`, `steps_done` and `best` are set.
+        """Runs or resumes, and returns the trained model (with checkpoint.best the best), which shares the frozen
+        arrays. All files go to the output folder.
 
         Args:
           stop: an entered StopSignal; None makes one.
-          delivery: receives the trained model while the output folder is still locked by this run; None: nothing does.
-          from_step: resumes from the checkpoint of this step, and replaces later ones; None: the last one, if any is.
+          delivery: gets the trained model while the folder is still locked.
+          from_step: resumes from this checkpoint and replaces later ones; None: the last.
         Raises:
-          TrainingInterrupted: SIGTERM, SIGINT or SIGHUP arrived in a step; the state was saved if it is good.
-          Interrupted: the signal arrived before the first step or after the last one, when there was nothing to save.
-          ValueError: the output folder has another run; the trainer was made with trains=False; memory ran out; or a
-            guard stopped the run (TrainingStopped). What `delivery` raises passes.
+          TrainingInterrupted: a signal arrived in a step; the state was saved if it is good.
+          Interrupted: it arrived before the first step or after the last, with nothing to save.
+          ValueError: another run's folder, trains=False, memory ran out, or a guard stopped the run (TrainingStopped).
         """
         if not self.trains:
             raise ValueError("Trainer(trains=False) only evaluates: make one without `trains` to train")
@@ -259,8 +241,8 @@ class Trainer:
                 rollouts_mb=config.metrics.rollouts_mb,
                 rollout_tables=config.metrics.rollout_tables,
             )
-            shown = m.Progress(self.total_steps, start)
-            with logger, shown as progress, Monitor(self._watched(), logger, progress) as monitor:
+            progress_bar = m.Progress(self.total_steps, start)
+            with logger, progress_bar as progress, Monitor(self._watched(), logger, progress) as monitor:
                 monitor.applied = start
                 saver = Saver(checkpointer, self.saves, start, self._meta, monitor, stop)
                 state, self.steps_done = self._run(resumed, start, saver, monitor, stop)
@@ -281,19 +263,20 @@ class Trainer:
         return with_embedding_on_device(trained)
 
     def _functions(self, objective: Objective | None) -> dict[str, Callable]:
-        """{name for messages: function or class} of the user's code on which the run's result or metrics depend."""
-        found = dict(self.batches.functions())
+        functions = dict(self.batches.functions())
         if self.answers is not None and not self.answers.are_rewards:
             scoring = self.answers.functions
-            found |= {f"evaluation {n}": one for n, one in zip(scoring.names, scoring.functions, strict=True)}
+            functions |= {
+                f"evaluation {n}": function for n, function in zip(scoring.names, scoring.functions, strict=True)
+            }
         if objective is not None:
-            found[f"objective {type(objective).__name__}"] = type(objective)
-        return found
+            functions[f"objective {type(objective).__name__}"] = type(objective)
+        return functions
 
     def _require_room(self, checkpointer: Checkpointer) -> None:
-        """Raises NoRoom if not even the first checkpoint fits on the disk, before anything is computed."""
-        wanted = self.config.checkpoint
-        saves = wanted.saves
+        """NoRoom if not even the first checkpoint fits on the disk, before anything is computed."""
+        settings = self.config.checkpoint
+        saves = settings.saves
         shapes = {"state": self.model.state_shapes(self.engine)}
 
         def lacking() -> str | None:
@@ -307,19 +290,19 @@ class Trainer:
             )
 
     def disk_notes(self) -> list[str]:
-        """Lines on what the run writes, where that is much of the disk, and on what it would lose without saves."""
+        """Lines on what the run writes, if that is much of the disk, and on what a kill loses without saves."""
         config = dataclasses.replace(self.config, checkpoint=self.saves)
         trained = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model.trainable))
         size = checkpoint_bytes({"state": self.model.state_shapes(self.engine)})
-        there = len(saved_steps(self.output / CHECKPOINTS))
+        saved_count = len(saved_steps(self.output / CHECKPOINTS))
         sets = (self.train_data, self.eval_data)
         pairs = [data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)]
         caches = {
             "log-probabilities of the teacher": self.stored.unwritten(sets),
             "log-probabilities of the reference": references.unwritten(pairs, config),
         }
-        written = written_by(config, self.model.prepared, trained, size, there, self.total_steps)
-        written += [Written(what, *place) for what, place in caches.items() if place is not None]
+        written = written_by(config, self.model.prepared, trained, size, saved_count, self.total_steps)
+        written += [Written(label, *location) for label, location in caches.items() if location is not None]
         lines = disk_lines(written)
         if not config.checkpoint.saves:
             lines.append(
@@ -329,8 +312,6 @@ class Trainer:
         return lines
 
     def _watched(self) -> Watched:
-        """What the Monitor reads of this run to log, show and check the metrics of its steps: each field of Watched,
-        such as the config, the batches, the callbacks and the list `history`, which the Monitor extends."""
         peak = device_peak_flops(self.mesh.devices.flat[0].device_kind, self.config.dtype)
         return Watched(
             config=self.config,
@@ -347,11 +328,9 @@ class Trainer:
         )
 
     def _run(self, resumed: TrainState | None, start: int, saver, monitor: Monitor, stop) -> tuple[TrainState, int]:
-        """Compiles, and makes the steps after the first `start` ones, with evaluations and saves. Returns (the last
-        state, steps done: fewer than all if a callback ended the run). Of a complete run it only writes the config, and
-        evaluates the last state (`resumed`), if that is due and not done. resumed: the state of the checkpoint, or
-        None. saver: the Saver of checkpoints. monitor: logs and shows metrics. stop: the StopSignal in force. A signal
-        raises Interrupted before the steps, and in them, after a save, TrainingInterrupted; a guard TrainingStopped."""
+        """Compiles and makes the steps: (last state, steps done). A complete run only writes its config and makes a
+        missing evaluation. Interrupted before the steps, TrainingInterrupted in them, TrainingStopped by a guard.
+        """
         config = self.config
         traced = self.profile_steps if processes.first() else 0
         facts = functools.partial(setup.profile_facts, config, self.batches, self.planner)
@@ -380,10 +359,9 @@ class Trainer:
     def _start(
         self, resumed: TrainState | None, start: int, monitor: Monitor
     ) -> tuple[Programs, TrainState, Sums, Any]:
-        """Compiles the programs, under further plans until one fits, waits for the weights, fills in the data sets'
-        log-probabilities of the reference, writes the config, and prints by `monitor`. Returns (programs, state, sums,
-        frozen) for the first step: the compiled programs, the state (`resumed`, or a new one), sums of zeros, and what
-        does not train, all on the devices. start: the steps done. `_run` calls it."""
+        """Compiles until a plan fits, waits for weights, fills in references, writes the config: (programs, state,
+        sums, frozen).
+        """
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         if self.planner.device.name != "cpu":  # the speed of a CPU is not known
@@ -407,10 +385,9 @@ class Trainer:
         return programs, state, sums, frozen
 
     def fill_references(self, sets, trainable, frozen, say=say, stepped: bool = False) -> None:
-        """Fills in, in place, the reference's log-probabilities that PairDatasets lack, before a run trains on them or
-        evaluates them (references.fill_reference). sets: data sets or None; others are skipped. trainable, frozen: what
-        trains and the rest of the model's state, on the devices. say: called with lines for the user. stepped: whether
-        what trains has made steps."""
+        """Fills in, in place, the reference's log-probabilities that PairDatasets lack; other sets and None are
+        skipped. stepped: what trains has made steps.
+        """
         trained = stepped and not has_adapter(self.model.given)
         for rows in (data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)):
             base = self.model.given.base_digest
@@ -421,7 +398,7 @@ class Trainer:
     # ---- descriptions of the run
 
     def data_summary(self):
-        """Lines (one str) of teacher, rows, documents, tokens, steps, warnings and end tokens."""
+        """Lines on teacher, rows, tokens, steps, warnings and end tokens."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
         about = report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
         lines = [*self.stored.described(self.model.prepared, self.objective), about]
@@ -432,7 +409,7 @@ class Trainer:
         return "\n".join(lines)
 
     def memory_notes(self) -> list[str]:
-        """Lines on each phase's memory and what will not fit, for the start of a run and --plan; [] on a CPU."""
+        """Lines on each phase's memory and what will not fit; [] on a CPU."""
         planner, model = self.planner, self.model
         if planner.device.name == "cpu":
             return []
@@ -442,54 +419,49 @@ class Trainer:
         return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)
 
     def notes(self) -> list[str]:
-        """Lines on the numeric settings of the run, printed before the first step: the dtypes of computation, weights,
-        optimizer states and gradients, modules with a precision of their own, losses that layers add, QAT's rounding,
-        and the reference of dpo and kto with a loaded adapter."""
         losses, model = self.program.aux_losses, self.model
         return report.precision_notes(self.config, self.storage(), self.gradients, losses, model.given, model.qat)
 
     def storage(self) -> dict[str, str]:
-        """How a checkpoint stores the trained weights and the optimizer's states, for the notes and the record:
-        {"weights": "fp32" or "bf16", "optimizer": "fp32", "8 bits" or "as it was given"}."""
-        own = "8 bits" if self.config.optim.name.endswith("_8bit") else "fp32"
-        optimizer = "as it was given" if "optimizer" in self.own else own
+        """{"weights": "fp32" or "bf16", "optimizer": "fp32", "8 bits" or "as it was given"}."""
+        state_format = "8 bits" if self.config.optim.name.endswith("_8bit") else "fp32"
+        optimizer = "as it was given" if "optimizer" in self.own else state_format
         return {"weights": self.program.weights, "optimizer": optimizer}
 
     @property
     def gradients(self) -> str:
-        """The dtype of a step's gradient sums, for notes and record: "fp32", but with one micro-batch that of stored
-        weights; and how devices send them if not in float32, such as "fp32, sent in int8 with error feedback"."""
+        """Dtype of gradient sums, and their quantised sync, such as "fp32, sent in int8 with error feedback"."""
         summed = "fp32" if self.engine.planner.plan.micro_batches > 1 else self.program.weights
         return summed if self.program.sync is None else f"{summed}, {self.program.sync}"
 
     @property
     def adapted(self) -> bool:
-        """Whether the model has an adapter (False: full fine-tuning), by which the command chooses what to export."""
+        """Whether the model has an adapter; False: full fine-tuning."""
         return has_adapter(self.model.given)
 
     @running()
     def evaluate(self, trained: bool = False) -> dict[str, Any]:
-        """Evaluates the model as given, without training: {"eval_loss": a mean, "eval_UNIT": over how many, ...}, with
-        the objective's other metrics; {} if the held-out rows have only questions, ValueError without any. With
-        qat.start above 0, weights are rounded as after the last step (`trained`), or not, as before the first one."""
+        """Metrics of the given model: {"eval_loss", "eval_UNIT": over how many, ...}; {} if held-out rows have only
+        questions, ValueError without any. trained: with qat.start above 0, weights are rounded as after the last step.
+        """
         program = self.program if trained else self.engine.before_qat or self.program
         return self._eval_loss(program, *self.model.weights(self.engine))
 
     @running()
     def evaluate_checkpoint(self, folder: Path, step: int | None = None) -> tuple[dict[str, Any], Decoder]:
-        """Evaluates this run's checkpoint of `step`, or its last intact one (None): returns (metrics of the held-out
-        rows, {} if they have only questions; the model with the checkpoint's weights). Gives up the given model's
-        trained tensors unless `keeps_model`. folder: has the checkpoints, such as `checkpoints` in the run's folder; it
-        is locked meanwhile. Raises ValueError if a run uses it, it has no intact one, or that is of another run."""
+        """(held-out metrics, model) of a checkpoint (None: the last intact one). Gives up the given trained tensors
+        unless `keeps_model`. `folder` is locked meanwhile. ValueError if it is in use, has none intact, or is another
+        run's.
+        """
         with Checkpointer(folder, self.config.checkpoint.keep) as checkpointer:
             trainable = self._restore(checkpointer, lambda changes: None, True, step)[1]["trainable"]
         frozen = self.model.placed_frozen(self.engine)
         return self._eval_loss(self.program, trainable, frozen), self.model.finished(trainable)
 
     def _eval_loss(self, program: StepProgram, trainable, frozen) -> dict[str, Any]:
-        """The metrics of the held-out rows under a program, {} if there are only questions. trainable, frozen: the
-        weights that train and the others, on the devices. What the rows lack of a teacher or reference is filled in. A
-        pass that does not fit is compiled again under a smaller plan with trains=False. ValueError: there are none."""
+        """Held-out metrics; {} if there are only questions, ValueError without rows. With trains=False a smaller plan
+        follows if a pass does not fit.
+        """
         if (batches := self.eval_batches) is None:
             if self.answers is not None:
                 return {}
@@ -507,14 +479,12 @@ class Trainer:
     # ---- checkpoints
 
     def _meta(self, step: int) -> dict[str, Any]:
-        """The metadata of a checkpoint after `step` steps: the record, the batch source's position in its rows, and the
-        observed scales of activations. All processes of the run must call it, as each save does."""
+        """A checkpoint's metadata. Collective."""
         position = self.batches.position(step)
         return self.record() | ({} if position is None else {POSITION: position}) | self.model.recorded()
 
     def record(self) -> dict[str, Any]:
-        """What identifies this run, and the settings that its numbers depend on, {name: JSON value} (record_of); it is
-        stored in checkpoints, so that a different run is not resumed from them. Its digests need loaded weights."""
+        """What identifies this run, and what its numbers depend on (record_of). Needs loaded weights."""
         return record_of(
             self.config,
             trainable=dict(zip(self.names, jax.tree.leaves(self.model.trainable), strict=True)),
@@ -536,15 +506,14 @@ class Trainer:
         )
 
     def _same_run(self) -> dict[str, Any]:
-        """The entries of `record` by which results are recognised as this run's, {dotted key: value}, for `delivery`:
-        exports of another run are never replaced, this run's may be. It waits for the weights."""
+        """Waits for the weights, from which the base's digest is computed."""
         self.model.take_weights()  # the digest of the base is computed from them
         return same_run(self.record())
 
     def _resume(self, checkpointer: Checkpointer, from_step: int | None) -> tuple[TrainState | None, int]:
-        """(state, steps done) of the checkpoint that the run continues from, `from_step` or the last one (None); (None,
-        0) if `checkpointer` has none. It prints which one it is and what differs. Raises ValueError for another run's
-        folder, if there is no checkpoint of `from_step`, or if there is one and checkpoint.resume is never."""
+        """(state, steps done) of the checkpoint to continue from; (None, 0) without one. ValueError for another run's
+        folder, a missing `from_step`, or checkpoint.resume = never.
+        """
         if from_step is None and processes.of_first(checkpointer.latest) is None:
             require_same_config(self.output, self.config)
             return None, 0
@@ -563,18 +532,16 @@ class Trainer:
     def _restore(
         self, checkpointer: Checkpointer, note, weights_only: bool = False, from_step: int | None = None
     ) -> tuple[int, Any]:
-        """Reads by `checkpointer` the last intact checkpoint, or that of `from_step` (None: the last): (steps done,
-        state). Its arrays are read directly into the shardings of a step; before, the given model's trained tensors are
-        given up unless `keeps_model`. A trainer that trains adopts the checkpoint's plan (Planner.adopt) before, and
-        its batch source continues. Raises CheckpointError if there is no intact one, or it is of another run or of more
-        steps than `total_steps`. note: called with lists of differences. weights_only: state is {"trainable": ...}."""
+        """(steps done, state) of a checkpoint, read into a step's shardings; a trainer that trains adopts its plan
+        first. note: gets lists of differences. weights_only: state is {"trainable": ...}. CheckpointError if none is
+        intact, or it is another run's or of more steps.
+        """
         self.model.take_weights()  # the record has the base's fingerprint
-        wanted: Any = self.model.state_shapes(self.engine)
-        wanted, like = {"trainable": wanted.trainable} if weights_only else wanted, {}
+        target: Any = self.model.state_shapes(self.engine)
+        target, like = {"trainable": target.trainable} if weights_only else target, {}
 
         def check(saved):
-            """Called with the metadata `saved` before arrays are read: adopts the plan, and refuses another run."""
-            like["state"] = gradient_sync.as_saved(wanted, saved)
+            like["state"] = gradient_sync.as_saved(target, saved)
             if self.trains:
                 self.planner.adopt(saved["numerics"])
                 self.engine.follow_plan()
@@ -590,4 +557,4 @@ class Trainer:
             note(report.new_rates(self.config.schedule, self.program.schedule, step, restored["state"].skipped, steps))
         if self.trains:
             self.batches.resume(step, meta.get(POSITION))
-        return step, gradient_sync.fitted(restored["state"], wanted, note)
+        return step, gradient_sync.fitted(restored["state"], target, note)

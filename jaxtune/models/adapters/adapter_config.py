@@ -1,8 +1,7 @@
-"""adapter_config.json of PEFT's LoRA adapters: makes its content for a model's adapter (config_of), reads and checks
-the file of an adapter that is loaded (read_adapter_config), and finds the base that such a file names (base_of). A
-setting of a file that jaxtune does not support is refused with its file, key and value. The names of modules in these
-files are PEFT's (peft_name), which have a longer prefix if transformers builds the base with a vision tower
-(is_nested)."""
+"""adapter_config.json of PEFT's LoRA adapters: written for a model's adapter, read and checked for one that is loaded.
+An unsupported setting is refused with file, key and value. Modules have PEFT's names, with a longer prefix if
+transformers builds the base with a vision tower.
+"""
 
 from __future__ import annotations
 
@@ -69,36 +68,22 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
 def peft_name(model: Decoder, name: str) -> str:
-    """The name that a module or tensor of the model has in the class that transformers builds for its base's folder.
-    An adapter's files have these names, because PEFT matches them with that class. What writes or exports an adapter
-    calls it; load_adapter does not, but goes by the prefixes in the file's keys.
-
-    name: the name in the text model, such as model.layers.0.mlp.up_proj. If that class has a vision tower too
-    (is_nested), the text model's prefix is inserted: model.language_model.layers.0... Otherwise the name is returned
-    unchanged, as are names that do not begin with "model.", such as lm_head or the last parts of names.
+    """The name of a module or tensor in the class that transformers builds for the base's folder, which PEFT matches:
+    model.language_model.layers.0... for model.layers.0... if that class has a vision tower (is_nested).
     """
     return whole_tensor_name(name) if is_nested(model) else name
 
 
 def is_nested(model: Decoder) -> bool:
-    """Whether transformers builds a model with a vision tower for the folder that `model` was loaded from
-    (Source.nested), so that PEFT's names of its modules have a longer prefix (peft_name). False for a text model's
-    folder, for one with a vision tower of which transformers builds the text model alone (Qwen3.5), and for random
-    weights."""
+    """Whether transformers builds a model with a vision tower for the model's folder; not if it builds the text model
+    alone (Qwen3.5).
+    """
     return model.source is not None and model.source.nested
 
 
 def config_of(model: Decoder) -> dict[str, Any]:
-    """The content of adapter_config.json for a model's adapter, {PEFT's setting: value}, all of it JSON, with which
-    adapters are saved and exported. It has the rank, scale and target modules of the adapter under the names that PEFT
-    matches, the folder or hub name of the base (Source.path; None for a Decoder without a Source), and what PEFT needs
-    to load the adapter as jaxtune computes it: a vision tower's modules are excluded, a trained head that is tied to
-    the embedding stays tied, and for Qwen3-MoE and Qwen3-Next linears named gate_proj, up_proj or down_proj are in
-    target_parameters (_as_parameters).
-
-    Raises:
-      ValueError: a model without an adapter, or with a setting that differs between adapters although PEFT has one
-        value for all, such as lora_dropout.
+    """The content of adapter_config.json for a model's adapter, as PEFT needs it to compute what jaxtune does. Raises
+    ValueError without an adapter, or for a setting that differs between adapters where PEFT has one value.
     """
     settings = adapter_settings(model)
     if settings is None:
@@ -132,27 +117,17 @@ def config_of(model: Decoder) -> dict[str, Any]:
 
 
 def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """New values of some settings of adapter_config.json for Qwen3-MoE and Qwen3-Next. In these families PEFT, given
-    gate_proj, up_proj or down_proj in target_modules, adapts experts and leaves out the plain linears of these names.
-    Such linears are moved from target_modules to target_parameters, as `NAME.weight`, where PEFT adapts them. In
-    rank_pattern and alpha_pattern each pattern NAME whose last part is one of the three gets a second entry,
-    `NAME.weight`.
-
-    settings: {PEFT's setting: value}, from adapter_settings; not changed.
-    Returns:
-      {setting: new value} of target_modules, target_parameters (None if there are none), rank_pattern and
-        alpha_pattern, with which config_of overwrites the old ones.
+    """New target_modules, target_parameters, rank_pattern and alpha_pattern for the families of _TAKEN_FOR_EXPERTS:
+    linears named like experts move from target_modules to target_parameters, as `NAME.weight`; patterns get such
+    entries too.
     """
 
     def as_experts(name: str) -> bool:
-        """Whether the last part of a linear's name is gate_proj, up_proj or down_proj."""
         return name.rsplit(".", 1)[-1] in _EXPERTS_NAMES
 
     def patterns(key):  # keeps the old names too, because a last part may also be that of expert matrices
-        """The setting `key`, {pattern: value}, with an entry for `NAME.weight` for each pattern NAME of such a
-        linear."""
-        wanted = settings[key]
-        return wanted | {f"{name}.weight": value for name, value in wanted.items() if as_experts(name)}
+        setting = settings[key]
+        return setting | {f"{name}.weight": value for name, value in setting.items() if as_experts(name)}
 
     targets = settings["target_modules"]
     parameters = [f"{name}.weight" for name in targets if as_experts(name)]
@@ -165,16 +140,12 @@ def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names(key: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a string (a regular expression, or one name) or a list of strings (names).
-    read_adapter_config checks target_modules, exclude_modules and layers_pattern by it. It has the signature of the
-    checks in models/values.py; key: the file and setting, for the error."""
+    """A string (a regular expression, or one name) or a list of names."""
     if not isinstance(value, str):
         values.texts(key, value)
 
 
 def _layers(key: str, value: Any) -> None:
-    """Raises ValueError unless `value`, of the setting layers_to_transform, is a layer's number (a whole number from
-    0) or a list of them. read_adapter_config calls it. key: the file and setting, for the error."""
     if isinstance(value, list):
         values.items(key, value, functools.partial(values.whole, least=0))
     else:
@@ -182,20 +153,16 @@ def _layers(key: str, value: Any) -> None:
 
 
 def _dropout(key: str, value: Any) -> None:
-    """Raises ValueError unless `value`, of the setting lora_dropout, is a dropout rate, a number from 0 to below 1.
-    read_adapter_config calls it. key: the file and setting, for the error."""
     values.not_negative(key, value)
     if value >= 1:
         raise ValueError(f"{key} = {value!r}: must be below 1")
 
 
-def _patterns(of: Callable[[str, Any], None], key: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a mapping whose every value passes the check `of`. read_adapter_config checks
-    rank_pattern, {pattern of names: rank}, and alpha_pattern by it. of: a check that is called with (text for the
-    error, value) and raises ValueError. key: the file and setting, for the error."""
+def _patterns(check: Callable[[str, Any], None], key: str, value: Any) -> None:
+    """A mapping whose values pass `check`."""
     values.mapping(key, value)
     for pattern, setting in value.items():
-        of(f"{key}: {pattern!r}", setting)
+        check(f"{key}: {pattern!r}", setting)
 
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
@@ -219,13 +186,10 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
 
 
 def base_of(folder: str | os.PathLike) -> str | None:
-    """The folder or hub name of the base model, as the adapter_config.json in `folder` has it, so that the base can be
-    loaded when only the adapter is named. None if `folder` has no adapter_config.json, or is no folder on this machine:
-    by that, from_pretrained and the commands tell adapters from whole models.
+    """The folder or hub name of an adapter's base; None if `folder` has no adapter_config.json.
 
-    Raises:
-      ValueError: the file names no base, or names a revision other than main (of a hub model only main is fetched) and
-        the base is no folder on this machine; or read_adapter_config refuses the file.
+    Raises ValueError for a file without a base, for a revision other than main (only main is fetched) unless the base
+    is a local folder, and as read_adapter_config.
     """
     path = Path(folder).expanduser() / CONFIG_NAME
     if not path.is_file():
@@ -244,15 +208,8 @@ def base_of(folder: str | os.PathLike) -> str | None:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The content of a LoRA adapter's adapter_config.json, {PEFT's setting: value}, without null entries. The values of
-    the settings by which load_adapter makes the adapter are checked. load_adapter and base_of call it. folder: the
-    folder that contains the file.
-
-    Raises:
-      ValueError: no such folder or file, or one that is not a JSON object; an adapter that is not LoRA; no rank (r), or
-        neither target_modules nor target_parameters; a setting that has a wrong value or is not supported, or an
-        initialisation that changed the base's weights (such as "pissa"). The message has the file, and the key and
-        value if there are any.
+    """The checked content of a LoRA adapter's adapter_config.json, without null entries. Raises ValueError, with file,
+    key and value, for a missing or unsupported file or setting, or an initialisation that changed the base ("pissa").
     """
     if not folder.is_dir():
         raise ValueError(f"load_adapter: {folder} is not a folder; it must contain {CONFIG_NAME} and {WEIGHTS_NAME}")

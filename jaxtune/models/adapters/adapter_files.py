@@ -1,18 +1,11 @@
-"""Saves and loads adapters in PEFT's files, adapter_model.safetensors and adapter_config.json, as peft 0.21 has them:
-`save_adapter` and `load_adapter`. `adapter_content` collects what `write_adapter` writes; an export calls these two
-itself. `adapter_tensors` finds the variables of the model that saving reads and loading sets.
+"""Saves and loads adapters in PEFT's files, adapter_model.safetensors and adapter_config.json, as peft 0.21 has them.
 
 Keys are `base_model.model.` + module name + `.lora_A.weight` [r, in], `.lora_B.weight` [out, r] and, for DoRA,
-`.lora_magnitude_vector` [out]. A module of modules_to_save is `base_model.model.` + its name + `.weight`.
-
-Experts are parameters of one module, `mlp.experts`, which PEFT wraps once for each parameter that has an adapter, the
-first one innermost: if both have one, the keys of gate_up_proj have `.base_layer` after the module's name. lora_A is [E
-r, in] with an expert's rows consecutive; lora_B is [out, r E], where column j belongs to expert j mod E.
-
-A linear can also be adapted as a parameter: target_parameters and the patterns then have the name of its weight, and
-the keys are the same. For some families' linears this is required (see adapter_config.py). The base's digest and the
-format of its weights (trained_over.py) are in the metadata of the safetensors file, which PEFT ignores; it would warn
-of unknown keys in the config.
+`.lora_magnitude_vector` [out]; of modules_to_save `base_model.model.` + name + `.weight`. Experts are parameters of one
+module, `mlp.experts`, which PEFT wraps once for each adapted parameter: if both have adapters, the keys of gate_up_proj
+have `.base_layer` after the module's name. lora_A is [E r, in] with an expert's rows consecutive; lora_B is [out, r E],
+where column j belongs to expert j mod E. The base's digest and the record of trained_over.py are in the safetensors
+metadata, because PEFT would warn of unknown keys in the config.
 """
 
 from __future__ import annotations
@@ -75,11 +68,8 @@ _BASE = {"jaxtune_base_digest": "base_digest", "jaxtune_base_fingerprint": "base
 
 @dataclasses.dataclass(frozen=True)
 class ExpertTensor:
-    """A view of one LoRA variable of an expert matrix (lora_A or lora_B of all experts), in the two-dimensional shape
-    in which PEFT's files have it.
-
-    It has the methods of an nnx.Variable that saving and loading use (shape, get_value, set_value), so that the same
-    code handles it and the variables of linears; get_value and set_value convert between the two layouts.
+    """An expert matrix's lora_A or lora_B in the two-dimensional layout of PEFT's files, with the methods of an
+    nnx.Variable.
     """
 
     variable: nnx.Variable  # the variable of ExpertLora: a [E, r, in] or b [E, out, r]
@@ -89,18 +79,15 @@ class ExpertTensor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape in the file: [E r, in] of lora_A, [out, r E] of lora_B, the layout in which PEFT stores the
-        adapters of E experts."""
+        """[E r, in] of lora_A, [out, r E] of lora_B."""
         experts, first, second = self.variable.shape
         return (first, second * experts) if self.is_b else (experts * first, second)
 
     def get_value(self) -> jax.Array:
-        """The variable's value rearranged to the layout of the file, whose shape is `shape`, for saving."""
         value = self.variable.get_value()
         return (value.transpose(1, 2, 0) if self.is_b else value).reshape(self.shape)
 
     def set_value(self, value: jax.Array) -> None:
-        """Sets the variable, in the model's layout, from a value in the layout of the file (`shape`), for loading."""
         experts, first, second = self.variable.shape
         if self.is_b:
             value = value.reshape(first, second, experts).transpose(2, 0, 1)
@@ -108,17 +95,13 @@ class ExpertTensor:
 
 
 def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
-    """{PEFT's key, such as base_model.model.model.layers.0.mlp.experts.lora_A.weight: tensor} of all adapters of expert
-    matrices in the model, a part of adapter_tensors; {} if there are none. Each has two entries, lora_A and lora_B. If
-    both matrices of a module have adapters, the keys of gate_up_proj have `.base_layer` in them, as PEFT nests the two.
-    """
     adapted = [(name, matrix.lora, matrix.transposed) for name, matrix in experts(model)]
     adapted = [(name, lora, transposed) for name, lora, transposed in adapted if lora is not None]
     names = {name for name, *_ in adapted}
     tensors = {}
     for name, lora, transposed in adapted:
-        module, part = name.rsplit(".", 1)
-        inner = part == "gate_up_proj" and f"{module}.down_proj" in names
+        module, matrix_name = name.rsplit(".", 1)
+        inner = matrix_name == "gate_up_proj" and f"{module}.down_proj" in names
         prefix = f"{_PREFIX}{module}{'.base_layer' * inner}"
         tensors[f"{prefix}.lora_A.weight"] = ExpertTensor(lora.a, False, transposed)
         tensors[f"{prefix}.lora_B.weight"] = ExpertTensor(lora.b, True, transposed)
@@ -126,10 +109,9 @@ def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
 
 
 def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable | ExpertTensor]:
-    """{PEFT's key: variable} of everything that an adapter file contains, which saving reads and loading sets: A and B
-    of each adapted linear (and DoRA's magnitude), those of experts as ExpertTensor, and an embedding and head that are
-    trained whole. A trained head that is tied to the embedding is there under both names. The keys have the text
-    model's names of modules; adapter_content converts them by peft_name."""
+    """{PEFT's key, with the text model's module names: variable} of everything that an adapter file contains. A trained
+    head that is tied to the embedding is there under both names.
+    """
     tensors: dict[str, nnx.Variable | ExpertTensor] = {}
     for name, linear in linears(model):
         if linear.lora is None:
@@ -147,18 +129,13 @@ def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable | ExpertTensor]:
 
 
 def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None) -> None:
-    """Writes the model's adapter as a PEFT folder that `peft.PeftModel.from_pretrained` loads.
+    """Writes the model's adapter as a PEFT folder that `peft.PeftModel.from_pretrained` loads, in float32. The folder,
+    new or empty before, appears complete or not at all.
 
-    Adapters and modules_to_save are written in float32. The folder appears complete or not at all.
+      tokenizer: saved with its chat template; after training pass Trainer.tokenizer.
 
-    Args:
-      model: the model with the adapter; its base is not written.
-      path: a folder that does not exist or is empty.
-      tokenizer: saved beside the adapter with its chat template, if given; after training pass Trainer.tokenizer.
-    Raises:
-      ValueError: the model has no adapter, or one that PEFT's config cannot express (config_of); other tensors are
-        trainable too, which an adapter file cannot contain; a value is not finite; `path` exists and is not an empty
-        folder.
+    Raises ValueError for an adapter that PEFT's config cannot express, other trainable tensors, a value that is not
+    finite, or a path in use.
     """
     files = adapter_content(model)
     with new_folder(path, "save_adapter") as folder:
@@ -169,17 +146,16 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
 def write_adapter(
     folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes an adapter's two files, adapter_config.json and adapter_model.safetensors, into `folder`, which exists.
-    config, arrays and metadata are the fields of AdapterContent. The files are not flushed to the disk, because the
-    caller does that for the whole folder before it is renamed to its place (new_folder). Raises OSError if a write
-    fails."""
+    """Writes an adapter's two files (AdapterContent) into `folder`, without flushing them to the disk, which new_folder
+    does for the whole folder.
+    """
     tensors = [(name, array.shape, array.dtype) for name, array in sorted(arrays.items())]
     shards.write_file(folder / WEIGHTS_NAME, tensors, arrays.__getitem__, metadata)
     atomic_write(folder / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True) + "\n", durable=False)
 
 
 class AdapterContent(NamedTuple):
-    """The content of an adapter's two files, before they are written. write_adapter writes it."""
+    """The content of an adapter's two files."""
 
     config: dict[str, Any]  # adapter_config.json
     arrays: dict[str, np.ndarray]  # float32, by PEFT's keys
@@ -188,24 +164,20 @@ class AdapterContent(NamedTuple):
 
 
 def adapter_content(model: Decoder) -> AdapterContent:
-    """Collects in host memory what `write_adapter` writes into the files of a model's adapter: the config, the arrays,
-    which are float32 and have PEFT's keys, and the metadata. If several processes have divided the weights over their
-    devices, all of these processes must call it.
-
-    Raises:
-      ValueError: as save_adapter, apart from `path`.
+    """Collects what `write_adapter` writes in host memory. Every process that has a share of the weights must call it.
+    Raises ValueError as save_adapter.
     """
     config = config_of(model)
     variables = adapter_tensors(model)
     covered = {id(getattr(variable, "variable", variable)) for variable in variables.values()}
-    others = [
+    other_paths = [
         ".".join(map(str, where))
         for where, variable in nnx.iter_graph(model)
         if isinstance(variable, nnx.Param) and id(variable) not in covered
     ]
-    if others:
+    if other_paths:
         raise ValueError(
-            f"save_adapter: {_some(others)} are trained too, and an adapter file cannot contain them; "
+            f"save_adapter: {_some(other_paths)} are trained too, and an adapter file cannot contain them; "
             "save the whole model (save_pretrained)"
         )
     arrays = {
@@ -215,26 +187,20 @@ def adapter_content(model: Decoder) -> AdapterContent:
     broken = [key for key, array in arrays.items() if not np.isfinite(array).all()]
     if broken:
         raise ValueError(f"save_adapter: not finite, so nothing was saved: {_some(broken)}")
-    known = {key: getattr(model, attribute) for key, attribute in _BASE.items()}
-    known[trained_over.METADATA] = trained_over.of_model(model).to_text()
-    return AdapterContent(config, arrays, {key: value for key, value in known.items() if value is not None})
+    metadata = {key: getattr(model, attribute) for key, attribute in _BASE.items()}
+    metadata[trained_over.METADATA] = trained_over.of_model(model).to_text()
+    return AdapterContent(config, arrays, {key: value for key, value in metadata.items() if value is not None})
 
 
 def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
-    """Adds the adapter of a PEFT folder to a model that has none; from_pretrained, runs and serving call it.
+    """Adds the adapter of a PEFT folder to a model that has none: a new model over the same base arrays that trains
+    only the adapter, in float32. A warning says if the base has another form than in training. A recorded grid of QAT
+    rounds merged weights as in training. The folder's end-of-text tokens are added.
 
-    Args:
-      model: the base that the adapter was trained over; for an adapter that scores texts, the causal model is accepted
-        too. If the folder records another format or precision of the base (trained_over.py), a warning says so.
-      path: a folder with adapter_model.safetensors and adapter_config.json, written by jaxtune or PEFT.
-    Returns:
-      a new model that shares every base array with `model` and trains only the adapter, in float32. If the folder
-        records a grid of QAT, linears and experts round their merged weights to it whenever they compute, as in
-        training (rounded_by). The folder's end-of-text tokens are added to the model's.
-    Raises:
-      ValueError: no such files, or damaged or pickled ones; an unsupported PEFT feature; targets that match nothing;
-        tensors missing, unexpected, misshaped or not finite; another base than in training, if digests of both are
-        known (_check_base); a model that has an adapter already.
+      model: the base; for an adapter that scores texts, the causal model too.
+
+    Raises ValueError for damaged or pickled files, an unsupported PEFT feature, targets that match nothing, tensors
+    that do not fit or are not finite, another base by its digest, or a model with an adapter.
     """
     folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME
@@ -243,44 +209,48 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     arrays, metadata = _read_tensors(folder)
     _check_base(folder, metadata, model)
     over = trained_over.read(folder)
-    if over is not None and (other := trained_over.difference(over, model)) is not None:
+    if over is not None and (mismatch := trained_over.difference(over, model)) is not None:
         logger.warning(
             "%s: %s, so it does not compute what was trained. from_pretrained(%r) loads the base as it was (in a "
             "recipe, model.load_in)",
             folder,
-            other,
+            mismatch,
             str(path),
         )
     # For a model with a vision tower the adapter's config has the names that linears have in the whole model.
     spelled = whole_tensor_name if any(map(_WHOLE.match, arrays)) else str
     arrays = {_WHOLE.sub(f"{_PREFIX}model.", key): array for key, array in arrays.items()}
-    own = {spelled(name): name for name, _ in matrices(model)}
+    text_names = {spelled(name): name for name, _ in matrices(model)}
     names = [spelled(name) for name, _ in linears(model)]
-    chosen = _targets(where, config, names)
+    targets = _targets(where, config, names)
     parameters = config.get("target_parameters") or []
     weights = [name for name in names if any(name_matches(f"{name}.weight", target) for target in parameters)]
-    expert_names = [name for name in own if name not in names and any(name_matches(name, each) for each in parameters)]
+    expert_names = [
+        name
+        for name in text_names
+        if name not in names and any(name_matches(name, parameter) for parameter in parameters)
+    ]
     if parameters and not weights + expert_names:
         raise ValueError(f"{folder}: target_parameters = {parameters!r} match no experts and no linear of this model")
-    if not chosen + weights + expert_names:
+    if not targets + weights + expert_names:
         raise ValueError(
             f"{folder}: target_modules {config.get('target_modules')!r} match no linear of this model; "
             f"it has {names[0]} and the like"
         )
 
     # The names that PEFT matches with patterns. A pattern may match nothing.
-    adapted_names = {name: own[name] for name in chosen + expert_names}
-    adapted_names |= {f"{name}.weight": own[name] for name in weights}
+    adapted_names = {name: text_names[name] for name in targets + expert_names}
+    adapted_names |= {f"{name}.weight": text_names[name] for name in weights}
 
     def patterns(key):
-        found = pattern_values(f"{where}: {key}", config.get(key) or {}, list(adapted_names))
-        return {re.escape(adapted_names[name]): value for name, value in found.items()}
+        value_by_name = pattern_values(f"{where}: {key}", config.get(key) or {}, list(adapted_names))
+        return {re.escape(adapted_names[name]): value for name, value in value_by_name.items()}
 
     settings = dict(
         r=config["r"],
         lora_alpha=config.get("lora_alpha", 8),
-        target_modules=[own[name] for name in names if name in {*chosen, *weights}],
-        target_parameters=[own[name] for name in expert_names],
+        target_modules=[text_names[name] for name in names if name in {*targets, *weights}],
+        target_parameters=[text_names[name] for name in expert_names],
         lora_dropout=config.get("lora_dropout", 0.0),
         use_rslora=config.get("use_rslora", False),
         use_dora=config.get("use_dora", False),
@@ -303,27 +273,23 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
 
 
 def _share_base(model: Decoder, adapted: Decoder) -> None:
-    """Sets the base arrays of `adapted`, a copy of `model` with an adapter whose variables have only shapes so far, to
-    those of `model`, in place and without copying them; load_adapter sets the adapter's own arrays afterwards. The
-    original weight of a trained embedding or head is set to `model`'s weight."""
+    """Sets the base arrays of `adapted`, whose variables have only shapes, to the model's, in place."""
     base = dict(nnx.to_flat_state(nnx.state(freeze(model))))
-    for place, variable in nnx.to_flat_state(nnx.state(adapted)):
+    for path, variable in nnx.to_flat_state(nnx.state(adapted)):
         if isinstance(variable, Frozen):
-            place = (*place[:-1], "weight") if place[-1] == "original" else place
-            variable.set_value(base[place].get_value())
+            path = (*path[:-1], "weight") if path[-1] == "original" else path
+            variable.set_value(base[path].get_value())
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:
-    """Joins at most `limit` of the names with commas, and adds how many more there are, for the errors of
-    adapter_content and _check_tensors."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    remainder = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + remainder
 
 
 def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Reads adapter_model.safetensors in `folder` for load_adapter: ({PEFT's key: array in the file's dtype}, the
-    file's metadata, {} if it has none). Raises ValueError for a missing file, a pickle (adapter_model.bin) in its
-    place, a damaged file, or a tensor that is not of 16- or 32-bit floats."""
+    """({PEFT's key: array in the file's dtype}, the file's metadata). Raises ValueError for a missing, pickled or
+    damaged file, or a tensor that is not of 16- or 32-bit floats.
+    """
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         pickled = folder / "adapter_model.bin"
@@ -339,21 +305,12 @@ def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Chooses, from the model's linears, those that PEFT would adapt by its rules for target_modules ("all-linear"
-    selects all), exclude_modules and layers_to_transform, so that a loaded adapter gets the same linears. Returns their
-    names, in the order of `names`. layers_to_transform leaves out no linear whose whole name target_modules lists.
-
-    Args:
-      path: the path of adapter_config.json, for errors.
-      config: its content, {PEFT's setting: value}.
-      names: the names of all linears of the model, as the adapter's file spells them.
-    Raises:
-      ValueError: with layers_to_transform, a layers_pattern other than "layers"; a regular expression that is not
-        valid, or backtracks for too long.
+    """The linears among `names` that PEFT would adapt by target_modules, exclude_modules and layers_to_transform; the
+    last leaves out no linear whose whole name target_modules lists. Raises ValueError for an unsupported
+    layers_pattern, or a bad regular expression.
     """
 
     def matched(key):
-        """The names in `names` that the setting `key` of the config selects, as a set."""
         setting = config.get(key) or ()
         if setting == "all-linear" and key == "target_modules":
             return set(names)
@@ -361,11 +318,11 @@ def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> lis
             return set(matching(f"{path}: {key}", setting, names))
         return {name for name in names if any(name_matches(name, target) for target in setting)}
 
-    wanted, unwanted = matched("target_modules"), matched("exclude_modules")
-    chosen = [name for name in names if name in wanted and name not in unwanted]
+    targeted, excluded = matched("target_modules"), matched("exclude_modules")
+    selected = [name for name in names if name in targeted and name not in excluded]
     layers = config.get("layers_to_transform")
     if layers is None or layers == []:
-        return chosen
+        return selected
     pattern = config.get("layers_pattern") or "layers"
     if pattern not in ("layers", ["layers"]):
         raise ValueError(f"{path}: layers_pattern = {pattern!r} is not supported; layers are called 'layers' here")
@@ -373,25 +330,16 @@ def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> lis
     # A linear whose whole name is in the list is adapted in any layer, as in PEFT, or beside the layers.
     listed = config.get("target_modules", ())
     listed = () if isinstance(listed, str) else listed
-    return [name for name in chosen if name in listed or name.partition(".layers.")[2].partition(".")[0] in numbers]
+    return [name for name in selected if name in listed or name.partition(".layers.")[2].partition(".")[0] in numbers]
 
 
 def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the tensors of an adapter file as a new dict, with those of experts converted to PEFT's current layout,
-    for load_adapter. Tensors whose shapes fit neither layout are left as they are; _check_tensors refuses them.
+    """The file's tensors with those of experts in PEFT's current layout; what fits neither layout stays.
 
-    PEFT before 0.19 assumed that every expert's weight is [in, out]. For weights that are [out, in] its A was [E r,
-    out] and its B [in, r E], and (B A)^T was added: the current A is its B^T, and the current B is its A^T. The shapes
-    show which layout it is; for square weights, the version of PEFT does. For weights that are [in, out] both layouts
-    are the same.
-
-    Args:
-      folder: of the adapter, for errors.
-      config: the content of its adapter_config.json.
-      variables: {PEFT's key: variable} of the adapter in the model (adapter_tensors).
-      arrays: {PEFT's key: array} of the adapter's file.
-    Raises:
-      ValueError: a layout that cannot be determined, or one that older versions of Unsloth wrote.
+    PEFT before 0.19 assumed that experts' weights are [in, out]. For [out, in] its A was [E r, out] and its B [in, r
+    E], and (B A)^T was added: the current A is its B^T, the current B its A^T. Shapes show the layout; for square
+    weights PEFT's version does. Raises ValueError for one that cannot be determined, or that older versions of Unsloth
+    wrote.
     """
     layouts = config.get("unsloth_fused_expert_lora", {}).get("parameters") or {}
     values.mapping(f"{folder / CONFIG_NAME}: unsloth_fused_expert_lora.parameters", layouts)
@@ -403,7 +351,7 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
                 "('rank_major') with a current Unsloth"
             )
     arrays = dict(arrays)
-    version = tuple(int(part) for part in re.findall(r"\d+", str(config.get("peft_version") or ""))[:2])
+    version = tuple(int(digits) for digits in re.findall(r"\d+", str(config.get("peft_version") or ""))[:2])
     for key, tensor in variables.items():
         if not isinstance(tensor, ExpertTensor) or tensor.is_b or tensor.transposed or key not in arrays:
             continue
@@ -427,37 +375,32 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
 
 
 def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> None:
-    """Raises ValueError for an adapter that was trained over another base than `model`; load_adapter calls it. It
-    compares the base's digest, which covers every byte of the weights and the config, if both the adapter's file and
-    the model have one. Otherwise it compares the fingerprint over samples that older versions recorded, and nothing if
-    one of them lacks that too.
-
-    folder: the adapter's folder, for the error. metadata: that of the adapter's safetensors file."""
+    """Raises ValueError if the base's digest in the adapter's file is not the model's; without either, compares the
+    fingerprints of older versions, if both have one.
+    """
     for key, attribute in _BASE.items():
-        recorded, own = metadata.get(key), getattr(model, attribute)
-        if recorded is None or own is None:
+        recorded, base_value = metadata.get(key), getattr(model, attribute)
+        if recorded is None or base_value is None:
             continue
-        if recorded != own:
-            what = "digest" if attribute == "base_digest" else "fingerprint"
+        if recorded != base_value:
+            kind = "digest" if attribute == "base_digest" else "fingerprint"
             raise ValueError(
-                f"{folder}: this adapter was trained on another base ({what} {recorded}, this model's is {own}): its "
-                "weights or its config.json differ; load the base that it names in base_model_name_or_path"
+                f"{folder}: this adapter was trained on another base ({kind} {recorded}, this model's is {base_value}):"
+                " its weights or its config.json differ; load the base that it names in base_model_name_or_path"
             )
         return
 
 
 def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
-    """The argument modules_to_save of get_peft_model for the content of an adapter's adapter_config.json: the sorted
-    last parts of the names in the config's own modules_to_save, such as ["embed_tokens", "lm_head"]. For a model that
-    scores texts "classifier" is left out: PEFT lists every name that a head may have, and get_peft_model refuses it."""
+    """The last parts of names. "classifier" is left out for a model that scores texts: PEFT lists every name that a
+    head may have.
+    """
     names = {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or ()}
     return sorted(names if head_of_task(config.get("task_type")).is_text else names - {"classifier"})
 
 
 def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises ValueError if the model ties embedding and head, and an adapter's file has only one of them, or two that
-    differ, which PEFT can write. Nothing is raised if it has neither. arrays: {PEFT's key: array} of the adapter's
-    file; folder: for the error."""
+    """Raises ValueError if the model ties embedding and head, and the file has only one of them, or two that differ."""
     if model.head is not None:
         return
     embedding, head = (arrays.get(f"{_PREFIX}{name}.weight") for name in ("model.embed_tokens", "lm_head"))
@@ -471,9 +414,7 @@ def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) 
 
 
 def _check_tensors(folder: Path, shapes: Mapping[str, tuple], arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises ValueError for tensors of an adapter's file that are missing, unexpected, misshaped or not finite, all in
-    one message. shapes: {PEFT's key: shape} that the model's adapter has; arrays: {PEFT's key: array} of the file;
-    folder: for the error."""
+    """Raises ValueError, in one message, for tensors that are missing, unexpected, misshaped or not finite."""
     problems = []
     missing = [key for key in shapes if key not in arrays]
     unexpected = [key for key in arrays if key not in shapes]
@@ -483,13 +424,13 @@ def _check_tensors(folder: Path, shapes: Mapping[str, tuple], arrays: Mapping[st
         if key in arrays and arrays[key].shape != tuple(shapes[key])
     ]
     broken = [key for key in arrays if not np.isfinite(arrays[key].astype(np.float32)).all()]
-    for what, keys in (
+    for label, keys in (
         ("missing", missing),
         ("unexpected", unexpected),
         ("misshaped", misshaped),
         ("not finite", broken),
     ):
         if keys:
-            problems.append(f"{len(keys)} {what}: {_some(keys)}")
+            problems.append(f"{len(keys)} {label}: {_some(keys)}")
     if problems:
         raise ValueError(f"{folder / WEIGHTS_NAME}: the tensors do not fit this model: " + "; ".join(problems))

@@ -1,15 +1,8 @@
-"""Merges an adapter into its base, one matrix at a time, and verifies that the result computes the same.
-`merge_adapter` makes the merged model in memory, `merged_weights` computes its tensors one by one for an export, and
-`merge_bytes` forecasts the memory that such an export takes, for the table of a run's phases.
-
-A merge is verified before any of it is used:
+"""Merges an adapter into its base, one matrix at a time, and verifies that the result computes the same:
 - Every merged matrix is finite, and its product with random rows equals its adapter's within a bound that every correct
-  merge satisfies (_merge_and_check). Every embedding or head that was trained beside the adapter is finite.
-- Every other tensor is the model's own, decoded if it is quantised, and rounded to the grid if the model is prepared
-  for QAT.
-- The logits of a small random batch agree (check_logits). They are computed with the merged model's structure, and
-  each matrix is merged when it is used, so that the code between the matrices is covered without a second model in
-  memory.
+  merge satisfies. Every embedding or head that was trained whole is finite.
+- Every other tensor is the model's own, decoded if quantised, and rounded to the grid of QAT.
+- The logits of a small random batch agree (check_logits).
 """
 
 from __future__ import annotations
@@ -52,24 +45,16 @@ _ROUNDED_COPIES = 11  # where it also rounds to QAT's grid; the formats with sca
 
 
 def _merged_and_checked(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dtype, fake_quant: FakeQuant | None):
-    """Merges an adapter into a weight, and compares products with both. _merged_matrix calls it for a linear, compiled
-    (_merge_and_check), and _merge_experts for each expert.
+    """Merges an adapter into a weight, and compares its product with `probe` with the adapter's own forward, in fp32:
+    (the merged weight [out, in] in dtype; bool[], whether it is finite; float32[], the largest error / the error
+    allowed).
 
-    The product of `probe` with the merged weight is compared with the adapter's own forward, in fp32. Rounding each
-    weight to the storage dtype changes output o by at most u sum_i |w_oi x_i|, with its unit roundoff u. The fp32 sums
-    of n terms in either computation change it by at most n u32 times the sum of the terms' magnitudes. The bound
-    therefore holds for every correct merge.
+    Rounding each weight to the storage dtype changes output o by at most u sum_i |w_oi x_i|, with its unit roundoff u.
+    fp32 sums of n terms change it by at most n u32 times the sum of their magnitudes. So the bound holds for every
+    correct merge.
 
-    Args:
-      weight: [out, in], decoded.
-      lora: its adapter: A [r, in], B [out, r], the scale, and DoRA's factors of the rows [out] (None: it has no DoRA).
-      probe: float32[rows, in], random.
-      dtype: of the merged weight.
-      fake_quant: the grid of QAT to which the merged weight is then rounded, which is no error and not part of the
-        comparison; None: it is only rounded to `dtype`.
-    Returns:
-      (the merged weight [out, in] in dtype; bool[], whether it is finite, with fake_quant before that rounding;
-        float32[], the largest error divided by the error allowed, at most 1 if the merge is right)
+      weight: [out, in], decoded; probe: float32[rows, in], random.
+      fake_quant: the grid to which the merged weight is rounded after the comparison.
     """
     wide = merged_weight(weight, lora)
     if fake_quant is None:
@@ -78,10 +63,9 @@ def _merged_and_checked(weight: jax.Array, lora: LoraWeights, probe: jax.Array, 
     else:
         stored = fake_quant.round(wide).astype(dtype)
     expected = quant_matmul(probe, [weight.astype(jnp.float32)], [lora])[0]
-    got = quant_matmul(probe, [wide])[0]
+    actual = quant_matmul(probe, [wide])[0]
 
     def size(w):  # [.., in] x [out, in] of magnitudes
-        """The products of the magnitudes of probe [rows, in] and w [out, in], float32[rows, out]."""
         return jnp.einsum("bi,oi->bo", jnp.abs(probe), jnp.abs(w), precision=jax.lax.Precision.HIGHEST)
 
     inner = jnp.einsum("bi,ri->br", jnp.abs(probe), jnp.abs(lora.a), precision=jax.lax.Precision.HIGHEST)
@@ -94,7 +78,7 @@ def _merged_and_checked(weight: jax.Array, lora: LoraWeights, probe: jax.Array, 
     tiny = jnp.abs(probe).sum(-1, keepdims=True) * float(jnp.finfo(dtype).smallest_subnormal)
     allowed = roundoff(dtype) * size(wide) + 2 * length * FP32_ROUNDOFF * terms + tiny
     # Where DoRA's magnitude is zero, both products and the allowed error are zero.
-    error = jnp.where(got == expected, 0.0, jnp.abs(got - expected) / allowed).max()
+    error = jnp.where(actual == expected, 0.0, jnp.abs(actual - expected) / allowed).max()
     return stored, jnp.isfinite(wide).all(), error
 
 
@@ -105,17 +89,13 @@ _merge_and_check = jax.jit(_merged_and_checked, static_argnums=(3, 4), compiler_
 def _merge_experts(
     weight: jax.Array, lora: GroupedLora, probe: jax.Array, transposed: bool, fake_quant: FakeQuant | None
 ):
-    """Merges the adapters of an experts' matrix into the weight of each expert, and compares each expert's product of
-    random rows with its adapter's, within the error that rounding explains (_merge_and_check): (merged weights, whether
-    all are finite, the largest error of any expert divided by the error allowed, at most 1 if the merge is right).
+    """_merged_and_checked for all experts, one at a time: (merged weights, whether all are finite, the largest error
+    ratio).
 
-    weight: [E, out, in], or [E, in, out] if `transposed`, decoded; the merged weights have its shape and dtype. lora:
-    the adapters. probe: float32[rows, in], random. fake_quant: the grid to which merged weights are rounded, or None.
+      weight: [E, out, in], or [E, in, out] if `transposed`, decoded; the merged weights have its shape and dtype.
     """
 
     def one(expert):
-        """_merged_and_checked for one expert: (merged weight in the layout of the stored one, finite, error). expert:
-        (weight, a, b)."""
         weight, a, b = expert
         weight = weight.T if transposed else weight
         lora_of = LoraWeights(a, b, None, lora.scale)
@@ -128,19 +108,13 @@ def _merge_experts(
 
 @dispatch.unsaid()  # it runs once, in float32, which training kernels do not support: no report of that is needed
 def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: str, base_dtype: Any) -> jax.Array:
-    """Merges the adapter of one matrix into its weight, rounds the result to the grid of QAT, if there is one, and
-    verifies it. Returns the merged weight, in the shape of the stored one: [out, in], or of all experts [E, out, in] or
-    [E, in, out]. The functions in `Weights.made` call it for the matrices that have adapters (merged_weights).
+    """The merged and verified weight of one matrix, in the stored shape.
 
-    Args:
-      name: the matrix's name, for errors.
-      linear: the matrix, which has an adapter.
-      index: the seed of the random rows with which the products are compared; each matrix has another one.
-      dtype: the dtype to which a quantised weight is decoded, and then that of the result; a weight that is not
-        quantised keeps its own.
-      base_dtype: the dtype that the error message names, Decoder.weight_dtype. Nothing is computed with it.
-    Raises:
-      ArithmeticError: the merged weight is not finite, or its products differ from the adapter's by more than rounding.
+      index: the seed of the random rows.
+      dtype: to which a quantised weight is decoded.
+      base_dtype: only for the error.
+
+    Raises ArithmeticError if it is not finite, or its products differ by more than rounding.
     """
     program, arguments = _merge_of(linear, index, dtype)
     stored, finite, error = program(*arguments)
@@ -156,8 +130,7 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
 
 
 def _merge_of(linear: Linear | ExpertLinear, index: int, dtype: str) -> tuple[jax.stages.Wrapped, tuple]:
-    """(the program that merges a matrix, its arguments), for _merged_matrix, whose arguments these are: _merge_experts
-    or _merge_and_check. The matrix is decoded here."""
+    """(the program that merges a matrix, its arguments). The matrix is decoded here."""
     weight = dense(linear.stored_weight, dtype)
     probe = np.random.default_rng(index).standard_normal((_PROBES, linear.sizes[-1]), np.float32)
     assert linear.lora is not None
@@ -168,15 +141,15 @@ def _merge_of(linear: Linear | ExpertLinear, index: int, dtype: str) -> tuple[ja
 
 @contextlib.contextmanager
 def _compiling_merges(model: Decoder) -> Iterator[None]:
-    """Compiles, in threads, the programs that merge the matrices of a model, one for each shape, while the block runs;
-    merged_weights verifies the logits meanwhile. One matrix at a time is decoded for it. An error is left to the merge
-    itself, which then has it too. Of a model on several devices nothing is compiled here: they must get their programs
-    in one order."""
-    one_at_a_time, found = threading.Lock(), {}
+    """Compiles, in threads, the programs that merge a model's matrices while the block runs, one decoded matrix at a
+    time. An error is left to the merge itself. Nothing is compiled for several devices, which must get programs in one
+    order.
+    """
+    one_at_a_time, matrix_by_program = threading.Lock(), {}
     for index, (_, linear) in enumerate(matrices(model)):
         if linear.lora is not None:
             shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(nnx.state(linear)))
-            found.setdefault((nnx.graphdef(linear), shapes), (linear, index))
+            matrix_by_program.setdefault((nnx.graphdef(linear), shapes), (linear, index))
 
     def ahead(linear: Linear | ExpertLinear, index: int) -> None:
         with one_at_a_time:
@@ -186,18 +159,13 @@ def _compiling_merges(model: Decoder) -> Iterator[None]:
         lowered.compile()
 
     with ThreadPoolExecutor(8, "compile") as pool:
-        for matrix in () if _is_divided(model) else found.values():
+        for matrix in () if _is_divided(model) else matrix_by_program.values():
             pool.submit(ahead, *matrix)
         yield
 
 
 def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
-    """The weight of an embedding or head that was trained whole beside the adapter (`weight`, float32), cast to
-    `dtype`, the dtype of the base's own weight, which it replaces in the merged model. name: for errors.
-
-    Raises:
-      ArithmeticError: it is not finite in that dtype.
-    """
+    """The float32 weight in the dtype of the base's own. Raises ArithmeticError if it is not finite in that."""
     stored = weight.astype(dtype)
     if not jax.device_get(jnp.isfinite(stored).all()):
         raise ArithmeticError(f"merge_adapter: {name} is not finite in {dtype} after merging; nothing was merged")
@@ -205,32 +173,22 @@ def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
-    """The weight of a matrix without an adapter (`linear`), as the merged model has it: decoded to `dtype` if it is
-    quantised, and rounded to its grid in a model that is prepared for QAT. It has the shape of the stored weight.
-    merged_weights calls it for matrices that are quantised or rounded."""
+    """The merged model's weight of a matrix without an adapter: decoded, and rounded to its grid of QAT."""
     weight = dense(linear.stored_weight, dtype)
     transposed = isinstance(linear, ExpertLinear) and linear.transposed
     return weight if linear.fake_quant is None else round_to_grid(weight, linear.fake_quant, transposed)
 
 
 def merged_weights(model: Decoder) -> Weights:
-    """Returns the weights of the model with its adapter merged in, for merge_adapter, which sets them in memory, and
-    for exports, which write them one by one. `Weights.made` is {Hugging Face name of a changed tensor: the function
-    that computes it when it is called}. Quantised weights are decoded, weights are rounded to the grid of QAT, if there
-    is one, and a trained embedding or head replaces the base's. `Weights.model` is a new model without adapters, whose
-    variables are all nnx.Param, except those that no training changes (NeverTrained), and which shares unchanged arrays
-    with `model`; changed variables have only a shape and dtype, until a caller sets them.
+    """The weights of the model with its adapter merged in, computed one by one: Weights.made has the function for each
+    changed tensor. Weights.model is a new model without adapters whose variables are nnx.Param (but NeverTrained);
+    changed ones have only shape and dtype.
 
-    The logits are verified here, each matrix when it is computed, so that whoever writes the tensors writes a verified
-    merge or gets an error. The device has, beside the model, one merged matrix and what its computation and
-    verification take; while the logits are verified, also an embedding and a head that were trained whole. If the
-    device has room for several times as much, the logits are verified in a thread, which takes seconds, while the
-    first tensors are written; the function that computes the last one then waits for it.
+    Logits are verified here, each matrix when it is computed. If the device has room for several times as much, a
+    thread verifies the logits, which takes seconds, while first tensors are written; the last tensor's function waits
+    for it.
 
-    Raises:
-      ValueError: the model has no adapter.
-      ArithmeticError: a verification failed: that of the logits, here or by the last tensor; or, when a tensor is
-        computed, its own. Also if a changed tensor has no name in files.
+    Raises ValueError without an adapter; ArithmeticError for a failed verification, here or when a tensor is computed.
     """
     weights, check = _merge(model)
     if not _has_room(model):
@@ -239,14 +197,16 @@ def merged_weights(model: Decoder) -> Weights:
     thread, making = ThreadPoolExecutor(1, "logits"), threading.Event()
     checked = thread.submit(check, True, making)
     thread.shutdown(wait=False)
-    left = set(weights.made)
-    made = {name: functools.partial(_made, name, make, left, checked, making) for name, make in weights.made.items()}
-    return Weights(weights.model, made)
+    pending_names = set(weights.made)
+    makers = {
+        name: functools.partial(_made, name, make, pending_names, checked, making)
+        for name, make in weights.made.items()
+    }
+    return Weights(weights.model, makers)
 
 
 def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
-    """(the weights of the merged model, whose logits are not verified yet; the function that verifies these, with True
-    if the device has memory to spare), for merged_weights and merge_adapter, and with their errors."""
+    """(the merged weights, not verified yet; the function that verifies their logits)."""
     if not has_adapter(model):
         raise ValueError("merge_adapter: this model has no adapter")
     merged = copy_structure(model)
@@ -254,30 +214,30 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
     makers: dict[int, Callable[[], jax.Array]] = {}  # by the identity of the merged model's variable
     views: dict[int, Merged] = {}
     changed = 0
-    for index, ((name, own), (_, linear)) in enumerate(zip(matrices(model), matrices(merged), strict=True)):
-        given = own.stored_weight
-        rounded = own.fake_quant is not None
-        changed += own.lora is not None or isinstance(given, Stored)
-        if own.lora is not None:
-            make = functools.partial(_merged_matrix, name, own, index, model.dtype, dtype)
-        elif isinstance(given, Stored) or rounded:
-            make = functools.partial(_plain_matrix, own, model.dtype)
+    for index, ((name, matrix), (_, linear)) in enumerate(zip(matrices(model), matrices(merged), strict=True)):
+        weight = matrix.stored_weight
+        rounded = matrix.fake_quant is not None
+        changed += matrix.lora is not None or isinstance(weight, Stored)
+        if matrix.lora is not None:
+            make = functools.partial(_merged_matrix, name, matrix, index, model.dtype, dtype)
+        elif isinstance(weight, Stored) or rounded:
+            make = functools.partial(_plain_matrix, matrix, model.dtype)
         else:
             continue
-        form = jax.ShapeDtypeStruct(given.shape, model.dtype if isinstance(given, Stored) else given.dtype)
+        form = jax.ShapeDtypeStruct(weight.shape, model.dtype if isinstance(weight, Stored) else weight.dtype)
         linear.weight = trained(linear.weight, form)
         linear.lora = nnx.data(None)
         linear.fp8 = False
         stop_rounding(linear)
-        makers[id(linear.weight)], views[id(linear.weight)] = make, Merged.of(own, model.dtype)
+        makers[id(linear.weight)], views[id(linear.weight)] = make, Merged.of(matrix, model.dtype)
     for module in (merged.embedding, merged.head):
         if module is not None and isinstance(module.weight, nnx.Param):
             name = model.config.head.name if isinstance(module, Linear) else "embed_tokens"
-            given = module.weight.get_value()
+            weight = module.weight.get_value()
             # The dtype of what it replaces, which a precision map may have given this module.
-            whole = dtype if module.original is None else module.original.get_value().dtype
-            module.weight = trained(module.weight, jax.ShapeDtypeStruct(given.shape, whole))
-            makers[id(module.weight)] = functools.partial(_trained_whole, name, given, whole)
+            whole_dtype = dtype if module.original is None else module.original.get_value().dtype
+            module.weight = trained(module.weight, jax.ShapeDtypeStruct(weight.shape, whole_dtype))
+            makers[id(module.weight)] = functools.partial(_trained_whole, name, weight, whole_dtype)
             changed += 1
             if module.original is not None:
                 del module.original
@@ -289,14 +249,17 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
                 setattr(module, key, trained(value, value.get_value()))
     merged.base_digest = merged.base_fingerprint = None  # it is another base now
     # Matched by the identity of the variable and not by a name, so that no other tensor can be written in its place.
-    made = {name: makers.pop(id(variable)) for name, variable in tensors_of(merged).items() if id(variable) in makers}
+    maker_of = {
+        name: makers.pop(id(variable)) for name, variable in tensors_of(merged).items() if id(variable) in makers
+    }
     if makers:
         raise ArithmeticError(f"merge_adapter: {len(makers)} tensors have no place in files; nothing was merged")
-    weights = Weights(merged, made)
+    weights = Weights(merged, maker_of)
 
     def check(at_once: bool, making: threading.Event | None = None) -> None:
-        """Verifies the logits, while the programs that merge the matrices are compiled. making: is set when the first
-        tensor is made, which this waits for, but not long, as a writer may fail before; None: it does not wait."""
+        """Verifies the logits, while the merges' programs are compiled. making: is set when the first tensor is made,
+        for which this waits, but not long, as a writer may fail before.
+        """
         with dispatch.unsaid(), _compiling_merges(model):
             if making is not None:
                 making.wait(_HEAD_START_SECONDS)
@@ -306,8 +269,7 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
 
 
 def _has_room(model: Decoder) -> bool:
-    """Whether the model is on one device, of which as much memory is free that the logits of a merge can be verified
-    while tensors are written: for that each takes about as much as merge_bytes says."""
+    """Whether the model is on one device with enough free memory to verify logits while tensors are written."""
     leaf = next(leaf for leaf in jax.tree.leaves(nnx.state(model)) if isinstance(leaf, jax.Array))
     device = next(iter(leaf.devices()))  # the set is the sharding's own, so nothing is taken out of it
     memory = device.memory_stats()
@@ -317,45 +279,32 @@ def _has_room(model: Decoder) -> bool:
 
 
 def _is_divided(model: Decoder) -> bool:
-    """Whether arrays of a model are on several devices."""
     leaves = jax.tree.leaves(nnx.state(model))
     return any(len(leaf.sharding.device_set) > 1 for leaf in leaves if isinstance(leaf, jax.Array))
 
 
 def _made(
-    name: str, make: Callable[[], jax.Array], left: set[str], checked: Future[None], making: threading.Event
+    name: str, make: Callable[[], jax.Array], pending_names: set[str], checked: Future[None], making: threading.Event
 ) -> jax.Array:
-    """Computes a changed tensor by `make`, for merged_weights, while the logits are verified in a thread. The last one
-    waits for that, and each raises its error, if there is one by then. left: the names of those that were not computed
-    yet. checked: the verification. making: is set here, by which that begins."""
+    """Computes a changed tensor. The last of `pending_names` waits for `checked`, the verification, and each raises its
+    error. `making` lets that begin.
+    """
     making.set()
     tensor = make()
-    left.discard(name)
-    if not left or checked.done():
+    pending_names.discard(name)
+    if not pending_names or checked.done():
         checked.result()
     return tensor
 
 
 def merge_adapter(model: Decoder) -> Decoder:
-    """The model with its adapter merged into the weights: w + scale b a, rescaled for DoRA, computed in fp32.
+    """The model with its adapter merged into the weights: w + scale b a, rescaled for DoRA, computed in fp32. A new
+    model that shares unchanged arrays and is a base again, without adapters, all `nnx.Param` (but NeverTrained).
 
-    Merged weights have the dtype in which the base is stored; modules_to_save replace the base's modules, each in the
-    dtype of the weight that it replaces. The result is a base again: it has no adapters, every tensor is an
-    `nnx.Param`, except those that no training changes (NeverTrained), and tied heads are tied. It needs memory on the
-    device for all changed tensors, decoded; `export_model` and the end of a run write a merged folder without that.
+    Weights have the base's stored dtype; quantised ones are decoded to the compute dtype; in a model prepared for QAT
+    merged ones are rounded to its grid. The device needs room for all changed tensors; `export_model` does not.
 
-    If the base is quantised, all its quantised weights are decoded to the compute dtype, and the adapter is merged into
-    these, over which it was trained. In a model that is prepared for QAT the merged weights are rounded to its grid, as
-    in its forward; see convert_qat.
-
-    Before it returns, the function verifies that every merged weight is finite and multiplies as its adapter does (see
-    _merge_and_check), and that the logits of a small random batch agree (see check_logits).
-
-    Returns:
-      a new model that shares unchanged arrays with `model`.
-    Raises:
-      ValueError: the model has no adapter.
-      ArithmeticError: a verification failed; nothing is returned.
+    Raises ValueError without an adapter, ArithmeticError for a failed verification.
     """
     weights, check = _merge(model)
     check(False)  # and not in a thread, because what follows takes memory for a second model
@@ -366,14 +315,9 @@ def merge_adapter(model: Decoder) -> Decoder:
 
 
 def merge_bytes(model: Decoder) -> tuple[int, int]:
-    """(bytes on the device, bytes in host memory) that writing the merged model (merged_weights) needs in addition to
-    the model; merge_adapter needs more. The table of a run's phases (phases_of) has them for the export at its end, and
-    warns if that will not fit; no plan leaves room for it.
-
-    Each tensor is written before the next is computed, so that each number is that of the tensor which needs most. The
-    device also has the embedding and head that are trained whole, both at once while the logits are checked. For a
-    model without an adapter, the bytes on the device are those of decoding its quantised weights, or 0; those in host
-    memory are the largest tensor's all the same. Abstract arrays will do.
+    """(bytes on the device, bytes in host memory) that writing the merged model (merged_weights) needs beyond the
+    model: those of the tensor which needs most, plus the embedding and head that are trained whole. Arrays may be
+    abstract. Without an adapter, quantised weights are decoded all the same.
     """
     device = host = 0
     for _, matrix in matrices(model):
@@ -393,8 +337,8 @@ def merge_bytes(model: Decoder) -> tuple[int, int]:
     for holder in (model.embedding, model.head):
         if holder is not None:
             stored = model.dtype if holder.original is None else holder.original.get_value().dtype
-            whole = holder.weight.get_value().size * jnp.dtype(stored).itemsize
-            host = max(host, whole)
+            holder_bytes = holder.weight.get_value().size * jnp.dtype(stored).itemsize
+            host = max(host, holder_bytes)
             # The check of the logits has both of them while it merges the matrices.
-            device += whole if holder.original is not None else 0
+            device += holder_bytes if holder.original is not None else 0
     return device, host

@@ -1,7 +1,6 @@
-"""Verifies the logits of a merge (`check_logits`) for merge.py: those of a small random batch of the model with its
-adapter, and of the merged model. They are computed with the merged model's structure, in which each matrix is a
-`Merged`, which is merged when it multiplies, so that the code between the matrices is covered without a second model
-in memory."""
+"""Verifies the logits of a merge on a small random batch, with the merged model's structure, in which each matrix is
+merged when it multiplies. So the code between matrices is covered without a second model in memory.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +37,14 @@ _HEAD_ROWS = 8192  # how many rows of the head are in float32 at a time
 
 
 def roundoff(dtype) -> float:
-    """The unit roundoff of a floating-point dtype, the largest relative error of rounding to it. The bounds on the
-    error of a merge are multiples of it."""
+    """The unit roundoff of a floating-point dtype, the largest relative error of rounding to it."""
     return float(jnp.finfo(dtype).eps) / 2
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Merged(Stored):
-    """A matrix that looks like a quantised weight and is merged with its adapter whenever it is decoded. `of` makes it
-    from a linear or experts, and `_decode` merges; `problem` and `cut` are what every quantised weight must answer.
-
-    check_logits uses it: a model with such matrices computes what the merged model does, with one merged matrix in
-    memory at a time.
-    """
+    """A matrix that looks like a quantised weight and is merged with its adapter whenever it is decoded."""
 
     base: jax.Array | Stored  # the weight: [out, in], or of experts [E, out, in] or [E, in, out]
     a: jax.Array | None  # the adapter's A, [r, in] or of experts [E, r, in]; None: no adapter
@@ -67,10 +60,7 @@ class Merged(Stored):
 
     @staticmethod
     def of(linear: Linear | ExpertLinear, dtype: str) -> Merged:
-        """Makes the Merged of a linear or of experts. It stands for the merged weight while check_logits verifies the
-        logits. Decoding it merges the adapter and rounds to the grid of QAT, each if there is one.
-
-        dtype: the dtype to which a quantised weight is decoded."""
+        """dtype: to which a quantised weight is decoded."""
         weight, lora = linear.stored_weight, linear.lora
         magnitude = None if lora is None or lora.magnitude is None else lora.magnitude[...]
         return Merged(
@@ -86,21 +76,14 @@ class Merged(Stored):
         )
 
     def problem(self) -> str | None:
-        """None. Every Stored returns here the reason why its arrays do not fit each other, or None; these always fit,
-        because they come from the model."""
         return None
 
     def cut(self, axis: int) -> int | None:
-        """None, for every axis. A Stored returns here how many consecutive indices along an axis must stay in one part
-        when it is divided, or None if it cannot be; this one exists only for the check of the logits and never is."""
         return None
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """The matrix in `dtype` (None: dtype_name), with its adapter merged and rounded to the grid of QAT, if it has
-        these; Stored.decode calls it when the matrix multiplies. After the rounding to the grid, and before the cast to
-        `dtype`, the matrix is rounded to the dtype in which the merged weight will be stored (dtype_name), so that the
-        values are those of the merged model."""
+        """Rounded to the grid of QAT, then to the dtype of the stored merged weight, before the cast to `dtype`."""
         weight = dense(self.base, self.dtype_name)
         if self.a is not None and self.b is not None:
             if weight.ndim == 3:
@@ -118,9 +101,6 @@ class Merged(Stored):
         return jax.lax.optimization_barrier(stored).astype(dtype or self.dtype_name)
 
     def _expert(self, weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Merges one expert's adapter, for `_decode`, which takes one expert after another: its weight plus scale b a,
-        rounded to the grid of QAT, if there is one, and then to the dtype that the merged weight is stored in.
-        weight: [out, in], or [in, out] if `transposed`, which the result is too. a: [r, in]. b: [out, r]."""
         weight = weight.T if self.transposed else weight
         wide = merged_weight(weight, LoraWeights(a, b, None, self.scale))
         stored = (wide if self.fake_quant is None else self.fake_quant.round(wide)).astype(self.dtype_name)
@@ -129,32 +109,24 @@ class Merged(Stored):
 
 @dispatch.unsaid()
 def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], changed: int, at_once: bool) -> None:
-    """Compares the logits of a random batch of the model with its adapter and of the merged model, computed in fp32,
-    for merged_weights. Only the rounding of weights differs: activations are not rounded, neither by QAT nor for
-    products in FP8. Both models stay as they are.
+    """Compares the logits of a random batch of the model with its adapter and of the merged model, in fp32. Activations
+    are not rounded, so that only the rounding of weights differs.
 
-    The merged model's matrices are merged when they multiply, so that the merged model is never in memory as a whole.
+    Rounding weights with unit roundoff u changes a product by about u / 2 of its size, and errors of `changed` products
+    add up like a random walk. The root mean square of the difference must be at most 8 u sqrt(changed) times that of
+    the logits around their mean, where u includes fp32's own sums.
 
-    Rounding weights with unit roundoff u changes a product by about u / 2 of its size, and the errors of `changed`
-    products add up like a random walk. The root mean square of the difference must therefore be at most 8 u
-    sqrt(changed) times that of the logits around their mean, where u includes fp32's own sums. The verification of each
-    matrix is the sharp one; this one covers the code between the matrices.
+      views: {id() of a variable of the merged model: the Merged that computes its value}.
+      changed: how many matrices are merged or decoded, or were trained whole.
+      at_once: two threads compute both, which saves a second of compiling and takes twice the memory.
 
-    Args:
-      model: the model with its adapter, whose logits are the expected ones.
-      merged: the merged model with functions that compute its changed tensors.
-      views: {id() of a variable of the merged model: the Merged that computes its value when it multiplies}.
-      changed: the number of matrices that are merged or decoded, and of an embedding and head that were trained whole.
-      at_once: whether two threads compute both, which saves a second of compiling and takes twice the memory.
-    Raises:
-      ArithmeticError: the logits differ by more, or are not finite. Before that every changed tensor is computed once,
-        because its own verification may raise a more precise error.
+    Raises ArithmeticError for a larger difference, or a more precise one from a changed tensor's own verification.
     """
     walked = copy_structure(merged.model)
     pairs = _pairs(walked, merged.model)
-    for name, (variable, own) in pairs.items():
-        if id(own) in views:
-            variable.set_value(views[id(own)])
+    for name, (variable, original) in pairs.items():
+        if id(original) in views:
+            variable.set_value(views[id(original)])
         elif name in merged.made:  # an embedding or a head, which one forward needs twice if it is tied
             variable.set_value(merged.made[name]())
     plain = copy_structure(model)
@@ -163,9 +135,10 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
         if matrix.fake_quant is not None:
             matrix.fake_quant = dataclasses.replace(matrix.fake_quant, inputs=False)
     with ThreadPoolExecutor(2 if at_once else 1, "logits") as pool:  # each needs programs of its own
-        expected, got = pool.map(_logits, (plain, walked))
-    for variable, own in pairs.values():  # modules refer to each other: what the copy has would live until it is found
-        variable.set_value(own.get_value())
+        expected, actual = pool.map(_logits, (plain, walked))
+    # Modules refer to each other: what the copy has would live until the garbage collector finds it.
+    for variable, original in pairs.values():
+        variable.set_value(original.get_value())
     del walked
     config = model.config
     widest = max(config.hidden_size, config.intermediate_size, config.query_size)
@@ -173,7 +146,7 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
     bound = _MARGIN * allowed * changed**0.5
     middle = expected.mean(-1 if config.head.is_text else None, keepdims=True)  # of scores, over all tokens
     scale = np.sqrt(np.mean(np.square(expected - middle)))
-    error = float(np.sqrt(np.mean(np.square(got - expected))) / scale)
+    error = float(np.sqrt(np.mean(np.square(actual - expected))) / scale)
     if not error <= bound:
         for make in merged.made.values():  # the check of a matrix may give a more precise error
             make()
@@ -184,44 +157,38 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
 
 
 def _pairs(copy: Decoder, model: Decoder) -> dict[str, tuple[nnx.Variable, nnx.Variable]]:
-    """Pairs the variables of a model with those of its copy: {Hugging Face name of a tensor: (its variable in `copy`,
-    its variable in `model`)}. `check_logits` has merged matrices for the variables of `model`, and sets them in the
-    copy's variables, so that the model itself stays as it is."""
+    """{Hugging Face name of a tensor: (its variable in `copy`, its variable in `model`)}."""
     copied, originals = tensors_of(copy), tensors_of(model)
     return {name: (copied[name], originals[name]) for name in originals}
 
 
 def _logits(model: Decoder) -> np.ndarray:
-    """The logits of a random batch, float32[rows, tokens, vocabulary] in host memory, or the scores of a model that
-    scores texts, float32[rows, tokens, scores]. check_logits compares those of two models. The batch is the same for
-    every model of this vocabulary. The logits are computed in float32, with some rows of the head at a time.
-
-    The model's dtype is set to float32, and the dtypes that a precision map gave single modules are cleared, so the
-    caller passes a copy.
+    """The logits (or scores) of a random batch, float32[rows, tokens, vocabulary] in host memory, with some rows of the
+    head at a time. Sets the model's dtypes to float32: pass a copy.
     """
     model.dtype = "float32"
     set_compute(model, {})
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (_PROBE_ROWS, _PROBE_LENGTH), np.int32)
     last = _last_layer(jnp.asarray(tokens), model)
-    rows, whole = model.head_variable.shape[0], nnx.split(model)
+    rows, graph_and_state = model.head_variable.shape[0], nnx.split(model)
     count = min(_HEAD_ROWS, rows)  # always as many, so that it is one program: the last ones overlap
     starts = (min(first, rows - count) for first in range(0, rows, count))
-    parts = [partition.on_host(_some_logits(*whole, last, first, count)) for first in starts]
-    parts[-1] = parts[-1][..., -(rows % count or count) :]
-    return np.concatenate(parts, -1)
+    chunks = [partition.on_host(_some_logits(*graph_and_state, last, first, count)) for first in starts]
+    chunks[-1] = chunks[-1][..., -(rows % count or count) :]
+    return np.concatenate(chunks, -1)
 
 
 @on_any_mesh
 def _last_layer(tokens: jax.Array, model: Decoder) -> jax.Array:
-    """What the last layer of a model makes of tokens int32[rows, tokens], [rows, tokens, hidden]: Decoder.run without
-    the final norm. What comes before the layers is one program here: as single operations it would be thirty."""
-    x, layout, given = _before_layers(*nnx.split(model), tokens)
-    return run_stack(model.layers, model.config.layers, x, layout, given=given)[0]
+    """Decoder.run without the final norm, [rows, tokens, hidden]. What comes before the layers is one program; as
+    single operations it would be thirty.
+    """
+    x, layout, layer_inputs = _before_layers(*nnx.split(model), tokens)
+    return run_stack(model.layers, model.config.layers, x, layout, given=layer_inputs)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _before_layers(graph: nnx.GraphDef, state: nnx.State, tokens: jax.Array):
-    """The input of a model's first layer, the layout of the batch, and what layers get beside (Decoder.given)."""
     model = nnx.merge(graph, state)
     x = model.embed(tokens)
     return x, model.layout(tokens.shape), model.given(tokens, x)
@@ -229,7 +196,6 @@ def _before_layers(graph: nnx.GraphDef, state: nnx.State, tokens: jax.Array):
 
 @functools.partial(jax.jit, static_argnums=(0, 4), compiler_options=UNTUNED)
 def _some_logits(graph: nnx.GraphDef, state: nnx.State, last: jax.Array, first: int, count: int) -> jax.Array:
-    """The logits, or scores, of `count` rows of a model's head, from the row `first` on. last: what _last_layer
-    returned, before the final norm."""
+    """The logits of `count` rows of the head from `first` on. last: before the final norm."""
     model = nnx.merge(graph, state)
     return model.logits(model.norm(last), first + jnp.arange(count))

@@ -1,11 +1,6 @@
-"""The record of what an adapter was trained over (`TrainedOver`): format and dtype of the base's weights, and the grid
-to which QAT rounded the merged ones, on which the adapter depends; and the tokens that end its texts. `of_model` makes
-it when an adapter is saved. `read` reads it when one is loaded, so that the base is loaded in the same form; where the
-base has another form, `difference` says so for a warning.
-
-The record is JSON in the metadata of the adapter's safetensors file, which PEFT and servers ignore, whereas PEFT warns
-of unknown keys in adapter_config.json. Folders that runs of older versions wrote have most of these facts in the run's
-own record, jaxtune_run.json, from which `of_run` makes a TrainedOver.
+"""The record of what an adapter was trained over: format and dtype of the base's weights, the grid of QAT, on which the
+adapter depends, and the tokens that end its texts. It is JSON in the safetensors metadata, because PEFT warns of
+unknown keys in adapter_config.json. Folders of older versions have most of it in jaxtune_run.json.
 """
 
 from __future__ import annotations
@@ -37,9 +32,9 @@ RUN_RECORD = "jaxtune_run.json"  # in a folder that a run wrote; see train/folde
 
 @dataclasses.dataclass(frozen=True)
 class TrainedOver:
-    """How the base was loaded when an adapter was trained, and the tokens that end its texts. The defaults say that the
-    base was loaded in the format of its own files and that nothing else is known of it. `of_model` makes it of a model,
-    and `read` and `of_run` of files."""
+    """How the base was loaded when an adapter was trained, and the tokens that end its texts. By default the base was
+    loaded in the format of its own files.
+    """
 
     # the format (of model.load_in) in which most of the base's quantised weights were, also if its files store them so;
     # None: none was quantised on loading
@@ -55,8 +50,7 @@ class TrainedOver:
     positions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_text(self) -> str:
-        """The record as JSON text, for the metadata of the adapter's safetensors file; `read` reads it. An empty
-        `precision` is left out, because older versions do not know that key."""
+        """The record as JSON, without the keys that older versions do not know where they are empty."""
         record = dataclasses.asdict(self) | {"qat": None if self.qat is None else self.qat.record()}
         for key in ("precision", "positions"):  # which older versions do not know
             if not record[key]:
@@ -64,24 +58,21 @@ class TrainedOver:
         return json.dumps(record, sort_keys=True)
 
     def words(self, dtype: str, load_in: str | None) -> dict[str, str]:
-        """Returns the precision map {module's name: word} for loading the adapter's base in `dtype`, a name such as
-        "bfloat16", and in the format `load_in` (None: none), so that single modules are as in training. load_base and
-        train/scoring.py load a base by it, and `difference` compares with it. Modules that were in another dtype than
-        the model's keep it. If `load_in` is the format of training, modules in a further format keep that, and modules
-        that were in the model's dtype beside the format get `dtype`; otherwise both are left out, so that they are as
-        `dtype` and `load_in` say. {} if no module differs."""
-        own, found = WORDS.get(self.dtype or ""), {}
+        """The precision map {module's name: word} for loading the base in `dtype` and the format `load_in`, so that
+        single modules are as in training. Modules in another dtype than the model's keep it. Modules in a further
+        format, or in the model's dtype beside the format, count only if `load_in` is that of training; the latter get
+        `dtype`.
+        """
+        training_word, words = WORDS.get(self.dtype or ""), {}
         for name, word in self.precision.items():
-            if word in DTYPES and word != own:
-                found[name] = word
+            if word in DTYPES and word != training_word:
+                words[name] = word
             elif load_in == self.load_in:
-                found[name] = WORDS[dtype] if word == own else word
-        return found
+                words[name] = WORDS[dtype] if word == training_word else word
+        return words
 
 
 def of_model(model: Decoder) -> TrainedOver:
-    """The record for a model with an adapter, to be written to the adapter's file: by it the adapter is later loaded
-    over a base of the same format and dtype."""
     return TrainedOver(
         load_in=common_format(model),
         precision=followed(model, plain=not _stored_so(model)),
@@ -94,20 +85,15 @@ def of_model(model: Decoder) -> TrainedOver:
 
 
 def _stored_so(model: Decoder) -> bool:
-    """Whether the weights are quantised in the files that the model was loaded from, by their config.json; False for a
-    model that was not loaded. If they are, weights that the files have in 16 bits need no entry in a record: `of_model`
-    and `difference` ask it for that. `difference` also asks it because a record without a format agrees with such a
-    base."""
+    """Whether the files that the model was loaded from store its weights quantised; a record need not name their 16-bit
+    ones.
+    """
     return model.source is not None and "quantization_config" in json.loads(model.source.config)
 
 
 def read(folder: Path) -> TrainedOver | None:
-    """Returns the record in the metadata of an adapter's file, or, for folders of runs of older versions, what the
-    folder's jaxtune_run.json says of it (of_run); None if the folder has neither. By it load_base loads the base as it
-    was in training, and load_adapter compares the base that it is given.
-
-    Raises:
-      ValueError: a record that is not supported, with file and key; a file that is not safetensors.
+    """The record in an adapter's file, else in the jaxtune_run.json of older versions; None if there is neither. Raises
+    ValueError for an unsupported record, or a file that is not safetensors.
     """
     weights = folder / WEIGHTS_NAME
     if weights.is_file():
@@ -125,48 +111,35 @@ def read(folder: Path) -> TrainedOver | None:
 
 
 def _from_record(where: str, record: Any) -> TrainedOver:
-    """Makes a TrainedOver (how the base's weights were stored and computed in training) from the JSON object `record`
-    in the metadata of an adapter's file, for `read`. A key that is missing or null gets the field's default;
-    `skip_modules` of older versions becomes entries of `precision`. where: the file and key, for errors.
-
-    Raises:
-      ValueError: `record` is no object, has a key that this version does not know, or a value that is not supported.
-    """
+    """A TrainedOver of the JSON object `record`. Raises ValueError for an unknown key, or an unsupported value."""
     values.mapping(where, record)
     fields = {field.name for field in dataclasses.fields(TrainedOver)} | {"skip_modules"}
     if unknown := sorted(record.keys() - fields):
         raise ValueError(
             f"{where}: {unknown[0]} is unknown to this version of jaxtune: load it with the version that wrote it"
         )
-    found = {key: value for key, value in record.items() if value is not None}
-    _one_of(f"{where}: load_in", found.get("load_in"), load_in())
-    _one_of(f"{where}: compute", found.get("compute"), ("fp8",))
-    _one_of(f"{where}: dtype", found.get("dtype"), tuple(WORDS))
-    skipped = found.get("skip_modules", [])  # older versions recorded the linears in 16 bits so
+    entries = {key: value for key, value in record.items() if value is not None}
+    _one_of(f"{where}: load_in", entries.get("load_in"), load_in())
+    _one_of(f"{where}: compute", entries.get("compute"), ("fp8",))
+    _one_of(f"{where}: dtype", entries.get("dtype"), tuple(WORDS))
+    skipped = entries.get("skip_modules", [])  # older versions recorded the linears in 16 bits so
     values.texts(f"{where}: skip_modules", skipped)
-    words = found.get("precision", {})
+    words = entries.get("precision", {})
     values.mapping(f"{where}: precision", words)
     check_words(f"{where}: precision", words)
-    words = words | dict.fromkeys(skipped, WORDS.get(found.get("dtype", ""), "bf16"))
-    values.items(f"{where}: eos_token_ids", found.get("eos_token_ids", []), values.token_ids)
-    ends = tuple(found.get("eos_token_ids", ()))
-    names: dict[str, Any] = {key: found.get(key) for key in ("load_in", "compute", "dtype")}
-    qat = FakeQuant.of_record(f"{where}: qat", found["qat"]) if "qat" in found else None
-    positions = found.get("positions", {})
+    words = words | dict.fromkeys(skipped, WORDS.get(entries.get("dtype", ""), "bf16"))
+    values.items(f"{where}: eos_token_ids", entries.get("eos_token_ids", []), values.token_ids)
+    ends = tuple(entries.get("eos_token_ids", ()))
+    names: dict[str, Any] = {key: entries.get(key) for key in ("load_in", "compute", "dtype")}
+    qat = FakeQuant.of_record(f"{where}: qat", entries["qat"]) if "qat" in entries else None
+    positions = entries.get("positions", {})
     values.mapping(f"{where}: positions", positions)
     return TrainedOver(qat=qat, precision=words, eos_token_ids=ends, positions=positions, **names)
 
 
 def of_run(folder: Path) -> TrainedOver | None:
-    """What the run that wrote a folder (an adapter's or a whole model's) trained over, from the config in its
-    jaxtune_run.json: model.load_in, model.compute, the dtype in `precision` (of a map, its entry "*"; entries for
-    single modules are not read) and the QAT grid. Older versions recorded these facts only there, so `read` calls it
-    for adapters without a record. Commands that load a model which a run wrote take its dtype from it. None for any
-    other folder.
-
-    Raises:
-      ValueError: jaxtune_run.json is damaged; a recorded format, compute dtype, precision or QAT grid that is not
-        supported, with file and key.
+    """What a run's jaxtune_run.json says that it trained over, without a map's entries for single modules; None for any
+    other folder. Raises ValueError for a damaged file or an unsupported value.
     """
     file = folder / RUN_RECORD
     run = read_json(file).get("run") if file.is_file() else None
@@ -181,40 +154,36 @@ def of_run(folder: Path) -> TrainedOver | None:
     dtype = None if precision is None else DTYPES[precision]
     qat = None
     if run.get("config.qat.format") is not None:
-        parts = {key: run.get(f"config.qat.{key}") for key in ("format", "group_size")}
-        qat = FakeQuant.of_record(f"{where}: config.qat", parts | {"dtype": dtype})
+        grid = {key: run.get(f"config.qat.{key}") for key in ("format", "group_size")}
+        qat = FakeQuant.of_record(f"{where}: config.qat", grid | {"dtype": dtype})
     return TrainedOver(load_in=stored, compute=compute, dtype=dtype, qat=qat)
 
 
-def _one_of(where: str, value: Any, known: Sequence[str]) -> None:
-    """Raises ValueError unless `value`, read from a record, is None (not recorded) or one of `known`, the values that
-    this version supports. where: the file and key, for the error."""
-    if value is not None and value not in known:
-        raise ValueError(f"{where} = {value!r} is unknown to this version of jaxtune; it knows {', '.join(known)}")
+def _one_of(where: str, value: Any, choices: Sequence[str]) -> None:
+    if value is not None and value not in choices:
+        raise ValueError(f"{where} = {value!r} is unknown to this version of jaxtune; it knows {', '.join(choices)}")
 
 
 def difference(over: TrainedOver, base: Decoder) -> str | None:
-    """How the precision of a base's weights differs from that over which an adapter was trained, as a phrase for a
-    warning, such as "it was trained over weights not quantised, and this base's are ...". Compared are the format of
-    most weights and then, if the record has a dtype, the precision of single modules, of which the first by name is
-    named. None if they are the same. A record without a format agrees with a base whose own files store it quantised,
-    and one of weights that stayed in their format with a base that was decoded from such files. Products in FP8 and the
-    grid of QAT are not compared. load_adapter calls it.
-
-    over: the adapter's record. base: the model to which the adapter is added.
+    """How the precision of a base differs from that over which an adapter was trained, as a phrase for a warning; None
+    if it does not. FP8 products and the grid of QAT are not compared.
     """
     if over.positions and over.positions != json.loads((base.source and base.source.positions) or "{}"):
-        said = ", ".join(f"{key} = {value}" for key, value in over.positions.items())
-        return f"it was trained with {said}, and this base has other positions"
-    found = common_format(base)
-    same = over.load_in is None or (over.load_in in KEPT and found is None)  # decoded from the same codes
-    if found != over.load_in and not (same and _stored_so(base)):
-        trained, here = ("not quantised" if word is None else FORMATS[word].title for word in (over.load_in, found))
-        return f"it was trained over weights {trained}, and this base's are {here}"
-    other, own = over.words(base.dtype, found), followed(base, plain=not _stored_so(base))
-    names = sorted(name for name in other.keys() | own.keys() if other.get(name) != own.get(name))
+        positions_text = ", ".join(f"{key} = {value}" for key, value in over.positions.items())
+        return f"it was trained with {positions_text}, and this base has other positions"
+    base_format = common_format(base)
+    compatible = over.load_in is None or (over.load_in in KEPT and base_format is None)  # decoded from the same codes
+    if base_format != over.load_in and not (compatible and _stored_so(base)):
+        recorded_form, base_form = (
+            "not quantised" if word is None else FORMATS[word].title for word in (over.load_in, base_format)
+        )
+        return f"it was trained over weights {recorded_form}, and this base's are {base_form}"
+    recorded_words, base_words = over.words(base.dtype, base_format), followed(base, plain=not _stored_so(base))
+    names = sorted(
+        name for name in recorded_words.keys() | base_words.keys() if recorded_words.get(name) != base_words.get(name)
+    )
     if not names or over.dtype is None:
         return None
-    trained, here = (words.get(names[0], "as the other weights") for words in (other, own))
-    more = f", and {len(names) - 1} more differ" if len(names) > 1 else ""
-    return f"it was trained over {names[0]} in {trained}, which is here {here}{more}"
+    recorded_form, base_form = (words.get(names[0], "as the other weights") for words in (recorded_words, base_words))
+    suffix = f", and {len(names) - 1} more differ" if len(names) > 1 else ""
+    return f"it was trained over {names[0]} in {recorded_form}, which is here {base_form}{suffix}"

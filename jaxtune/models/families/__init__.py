@@ -1,2 +1,3 @@
-"""The supported model families, one file each, built on the package `common`; families never import each other. Each
-file declares a FAMILY. models/registry.py lists the files and finds a FAMILY by the model_type of a config.json."""
+"""The supported model families, one file each with a FAMILY (how config.json is checked, read and written, and how
+checkpoints name tensors), built on the package `common`; families never import each other.
+"""

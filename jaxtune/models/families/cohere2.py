@@ -1,11 +1,5 @@
-"""Command R7B and Command A: attention and MLP in parallel, LayerNorm without bias, scaled logits.
-
-By default three of four layers have a window and interleaved rotary positions; the others have neither. transformers
-computes head_dim as hidden_size / num_attention_heads, whatever config.json says, so `_prepare` does so on reading, and
-`_head_dim` refuses another value on writing.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
+"""Command R7B and Command A: attention and MLP in parallel, LayerNorm without bias, scaled logits. By default three of
+four layers have a window and interleaved rotary positions; the others have neither.
 """
 
 from __future__ import annotations
@@ -19,14 +13,12 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, WINDOW_PATTERN
 
 
 def _prepare(hf: Config) -> Config:
-    """A copy of the config.json `hf` in which head_dim is hidden_size // num_attention_heads, because transformers
-    ignores the file's. It is the Family.prepare of FAMILY, called before the entries read the keys."""
+    """Computes head_dim, because transformers ignores the file's."""
     return {**hf, "head_dim": hf["hidden_size"] // hf["num_attention_heads"]}
 
 
 def _head_dim(config: DecoderConfig) -> int:
-    """The value of head_dim that is written to config.json (for Key.written); raises ValueError if it is not
-    hidden_size / num_attention_heads, which transformers would use instead of it."""
+    """Refuses a value that transformers would ignore."""
     if config.query_size != config.hidden_size:
         raise ValueError(f"Cohere2: head_dim = {config.head_dim} is not hidden_size / num_attention_heads")
     return config.head_dim

@@ -1,9 +1,4 @@
-"""Gemma 1: Llama with a scaled embedding, norms that multiply by 1 + weight, and a separate head size. `_prepare` finds
-the activation that a file means.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""Gemma 1: Llama with a scaled embedding, norms that multiply by 1 + weight, and a separate head size."""
 
 from __future__ import annotations
 
@@ -12,8 +7,7 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, GEMMA_FIELDS, c
 
 
 def _prepare(hf: Config) -> Config:
-    """A copy of the config.json `hf` with the activation that is meant as hidden_act: hidden_activation takes
-    precedence, and "gelu" in either means its tanh form. FAMILY calls it before it reads the keys (Family.prepare)."""
+    """Sets hidden_act: hidden_activation takes precedence, and "gelu" in either means its tanh form."""
     name = hf["hidden_activation"] or hf["hidden_act"]
     return {**hf, "hidden_act": "gelu_pytorch_tanh" if name == "gelu" else name}
 

@@ -1,8 +1,4 @@
-"""Gemma 2: norms before and after attention and MLP, soft caps, windows in every other layer, a scaled embedding.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""Gemma 2: norms before and after attention and MLP, soft caps, windows in every other layer, a scaled embedding."""
 
 from jaxtune.models import values
 from jaxtune.models.config import PRE_AND_POST_NORM

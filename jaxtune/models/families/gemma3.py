@@ -1,9 +1,4 @@
-"""Gemma 3, the text model: five sliding layers before each full one, a rotary base for each type, which `_Rotary` reads
-and writes, normed q and k.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""Gemma 3, the text model: five sliding layers before each full one, a rotary base for each type, normed q and k."""
 
 from __future__ import annotations
 
@@ -18,18 +13,14 @@ from jaxtune.models.families.common.table import GEMMA, GEMMA_DEFAULTS, GEMMA_FI
 
 
 class _Rotary(RotaryByType):
-    """The entry of Gemma 3's table (key.Entry) for its two rotary bases: RotaryByType, in which rope_theta and
-    rope_scaling belong to full layers and rope_local_base_freq to sliding ones. It writes these three keys and, unlike
-    RotaryByType, no rope_parameters."""
+    """RotaryByType, in which rope_theta and rope_scaling are of full layers and rope_local_base_freq of sliding ones;
+    no rope_parameters are written.
+    """
 
     keys = (*RotaryByType.keys, Key("rope_local_base_freq", (), above_one, 10_000.0))
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The rotary parameters of one type of layer as one flat dict, as `rope_parameters` returns it, such as
-        {"rope_type": "default", "rope_theta": 1e4}. rope_local_base_freq is the base of sliding layers unless
-        rope_parameters, which newer files have, gives one. Unlike in RotaryByType, parameters in rope_parameters that
-        are not within an object for a type of layer are ignored, as in transformers. layer_type: "full_attention" or
-        "sliding_attention". hf: the config.json."""
+        """Parameters of rope_parameters outside an object for a type of layer are ignored, as in transformers."""
         by_type = {key: value for key, value in (hf["rope_parameters"] or {}).items() if isinstance(value, Mapping)}
         hf = {**hf, "rope_parameters": by_type}
         if layer_type == SLIDING:
@@ -37,9 +28,7 @@ class _Rotary(RotaryByType):
         return rope_parameters(hf, layer_type)
 
     def write(self, config: DecoderConfig) -> Fields:
-        """{key: value} of rope_theta, rope_scaling (both of full layers) and rope_local_base_freq (of sliding ones) for
-        the config.json of `config`; raises ValueError if the base of sliding layers has an extension, which that key
-        cannot express."""
+        """Raises ValueError for an extended base of sliding layers, which rope_local_base_freq cannot express."""
         sliding = config.rotary[1]
         if sliding.kind != "default":
             raise ValueError(

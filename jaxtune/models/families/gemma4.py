@@ -1,7 +1,6 @@
-"""Gemma 4, the text model: every sixth layer, unless layer_types says otherwise, has full attention with wider heads,
-the others have a window (31B); layers may have experts beside the MLP (26B-A4B), or embeddings of their own and shared
-keys and values (E2B, E4B). FAMILY, which models/registry.py lists by its model_type, declares how their config.json is
-checked, read and written, and how checkpoints name their tensors."""
+"""Gemma 4, the text model: by default every sixth layer is full with wider heads, the others have a window (31B);
+layers may have experts beside the MLP (26B-A4B), or embeddings of their own and shared keys and values (E2B, E4B).
+"""
 
 from jaxtune.models.config import PRE_AND_POST_NORM
 from jaxtune.models.families.common import ExpertFiles, Family, gemma4

@@ -1,6 +1,6 @@
-"""Gemma 4 12B, the text model: images and audio enter through embedders, without towers; its layers are Gemma 4's,
-without experts and per-layer embeddings. FAMILY, which models/registry.py lists by its model_type, declares how its
-config.json is checked, read and written, and how checkpoints name their tensors."""
+"""Gemma 4 12B, the text model: images and audio enter through embedders, without towers; layers are Gemma 4's, without
+experts and per-layer embeddings.
+"""
 
 from jaxtune.models.config import PRE_AND_POST_NORM
 from jaxtune.models.families.common import Family, gemma4

@@ -1,8 +1,4 @@
-"""GLM-4-0414: norms before and after attention and MLP, gate and up as one matrix, interleaved rotation of half a head.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""GLM-4-0414: norms before and after attention and MLP, fused gate and up, interleaved rotation of half a head."""
 
 from jaxtune.models import values
 from jaxtune.models.config import PRE_AND_POST_NORM

@@ -1,11 +1,6 @@
 """gpt-oss: experts with biases and a clamped SwiGLU of interleaved columns, attention sinks, windows in every other
-layer.
-
-It is published in MXFP4. Its expert weights are [E, in, out] in the model and in 16-bit files; those in MXFP4 files are
-[E, out, in], and are transposed when they are decoded.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
+layer. Expert weights are [E, in, out] in the model and in 16-bit files; the published MXFP4 files have [E, out, in],
+which is transposed when decoded.
 """
 
 from jaxtune.models import values

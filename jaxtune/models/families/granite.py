@@ -1,8 +1,4 @@
-"""Granite 3 and 4 (dense): Llama with factors on the embedding, attention scores, residual additions and logits.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""Granite 3 and 4 (dense): Llama with factors on the embedding, attention scores, residual additions and logits."""
 
 from jaxtune.models import values
 from jaxtune.models.families.common import FLOAT, Conversion, Family, Key

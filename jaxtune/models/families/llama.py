@@ -1,8 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2, and the many models with its architecture.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""Llama 2, 3, 3.1, 3.2, and the many models with its architecture."""
 
 from jaxtune.models.families.common import Family
 from jaxtune.models.families.common.table import ATTENTION_BIAS, MLP_BIAS

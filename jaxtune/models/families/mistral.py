@@ -1,8 +1,4 @@
-"""Mistral 7B and similar models: Llama with a sliding window in every layer, or in none if the file has null for it.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""Mistral 7B and similar models: Llama with a sliding window in every layer, or in none if the file has null for it."""
 
 from jaxtune.models.families.common import Family, OneWindow
 

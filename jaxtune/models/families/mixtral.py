@@ -1,8 +1,4 @@
-"""Mixtral: Mistral with experts (eight by default) instead of the MLP, and with a window only if the file has one.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""Mixtral: Mistral with experts (eight by default) instead of the MLP, and with a window only if the file has one."""
 
 from jaxtune.models.families.common import ExpertFiles, Family, OneWindow
 from jaxtune.models.families.common.names import ROUTED_NORMS

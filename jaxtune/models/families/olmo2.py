@@ -1,8 +1,4 @@
-"""OLMo 2: norms only on the outputs of attention and MLP; queries and keys normed over the whole projection.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""OLMo 2: norms only on the outputs of attention and MLP; queries and keys normed over the whole projection."""
 
 from jaxtune.models.config import POST_NORM
 from jaxtune.models.families.common import Family

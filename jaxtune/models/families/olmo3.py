@@ -1,8 +1,5 @@
-"""OLMo 3: OLMo 2 with a window in three of four layers, by default. If the file extends the rotary base of all layers
-alike, such as by yarn, this applies only to the layers without a window (`_Rotary`).
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
+"""OLMo 3: OLMo 2 with a window in three of four layers, by default. An extension of the rotary base, such as yarn,
+applies only to layers without a window.
 """
 
 from __future__ import annotations
@@ -16,18 +13,13 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, WINDOW_PATTERN
 
 
 class _Rotary(RotaryByType):
-    """The entry of OLMo 3's table (key.Entry) for its two rotary bases: RotaryByType, in which an extension that a file
-    gives for all layers applies to full layers only."""
-
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The rotary parameters of one type of layer as one flat dict, as `rope_parameters` returns it. Sliding layers
-        get the base alone, {"rope_theta": ..., "rope_type": "default"}, without an extension, unless rope_parameters
-        has an object for them. layer_type: "full_attention" or "sliding_attention". hf: the config.json."""
-        given = super().given_to(layer_type, hf)
+        """Sliding layers get the base alone, unless rope_parameters has an object for them."""
+        parameters = super().given_to(layer_type, hf)
         if layer_type == SLIDING and not isinstance((hf["rope_parameters"] or {}).get(SLIDING), dict):
             # The file has one object for all layers, whose extension applies to full layers only.
-            return {"rope_theta": given["rope_theta"], "rope_type": "default"}
-        return given
+            return {"rope_theta": parameters["rope_theta"], "rope_type": "default"}
+        return parameters
 
 
 FAMILY = Family(

@@ -1,9 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: fused q/k/v and gate/up matrices, longrope (`_Rotary` reads and writes Phi-3's keys for
-it), and optionally a part of each head unrotated.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""Phi-3, Phi-3.5 and Phi-4: fused q/k/v and gate/up, longrope, and optionally a part of each head unrotated."""
 
 from __future__ import annotations
 
@@ -13,21 +8,16 @@ from jaxtune.models.families.common.rope import ORIGINAL_POSITIONS, PARTIAL_ROTA
 
 
 class _Rotary(Rotary):
-    """The entry of Phi-3's table (key.Entry) for its rotary base: Rotary, with Phi-3's names for longrope, and the keys
-    that transformers 4 requires."""
+    """Rotary, with Phi-3's names for longrope, and the keys that transformers 4 requires."""
 
     def given(self, hf: Config) -> Fields:
-        """The rotary parameters of a config.json (`hf`) as one flat dict, as `rope_parameters` returns it, in which
-        longrope has its current name instead of the earlier "su" and "yarn", which mean the same in Phi-3's files."""
-        given = super().given(hf)
-        if given["rope_type"] in ("su", "yarn"):  # the names of longrope in early files
-            given["rope_type"] = "longrope"
-        return given
+        parameters = super().given(hf)
+        if parameters["rope_type"] in ("su", "yarn"):  # the names of longrope in early files
+            parameters["rope_type"] = "longrope"
+        return parameters
 
     def write(self, config: DecoderConfig) -> Fields:
-        """{key: value} of rope_theta, rope_scaling (None for the kind default) and original_max_position_embeddings for
-        the config.json of `config`; raises ValueError for a kind of rotary base that transformers' class of Phi-3 does
-        not have."""
+        """Raises ValueError for a kind that transformers' Phi-3 does not have."""
         rope = config.rotary[0]
         original = rope.original_max_position_embeddings or config.max_position_embeddings
         scaling = None

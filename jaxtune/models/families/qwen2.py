@@ -1,8 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v; optionally a sliding window in the upper layers.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""Qwen2 and Qwen2.5: biases on q, k and v; optionally a sliding window in the upper layers."""
 
 from jaxtune.models.families.common import Family
 from jaxtune.models.families.common.layers import UPPER_WINDOWS, switched_window

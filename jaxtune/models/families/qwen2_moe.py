@@ -1,9 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts and a shared expert, except in layers that config.json gives an MLP. If
-windows are used, other layers have them than in Qwen2 (`_default_types`).
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts and a shared expert, except in layers that config.json gives an MLP."""
 
 from __future__ import annotations
 
@@ -16,9 +11,7 @@ from jaxtune.models.families.common.table import NORM_TOPK_PROB, shared_experts
 
 
 def _default_types(hf: Config) -> list[str]:
-    """The type of each layer ("sliding_attention" or "full_attention") where every second layer below
-    max_window_layers, beginning with the first, slides, unlike in Qwen2, if the config.json `hf` has a window. It is
-    the LayerTypes.default of FAMILY, for a file without layer_types."""
+    """Unlike in Qwen2, every second layer below max_window_layers slides, if there is a window."""
     slides = hf["max_window_layers"] if hf["sliding_window"] is not None else 0
     return [SLIDING if i < slides and i % 2 == 0 else FULL for i in range(hf["num_hidden_layers"])]
 

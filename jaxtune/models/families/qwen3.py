@@ -1,9 +1,4 @@
-"""Qwen3: each head's queries and keys are normed; optionally a sliding window in the upper layers. As in Llama,
-attention_bias in config.json says whether attention has biases, by default not.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""Qwen3: each head's queries and keys are normed; optionally a sliding window in the upper layers."""
 
 from jaxtune.models.families.common import Family
 from jaxtune.models.families.common.layers import UPPER_WINDOWS, switched_window

@@ -1,9 +1,4 @@
-"""Qwen3.5 and 3.6, the text model: gated delta nets, gated attention in some layers (every fourth one, if config.json
-does not say which), and MLPs.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""Qwen3.5 and 3.6, the text model: gated delta nets, gated attention in every fourth layer by default, and MLPs."""
 
 from jaxtune.models.families.common import Family
 from jaxtune.models.families.common.table import DELTA_DEFAULTS, DELTA_FIELDS, QWEN_PASSTHROUGH, delta_net

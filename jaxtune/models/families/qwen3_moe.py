@@ -1,8 +1,5 @@
 """Qwen3-MoE: Qwen3 with experts instead of the MLP in every layer, and with the window, if it is used, in every layer.
-Files in which some layers have an MLP are refused (by `_check_step` and FAMILY.refused).
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
+Files in which some layers have an MLP are refused.
 """
 
 from __future__ import annotations
@@ -17,8 +14,6 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, EXPERT_SIZE, NO
 
 
 def _check_step(key: str, value: Any) -> None:
-    """Raises ValueError unless decoder_sparse_step (`value`) is 1, so that every layer has experts, the only
-    arrangement that is supported. It is the Key.check of that key. key: what the error calls the value."""
     values.whole(key, value)
     if value != 1:
         raise ValueError(f"{key} = {value}: only 1 is supported")

@@ -1,8 +1,5 @@
-"""Qwen3-Next: gated delta nets, gated attention in some layers (every fourth one, if config.json does not say which),
-and experts with a shared expert, except in layers that config.json gives an MLP.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
+"""Qwen3-Next: gated delta nets, gated attention in every fourth layer by default, and experts with a shared expert,
+except in layers that config.json gives an MLP.
 """
 
 from jaxtune.models.families.common import Family, MLPLayers

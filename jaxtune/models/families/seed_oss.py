@@ -1,9 +1,4 @@
-"""Seed-OSS: Llama with biases on q, k and v, unless attention_bias in config.json is false; attention_out_bias says
-whether the output projection has one too, by default not.
-
-FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
-and how checkpoints name their tensors.
-"""
+"""Seed-OSS: Llama with biases on q, k and v, and optionally on the output projection (attention_out_bias)."""
 
 from jaxtune.models import values
 from jaxtune.models.families.common import Family, Key

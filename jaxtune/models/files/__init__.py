@@ -1,3 +1,3 @@
-"""The files of a checkpoint: finding its folder, reading, decoding and quantising its tensors, identifying it by a
-digest, and writing models into new folders that appear complete or not at all. models/hf.py, which loads and saves
-models, is built on this package, and so are adapters' files and exports."""
+"""The files of a checkpoint: reading, decoding and quantising its tensors, a digest of it, and writing new folders that
+appear complete or not at all.
+"""

@@ -1,6 +1,4 @@
-"""Output folders that appear complete or not at all, even if the process is killed while it writes (`new_folder`), and
-the checks before one is written: that nothing is there (`require_new`), and that the disk has room
-(`require_space`)."""
+"""Output folders that appear complete or not at all, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -16,14 +14,8 @@ from jaxtune.system.files import hold, remove_left, sync, temporary_path
 
 
 def require_new(path: str | os.PathLike, what: str) -> Path:
-    """Checks that an output folder can be created: returns the absolute `path`, with symbolic links resolved, if
-    nothing exists there, or an empty folder, so that nothing is ever overwritten. Nothing is created. Saving a
-    model and exporting call it before anything is written, and new_folder calls it again.
-
-    what: the name of the calling function, such as "save_pretrained", with which the error message begins.
-
-    Raises:
-      ValueError: a file, a folder that is not empty, or a mount point.
+    """The absolute path, symbolic links resolved. Raises ValueError for a file, a folder that is not empty or a mount
+    point. what: the caller, for errors.
     """
     path = Path(path).resolve()
     if path.is_mount():
@@ -35,9 +27,9 @@ def require_new(path: str | os.PathLike, what: str) -> Path:
 
 
 def require_space(folder: Path, need_bytes: int) -> None:
-    """Raises ValueError where the disk of a folder, which need not exist yet, has fewer free bytes than need_bytes, so
-    that nobody waits for a save that must fail. Saving a model and every kind of export call it, each with the size
-    that it will write; saving an adapter does not. Only the first process of a run checks, because only it writes."""
+    """Raises ValueError if the disk of a folder, which need not exist, has too few free bytes. Only the first process
+    checks.
+    """
     if not processes.first():
         return  # only the first process writes large files
     while not folder.exists():
@@ -49,20 +41,9 @@ def require_space(folder: Path, need_bytes: int) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
-    """Context manager that yields a temporary folder beside `path`, which is renamed to `path` if the block succeeds.
-    The caller writes the files into it. Saving a model or adapter, exports, and the results at a run's end are written
-    so.
-
-    Its content is flushed to the disk before the rename, and missing parents of `path` are created. If the block fails,
-    the temporary folder is removed, and the error is raised again. Temporary folders of the same `path` that killed
-    processes left are removed first.
-
-    Args:
-      path: a folder that does not exist or is empty.
-      what: the name of the calling function, such as "save_pretrained", with which the error message begins.
-
-    Raises:
-      ValueError: `path` is a file, a folder that is not empty, or a mount point.
+    """Yields a temporary folder beside `path`. If the block succeeds it is flushed and renamed to `path`, otherwise
+    removed. Missing parents are created, and leftovers of killed processes removed. Raises ValueError as require_new
+    does.
     """
     path = require_new(path, what)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,9 +63,7 @@ def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
 
 
 def _make_locked(path: Path) -> tuple[Path, int]:
-    """(a new temporary folder beside `path`, a file descriptor whose lock shows other processes that the folder is in
-    use). new_folder writes into that folder. The lock lasts until the caller closes the descriptor; without it another
-    process would remove the folder as a leftover."""
+    """(temporary folder beside `path`, descriptor whose lock keeps processes from removing it as a leftover)."""
     while True:
         temporary = temporary_path(path)
         temporary.mkdir()
@@ -95,8 +74,6 @@ def _make_locked(path: Path) -> tuple[Path, int]:
 
 
 def _remove_left(path: Path) -> None:
-    """Removes temporary folders beside the output folder `path` that killed processes left when they wrote it, but not
-    those that a running process has locked. A folder that cannot be removed is left. new_folder calls it first."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        if left.is_dir() and not left.is_symlink():
-            remove_left(left)
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        if leftover.is_dir() and not leftover.is_symlink():
+            remove_left(leftover)

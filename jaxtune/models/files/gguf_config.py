@@ -1,5 +1,4 @@
-"""config.json of a model in a GGUF file (`config_of`), from the metadata and tensors by which llama.cpp knows it: the
-inverse of what exports write."""
+"""config.json of a model in a GGUF file, from llama.cpp's metadata and tensors: the inverse of exports."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from jaxtune.models.rope import rotary_frequencies
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """What a GGUF file says of its model; numbers are read as they were before float32 rounded them."""
+    """What a GGUF file says of its model. Numbers are read as they were before float32 rounded them."""
 
     file: str  # for messages
     fields: Config
@@ -31,10 +30,9 @@ class Metadata:
         return str(self.fields.get("general.architecture"))
 
     def get(self, key: str, default: object = None) -> Any:
-        """The value of the architecture's key, or `default`."""
         value = self.fields.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list):
-            return [shortest(each) if isinstance(each, float) else each for each in value]
+            return [shortest(element) if isinstance(element, float) else element for element in value]
         return shortest(value) if isinstance(value, float) else value
 
     def need(self, key: str) -> Any:
@@ -44,20 +42,18 @@ class Metadata:
         return value
 
     def has(self, ending: str) -> bool:
-        """Whether any tensor's name has this end, such as attn_q.bias."""
+        """Whether a tensor's name has this end, such as attn_q.bias."""
         return any(name.endswith(ending) for name in self.shapes)
 
 
 def shortest(value: float) -> float:
-    """A number of the metadata as its shortest decimal in float32: 1e-5, not 9.99999974e-06."""
+    """The shortest decimal of a float32: 1e-5, not 9.99999974e-06."""
     return float(str(np.float32(value)))
 
 
 def config_of(data: Metadata) -> Fields:
-    """The config.json of the model that a file contains.
-
-    Raises:
-      ValueError: an architecture that no family here has, or metadata that are missing or that the family cannot have.
+    """config.json of the model. Raises ValueError for an unsupported architecture, or metadata that are missing or do
+    not fit it.
     """
     make = _FAMILIES.get(data.architecture)
     if make is None:
@@ -94,7 +90,6 @@ def config_of(data: Metadata) -> Fields:
 
 
 def _scaling(data: Metadata, head_dim: int) -> Fields:
-    """rope_scaling: of the metadata, or fitted to the factors that the file has as a tensor."""
     kind = data.get("rope.scaling.type", "none")
     if ROPE_FREQUENCIES in data.shapes and data.architecture != "gemma4":
         return _llama3(data, head_dim)
@@ -102,8 +97,8 @@ def _scaling(data: Metadata, head_dim: int) -> Fields:
         original = data.need("rope.scaling.original_context_length")
         scaling: Fields = {
             "type": "longrope",
-            "short_factor": [shortest(each) for each in data.values(ROPE_SHORT)],
-            "long_factor": [shortest(each) for each in data.values(ROPE_LONG)],
+            "short_factor": [shortest(factor) for factor in data.values(ROPE_SHORT)],
+            "long_factor": [shortest(factor) for factor in data.values(ROPE_LONG)],
         }
         if (attention := data.get("rope.scaling.attn_factor")) is not None:
             scaling |= {"factor": data.need("context_length") / original, "attention_factor": attention}
@@ -126,8 +121,7 @@ def _scaling(data: Metadata, head_dim: int) -> Fields:
 
 
 def _llama3(data: Metadata, head_dim: int) -> Fields:
-    """rope_scaling of the kind llama3 whose divisors of the frequencies are the file's, whatever original context (a
-    power of two) they were made for."""
+    """rope_scaling of kind llama3 that gives the file's divisors, found by trying original contexts (powers of two)."""
     divisors = data.values(ROPE_FREQUENCIES)
     factor = shortest(divisors.max())
     if factor == 1.0:
@@ -145,8 +139,8 @@ def _llama3(data: Metadata, head_dim: int) -> Fields:
                 high_freq_factor=high,
                 original_max_position_embeddings=2**power,
             )
-            made = base / rotary_frequencies(rope, dim, positions).short
-            if made.shape == divisors.shape and np.allclose(made, divisors, rtol=1e-5):
+            candidate = base / rotary_frequencies(rope, dim, positions).short
+            if candidate.shape == divisors.shape and np.allclose(candidate, divisors, rtol=1e-5):
                 scaling = {
                     "rope_type": "llama3",
                     "factor": factor,
@@ -259,10 +253,10 @@ def _gemma4(data: Metadata, config: Config) -> Fields:
     full["partial_rotary_factor"] = turning / len(divisors)
     local = {"rope_type": "default", "rope_theta": data.need("rope.freq_base_swa")}
     shared = data.get("attention.shared_kv_layers", 0)
-    own = len(slides) - shared
-    equal = any(f"blk.{index}.attn_v.weight" not in data.shapes for index in range(own))
+    unshared_layers = len(slides) - shared
+    equal = any(f"blk.{index}.attn_v.weight" not in data.shapes for index in range(unshared_layers))
     per_layer = data.get("embedding_length_per_layer_input", 0)
-    found = {
+    fields = {
         "model_type": "gemma4_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "head_dim": head_dim,
@@ -273,7 +267,7 @@ def _gemma4(data: Metadata, config: Config) -> Fields:
         "attention_k_eq_v": equal,
         "final_logit_softcapping": data.get("final_logit_softcapping") or None,
         "sliding_window": data.need("attention.sliding_window"),
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides],
         "rope_parameters": {"full_attention": full, "sliding_attention": local},
         "rope_theta": None,
         "hidden_size_per_layer_input": per_layer,
@@ -282,13 +276,13 @@ def _gemma4(data: Metadata, config: Config) -> Fields:
         "use_double_wide_mlp": shared > 0 and widths[-1] == 2 * widths[0],
     }
     if data.get("expert_count"):
-        found |= {
+        fields |= {
             "enable_moe_block": True,
             "num_experts": data.need("expert_count"),
             "top_k_experts": data.need("expert_used_count"),
             "moe_intermediate_size": data.need("expert_feed_forward_length"),
         }
-    return found
+    return fields
 
 
 def _phi3(data: Metadata, config: Config) -> Fields:

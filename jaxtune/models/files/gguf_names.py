@@ -1,6 +1,6 @@
-"""Families in GGUF files: what llama.cpp's architectures compute (ARCHITECTURES), the names of their tensors (`Names`),
-the order of their rows (`heads_of`, `interleaved`, `in_halves`, `gate_and_up`) and the rotary factors that are tensors
-(`rope_factors`), for writing such files and for reading them."""
+"""Families in GGUF files: what llama.cpp's architectures compute, the names of their tensors, the order of rows, and
+rotary factors that are tensors.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _UNTURNED = 1e30  # llama.cpp divides a pair's angle by it, so that the pair is 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp computes the models of one family, as far as its architectures differ. "It" below is llama.cpp."""
+    """How llama.cpp ("it" below) computes the models of one family, where its architectures differ."""
 
     name: str  # general.architecture of the file
     # rotary pairs are the neighbours (2i, 2i + 1) of a head, and those of Hugging Face's model are not, so rows of q
@@ -108,34 +108,34 @@ ARCHITECTURES = {
 
 
 class Names:
-    """Hugging Face's tensor names to llama.cpp's, by the tables of the gguf package, for a model of `layers` layers."""
+    """llama.cpp's names of Hugging Face's tensors, by the tables of the gguf package."""
 
     def __init__(self, arch: Architecture, layers: int):
         import gguf
 
-        known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-        self._map = gguf.get_tensor_name_map(known[arch.name], layers)
+        architecture_ids = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+        self._map = gguf.get_tensor_name_map(architecture_ids[arch.name], layers)
 
     def find(self, name: str) -> str | None:
-        """llama.cpp's name, if it has one; a name without .weight or .bias is that of a weight or factor."""
+        """llama.cpp's name or None; without .weight or .bias, of a weight or factor."""
         suffix = next((end for end in (".weight", ".bias") if name.endswith(end)), "")
         module = name.removesuffix(suffix)
         for factor, matrix in _FACTORS.items():
             if module.endswith(f".{factor}"):
                 module, suffix = module.removesuffix(factor) + matrix, ".scale"
-        known = self._map.get_name(module)
-        return None if known is None else known + (suffix or ".weight")
+        gguf_name = self._map.get_name(module)
+        return None if gguf_name is None else gguf_name + (suffix or ".weight")
 
     def __call__(self, name: str) -> str:
-        """llama.cpp's name; ValueError: it has none."""
-        known = self.find(name)
-        if known is None:
+        """llama.cpp's name; raises ValueError if it has none."""
+        gguf_name = self.find(name)
+        if gguf_name is None:
             raise ValueError(f"gguf: {name} has no name in llama.cpp's files")
-        return known
+        return gguf_name
 
 
 def interleaved[Rows: (np.ndarray, jax.Array)](array: Rows, heads: int) -> Rows:
-    """Rows of a q or k projection, [heads * D, ...], such that pairs (i, i + D / 2) of a head become neighbours."""
+    """Rows [heads * D, ...] of a q or k projection, such that pairs (i, i + D / 2) of a head become neighbours."""
     halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)
 
@@ -147,8 +147,7 @@ def in_halves(array: np.ndarray, heads: int) -> np.ndarray:
 
 
 def heads_of(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
-    """The heads of a q or k projection (weight, bias or adapter, by Hugging Face's name) whose rows llama.cpp has
-    `interleaved`; None for other tensors and architectures."""
+    """The heads of a q or k tensor, by Hugging Face's name, whose rows llama.cpp has `interleaved`; else None."""
     match = _QUERY_OR_KEY.search(name)
     if match is None or not arch.permuted:
         return None
@@ -156,19 +155,19 @@ def heads_of(config: DecoderConfig, arch: Architecture, name: str) -> int | None
 
 
 def gate_and_up(alternating: bool, half: int) -> tuple[slice, slice]:
-    """(rows of gate, rows of up) in gate_up_proj; alternating: as in gpt-oss, else gate's `half` rows come first."""
+    """(rows of gate, rows of up) in gate_up_proj, alternating as in gpt-oss or gate's `half` rows first."""
     return (slice(0, None, 2), slice(1, None, 2)) if alternating else (slice(None, half), slice(half, None))
 
 
 def _frequency_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """float32[head size / 2], the divisors of the angles of a head's pairs in Gemma 4's global layers."""
+    """float32[head size / 2], divisors of the pairs' angles in Gemma 4's global layers."""
     half = (rope.head_dim or head_dim) // 2
     turning = int(rope.partial_rotary_factor * half)
     return np.asarray([rope.factor] * turning + [_UNTURNED] * (half - turning), np.float32)
 
 
 def rope_factors(config: DecoderConfig) -> dict[str, np.ndarray]:
-    """{tensor's name: divisors of the rotary frequencies}, float32[rotary dims / 2] (proportional: [head size / 2])."""
+    """{tensor: divisors of the rotary frequencies, float32[rotary dims / 2]} (proportional: [head size / 2])."""
     rope = config.rotary[0]
     if rope.kind == "proportional":
         return {ROPE_FREQUENCIES: _frequency_factors(rope, config.head_dim)}

@@ -1,5 +1,4 @@
-"""Models in GGUF files: `metadata` describes one, `gguf_entries` finds the tensors that a model needs, and `reader`
-decodes one. The gguf package parses the files and decodes their blocks."""
+"""Models in GGUF files. The gguf package parses them and decodes their blocks."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ Combine = Callable[[list[np.ndarray]], np.ndarray]  # of a tensor's sources in a
 
 @dataclasses.dataclass(frozen=True)
 class _Opened:
-    """A parsed file: its metadata, and gguf's description of each tensor, whose bytes stay mapped."""
+    """A parsed file, whose tensors' bytes stay mapped."""
 
     file: Path
     fields: Config
@@ -51,20 +50,17 @@ class _Opened:
 
 @dataclasses.dataclass(frozen=True)
 class GgufEntry(headers.TensorEntry):
-    """A tensor of the model that a GGUF file contains, as numbers of `dtype` once it is decoded, which is what
-    `size_bytes` counts."""
+    """A tensor of the model in a GGUF file; dtype and size_bytes are those of its decoded numbers."""
 
     assemble: Callable[[], np.ndarray]
 
 
 def opened(file: Path) -> _Opened:
-    """Parses a GGUF file, or returns what was parsed while the file is the same.
-
-    Raises:
-      ValueError: a damaged file, one of several parts, or no gguf package.
+    """Parses a GGUF file, cached while it is the same. Raises ValueError for a damaged file, one of several parts, or
+    without the gguf package.
     """
-    there = os.stat(file)
-    return _parsed(file, there.st_size, there.st_mtime_ns)
+    stat = os.stat(file)
+    return _parsed(file, stat.st_size, stat.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=2)
@@ -77,8 +73,8 @@ def _parsed(file: Path, size: int, changed: int) -> _Opened:
         parsed = gguf.GGUFReader(file)
         fields = {key: field.contents() for key, field in parsed.fields.items()}
     except Exception as error:  # numpy's and struct's, by where the file ends
-        said = " ".join(str(error).split())[:200]
-        raise ValueError(f"{file}: not a whole GGUF file: {type(error).__name__}: {said}; fetch it again") from None
+        message = " ".join(str(error).split())[:200]
+        raise ValueError(f"{file}: not a whole GGUF file: {type(error).__name__}: {message}; fetch it again") from None
     if int(fields.get("split.count") or 1) > 1:
         raise ValueError(f"{file}: one part of {fields['split.count']}: join them with llama-gguf-split --merge")
     tensors = {tensor.name: tensor for tensor in parsed.tensors}
@@ -91,26 +87,26 @@ def _parsed(file: Path, size: int, changed: int) -> _Opened:
 
 
 def metadata(file: Path) -> Metadata:
-    """What a GGUF file says of its model."""
-    whole = opened(file)
-    shapes = {name: tuple(int(size) for size in tensor.shape[::-1]) for name, tensor in whole.tensors.items()}
-    return Metadata(str(file), whole.fields, shapes, lambda name: _decoded(whole.tensors[name]), _tied(whole.tensors))
+    parsed = opened(file)
+    shapes = {name: tuple(int(size) for size in tensor.shape[::-1]) for name, tensor in parsed.tensors.items()}
+    return Metadata(
+        str(file), parsed.fields, shapes, lambda name: _decoded(parsed.tensors[name]), _tied(parsed.tensors)
+    )
 
 
 def read_gguf_config(file: Path) -> Fields:
-    """config.json of the model in a GGUF file."""
     return config_of(metadata(file))
 
 
 def end_tokens(file: Path) -> list[int]:
-    """The ids of tokens that end an answer: of a text, a turn and a message."""
+    """Ids of tokens that end a text, a turn or a message."""
     fields = opened(file).fields
     ids = (fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return list(dict.fromkeys(int(number) for number in ids if number is not None))
 
 
 def _tied(tensors: Mapping[str, ReaderTensor]) -> bool:
-    """Whether the head is the embedding: there is none, or the same bytes."""
+    """Whether there is no head, or one with the embedding's bytes."""
     embedding, head = (tensors.get(name) for name in HEADS)
     if head is None or embedding is None:
         return True
@@ -118,7 +114,7 @@ def _tied(tensors: Mapping[str, ReaderTensor]) -> bool:
 
 
 def _decoded(tensor: ReaderTensor) -> np.ndarray:
-    """A tensor's numbers in its shape: of plain types as they are, else in float32."""
+    """Plain types stay as they are, others become float32."""
     import gguf
 
     shape = tuple(int(size) for size in tensor.shape[::-1])
@@ -132,39 +128,33 @@ def _decoded(tensor: ReaderTensor) -> np.ndarray:
 def gguf_entries(
     file: Path, config: DecoderConfig, wanted: Mapping[str, tuple[int, ...]]
 ) -> dict[str, headers.TensorEntry]:
-    """{Hugging Face's name: entry} of the tensors that a model needs.
-
-    Args:
-      file: the GGUF file.
-      config: of its model.
-      wanted: {name: shape} of the model's tensors.
-    Raises:
-      ValueError: tensors that are missing, of another shape, in a type that gguf does not decode, or not the model's.
+    """{Hugging Face's name: entry} of the model's tensors. Raises ValueError for tensors that are missing, not the
+    model's, of another shape, or in a type that gguf does not decode.
     """
-    whole, arch = opened(file), ARCHITECTURES[config.family]
-    names, used, missing = Names(arch, config.num_layers), {ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT}, []
-    used |= {names.find(f"{prefix}weight") or "" for prefix in family(config.family).unused_tensors(config)}
+    parsed, arch = opened(file), ARCHITECTURES[config.family]
+    names, used_names, missing = Names(arch, config.num_layers), {ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT}, []
+    used_names |= {names.find(f"{prefix}weight") or "" for prefix in family(config.family).unused_tensors(config)}
     if config.tie_embeddings:
-        used.add(HEADS[1])
-    found: dict[str, headers.TensorEntry] = {}
+        used_names.add(HEADS[1])
+    entries: dict[str, headers.TensorEntry] = {}
     for name, shape in wanted.items():
         sources, combine = _sources(name, shape, config, arch, names)
-        used |= set(sources)
-        if absent := [source for source in sources if source not in whole.tensors]:
+        used_names |= set(sources)
+        if absent := [source for source in sources if source not in parsed.tensors]:
             missing += absent
             continue
-        found[name] = _entry(whole, name, shape, sources, combine)
-    unexpected = whole.tensors.keys() - used
-    for what, tensors in (("lacks", missing), ("has, and this family does not,", unexpected)):
+        entries[name] = _entry(parsed, name, shape, sources, combine)
+    unexpected = parsed.tensors.keys() - used_names
+    for problem, tensors in (("lacks", missing), ("has, and this family does not,", unexpected)):
         if tensors:
-            raise ValueError(f"{file}: {what} {listed(tensors)}; take the model's safetensors folder")
-    return found
+            raise ValueError(f"{file}: {problem} {listed(tensors)}; take the model's safetensors folder")
+    return entries
 
 
 def _sources(
     name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: Names
 ) -> tuple[list[str], Combine | None]:
-    """(the file's tensors that make a tensor of the model, how they do; None: the tensor is the file's)."""
+    """(the file's tensors that make a tensor of the model, how to combine them; None: as it is)."""
     moe = config.moe
     if ".experts." in name and moe is not None and not name.endswith("per_expert_scale"):
         bias = name.endswith("_bias")
@@ -175,7 +165,7 @@ def _sources(
         stem, half = module.removesuffix("gate_up_proj"), (shape[-1] if turned or bias else shape[1]) // 2
         rows = gate_and_up(moe.interleaved, half)
         combine = functools.partial(_joined, rows=rows, turned=turned)
-        return [names(f"{stem}{part}_proj{ending}") for part in ("gate", "up")], combine
+        return [names(f"{stem}{projection}_proj{ending}") for projection in ("gate", "up")], combine
     heads = heads_of(config, arch, name)
     if heads is not None:
         return [names(name)], lambda arrays: in_halves(arrays[0], heads)
@@ -190,19 +180,19 @@ def _turned(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _joined(arrays: list[np.ndarray], rows: tuple[slice, slice], turned: bool) -> np.ndarray:
-    """gate_up_proj of all experts from gate and up, [E, half, ...] each."""
     gate, up = arrays
-    whole = np.empty((gate.shape[0], 2 * gate.shape[1], *gate.shape[2:]), np.result_type(gate, up))
-    whole[:, rows[0]], whole[:, rows[1]] = gate, up
-    return whole.swapaxes(1, 2) if turned else whole
+    gate_up = np.empty((gate.shape[0], 2 * gate.shape[1], *gate.shape[2:]), np.result_type(gate, up))
+    gate_up[:, rows[0]], gate_up[:, rows[1]] = gate, up
+    return gate_up.swapaxes(1, 2) if turned else gate_up
 
 
-def _entry(whole: _Opened, name: str, shape: tuple[int, ...], sources: list[str], combine: Combine | None) -> GgufEntry:
-    """The entry of a tensor of the model that these tensors of the file make."""
-    tensors = [whole.tensors[source] for source in sources]
+def _entry(
+    parsed: _Opened, name: str, shape: tuple[int, ...], sources: list[str], combine: Combine | None
+) -> GgufEntry:
+    tensors = [parsed.tensors[source] for source in sources]
     kinds = {tensor.tensor_type.name for tensor in tensors}
     for tensor in tensors:
-        _require_decodable(whole.file, tensor)
+        _require_decodable(parsed.file, tensor)
     changed = combine is not None and name.endswith("norm.weight")
     dtype = kinds.pop() if len(kinds) == 1 and kinds <= headers.DTYPES.keys() and not changed else "F32"
 
@@ -210,15 +200,15 @@ def _entry(whole: _Opened, name: str, shape: tuple[int, ...], sources: list[str]
         arrays = [_decoded(tensor).astype(headers.DTYPES[dtype], copy=False) for tensor in tensors]
         array = arrays[0] if combine is None else combine(arrays)
         if array.shape != shape:
-            raise ValueError(f"{whole.file}: {name} is {list(array.shape)}, and the model's is {list(shape)}")
+            raise ValueError(f"{parsed.file}: {name} is {list(array.shape)}, and the model's is {list(shape)}")
         return np.ascontiguousarray(array)
 
     size = int(np.prod(shape)) * headers.DTYPES[dtype].itemsize
-    return GgufEntry(name, dtype, shape, whole.file, int(tensors[0].data_offset), size, assemble)
+    return GgufEntry(name, dtype, shape, parsed.file, int(tensors[0].data_offset), size, assemble)
 
 
 def _require_decodable(file: Path, tensor: ReaderTensor) -> None:
-    """Refuses a tensor in a type that gguf does not decode, by its first row."""
+    """Refuses a type that gguf does not decode, by the first row."""
     if tensor.tensor_type.name in headers.DTYPES:
         return
     import gguf
@@ -233,6 +223,6 @@ def _require_decodable(file: Path, tensor: ReaderTensor) -> None:
 
 
 def reader(entry: GgufEntry) -> Callable[[int, int], np.ndarray]:
-    """(start, stop) -> these bytes of a tensor, uint8[n]; the tensor is decoded once."""
+    """(start, stop) -> these bytes of the tensor, which is decoded once."""
     decoded = functools.cache(lambda: entry.assemble().reshape(-1).view(np.uint8))
     return lambda start, stop: decoded()[start:stop]

@@ -1,5 +1,4 @@
-"""Tokenizers in the metadata of GGUF files: the patterns that llama.cpp has by name (WORDS), and `tokenizer_of`, which
-makes a Hugging Face tokenizer of the metadata."""
+"""Hugging Face tokenizers from the metadata of GGUF files."""
 
 from __future__ import annotations
 
@@ -43,21 +42,19 @@ _BEGINS = {"llama-bpe"}  # that put BOS first unless the file says otherwise, as
 
 
 def require_known(file: str, fields: Config) -> None:
-    """Raises ValueError unless `tokenizer_of` can make the tokenizer."""
+    """Raises ValueError unless `tokenizer_of` supports the model and pre-tokenizer."""
     model, words = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     fix = "set model.tokenizer (in Python: load the tokenizer yourself) to a folder with the model's tokenizer.json"
     if model not in ("llama", "gpt2"):
         raise ValueError(f"{file}: tokenizer.ggml.model = {model!r} is not supported, only 'llama' and 'gpt2'; {fix}")
     if model == "gpt2" and _ALIASES.get(str(words), words) not in WORDS.values():
-        known = ", ".join(dict.fromkeys((*WORDS.values(), *_ALIASES)))
-        raise ValueError(f"{file}: tokenizer.ggml.pre = {words!r} is not supported, only {known}; {fix}")
+        supported = ", ".join(dict.fromkeys((*WORDS.values(), *_ALIASES)))
+        raise ValueError(f"{file}: tokenizer.ggml.pre = {words!r} is not supported, only {supported}; {fix}")
 
 
 def tokenizer_of(file: str, fields: Config) -> PreTrainedTokenizerFast:
-    """The fast Hugging Face tokenizer that a file's metadata describe, with its chat templates.
-
-    Raises:
-      ValueError: a model or pre-tokenizer that is not known (`require_known`), or metadata that do not fit each other.
+    """The fast tokenizer with its chat templates. Raises ValueError if it is not supported, or metadata do not fit each
+    other.
     """
     require_known(file, fields)
     from tokenizers import AddedToken
@@ -70,7 +67,7 @@ def tokenizer_of(file: str, fields: Config) -> PreTrainedTokenizerFast:
     spm = fields["tokenizer.ggml.model"] == "llama"
     if spm:  # runs of spaces that SentencePiece lists as the user's are pieces that merge first
         types = [NORMAL if SPACE in token and kind == USER_DEFINED else kind for token, kind in zip(tokens, types)]
-    made = _pieces(fields, tokens, types) if spm else _bytes(fields, tokens, types)
+    backend = _pieces(fields, tokens, types) if spm else _bytes(fields, tokens, types)
 
     def text(key: str) -> str | None:
         number = fields.get(f"tokenizer.ggml.{key}_token_id")
@@ -83,14 +80,14 @@ def tokenizer_of(file: str, fields: Config) -> PreTrainedTokenizerFast:
         for token, kind in zip(tokens, types, strict=True)
         if kind in (CONTROL, USER_DEFINED, UNKNOWN)
     ]
-    made.add_tokens(added)
+    backend.add_tokens(added)
     words = str(fields.get("tokenizer.ggml.pre"))
     begins = fields.get("tokenizer.ggml.add_bos_token", spm or _ALIASES.get(words, words) in _BEGINS)
-    made.post_processor = _processor(
-        named["bos"] if begins else None, named["eos"] if fields.get("tokenizer.ggml.add_eos_token") else None, made
+    backend.post_processor = _processor(
+        named["bos"] if begins else None, named["eos"] if fields.get("tokenizer.ggml.add_eos_token") else None, backend
     )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
         **{f"{name}_token": value for name, value in named.items() if value is not None},
@@ -104,59 +101,58 @@ def _bytes(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     words = _ALIASES.get(str(fields["tokenizer.ggml.pre"]), fields["tokenizer.ggml.pre"])
-    steps, ignores = next(way for way, name in WORDS.items() if name == words)
+    steps, ignores = next(rule for rule, name in WORDS.items() if name == words)
     vocab = {token: number for number, token in enumerate(tokens) if types[number] != UNUSED}
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignores))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignores))
     if words in _COMPOSED:
-        made.normalizer = normalizers.NFC()
+        tokenizer.normalizer = normalizers.NFC()
     byte_level = functools.partial(pre_tokenizers.ByteLevel, add_prefix_space=False)
     if steps[0] == "split":
         cuts = [pre_tokenizers.Split(Regex(steps[1]), "isolated"), byte_level(use_regex=False)]
     else:
         cuts = [pre_tokenizers.Digits(individual_digits=True)] * ("digits" in steps) + [byte_level(use_regex=True)]
-    made.pre_tokenizer = pre_tokenizers.Sequence(cuts)
-    made.decoder = decoders.ByteLevel()
-    return made
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _pieces(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
-    """A tokenizer of SentencePiece's kind ("llama"), whose scores give the order of merges."""
+    """A tokenizer of SentencePiece's kind ("llama"); scores order its merges."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocab = {token: number for number, token in enumerate(tokens) if types[number] != UNUSED}
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
     merges = merges_of(tokens, types, fields["tokenizer.ggml.scores"])
-    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefixed = fields.get("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", SPACE)
-    made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
-    return made
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    return tokenizer
 
 
 def merges_of(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """The merges that make the pieces: of every way to cut a piece in two, the piece of the highest score first, and of
-    one piece that with the longest beginning."""
+    """The merges that make the pieces of a vocabulary, by the piece's score, then by the longest beginning."""
     ordinary = {token: scores[number] for number, token in enumerate(tokens) if types[number] == NORMAL}
-    found = [
-        (score, cut, len(token) - cut, token)
+    merges = [
+        (score, split, len(token) - split, token)
         for token, score in ordinary.items()
-        for cut in range(1, len(token))
-        if token[:cut] in ordinary and token[cut:] in ordinary
+        for split in range(1, len(token))
+        if token[:split] in ordinary and token[split:] in ordinary
     ]
-    found.sort(key=lambda merge: merge[:3], reverse=True)
-    return [(token[:cut], token[cut:]) for _, cut, _, token in found]
+    merges.sort(key=lambda merge: merge[:3], reverse=True)
+    return [(token[:split], token[split:]) for _, split, _, token in merges]
 
 
-def _processor(begin: str | None, end: str | None, made: Tokenizer) -> TemplateProcessing | None:
-    """What adds BOS and EOS to a text; None: neither is added."""
+def _processor(begin: str | None, end: str | None, tokenizer: Tokenizer) -> TemplateProcessing | None:
+    """Adds BOS and EOS; None if neither is wanted."""
     from tokenizers import processors
 
     if begin is None and end is None:
         return None
-    ends = [(token, made.token_to_id(token)) for token in (begin, end) if token is not None]
+    ends = [(token, tokenizer.token_to_id(token)) for token in (begin, end) if token is not None]
     before, after = [f"{begin}:0"] * (begin is not None), [f"{end}:0"] * (end is not None)
     single = [*before, "$A:0", *after]
     pair = [*single, *(step.replace(":0", ":1").replace("$A", "$B") for step in single)]

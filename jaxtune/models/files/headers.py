@@ -1,10 +1,5 @@
-"""Headers of safetensors files: which tensors a file has, with their dtypes, shapes and places. `read_header` makes a
-TensorEntry of each. `check_entry` refuses an entry that cannot be read as a plain weight, and `check_size` one that
-cannot be read at all.
-
-The format is 8 bytes of little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, and the bytes
-of the tensors, which shards.py reads. This module does not import JAX, so that a command that only looks at a model's
-folder answers quickly.
+"""Headers of safetensors files: 8 bytes of little-endian length, JSON {name: {dtype, shape, data_offsets}}, then the
+tensors' bytes. JAX is not imported, so that looking at a model's folder is quick.
 """
 
 from __future__ import annotations
@@ -37,9 +32,9 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a safetensors file, as the file's header describes it; its bytes have not been read. Its subclasses
-    StoredEntry (a quantised weight) and StackedEntry (an expert matrix) stand for several tensors of files that are one
-    tensor of the model."""
+    """A tensor in a safetensors file, by the header. Subclasses stand for several tensors of files that are one of the
+    model.
+    """
 
     name: str  # of the tensor in the file
     dtype: str  # safetensors' name of its dtype, such as "BF16"
@@ -50,14 +45,9 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """{name: entry} of the tensors of a safetensors file, from its header alone; the file's metadata are left out.
-    Models and adapters are read by it, and passthrough tensors are found again by it when they are saved. The
-    safetensors library decides whether the header is valid. Whether the tensors have dtypes that can be used is left to
-    check_entry and check_size.
+    """{name: entry}, without the file's metadata. Dtypes that cannot be used are left to check_entry and check_size.
 
-    Raises:
-      ValueError: a file that is truncated or too long, with its expected and actual size, or that is not safetensors.
-      OSError: the file cannot be read.
+    Raises ValueError for a file that is truncated, too long or not safetensors.
     """
     actual = file.stat().st_size
     with open(file, "rb") as stream:
@@ -87,16 +77,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> TensorEntry:
-    """Makes the TensorEntry of one tensor from its item in the header of a safetensors file, for read_header.
-
-    Args:
-      name: the tensor's name, the item's key in the header.
-      item: its value there, {"dtype", "shape", "data_offsets"}.
-      file: the file.
-      start: the byte of the file at which the data of its tensors begin, from which data_offsets count.
-    Raises:
-      KeyError, TypeError, ValueError: an item that is not as the format says; whether the bytes fit shape and dtype is
-        checked by check_size.
+    """Raises KeyError, TypeError or ValueError for an item against the format. start: the byte from which data_offsets
+    count.
     """
     dtype, shape, (first, last) = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str):
@@ -108,8 +90,7 @@ def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> Tensor
 
 
 def check_entry(entry: TensorEntry) -> None:
-    """Raises ValueError unless a tensor's entry can be read as an unquantised weight: its dtype is one of DTYPES (16-
-    or 32-bit floats), and its size fits its shape. Loading calls it before any tensor is read."""
+    """Raises ValueError unless the tensor is an unquantised weight (16- or 32-bit floats) of its shape's size."""
     if entry.dtype not in DTYPES:
         raise ValueError(
             f"{entry.file}: {entry.name} is stored as {entry.dtype}; supported: {', '.join(DTYPES)} "
@@ -119,9 +100,7 @@ def check_entry(entry: TensorEntry) -> None:
 
 
 def check_size(entry: TensorEntry) -> None:
-    """Raises ValueError for a tensor's entry, of any kind, whose size in bytes does not fit its shape, or whose dtype
-    cannot be read (STORED has those that can). The tensors of quantised weights are checked by it, and read_header
-    looks with it for what is wrong in a file that safetensors refuses."""
+    """Raises ValueError if the size does not fit the shape, or the dtype cannot be read."""
     if entry.dtype not in STORED:
         raise ValueError(f"{entry.file}: {entry.name} is stored as {entry.dtype}, which is not supported")
     want = math.prod(entry.shape) * STORED[entry.dtype].itemsize

@@ -1,5 +1,4 @@
-"""The files of a model's folder other than the data of tensors; a GGUF file stands for a folder. A damaged file is
-refused with its name."""
+"""The files of a model's folder other than the data of tensors; a GGUF file stands for a folder."""
 
 from __future__ import annotations
 
@@ -28,12 +27,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file, parsed. Config files of models, adapters and tokenizers are read by it, so that the
-    error about a damaged one names the file.
-
-    Raises:
-      ValueError: a file that cannot be read, is not JSON, or contains something other than an object.
-    """
+    """The JSON object in a file. Raises ValueError, which names the file, for anything else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -44,23 +38,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON object (`value`) to a file, which always has its old content or the new one, never a part of it. It
-    does not wait until the disk has the file, which a power failure may still damage; `new_folder`, in which models are
-    written, waits for the whole folder. config.json and the index of shards are written by it. Raises OSError if the
-    file cannot be written."""
+    """Writes a JSON object; the file never has a part of it. Not durable: new_folder flushes."""
     atomic_write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=False)
 
 
 def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer: Any) -> None:
-    """Writes the files of a model's or adapter's folder that are neither weights nor config. Files of the same names
-    are replaced. Saving and exporting models and adapters calls it after the weights are written.
-
-    Args:
-      folder: the folder, which exists.
-      files: (name, content) of each file, such as generation_config.json.
-      tokenizer: a Hugging Face tokenizer, whose files are written; None: none is written.
-    Raises:
-      OSError: a file cannot be written, such as on a full disk; the error names the file.
+    """Writes (name, content) of `files` and the files of a Hugging Face tokenizer, or None. Raises OSError, which names
+    the file.
     """
     for name, content in files:
         atomic_write(folder / name, content, durable=False)
@@ -82,9 +66,6 @@ def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer:
 
 
 def _complete(folder: Path) -> bool:
-    """Whether a folder, a snapshot in the hub's cache, has config.json and either model.safetensors or the index with
-    every shard that it names, so that resolve_folder need not download them. Raises ValueError if the index is
-    damaged."""
     if not (folder / "config.json").exists():
         return False
     if (folder / WEIGHTS).exists():
@@ -94,18 +75,12 @@ def _complete(folder: Path) -> bool:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has any file from which transformers can load a tokenizer, such as tokenizer.json
-    (_TOKENIZER_FILES). resolve_folder, require_tokenizer and load_tokenizer ask it."""
     return any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """{tensor's name: name of its file} of an index file (`index`, the path of a model.safetensors.index.json), by
-    which the shards of a checkpoint are found and checked.
-
-    Raises:
-      ValueError: it cannot be read, has no such map, or names a file by a path rather than a name in its own folder;
-        whether the file is there is not checked.
+    """{tensor: file name} of an index. Raises ValueError if it has none, or names a file outside its folder; files need
+    not exist.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -117,7 +92,6 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file, by its first bytes."""
     if not path.is_file():
         return False
     with open(path, "rb") as stream:
@@ -125,7 +99,6 @@ def is_gguf(path: Path) -> bool:
 
 
 def _in_folder(folder: Path) -> Path:
-    """A folder, or the GGUF file in it where that is all of the model that it has."""
     if (folder / "config.json").exists() or not (files := sorted(folder.glob("*.gguf"))):
         return folder
     if len(files) > 1:
@@ -134,17 +107,12 @@ def _in_folder(folder: Path) -> Path:
 
 
 def resolve_folder(path: str | os.PathLike) -> Path:
-    """The local folder of a model: `path` itself if it is a folder, or else the snapshot of a model on the Hugging Face
-    hub, downloaded if need be; or a GGUF file, named itself or alone in its folder.
+    """The local folder or GGUF file of a model: a folder, a GGUF file itself or alone in its folder, or a hub name such
+    as "org/model".
 
-    A snapshot in the local cache is used without asking the hub if it is complete and has a tokenizer. Otherwise the
-    files that are missing are downloaded: config, safetensors and tokenizer, but no pickles. If that fails, a snapshot
-    that lacks only the tokenizer is used.
-
-    Args:
-      path: a folder, a GGUF file, or a hub name such as "org/model".
-    Raises:
-      ValueError: there is none of them, or `path` is another file; one line says what was tried.
+    A complete snapshot with a tokenizer in the cache is used without asking the hub; otherwise missing files are
+    downloaded, but no pickles. If that fails, a snapshot that lacks only the tokenizer is used. Raises ValueError if
+    there is none.
     """
     name = os.fspath(path)
     folder = Path(name).expanduser()
@@ -159,12 +127,12 @@ def resolve_folder(path: str | os.PathLike) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, XetDownloadError
 
-    whole = None
+    complete = None
     with contextlib.suppress(LocalEntryNotFoundError):
         cached = Path(snapshot_download(name, local_files_only=True))
-        whole = cached if _complete(cached) else None
-    if whole is not None and _has_tokenizer(whole):
-        return whole
+        complete = cached if _complete(cached) else None
+    if complete is not None and _has_tokenizer(complete):
+        return complete
     try:  # also for a complete model without a tokenizer: transformers caches the model's files alone
         snapshot = Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
         if _complete(snapshot) or not constants.HF_HUB_OFFLINE:  # offline it returns an incomplete snapshot
@@ -172,20 +140,20 @@ def resolve_folder(path: str | os.PathLike) -> Path:
     except LocalEntryNotFoundError:
         pass
     except HfHubHTTPError as error:
-        if whole is None:
+        if complete is None:
             status = getattr(error.response, "status_code", "nothing")
             raise ValueError(
                 f"{name}: the hub answered {status}; check the name; of a gated model, accept "
                 "the licence on its page and log in (hf auth login)"
             ) from None
     except (HTTPError, XetDownloadError, ConnectionError, TimeoutError) as error:
-        if whole is None:
+        if complete is None:
             raise ValueError(
                 f"{name}: the hub cannot be reached, or the download broke off ({type(error).__name__}: {error}); try "
                 "again: what has arrived is kept"
             ) from None
-    if whole is not None:
-        return whole
+    if complete is not None:
+        return complete
     raise ValueError(
         f"{name}: no folder of that name, not complete in the local Hugging Face cache, and the hub cannot be reached; "
         "download it once while online, or give a folder"
@@ -193,11 +161,8 @@ def resolve_folder(path: str | os.PathLike) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a model's folder, or the one that a GGUF file amounts to.
-
-    Raises:
-      ValueError: there is none, or it is not a JSON object. Of a run's folder the error names the subfolders "merged"
-        and "adapter" that are there, and of an adapter's folder it says that this is an adapter.
+    """config.json of a model's folder, or the one that a GGUF file amounts to. Raises ValueError with a hint for a
+    run's or adapter's folder.
     """
     if is_gguf(folder):
         from jaxtune.models.files.gguf_reading import read_gguf_config
@@ -213,14 +178,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def find_config(path: str | os.PathLike) -> dict[str, Any]:
-    """The parsed config.json of a model whose weights are not needed, for a plan.
-
-    `path` is a folder, a GGUF or JSON file, the name of a published model whose config this package contains
-    (PUBLISHED), or another name on the Hugging Face hub, from which this one file is then fetched. The caller may
-    change what is returned.
-
-    Raises:
-      ValueError: there is none of them, a folder has no config.json, or the file is not a JSON object.
+    """config.json of a model whose weights are not needed: of a folder, a GGUF or JSON file, a name in PUBLISHED, or a
+    hub name, of which this one file is fetched. Raises ValueError if there is none.
     """
     name = os.fspath(path)
     local = Path(name).expanduser()
@@ -241,13 +200,9 @@ def find_config(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def weight_entries(folder: Path) -> dict[str, headers.TensorEntry]:
-    """{name: entry} of every tensor in a folder's safetensors files: of model.safetensors if there is one, otherwise of
-    the shards that the index names, checked against the index. The loader matches them with what the model needs, and
-    an export compares them with what it wrote. Only the headers are read. Tensors of these shards that the index does
-    not name are included. Buffers of rotary embeddings, which older versions of transformers saved, are left out.
-
-    Raises:
-      ValueError: missing or damaged files, an index that contradicts them, or weights in pickles, which can run code.
+    """{name: entry} of every tensor in model.safetensors, or in the shards of the index. Rotary buffers of older
+    transformers are left out. Raises ValueError for missing or damaged files, an index that contradicts them, or
+    pickles, which can run code.
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.exists():
@@ -258,11 +213,11 @@ def weight_entries(folder: Path) -> dict[str, headers.TensorEntry]:
         for name in sorted(set(weight_map.values())):
             if not (folder / name).exists():
                 raise ValueError(f"{folder / name}: missing, though {INDEX} names it; fetch it again")
-            found = headers.read_header(folder / name)
-            twice = sorted(set(found) & set(entries))
+            shard_entries = headers.read_header(folder / name)
+            twice = sorted(set(shard_entries) & set(entries))
             if twice:
                 raise ValueError(f"{twice[0]} is in two shards: {entries[twice[0]].file.name} and {name}")
-            entries |= found
+            entries |= shard_entries
         for tensor, name in weight_map.items():
             if tensor not in entries or entries[tensor].file.name != name:
                 raise ValueError(f"{index}: says that {tensor} is in {name}, but it is not")
@@ -281,12 +236,7 @@ def weight_entries(folder: Path) -> dict[str, headers.TensorEntry]:
 
 
 def read_generation_config(folder: Path) -> str | None:
-    """The text of a folder's generation_config.json, unchanged, which is kept to be saved again with the model and to
-    generate by; None if there is no such file.
-
-    Raises:
-      ValueError: it is not a JSON object, or its eos_token_id is neither a token id nor a list of them.
-    """
+    """The text of generation_config.json, unchanged, or None. Raises ValueError for bad JSON or eos_token_id."""
     if is_gguf(folder):
         from jaxtune.models.files.gguf_reading import end_tokens
 
@@ -302,21 +252,17 @@ def read_generation_config(folder: Path) -> str | None:
 
 
 def _token(key: str, value: Any) -> None:
-    """Raises ValueError unless `value`, a special token in a tokenizer's config, is a string or an object; the content
-    of an object is not checked. load_tokenizer calls it. key: the file and setting, for the error."""
     if not isinstance(value, str | dict):
         raise ValueError(f"{key} = {value!r}: must be a token's text, or an object with its content")
 
 
 def _templates(key: str, value: Any) -> None:
-    """Raises ValueError unless `value`, the chat_template in a tokenizer's config, is a string or a list of objects
-    with strings as name and template. load_tokenizer calls it. key: the file and setting, for the error."""
     if isinstance(value, str):
         return
     values.items(key, value, values.mapping)
     for index, named in enumerate(value):
-        for part in ("name", "template"):
-            values.text(f"{key}[{index}].{part}", named.get(part))
+        for field in ("name", "template"):
+            values.text(f"{key}[{index}].{field}", named.get(field))
 
 
 _TOKENIZER_CHECKS: dict[str, Callable[[str, Any], None]] = {
@@ -331,9 +277,7 @@ _TOKENIZER_CHECKS: dict[str, Callable[[str, Any], None]] = {
 
 
 def require_tokenizer(folder: Path) -> None:
-    """Raises ValueError if a model's folder has no usable config.json, or none of the files from which a tokenizer is
-    loaded; the error says which file is missing. Only the names of tokenizer files are looked at. By it a run whose
-    model is a local folder, and whose config names no other tokenizer, is refused before anything is loaded."""
+    """Raises ValueError if a folder has no config.json or no tokenizer file; the files are not opened."""
     folder = _in_folder(folder)
     read_config(folder)
     if is_gguf(folder):
@@ -348,14 +292,11 @@ def require_tokenizer(folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path):
-    """The Hugging Face tokenizer of a folder, or None where it has no tokenizer files; loading a model, runs, the
-    server's adapters and the compat package call it. Code that comes with the folder is never run. The first call
-    imports transformers, which takes seconds, and sets the environment variable TRANSFORMERS_NO_ADVISORY_WARNINGS
-    unless it is set. If sys.modules has None for torch, by which the command hides torch from transformers, that entry
-    is removed: transformers does not look again, and other libraries would take torch for imported.
+    """The Hugging Face tokenizer of a folder, or None without its files. Code in the folder is never run. Raises
+    ValueError for files that make no tokenizer.
 
-    Raises:
-      ValueError: files from which no tokenizer can be built; a value of the wrong type, with file and key.
+    The first call imports transformers (seconds), sets TRANSFORMERS_NO_ADVISORY_WARNINGS, and removes a None for torch
+    from sys.modules.
     """
     if (folder := _in_folder(folder)).is_file():
         return _of_gguf(folder)
@@ -377,18 +318,19 @@ def load_tokenizer(folder: Path):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer("a")  # some faults appear only in use
     except Exception as error:  # the tokenizers library raises bare Exceptions
-        said = " ".join(str(error).split())[:300]
+        message = " ".join(str(error).split())[:300]
         files = ", ".join(name for name in _TOKENIZER_FILES if (folder / name).exists())
         raise ValueError(
-            f"{folder}: its tokenizer files ({files}) make no tokenizer: {type(error).__name__}: {said}; "
+            f"{folder}: its tokenizer files ({files}) make no tokenizer: {type(error).__name__}: {message}; "
             "fetch them again, or name another folder (model.tokenizer)"
         ) from error
     return tokenizer
 
 
 def _import_transformers() -> None:
-    """Imports transformers, which else warns that torch is missing, and which looks for torch only once: a hidden torch
-    (cli.console) is then shown again, because other libraries take a hidden module for an imported one."""
+    """transformers warns if torch is missing, and looks only once: a hidden torch (cli.console) is then shown again,
+    because other libraries take a hidden module for an imported one.
+    """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import is_torch_available
 
@@ -397,7 +339,6 @@ def _import_transformers() -> None:
 
 
 def _of_gguf(file: Path):
-    """The tokenizer in a GGUF file."""
     from jaxtune.models.files import gguf_reading, gguf_tokens
 
     _import_transformers()

@@ -19,26 +19,24 @@ _SCALING = frozenset(
 
 
 def stretched(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
-    """A config.json with `scaling` (rope_scaling as transformers has it, such as {"rope_type": "yarn", "factor": 4.0})
-    in place of its own, for `positions`; without them, for `factor` times the original context.
-
-    Where types of layers have rotary bases of their own, that of full attention changes. Raises ValueError for a
-    scaling that cannot be read, or fewer positions than the model has.
+    """A config.json with `scaling`, such as {"rope_type": "yarn", "factor": 4.0}, for its rope_scaling, and
+    `positions`, or `factor` times the original context. Of several rotary bases, full attention's changes. Raises
+    ValueError for a scaling that cannot be read, or fewer positions than before.
     """
     if scaling is None and positions is None:
         return dict(hf)
     text = text_config(dict(hf))
     changed = _text(text, scaling, positions)
-    whole = dict(hf)
+    result = dict(hf)
     if isinstance(hf.get("text_config"), Mapping) and text is not hf:
         keys = (_POSITIONS, "rope_scaling", "rope_parameters", ORIGINAL_POSITIONS)
         inner = {key: value for key, value in hf["text_config"].items() if key not in keys}
-        return whole | {"text_config": inner | {key: changed[key] for key in keys if key in changed}}
+        return result | {"text_config": inner | {key: changed[key] for key in keys if key in changed}}
     return changed
 
 
 def _text(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
-    """The same of a text model's config.json."""
+    """`stretched` for a text model's config.json."""
     config, stretched_config = config_from_hf(dict(hf)), dict(hf)
     nested = _by_type(stretched_config.get("rope_parameters"))
     first = config.rotary[0]
@@ -66,12 +64,10 @@ def _text(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
 
 
 def _by_type(parameters: object) -> bool:
-    """Whether rope_parameters has an object for each type of layer."""
     return isinstance(parameters, Mapping) and any(isinstance(value, Mapping) for value in parameters.values())
 
 
 def _scaled(hf: Fields, scaling: Fields, original: int, nested: bool) -> Fields:
-    """The config with the scaling under the key that it has its own under."""
     if scaling["rope_type"] in _BY_ORIGINAL:
         scaling.setdefault(ORIGINAL_POSITIONS, original)
         if hf.get(ORIGINAL_POSITIONS) is not None:  # which takes precedence
@@ -86,7 +82,7 @@ def _scaled(hf: Fields, scaling: Fields, original: int, nested: bool) -> Fields:
 
 
 def _pinned(hf: Fields, rope: RopeConfig, positions: int, nested: bool) -> Fields:
-    """The config with what its scaling derives from the number of positions written out."""
+    """Writes out what the scaling derives from the number of positions."""
     scaling = rope_to_hf(rope)
     if scaling is None or rope.kind not in _BY_ORIGINAL:
         return hf

@@ -1,7 +1,6 @@
-"""The config.json of published models (of multimodal ones, of the text model alone), with the keys that a DecoderConfig
-is made of and, of weights that are published quantised, their format, from which a memory plan can be made without
-their weights and without a connection to the hub. PUBLISHED is {hub name: {key: value}}, in which
-model_folder.find_config looks names up; benchmarks take shapes from it."""
+"""config.json of published models (of multimodal ones, the text model's), with the keys of a DecoderConfig and the
+format of quantised weights, for plans without weights or a connection.
+"""
 
 from __future__ import annotations
 

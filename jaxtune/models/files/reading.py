@@ -1,5 +1,6 @@
 """Reads the tensors of a checkpoint with several threads, casts or quantises them, places them on devices, checks that
-they are finite, and computes the digest of all: `read_tensors`, which models/hf.py calls to load a model."""
+they are finite, and digests them.
+"""
 
 from __future__ import annotations
 
@@ -32,91 +33,78 @@ _PIECE_BYTES = 256 << 20
 
 @functools.partial(jax.jit, static_argnums=1)
 def _all_finite(tensor: jax.Array | Stored, dtype: str | None) -> jax.Array:
-    """Whether all floating-point numbers of a tensor are finite, bool[] on its device, for `are_finite`. Of a quantised
-    tensor, the scales are checked, and the codes if they are floats (FP8). dtype: that in which the numbers of a plain
-    tensor must be finite; None: its own."""
+    """bool[]: whether all floats are finite; of a quantised tensor, scales and FP8 codes. dtype: in which a plain
+    tensor's numbers must be finite; None: its own.
+    """
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     if dtype is not None and not isinstance(tensor, Stored):
-        to = jnp.finfo(dtype)
-        leaves = [lax.reduce_precision(leaf, to.nexp, to.nmant) for leaf in leaves]  # XLA would leave out a cast
+        target = jnp.finfo(dtype)
+        leaves = [
+            lax.reduce_precision(leaf, target.nexp, target.nmant) for leaf in leaves
+        ]  # XLA would leave out a cast
     return jnp.stack([jnp.bool_(True), *(jnp.isfinite(leaf).all() for leaf in leaves)]).all()
 
 
 def are_finite(tensor: jax.Array | np.ndarray | Stored, dtype: str | None = None) -> list[jax.Array | bool]:
-    """Whether all numbers of a tensor are finite: a bool for each part of it. The loader and exports refuse broken
-    weights by it.
+    """Whether all numbers are finite, a bool for each part that this process has; those of device arrays are still
+    being computed. A host tensor goes to the device in parts of 256 MiB, or one larger row.
 
-    The parts of an array on devices are those that this process has, possibly none. Their bools are arrays that are
-    still being computed, so that the loader can continue to read. A tensor in host memory is copied to the device in
-    parts of 256 MiB, or one larger row, and this function waits for their results.
-
-    dtype: the dtype to which a tensor that is not quantised will be cast, in which its numbers must be finite; None:
-    its own.
+      dtype: in which a plain tensor's numbers must be finite; None: its own.
     """
     if not isinstance(tensor, np.ndarray):
-        return [_all_finite(part, dtype) for part in partition.addressable(tensor)]
+        return [_all_finite(section, dtype) for section in partition.addressable(tensor)]
     rows = max(1, _PIECE_BYTES * len(tensor) // max(tensor.nbytes, 1))
-    return [bool(_all_finite(jnp.asarray(tensor[at : at + rows]), dtype)) for at in range(0, len(tensor), rows)]
+    return [
+        bool(_all_finite(jnp.asarray(tensor[start : start + rows]), dtype)) for start in range(0, len(tensor), rows)
+    ]
 
 
 def compile_are_finite(tensor: object, dtype: str | None = None) -> None:
-    """Compiles what are_finite calls for a tensor on one device, of which the arrays may be shapes. Exports do so for
-    all shapes of a model, in threads, before they write it."""
+    """Compiles are_finite for a tensor on one device, or its shapes."""
     _all_finite.lower(tensor, dtype).compile()
 
 
 def _computed(
     entries: Mapping[str, headers.TensorEntry], dtype: str, encoded: Mapping[str, str], dtypes: Mapping[str, str]
 ) -> dict[str, jax.ShapeDtypeStruct | Stored]:
-    """{name: its shapes on devices} of the tensors that are computed there from other arrays, which are then freed:
-    those that are quantised, cast or decoded. Others are placed as they are stored. entries: as read_tensors gets them,
-    without those that stay in host memory or as they are stored; the other arguments are its own."""
-    found = {}
+    """{name: shapes} of tensors that are quantised, cast or decoded on devices; others are placed as stored."""
+    shapes = {}
     for name, entry in entries.items():
-        own = dtypes.get(name, dtype)
+        tensor_dtype = dtypes.get(name, dtype)
         if name in encoded:
-            found[name] = load_memory.encoded_shapes(entry.shape, dtype, encoded[name])
-        elif isinstance(entry, StoredEntry) or headers.DTYPES[entry.dtype].name != own:
-            found[name] = jax.ShapeDtypeStruct(entry.shape, own)
-    return found
+            shapes[name] = load_memory.encoded_shapes(entry.shape, dtype, encoded[name])
+        elif isinstance(entry, StoredEntry) or headers.DTYPES[entry.dtype].name != tensor_dtype:
+            shapes[name] = jax.ShapeDtypeStruct(entry.shape, tensor_dtype)
+    return shapes
 
 
 @functools.cache
-def _zeros_on(place: jax.sharding.Sharding | None) -> Callable[..., jax.Array]:
-    """(shape, dtype) -> zeros that are placed by the sharding `place`; None: on the default device. It is cached,
-    because a new jitted function for each array takes ten times as long to call."""
-    return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=place)
+def _zeros_on(sharding: jax.sharding.Sharding | None) -> Callable[..., jax.Array]:
+    """Cached, because a new jitted function for each array takes ten times as long to call."""
+    return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)
 
 
 def _zeros(shapes: jax.ShapeDtypeStruct | Stored, where: object) -> jax.Array | Stored:
-    """Zeros in the shapes of a tensor, an array or a quantised weight, placed by `where` as partition.put places it.
-
-    read_tensors makes the memory of all tensors that are computed so, before it reads any of them: they then lie side
-    by side. When each took memory that other tensors' 16-bit originals had left, the allocator lost 13 to 19 % of NF4's
-    bytes, in gaps and in blocks that are larger than what is in them (it cuts none that is less than twice as large).
+    """Zeros in the shapes of a tensor. All computed tensors get their memory first, side by side: in the gaps that
+    16-bit originals left, the allocator, which cuts no block less than twice as large, lost 13 to 19 % of NF4's bytes.
     """
     leaves, structure = jax.tree.flatten(shapes)
-    places = [None] * len(leaves) if where is None else jax.tree.leaves(jax.tree.broadcast(where, shapes))
+    shardings = [None] * len(leaves) if where is None else jax.tree.leaves(jax.tree.broadcast(where, shapes))
     return structure.unflatten(
-        [_zeros_on(place)(leaf.shape, leaf.dtype) for leaf, place in zip(leaves, places, strict=True)]
+        [_zeros_on(sharding)(leaf.shape, leaf.dtype) for leaf, sharding in zip(leaves, shardings, strict=True)]
     )
 
 
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 def _moved_into(zeros: jax.Array | Stored, tensor: jax.Array | Stored) -> jax.Array | Stored:
-    """Casts `tensor`, an array or a quantised weight, to the dtypes of `zeros` (_zeros), and returns it in the memory
-    of `zeros`, which are donated. The copy is made within the device."""
-    return jax.tree.map(lambda own, leaf: leaf.astype(own.dtype), zeros, tensor)
+    """`tensor` in the dtypes and the memory of `zeros`, which are donated."""
+    return jax.tree.map(lambda target, leaf: leaf.astype(target.dtype), zeros, tensor)
 
 
 def _read_plain(
     name: str, entry: headers.TensorEntry, sharding: jax.sharding.Sharding | None, digest_cache: DigestCache
 ) -> tuple[np.ndarray | jax.Array, Digest]:
-    """Reads a tensor that is not stored quantised, for read_tensors. Returns (its array in its stored dtype, its
-    digest). The array is in host memory, or is divided over devices if `sharding` divides it.
-
-    name: the model's name for the tensor, which is the tensor's key in `digest_cache` and enters the digest.
-    Raises ValueError if a file ends early."""
+    """(array in its stored dtype, digest), in host memory or divided by `sharding`. name: the model's."""
     if isinstance(entry, gguf_reading.GgufEntry):
         read = gguf_reading.reader(entry)
     else:
@@ -132,24 +120,16 @@ def _read_plain(
 
 
 def _checked(load: Callable, name: str, entry: headers.TensorEntry) -> tuple:
-    """(tensor, its digest), as `load(name, entry)` returns them, and what are_finite returns of the tensor: that check
-    is compiled for each shape, in the threads that read, while others read on. None in its place for a tensor on
-    several devices: these must get their programs in one order, from one thread."""
+    """(tensor, digest, are_finite(tensor)), so that reading threads compile the check; None for a tensor on several
+    devices, which must get their programs in one order, from one thread.
+    """
     tensor, digest = load(name, entry)
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if isinstance(leaf, jax.Array)]
     return tensor, digest, None if any(len(leaf.devices()) > 1 for leaf in leaves) else are_finite(tensor)
 
 
 def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
-    """Raises ValueError, which names the tensors and their files, if a tensor has values that are not finite. It waits
-    until the devices have computed `finite`. read_tensors calls it once, at its end.
-
-    Args:
-      entries: {name: entry in files}.
-      finite: {name: [whether the numbers are finite, for each of the tensor's parts] (are_finite)}.
-      dtype: the dtype that the error names, to which tensors are cast unless read_tensors' `dtypes` names another.
-    """
-    if broken := [name for name, whole in jax.device_get(finite).items() if not all(whole)]:
+    if broken := [name for name, flags in jax.device_get(finite).items() if not all(flags)]:
         files = sorted({entries[name].file.name for name in broken})
         raise ValueError(
             f"{entries[broken[0]].file.parent}: values that are not finite in {dtype}: {listed(broken)} "
@@ -167,45 +147,39 @@ def read_tensors(
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
     stay: Collection[str] = (),
 ) -> tuple[dict[str, jax.Array | np.ndarray | Stored], Digest]:
-    """Reads the tensors of a checkpoint, not of an adapter. Each tensor is cast, quantised or decoded if it must be, is
-    placed on the devices, and is checked there for numbers that are not finite. Eight threads read; at most 1 GiB, or
-    one larger tensor, is on its way at a time. Tensors that are placed as they are stored are read first, and those
-    that are computed on the devices after them, both in the order in which they lie in the files.
+    """({name: array or quantised weight}, digest of all as stored). Eight threads read; at most 1 GiB, or one larger
+    tensor, is on its way.
 
-    Args:
-      entries: {name: entry in files}.
-      dtype: of tensors that are not kept quantised; those that are encoded are cast to it first.
-      encoded: {name: format} of tensors that are quantised on the device, one at a time.
-      kept: names of quantised tensors that stay as they are stored. Others are decoded to their dtype, one at a time.
-      cancelled: once another thread sets it, CancelledError is raised before the next tensor, if there is one, begins.
-      where: (name, tensor) -> the sharding of its arrays, called in threads; None: the default device. `tensor` is the
-        array or quantised weight, or only its shape. Of a divided plain tensor only this process's parts are kept; the
-        rest is read for its digest, unless that is cached on disk.
-      dtypes: {name: dtype} of tensors that are cast to another dtype than `dtype`.
-      stay: names of plain tensors, not divided by `where`, that stay in host memory as numpy arrays, beyond that 1 GiB.
-    Returns ({name: array or quantised weight}, digest of all tensors as they are stored, in the order of their names).
-    Raises CancelledError, and ValueError for files that end early, values that are not finite after the cast, or a
-    quantised weight's scales or tables that cannot be right, such as negative scales (stored_weights.read)."""
+      encoded: {name: format} of tensors to quantise on the device, one at a time.
+      kept: quantised tensors that stay so; others are decoded.
+      cancelled: once set, CancelledError is raised before the next tensor.
+      where: (name, tensor or its shape) -> sharding, called in threads; None: the default device. Other processes'
+        parts of a tensor are read only for a digest that is not cached.
+      dtypes: {name: dtype} of tensors with another dtype than `dtype`.
+      stay: plain tensors that stay in host memory.
+
+    Raises ValueError for files that end early, values that are not finite after the cast, or impossible scales.
+    """
     one_at_a_time, digest_cache = threading.Lock(), DigestCache(entry.file for entry in entries.values())
     moved = {name: entry for name, entry in entries.items() if name not in kept and name not in stay}
     computed = _computed(moved, dtype, encoded, dtypes)
     zeros = {name: _zeros(shapes, where(name, shapes)) for name, shapes in computed.items()}
 
     def load(name, entry):
-        own = dtypes.get(name, dtype)
+        tensor_dtype = dtypes.get(name, dtype)
         if isinstance(entry, StoredEntry):
             tensor, digest = stored_weights.read(entry, dtype)
         else:
-            sharding = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, own))
+            sharding = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, tensor_dtype))
             tensor, digest = _read_plain(name, entry, sharding, digest_cache)
         if name in stay:
             assert isinstance(tensor, np.ndarray)
-            return tensor.astype(own, copy=False), digest
+            return tensor.astype(tensor_dtype, copy=False), digest
         if name not in computed:
             return jax.block_until_ready(partition.put(tensor, where(name, tensor))), digest
         with one_at_a_time if name in encoded or isinstance(tensor, Stored) else contextlib.nullcontext():
             if isinstance(tensor, Stored):
-                tensor = entry.layout.decoded(tensor, own)
+                tensor = entry.layout.decoded(tensor, tensor_dtype)
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
             if name in encoded:
                 tensor = quant.encode(jax.device_put(tensor).astype(dtype), encoded[name])
@@ -215,11 +189,11 @@ def read_tensors(
     arrays, digests, finite, waiting, in_flight = {}, {}, {}, deque(), 0
 
     def collect():
-        """Waits for the oldest read and stores its results."""
+        """Takes the oldest read's results."""
         nonlocal in_flight
         name, entry, future = waiting.popleft()
-        arrays[name], digests[name], found = future.result()
-        finite[name] = are_finite(arrays[name]) if found is None else found
+        arrays[name], digests[name], flags = future.result()
+        finite[name] = are_finite(arrays[name]) if flags is None else flags
         in_flight -= entry.size_bytes
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool:

@@ -1,10 +1,5 @@
-"""Reads and writes the tensors of safetensors files, one at a time: `read_tensor`, `read_bytes` and `over_devices` read
-one, and `entry_digest` computes the digest of a divided one, a part of a base model's identity. `plan_shards` divides
-tensors among files, `write_file` writes a file and returns a Written for each tensor, by which `is_as_written` verifies
-what was written. headers.py reads the headers.
-
-Models are loaded, saved and exported by these functions, and adapters' files are read and written. Files are read by
-positioned reads and not mapped, so that memory can be freed and threads can share the work.
+"""Reads and writes the tensors of safetensors files one at a time, by positioned reads, so that memory can be freed and
+threads share the work.
 """
 
 from __future__ import annotations
@@ -31,47 +26,39 @@ _READ_BYTES = 1 << 30  # Linux reads at most 2 GiB in one call
 
 
 def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """The bytes of a tensor from `start` to before `stop` (None: to its end), counted from the tensor's first byte:
-    uint8[n], whatever its dtype. The loader reads by it, also parts of tensors that are divided over devices, and
-    read_tensor does. entry: where the tensor is.
-
-    Raises:
-      ValueError: the file ends early.
-      OSError: the file cannot be read.
-    """
+    """A tensor's bytes from `start` to before `stop`, uint8[n]. Raises ValueError if the file ends early."""
     size = (entry.size_bytes if stop is None else stop) - start
     data = np.empty(size, np.uint8)
-    view, done = memoryview(data), 0
+    view, bytes_read = memoryview(data), 0
     descriptor = os.open(entry.file, os.O_RDONLY)
     try:
-        while done < size:
-            count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], entry.offset + start + done)
+        while bytes_read < size:
+            count = os.preadv(
+                descriptor, [view[bytes_read : bytes_read + _READ_BYTES]], entry.offset + start + bytes_read
+            )
             if count == 0:
-                raise ValueError(f"{entry.file}: ended {size - done} bytes early while reading {entry.name}")
-            done += count
+                raise ValueError(f"{entry.file}: ended {size - bytes_read} bytes early while reading {entry.name}")
+            bytes_read += count
     finally:
         os.close(descriptor)
     return data
 
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """Reads the whole tensor of an entry from its file: a numpy array in its stored dtype and shape, with memory of its
-    own. The caller has checked dtype and size (check_entry or check_size). Tensors of quantised weights, of adapters'
-    files and passthrough tensors are read by it. Raises ValueError if the file ends early."""
+    """The tensor in its stored dtype and shape, in memory of its own. Dtype and size must be checked (check_size).
+    Raises ValueError if the file ends early.
+    """
     return read_bytes(entry).view(STORED[entry.dtype]).reshape(entry.shape)
 
 
 def entry_digest(
     name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray], known: bytes | None = None
 ) -> Digest:
-    """The digest of a tensor in files that `entry` describes; the digests of all tensors, joined, identify a base model
-    with its config. The loader calls it for tensors that are divided over devices, which it never has in memory in one
-    piece; it digests others in memory (Digest.of).
+    """The digest of a tensor in files.
 
-    name: the name that the digest covers, the model's name of the tensor, which the file's may differ from. read:
-    (start, stop) -> the tensor's bytes from start to before stop, uint8; its errors are raised. known: `Digest.whole`
-    of the tensor if it is cached (DigestCache, whose entries are valid while the files are unchanged), which is taken
-    over unchecked; then only the bytes for `Digest.sampled` are read, to compute that. None: every byte is read.
+    name: the model's.
+    read: (start, stop) -> these bytes, uint8.
+    known: its cached `Digest.whole`, trusted; None: every byte is read.
     """
     return Digest.read(name, STORED[entry.dtype], entry.shape, entry.size_bytes, read, known)
 
@@ -79,36 +66,25 @@ def entry_digest(
 def over_devices(
     entry: TensorEntry, sharding: jax.sharding.Sharding, read: Callable[[int, int], np.ndarray]
 ) -> jax.Array:
-    """The tensor of an entry in its stored dtype, divided over devices as `sharding` says: along its first axis, and
-    possibly others.
-
-    Each part along the first axis is read separately, and only once, even if several devices of this process have it.
-    Other processes' parts are not read, so that no process needs memory for the whole tensor. Where other axes are
-    divided too, whole rows are read and cut.
-
-    The loader calls it for tensors that are divided. read: (start, stop) -> the tensor's bytes from start to before
-    stop, uint8; its errors are raised, such as ValueError for a file that ends early."""
-    parts: dict[tuple[int, int], np.ndarray] = {}
+    """The tensor in its stored dtype, divided over devices. This process reads only its own parts along the first axis,
+    each once, and cuts rows along other axes. read: (start, stop) -> these bytes, uint8.
+    """
+    sections: dict[tuple[int, int], np.ndarray] = {}
     row = entry.size_bytes // entry.shape[0]
 
-    def part(index):
-        """The part of the tensor that a device gets; index: a slice for each of its axes."""
+    def section(index):
+        """index: a slice for each axis."""
         first, last, _ = index[0].indices(entry.shape[0])
-        if (first, last) not in parts:
+        if (first, last) not in sections:
             bytes_ = read(first * row, last * row)
-            parts[first, last] = bytes_.view(STORED[entry.dtype]).reshape(last - first, *entry.shape[1:])
-        return parts[first, last][(slice(None), *index[1:])]
+            sections[first, last] = bytes_.view(STORED[entry.dtype]).reshape(last - first, *entry.shape[1:])
+        return sections[first, last][(slice(None), *index[1:])]
 
-    return jax.make_array_from_callback(entry.shape, sharding, part)
+    return jax.make_array_from_callback(entry.shape, sharding, section)
 
 
 def plan_shards(sizes_bytes: Iterable[tuple[str, int]], max_shard_bytes: int) -> list[list[str]]:
-    """Divides tensors, in order, into shards (lists of names) of at most max_shard_bytes; a larger tensor gets its own
-    shard. A shard is one of the files into which the weights of a checkpoint are divided.
-
-    sizes_bytes: (name, bytes) of each tensor. What write_checkpoint must keep in one file, such as the codes and scales
-    of a weight, it gives as one.
-    """
+    """Divides (name, bytes) in order into shards of at most max_shard_bytes; a larger tensor gets its own."""
     shards: list[list[str]] = []
     room = 0
     for name, size in sizes_bytes:
@@ -127,35 +103,26 @@ def write_file(
     metadata: Mapping[str, str] = types.MappingProxyType({}),
     advanced: Callable[[int], Any] = lambda _: None,
 ) -> dict[str, Written]:
-    """Writes one safetensors file while the tensors are computed, and returns {tensor's name: what was written}.
-    Checkpoints and adapters are written by it.
+    """Writes a safetensors file while its tensors are computed: {name: what was written}. All processes must call it;
+    the first one writes. Equal tensors and metadata give equal bytes. After an error an incomplete file is left.
 
-    `fetch(name)` is called once for each tensor, in file order, and threads write it while the next one is computed.
-    With several processes all must call it: the first one writes, and the others take part in computing the tensors.
-    The same tensors and metadata in the same order give the same bytes, which the safetensors library does not
-    guarantee for metadata. After an error an incomplete file is left.
-
-    Args:
-      file: is created or overwritten, in a folder that exists.
       tensors: (name, shape, dtype), in file order.
-      fetch: name -> np.ndarray or jax.Array of that shape and dtype, which may be divided over processes.
-      metadata: strings for the header, in addition to its "format": "pt".
-      advanced: called, from any thread, with the number of bytes that were written.
-    Raises:
-      ValueError: a tensor that does not have the planned shape or dtype.
-      OSError: a write failed, such as on a full disk.
+      fetch: name -> that array, possibly divided over processes; called once each, in order.
+      advanced: called with numbers of written bytes, from any thread.
+
+    Raises ValueError for another shape or dtype than planned, OSError for a failed write.
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt", **metadata}}  # transformers requires the format
-    at = 0
+    offset = 0
     for name, shape, dtype in tensors:
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype.name], "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
+        header[name] = {"dtype": DTYPE_NAMES[dtype.name], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    written, whole = {}, 8 + len(raw) + at
+    written, total_bytes = {}, 8 + len(raw) + offset
     with (
-        writing(file, whole),
+        writing(file, total_bytes),
         byte_files.Writer(file if processes.first() else Path(os.devnull), advanced) as out,
     ):
         out.append(len(raw).to_bytes(8, "little") + raw)
@@ -172,8 +139,7 @@ def write_file(
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A tensor that was written to a file, with what is needed to verify the file (is_as_written), as only exports do;
-    write_file returns one for each tensor."""
+    """A tensor that was written, with what verifies it."""
 
     shape: tuple[int, ...]  # its dimensions
     dtype: np.dtype  # its dtype
@@ -181,11 +147,8 @@ class Written:
 
 
 def is_as_written(entry: TensorEntry, written: Written, advanced: Callable[[int], Any] = lambda _: None) -> bool:
-    """Whether a file contains the tensor that was written: its shape, dtype and, by their checksums, all bytes; False
-    also if the file ends early. An export verifies by it the folder that it has just written (export/folders.py).
-
-    entry: the tensor as the file's header has it. written: what write_file returned for it. advanced: called with the
-    number of bytes that were read.
+    """Whether a file contains the written tensor: shape, dtype and all bytes by checksums. advanced: called with
+    numbers of read bytes.
     """
     if entry.shape != written.shape or STORED.get(entry.dtype) != written.dtype:
         return False

@@ -1,8 +1,5 @@
-"""Computes the tensors of a changed model one at a time, so that the changed model is never in memory as a whole:
-`Weights`, which merging, saving and exporting use. `tensors_of` names the tensors of a model in the order of files, and
-`not_whole` the matrices that a format cannot store.
-
-Changes are merging adapters, decoding and encoding weights.
+"""Computes the tensors of a changed model (merged, decoded, encoded) one at a time, so that it is never in memory as a
+whole.
 """
 
 from __future__ import annotations
@@ -25,13 +22,8 @@ from jaxtune.pallas.formats import FORMATS, Stored, dense
 
 
 def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
-    """{Hugging Face name: variable} of a model without adapters, in the order in which files have them: embedding,
-    per-layer embeddings if there are any, layers, norm, head. Saving, exporting and merging go through a model by it.
-    There is no head if it is the embedding. The variables are the model's own, and their values may be arrays,
-    quantised weights or only shapes.
-
-    Raises:
-      ValueError: a model with adapters, or one that is prepared for QAT.
+    """{Hugging Face name: variable} of a model in the order of files. No head if it is the embedding; values may be
+    shapes. Raises ValueError for adapters, or a model prepared for QAT.
     """
     norms = family(model.config.family).norms
     flat = list(nnx.to_flat_state(nnx.state(model)))
@@ -43,7 +35,6 @@ def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
         raise ValueError("this model is prepared for QAT: make its weights the rounded ones first (convert_qat)")
 
     def order(item):
-        """The sort key of a (path, variable) pair: the place of its module in files, then the layer's index."""
         path = item[0]
         return ("embedding", "per_layer", "layers", "norm", "head").index(path[0]), path[1] if path[
             0
@@ -55,9 +46,9 @@ def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A model of which some tensors are computed only when they are needed, as when it is saved merged, so that only
-    one of these is in memory at a time. `changed`, `dequantized` and `quantized` return new Weights with further such
-    changes, and compute nothing. `maker` gives the function that computes a tensor, which the files' writer calls."""
+    """A model of which some tensors are computed only when they are needed. Its methods return new Weights and compute
+    nothing.
+    """
 
     # the changed model's structure, configs, shapes and unchanged tensors; a tensor that `made` changes has a
     # jax.ShapeDtypeStruct in place of each array in it
@@ -66,74 +57,53 @@ class Weights:
     made: Mapping[str, Callable[[], Any]] = types.MappingProxyType({})
 
     def maker(self, name: str, variable: nnx.Variable) -> Callable[[], Any]:
-        """The function, without arguments, that returns the value of a tensor: the one in `made`, or, for an unchanged
-        tensor, one that returns the value of `variable`.
-
-        name, variable: the Hugging Face name of the tensor and its variable, an item of tensors_of(self.model)."""
+        """The function that returns a tensor's value. name, variable: an item of tensors_of(self.model)."""
         return self.made.get(name, variable.get_value)
 
     def changed(self, changes: Mapping[str, Callable[[Any], Any]]) -> Weights:
-        """Returns these weights with some matrices replaced, which nothing computes yet. `dequantized`, `quantized` and
-        exports to quantised formats call it; merging does not, but makes a Weights with functions in `made`.
-
-        Args:
-          changes: {name of a matrix, as lora.matrices gives it: a function that takes the old weight, with the changes
-            so far, and returns the new one}. The function is called when the matrix is needed; until then it is only
-            traced (jax.eval_shape) for its result's shape. Names that the model does not have are ignored.
-
-        Raises:
-          ValueError: the model has adapters, or is prepared for QAT (tensors_of).
+        """Replaces matrices. changes: {name, as in lora.matrices: old weight -> new}; traced now for shapes, called
+        when needed; unknown names are ignored. Raises ValueError as tensors_of does.
         """
-        model, made = copy_structure(self.model), dict(self.made)
+        model, makers = copy_structure(self.model), dict(self.made)
         names = {id(variable): name for name, variable in tensors_of(model).items()}
         for name, matrix in matrices(model):
             if name in changes:
                 tensor = names[id(matrix.weight)]
-                made[tensor] = functools.partial(_then, self.maker(tensor, matrix.weight), changes[name])
+                makers[tensor] = functools.partial(_then, self.maker(tensor, matrix.weight), changes[name])
                 matrix.weight = matrix.weight.replace(jax.eval_shape(changes[name], matrix.stored_weight))
-        return Weights(model, made)
+        return Weights(model, makers)
 
     def dequantized(self, modules: Sequence[str] | None = None) -> Weights:
-        """These weights with quantised ones decoded to model.dtype, each when it is needed. Exports in 16 bits write
-        them, and exports to other formats encode them anew.
-
-        modules: names, or last parts of names, of the linears and experts that are decoded; a name that matches none
-        has no effect. None: all are decoded. Raises ValueError as `changed` does.
+        """Decodes quantised weights to model.dtype. modules: names, or their last parts; None: all. Raises ValueError
+        as tensors_of does.
         """
 
-        def chosen(name: str) -> bool:
-            """Whether the matrix of this name is to be decoded."""
-            return modules is None or any(name_matches(name, each) for each in modules)
+        def is_selected(name: str) -> bool:
+            return modules is None or any(name_matches(name, pattern) for pattern in modules)
 
         decode = functools.partial(dense, dtype=self.model.dtype)
-        found = [name for name, matrix in matrices(self.model) if isinstance(matrix.stored_weight, Stored)]
-        return self.changed({name: decode for name in found if chosen(name)})
+        quantised_names = [name for name, matrix in matrices(self.model) if isinstance(matrix.stored_weight, Stored)]
+        return self.changed({name: decode for name in quantised_names if is_selected(name)})
 
     def quantized(self, load_in: str) -> Weights:
-        """These weights with all linears and experts in the layers quantised to the format `load_in` (such as "nf4"),
-        each when it is needed; quantised ones are decoded first. Routers are not quantised, nor are matrices whose rows
-        are not whole blocks of the format (not_whole). The new model's `qat` is None, because its weights are no longer
-        on a grid of QAT. If the model is stored in that format already (quant.stored_in), the result is this object
-        itself, in which linears in 16 bits or in another format stay so. Raises ValueError as `changed` does."""
+        """Quantises linears and experts to `load_in`, but not routers and rows that are not whole blocks; `qat` becomes
+        None. A model stored in that format stays as it is. Raises ValueError as tensors_of does.
+        """
         if quant.stored_in(self.model) == load_in:
             return self
         plain = self.dequantized()
-        encode, left = functools.partial(quant.encode, load_in=load_in), not_whole(plain, load_in)
-        chosen = [name for name, matrix in matrices(plain.model) if matrix.quantizable and name not in left]
-        found = plain.changed(dict.fromkeys(chosen, encode))
-        found.model.qat = None  # its weights are no longer rounded to that grid
-        return found
+        encode, skipped = functools.partial(quant.encode, load_in=load_in), not_whole(plain, load_in)
+        names = [name for name, matrix in matrices(plain.model) if matrix.quantizable and name not in skipped]
+        result = plain.changed(dict.fromkeys(names, encode))
+        result.model.qat = None  # its weights are no longer rounded to that grid
+        return result
 
 
 def not_whole(weights: Weights, format: str) -> list[str]:
-    """The names of the linears and experts that a format of quantised weights (a key of FORMATS) cannot store because
-    their rows are not whole blocks of it, in the model's order; routers are not among them. Exports store the matrices
-    that it names in the model's dtype."""
+    """Linears and experts whose rows are not whole blocks of `format`, a key of FORMATS; no routers."""
     block = FORMATS[format].kinds[0].row_block
     return [name for name, matrix in matrices(weights.model) if matrix.quantizable and matrix.sizes[-1] % block]
 
 
 def _then(make: Callable[[], Any], change: Callable[[Any], Any]) -> Any:
-    """The changed tensor, change(make()): `make` computes the tensor before the change. `Weights.changed` binds both
-    arguments by functools.partial, and gets a function that computes the tensor when it is needed."""
     return change(make())

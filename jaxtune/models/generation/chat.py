@@ -1,4 +1,4 @@
-"""A conversation with a model in its chat template, which keeps the messages and answers one question at a time."""
+"""A conversation with a model in its chat template."""
 
 from __future__ import annotations
 
@@ -19,24 +19,15 @@ _INCOMPLETE = "\ufffd"  # the decoder's text for the first bytes of a character 
 
 
 class Conversation:
-    """A conversation in which the model sees all earlier questions and answers. An answer ends at a token that ends a
-    turn, or with max_new_tokens tokens (by default generate's number).
+    """A conversation in which the model sees all earlier questions and answers. Needs a chat template.
 
     Args:
-      model: with or without an adapter.
-      tokenizer: with a chat template.
-      system: the system message; None: there is none.
-      template_arguments: further variables of the chat template, such as {"enable_thinking": False}.
-      settings: arguments of `generate` (generate.py) for every answer by name, such as max_new_tokens, temperature and
-        top_p; not eos_token_ids, streamer and tokenizer, which are set here.
+      template_arguments: variables of the template, such as {"enable_thinking": False}.
+      settings: of `generate`; not eos_token_ids, streamer and tokenizer.
 
     Attributes:
-      messages: as the chat template takes them, with an answer's thoughts as `reasoning_content`.
-      adapter: True: the next answer is the adapted model's; False: the base model's. It can be set at any time, and is
-        False at first only for a model without an adapter.
-
-    Raises:
-      ValueError: no tokenizer, or one without a chat template.
+      messages: for the chat template, thoughts as `reasoning_content`.
+      adapter: whether the next answer uses the model's adapter; may be set at any time.
     """
 
     def __init__(
@@ -60,27 +51,19 @@ class Conversation:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the model has an adapter, so that the conversation can be continued with it and without it; if it
-        has, the command chat offers /adapter."""
+        """Whether `adapter` can be switched."""
         return self._with is not self._without
 
     def reset(self) -> None:
-        """Removes all messages but the system message, so that a new conversation begins (/reset of the command chat);
-        `adapter` stays as it is."""
+        """Removes all messages but the system message; `adapter` stays."""
         self.messages: list[dict[str, Any]] = list(self._system)
 
     def ask(self, text: str, show: Callable[[str], None] = lambda piece: None) -> str:
-        """The model's answer to a question, as text without thoughts; both are added to the messages, unless an error
-        ends the answer.
+        """The model's answer, without thoughts. Question and answer become messages unless an error ends the answer.
+        Raises ValueError for messages that the template refuses, too few positions, and as `generate` does.
 
         Args:
-          text: the question, as the user's next message.
-          show: called with each piece of the thoughts and the answer, which an empty line separates, in whole
-            characters, as soon as it is known. By default nothing is called.
-
-        Raises:
-          ValueError: the chat template refuses the messages; the conversation and max_new_tokens are more tokens than
-            the model has positions; a setting that `generate` refuses.
+          show: gets each piece of the thoughts and, after an empty line, the answer, in whole characters.
         """
         messages = read_messages([*self.messages, {"role": "user", "content": text}])
         try:
@@ -88,7 +71,7 @@ class Conversation:
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error.__cause__ or error}") from error
         new: list[int] = []
-        opening, shown, last = self._reader.opening(prompt), "", ""
+        opening, shown_text, last = self._reader.opening(prompt), "", ""
         stream = self._reader.stream(None, opening)
 
         def tell(pieces: Pieces) -> None:
@@ -98,19 +81,19 @@ class Conversation:
                 last = kind
 
         def take(_: int, tokens: list[int]) -> None:
-            """The streamer of generate: shows what new tokens add to the text, in whole characters."""
-            nonlocal shown
+            """Shows what new tokens add to the text, in whole characters."""
+            nonlocal shown_text
             new.extend(tokens)
-            known = self._reader.text(new, calls=False)
-            if not known.endswith(_INCOMPLETE) and known.startswith(shown):
-                tell(stream.add(known[len(shown) :]))
-                shown = known
+            answer_text = self._reader.text(new, calls=False)
+            if not answer_text.endswith(_INCOMPLETE) and answer_text.startswith(shown_text):
+                tell(stream.add(answer_text[len(shown_text) :]))
+                shown_text = answer_text
 
         model = self._with if self.adapter else self._without
         [answer] = generate(
             model, [prompt], eos_token_ids=self._ends, streamer=take, tokenizer=self._tokenizer, **self._settings
         )
-        tell(stream.add(self._reader.text(answer, calls=False)[len(shown) :]))
+        tell(stream.add(self._reader.text(answer, calls=False)[len(shown_text) :]))
         tell(stream.end())
         message = self._reader.read(answer, opening=opening).message
         self.messages = [*messages, message]

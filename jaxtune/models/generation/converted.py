@@ -1,14 +1,8 @@
-"""Weights that a sampler converts once instead of in each step, those of as many layers as there is free memory for: it
-decodes the quantised weights of linears, except those that multiply in FP8 or round their weights (QAT), and casts and
-pads adapters of experts to the form that the kernels of experts read. Quantised experts stay as they are.
-A sampler with fewer than LEAST_ROWS slots, or with `deterministic`, converts nothing. `Converted` does it, after
-`Convertible` has measured what it would take; `head_of_step` gives the head in the form by which each step multiplies.
+"""Weights that a sampler converts once instead of in each step, for as many leading layers as memory allows.
 
-The values of decoded weights are those that each product would decode, so the tokens are those of the quantised model,
-up to the rounding of products.
-A step of some dozen rows multiplies weights of 16 bits at the speed at which it reads them, which no product that
-decodes reaches. All such linears of a layer are decoded, or none, because a step has the fewest kernels where they are
-all plain arrays.
+It decodes quantised linears, and casts and pads adapters of experts; FP8 products, QAT and quantised experts stay. A
+step of some dozen rows multiplies 16-bit weights at the speed of reading them, which no product that decodes reaches. A
+layer's linears are all decoded, because a step has the fewest kernels then.
 """
 
 from __future__ import annotations
@@ -37,8 +31,7 @@ LEAST_ROWS = 17  # fewer rows are multiplied by codes faster than by decoded wei
 
 @dataclasses.dataclass(frozen=True)
 class Convertible:
-    """What the converted weights of a model would take, by which the sampler's plan (plan_slots) decides of how many
-    layers they are converted."""
+    """What the converted weights of a model would take."""
 
     # for each layer that may be converted, from the first one on, device bytes of its decoded weights in the model's
     # compute dtype and of its experts' adapters in the form that kernels read; 0: it has nothing to convert
@@ -50,8 +43,9 @@ class Convertible:
 
     @classmethod
     def of(cls, model: Decoder, prefill_tokens: int, most: int | None = None) -> Convertible:
-        """Measures `model`, whose arrays may be jax.ShapeDtypeStructs, for a sampler that prefills at most
-        `prefill_tokens` tokens at a time. most: only this many layers from the first one are converted; None: all."""
+        """Measures a model, arrays or shapes, for programs that prefill at most `prefill_tokens`. most: the most
+        layers.
+        """
         itemsize = jnp.dtype(model.dtype).itemsize
         sizes = [sum(weight.size for _, weight in layer) * itemsize for layer in _quantised(model)]
         adapters = [sum(int(matrix.adapter_bytes(itemsize)) for matrix in layer) for layer in _adapted(model)]
@@ -59,8 +53,7 @@ class Convertible:
         return cls(tuple(sizes[:most]), _buffer_bytes(model, prefill_tokens), prefill_tokens)
 
     def within(self, room: float) -> tuple[int, int]:
-        """(the most layers, counted from the first one, whose converted weights take at most `room` bytes of device
-        memory; the bytes that they take); (0, 0) if none of them has anything to convert. plan_slots asks it."""
+        """(the most leading layers whose converted weights fit into `room` bytes, their bytes), or (0, 0)."""
         sums = [0, *itertools.accumulate(self.layers)]
         count = max((count for count, size in enumerate(sums) if size <= room), default=0)
         return (count, sums[count]) if sums[count] else (0, 0)
@@ -70,17 +63,14 @@ class Convertible:
 def convertible_of(
     structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], prefill_tokens: int, most: int | None
 ) -> Convertible:
-    """The Convertible of a model, computed once for models of one structure, for a sampler's plan. shapes: the shapes
-    and dtypes of the model's arrays, in the order of jax.tree.leaves(nnx.state(model)). prefill_tokens, most: as for
-    Convertible.of."""
+    """Convertible.of, cached. shapes: in the order of jax.tree.leaves(nnx.state(model))."""
     return Convertible.of(structure.model(shapes), prefill_tokens, most)
 
 
 def _quantised(model: Decoder) -> list[list[tuple[Linear, Stored]]]:
-    """For each layer of `model` the list of (linear, its weight) of the linears whose quantised weight a product would
-    decode: not those that multiply in FP8 or round their weights. Experts stay as they are: a step reads nearly all of
-    them, and in fewer bits faster. The linear that computes per-layer embeddings (Gemma 4 E2B) is in the last list.
-    Convertible.of measures these weights, and `_form` plans their conversion."""
+    """For each layer, the linears whose quantised weight a product would decode. Experts stay quantised: a step reads
+    nearly all of them, faster in fewer bits.
+    """
     layers = [[matrix for *_, matrix in layer.matrices() if not matrix.num_experts] for layer in model.layers]
     if model.per_layer is not None:
         layers[-1].append(model.per_layer.projection)
@@ -95,9 +85,9 @@ def _quantised(model: Decoder) -> list[list[tuple[Linear, Stored]]]:
 
 
 def _adapted(model: Decoder) -> list[list[ExpertLinear]]:
-    """For each layer of `model` the list of the experts' matrices whose adapters each product would cast and pad
-    (fills_adapters); not those that round their weights, whose adapters' float32 numbers are used too, nor those that
-    multiply in FP8. Convertible.of measures these adapters, and `_form` plans their conversion."""
+    """For each layer, the experts' matrices whose adapters each product would cast and pad. QAT needs their float32
+    numbers.
+    """
     layers = [[matrix for *_, matrix in layer.matrices() if matrix.num_experts] for layer in model.layers]
     return [
         [
@@ -113,11 +103,9 @@ def _adapted(model: Decoder) -> list[list[ExpertLinear]]:
 
 
 def _buffer_bytes(model: Decoder, tokens: int) -> int:
-    """Convertible.buffer_bytes of a model, an upper estimate: the head as steps multiply by it, if that is a copy
-    (head_of_step casts or pads it), and for the layer that needs the most, its weights as products decode them, experts
-    too, and the inputs and outputs of its products with the `tokens` tokens that one program prefills. plan_slots
-    leaves these bytes free when it decides of how many layers weights are converted, but not when it chooses the number
-    of slots."""
+    """An upper estimate: a copied head, and the largest layer's decoded weights, inputs and outputs for `tokens`
+    tokens.
+    """
     moe, layers = model.config.moe, []
     for layer in model.layers:
         numbers = 0
@@ -133,23 +121,19 @@ def _buffer_bytes(model: Decoder, tokens: int) -> int:
 
 
 def head_of_step(model: Decoder, head: jax.Array) -> jax.Array:
-    """The weight of the head of `model` as a decoding step multiplies by it, [vocab or a little more, hidden]: cast to
-    the dtype in which the head computes, and in 16 bits padded with rows of zeros to a multiple of 8, as products need
-    it (filled_up). head: the weight as it is stored, [vocab, hidden]. A round does so once for all of its steps
-    (slots._decode), unless the sampler has a single slot."""
+    """The stored head [vocab, hidden] cast to its compute dtype and, in 16 bits, padded with rows of zeros to a
+    multiple of 8.
+    """
     return filled_up(head.astype(model.head_compute or model.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _decoded(weight: Stored, dtype: str) -> jax.Array:
-    """The weight [out, in] as an array, decoded as a product with activations of the dtype `dtype` decodes it, so that
-    a sampler's converted weights give the same products (Converted.of)."""
     return decoded(weight, jnp.zeros((), dtype))[0]
 
 
 class _Form(NamedTuple):
-    """How the arrays of a model with converted weights follow from those of the model. A place is an array's index in
-    jax.tree.leaves(nnx.state(model)). Converted.of works by it, `_form` makes it."""
+    """How a converted model's arrays follow from the model's. A place is an index in the model's jax.tree.leaves."""
 
     structure: Structure  # of the model with converted weights
     dtype: str  # in which weights are decoded
@@ -163,75 +147,67 @@ class _Form(NamedTuple):
 
 @functools.lru_cache(32)
 def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers: int) -> _Form:
-    """Finds how the weights of the first `layers` layers are converted in models of one structure, once for all of
-    them, for Converted.of; nothing is converted here. shapes: the shapes and dtypes of the models' arrays, in the order
-    of jax.tree.leaves(nnx.state(model))."""
     marks = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
-    place_of = {id(mark): place for place, mark in enumerate(marks)}
+    index_of = {id(mark): index for index, mark in enumerate(marks)}
     model, form = structure.model(marks), _Form(structure, "", [], [], [])
 
-    def made(shape, dtype) -> jax.ShapeDtypeStruct:
-        """The mark of an array that is made, behind all others."""
+    def new_mark(shape, dtype) -> jax.ShapeDtypeStruct:
+        """The mark of a new array, behind all others."""
         marks.append(jax.ShapeDtypeStruct(shape, dtype))
-        place_of[id(marks[-1])] = len(marks) - 1
+        index_of[id(marks[-1])] = len(marks) - 1
         return marks[-1]
 
     for linear, weight in itertools.chain(*_quantised(model)[:layers]):
         arrays, tree = jax.tree.flatten(weight)
-        form.weights.append((tree, [place_of[id(array)] for array in arrays]))
-        linear.weight = frozen(linear.weight.replace(made(weight.shape, model.dtype)))
+        form.weights.append((tree, [index_of[id(array)] for array in arrays]))
+        linear.weight = frozen(linear.weight.replace(new_mark(weight.shape, model.dtype)))
     for matrix in itertools.chain(*_adapted(model)[:layers]):
         lora, dtype = matrix.lora, matrix.compute or model.dtype
         assert lora is not None
         scale = lora.scale
         for name, axis in (("a", 1), ("b", 2)):
             side = getattr(lora, name)
-            given = side.get_value()
-            form.adapters.append((place_of[id(given)], axis, dtype))
-            filled = jax.eval_shape(lambda a, axis=axis, dtype=dtype: filled_adapter(a, axis, dtype), given)
-            setattr(lora, name, side.replace(made(filled.shape, dtype)))
+            value = side.get_value()
+            form.adapters.append((index_of[id(value)], axis, dtype))
+            padded = jax.eval_shape(lambda a, axis=axis, dtype=dtype: filled_adapter(a, axis, dtype), value)
+            setattr(lora, name, side.replace(new_mark(padded.shape, dtype)))
         lora.alpha, lora.rslora = scale * lora.rank, False  # which leaves the scale as it is
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
-    places = [place_of[id(leaf)] for leaf in leaves]
-    return form._replace(structure=structure_of(graph, treedef, model.config), dtype=model.dtype, places=places)
+    indices = [index_of[id(leaf)] for leaf in leaves]
+    return form._replace(structure=structure_of(graph, treedef, model.config), dtype=model.dtype, places=indices)
 
 
 class Converted:
-    """Converts the weights of the first `layers` layers of models that share them, such as one model with the adapters
-    of several training steps: each quantised weight is decoded once, and experts' adapters are cast and padded each
-    time. Quantised experts, and linears that multiply in FP8 or round their weights (QAT), stay as they are. A sampler
-    whose plan converts layers has one, and calls `of` for its first model and in each update."""
+    """Converts the first `layers` layers of models that share quantised weights, such as one model between training
+    steps.
+    """
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def of(self, structure: Structure, leaves: Sequence[jax.Array]) -> tuple[Structure, list[jax.Array]]:
-        """Returns (the structure, the arrays) of a model with converted weights, of which decoded ones are frozen and
-        in the compute dtype, in its first layers; all other arrays are those of the model, which structure and leaves
-        (structure.flattened) give. Weights that the last call decoded and this model has too are not decoded again, and
-        others are freed."""
+        """(structure, arrays) of the converted model. Weights that the last call decoded are reused, or freed."""
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        form, every, kept = _form(structure, shapes, self._layers), list(leaves), {}
-        for tree, places in form.weights:
-            codes = leaves[places[0]]
+        form, arrays, cache = _form(structure, shapes, self._layers), list(leaves), {}
+        for tree, indices in form.weights:
+            codes = leaves[indices[0]]
             # The codes are kept, so that no other array gets their id.
-            found = self._kept.get(id(codes))
-            if found is None:
-                weight = jax.tree.unflatten(tree, [leaves[place] for place in places])
-                found = codes, _decoded(weight, form.dtype)
-            kept[id(codes)] = found
-            every.append(found[1])
-        every += _filled(
-            [leaves[place] for place, *_ in form.adapters], tuple((axis, dtype) for _, axis, dtype in form.adapters)
+            entry = self._kept.get(id(codes))
+            if entry is None:
+                weight = jax.tree.unflatten(tree, [leaves[index] for index in indices])
+                entry = codes, _decoded(weight, form.dtype)
+            cache[id(codes)] = entry
+            arrays.append(entry[1])
+        arrays += _filled(
+            [leaves[index] for index, *_ in form.adapters], tuple((axis, dtype) for _, axis, dtype in form.adapters)
         )
-        self._kept = kept
-        return form.structure, [every[place] for place in form.places]
+        self._kept = cache
+        return form.structure, [arrays[index] for index in form.places]
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _filled(sides: list[jax.Array], how) -> list[jax.Array]:
-    """Casts and pads the A and B of experts' adapters (filled_adapter), all in one program, for Converted.of. sides:
-    each [E, r, in] or [E, out, r]. how: for each side (the axis of the rank r, the dtype)."""
+    """Casts and pads the A [E, r, in] or B [E, out, r] of experts' adapters. how: for each (axis of r, dtype)."""
     return [filled_adapter(side, axis, dtype) for side, (axis, dtype) in zip(sides, how, strict=True)]

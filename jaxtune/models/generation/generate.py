@@ -1,7 +1,5 @@
-"""Generation: continues a list of prompts of any lengths in one call (`generate`), by the sampler (sampler.py).
-
-It also computes the log-probabilities of answers as training does (`training_logprobs`), because those of the decoding
-steps differ by rounding.
+"""Continues a list of prompts in one call, and computes log-probabilities of answers as training does, because those of
+decoding steps differ by rounding.
 """
 
 from __future__ import annotations
@@ -58,42 +56,30 @@ def generate(
     output_logprobs: bool = False,
     deterministic: bool = False,
 ) -> list[list[int]] | tuple[list[list[int]], list[list[float]]]:
-    """Continues each prompt.
+    """Continues each prompt; at most 256 rows decode at once, as memory allows.
 
-    As many rows decode at once as there are prompts, at most 256 and as memory allows; others follow as rows end.
-    Sampler serves several calls and requests over time. The programs are compiled once for each power of two of rows
-    and for each bucket of lengths. A row of a longrope model that grows past the original context uses the long factors
-    from that token on, and its cache is computed anew, as transformers does for a single row.
+    Programs are compiled for each power of two of rows and each bucket of lengths. When a row of a longrope model
+    outgrows the original context, its cache is computed anew with the long factors, as transformers does for a single
+    row.
 
     Args:
-      prompts: token ids, of any lengths.
-      max_new_tokens: the most new tokens of a row.
-      temperature: the logits are divided by it; 0 takes the most likely token.
+      temperature: divides the logits; 0 takes the most likely token.
       top_k: only this many most likely tokens remain; 0: all.
-      top_p: only the most likely tokens remain, as few as have at least this total probability.
-      min_p: only tokens remain that are at least this many times as likely as the most likely one.
-      repetition_penalty: divides the positive logits of tokens that the row already contains, and multiplies the
-        negative ones.
-      seed: what a row draws depends only on seed, its index and its step. A sequence has a seed for each prompt, whose
-        row then draws as it does alone with that seed.
-      stop_strings: a row ends with the token that completes one of them in its new text; needs `tokenizer`.
-      tokenizer: its `decode` turns new tokens into the text in which stop strings are looked for; not used otherwise.
-      streamer: called with a row's index and its new tokens as soon as they are known, one token at a time.
-      eos_token_ids: tokens that end a row. None: those of the model's generation_config.json or config.json; an empty
-        sequence: none.
-      output_logprobs: also returns the log-probability of each new token under the model: log softmax of its logits,
-        without temperature, penalty or filters.
-      deterministic: a row's tokens have the same bits whatever the other prompts are; then the sampler has 32 slots for
-        any number of prompts. Log-probabilities are then computed once more, by the forward and the loss of training
-        over each whole text (training_logprobs). Otherwise they are those of the decoding steps, which differ by the
-        rounding of the model's dtype.
-    Returns:
-      for each prompt its new tokens, up to and including the one that ended it; with output_logprobs (these,
-        log-probabilities).
-    Raises:
-      ValueError: no prompts, an empty one, ids outside the vocabulary, too many tokens for the model's positions; a
-        setting out of its range; stop_strings without a tokenizer; weights divided over devices; a model that scores
-        texts; too little device memory for a single row of this length, or for 32 if `deterministic`.
+      top_p: the fewest most likely tokens with at least this total probability remain.
+      min_p: tokens remain that are at least this many times as likely as the likeliest.
+      repetition_penalty: divides positive logits of tokens that the row contains, and multiplies negative ones.
+      seed: one, or one a prompt, which then draws as if alone.
+      stop_strings: a row ends with the token that completes one; needs `tokenizer`.
+      streamer: gets a row's index and its new tokens, one at a time.
+      eos_token_ids: None: those of the model's files.
+      output_logprobs: also returns each new token's log softmax, in nats, without temperature, penalty or filters.
+      deterministic: a row has the same bits whatever the other prompts are, and log-probabilities come from
+        `training_logprobs`, not from the decoding steps.
+
+    Returns each prompt's new tokens, with the one that ended it; with output_logprobs (tokens, log-probabilities).
+
+    Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, divided
+    weights, a model that scores texts, or too little memory.
     """
     config = model.config
     if not config.head.is_text:
@@ -127,8 +113,8 @@ def generate(
     logprobs: list[list[float]] = [[] for _ in rows]
     with sampler:
         row_of = {
-            sampler.submit(row, max_new_tokens, temperature, own, index=place, **settings): index
-            for index, (row, (own, place)) in enumerate(zip(rows, seeds, strict=True))
+            sampler.submit(row, max_new_tokens, temperature, row_seed, index=seed_index, **settings): index
+            for index, (row, (row_seed, seed_index)) in enumerate(zip(rows, seeds, strict=True))
         }
         while sampler.pending:
             for piece in sampler.step():
@@ -145,22 +131,15 @@ def generate(
 
 
 def _bucket(size: int, smallest: int) -> int:
-    """`size`, a number of rows or tokens, at least 1, rounded up to a power of two, and to at least `smallest`, so that
-    few programs are compiled. `generate` rounds the number of slots by it, and training_logprobs rows and lengths."""
+    """The next power of two, so that few programs are compiled."""
     return max(smallest, 1 << (size - 1).bit_length())
 
 
 def training_logprobs(
     model: Decoder, rows: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[list[float]]:
-    """The log-probabilities of answers to prompts under `model` as training computes them, for each answer a list with
-    one number, in nats, for each of its tokens.
-
-    Attention runs in the kernel of a run with `deterministic: true`, and matrix products in the vendor's first
-    algorithm, as there. `generate` with `deterministic` and `output_logprobs` returns them. rows: the prompts' token
-    ids; answers: their new tokens, at most max_new_tokens each. Texts are padded to lengths that few programs serve,
-    which follow from the longest prompt and max_new_tokens. Those shapes are not a training step's, so the numbers need
-    not equal, bit for bit, those that a step computes.
+    """Log-probabilities of each answer's tokens, in nats, as training with `deterministic: true` computes them. Texts
+    are padded to other shapes than a step's, so bits may differ from a step's.
     """
     width = _bucket(max(map(len, rows)), _SMALLEST_LENGTH) + _bucket(max_new_tokens, _SMALLEST_LENGTH)
     tokens, lengths = np.zeros((_bucket(len(rows), 1), width), np.int32), np.ones(_bucket(len(rows), 1), np.int32)
@@ -168,22 +147,19 @@ def training_logprobs(
         lengths[index] = len(row) + len(answer)
         tokens[index, : lengths[index]] = [*row, *answer]
     graph, state = nnx.split(model)
-    found = np.asarray(_token_logprobs(graph, state, tokens, lengths))
-    return [found[i, len(row) : lengths[i]].tolist() for i, row in enumerate(rows)]
+    logprobs = np.asarray(_token_logprobs(graph, state, tokens, lengths))
+    return [logprobs[i, len(row) : lengths[i]].tolist() for i, row in enumerate(rows)]
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=AS_TRAINED)
 def _token_logprobs(graph, state, tokens, lengths) -> jax.Array:
-    """float32[B, T]: the log-probability of each token given those before it, as training computes it, for
-    training_logprobs.
-
-    The model is nnx.merge(graph, state); tokens are int32[B, T], of which the first lengths[i] (int32[B]) are real in
-    row i. A row's first token has 0; the entries of padding have no meaning.
+    """float32[B, T]: each token's log-probability as training computes it; 0 for a row's first. tokens: int32[B, T],
+    the first lengths[i] of row i real.
     """
     model = nnx.merge(graph, state)
     real = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
     hidden = model.hidden_states(tokens, real)
-    targets, weights = (jnp.pad(part[:, 1:], ((0, 0), (0, 1))) for part in (tokens, real))
+    targets, weights = (jnp.pad(array[:, 1:], ((0, 0), (0, 1))) for array in (tokens, real))
     head, hidden = model.head_operands(hidden)
     losses = linear_token_losses(
         hidden,

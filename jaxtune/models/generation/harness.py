@@ -1,11 +1,9 @@
 """Evaluates models with EleutherAI's lm-eval, an optional package (the extra lm-eval).
 
-    import lm_eval
-    from jaxtune.models.generation.harness import JaxtuneLM
+import lm_eval
+from jaxtune.models.generation.harness import JaxtuneLM
 
-    results = lm_eval.simple_evaluate(JaxtuneLM(model, tokenizer), tasks=["arc_easy"])
-
-Scores are computed from the model's own logits, with its adapters and quantised weights.
+results = lm_eval.simple_evaluate(JaxtuneLM(model, tokenizer), tasks=["arc_easy"])
 """
 
 from __future__ import annotations
@@ -42,25 +40,14 @@ _SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class JaxtuneLM(TemplateLM):
-    """A Decoder as a model of lm-eval, whose interface TemplateLM it implements. lm-eval calls the methods:
-    `_loglikelihood_tokens` and `loglikelihood_rolling` score texts, `generate_until` writes answers, and the others
-    make tokens and prompts.
+    """A Decoder as a model of lm-eval.
 
-    Args:
-      pretrained: a model, or the path that from_pretrained takes, also an adapter's folder.
-      tokenizer: of the model; None: the folder's, if `pretrained` is a path.
-      batch_size: the number of rows of a forward pass, and the most slots in which prompts are continued; lm-eval's
-        command line gives it as text, such as "8".
-      max_length: the most tokens of a row; None: the model's positions. Longer rows lose their first tokens.
-      max_gen_toks: the most new tokens if a task names no number.
-      dtype, load_in: arguments of from_pretrained if `pretrained` is a path: the compute dtype, and the format to which
-        the weights are quantised; None: as from_pretrained takes it (bfloat16, and as the files store them, unless an
-        adapter's folder records others). They have no effect on a model that is passed.
-      seed: the seed of sampling, to which each request adds its index.
-      others: lm-eval's options without an effect here, "device" and "max_batch_size".
-    Raises:
-      ValueError: another option that is not None; a model that scores texts; no tokenizer; a batch_size or max_length
-        out of range; or from_pretrained refuses the folder.
+    pretrained: a model, or a path for from_pretrained, with `dtype` and `load_in`.
+    tokenizer: None: the path's.
+    batch_size: rows of a forward pass, and most slots; also text, such as "8".
+    max_length: None: the model's positions. Longer rows lose their first tokens.
+    max_gen_toks: the most new tokens if a task names no number.
+    others: "device" and "max_batch_size" have no effect.
     """
 
     def __init__(
@@ -82,8 +69,8 @@ class JaxtuneLM(TemplateLM):
         if not isinstance(pretrained, Decoder):
             from jaxtune.models.hf import from_pretrained
 
-            pretrained, found = from_pretrained(pretrained, dtype=dtype, load_in=load_in)
-            tokenizer = tokenizer or found
+            pretrained, folder_tokenizer = from_pretrained(pretrained, dtype=dtype, load_in=load_in)
+            tokenizer = tokenizer or folder_tokenizer
         if not pretrained.config.head.is_text:
             raise ValueError(f"JaxtuneLM: {pretrained.config.head.what} and has no log-probabilities")
         if tokenizer is None:
@@ -100,32 +87,25 @@ class JaxtuneLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The id of the token that ends a text, the tokenizer's EOS, which lm-eval asks for; None if the tokenizer has
-        none."""
+        """The tokenizer's EOS; None if it has none."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The id of the token before a text that has no context: BOS, or the end token if there is none.
-        loglikelihood_rolling puts it before the text, and so does lm-eval for an empty context."""
+        """The token before a text without context: BOS, else EOS."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name or folder with __ in place of slashes, by which lm-eval names its caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The tokenizer's chat template as lm-eval asks for it, for the fingerprint of its requests; None if the
-        tokenizer has none; "" if `chat_template` is False or "", that is, if lm-eval uses none. Any other string, the
-        name of a template, has the effect of True."""
+        """The tokenizer's template, for the fingerprint of requests; "" if lm-eval uses none."""
         return self.tokenizer.chat_template if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation (chat_history, its messages as dicts with role and content) in the tokenizer's
-        chat template. It ends with what opens an answer if add_generation_prompt, else its last message can be
-        continued."""
+        """The conversation as text. Without add_generation_prompt its last message can be continued."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -134,8 +114,7 @@ class JaxtuneLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The token ids of the text `string`. add_special_tokens: True: with the tokenizer's special tokens; False:
-        without them; None: with BOS if the tokenizer adds one, once. Other options of lm-eval have no effect."""
+        """Token ids. add_special_tokens: None: BOS only, once, if the tokenizer adds one."""
         if add_special_tokens is None:
             return prompt_tokens(self.tokenizer, string)
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
@@ -145,14 +124,10 @@ class JaxtuneLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Returns (log-probability of the continuation in nats, whether it is the greedy one) for each request, in
-        their order; TemplateLM's `loglikelihood` calls it. A text with more tokens than max_length + 1 loses its first
-        ones, which are not scored. Results are also given to lm-eval's cache, unless their key is None.
-
-        requests: (key of lm-eval's cache or None, the context's token ids, the continuation's token ids). disable_tqdm,
-        for a progress bar, is not used.
+        """(log-probability of the continuation in nats, whether it is greedy) for each request (cache key or None,
+        context ids, continuation ids). Tokens beyond max_length + 1 are cut off at the front.
         """
-        found: list[Any] = [None] * len(requests)
+        scores: list[Any] = [None] * len(requests)
         # The longest first, so that a row that needs too much memory fails at once, and neighbours have one length.
         order = sorted(range(len(requests)), key=lambda index: -len(requests[index][1]) - len(requests[index][2]))
         for start in range(0, len(order), self.batch_size):
@@ -166,18 +141,17 @@ class JaxtuneLM(TemplateLM):
             logprobs, greedy = map(np.asarray, _scored(self._graph, self._state, tokens, targets, segments))
             for slot, index in enumerate(indices):
                 end = len(rows[slot]) - 1
-                own = slice(max(end - len(requests[index][2]), 0), end)
-                found[index] = float(logprobs[slot, own].sum(dtype=np.float64)), bool(greedy[slot, own].all())
+                continuation = slice(max(end - len(requests[index][2]), 0), end)
+                scores[index] = (
+                    float(logprobs[slot, continuation].sum(dtype=np.float64)),
+                    bool(greedy[slot, continuation].all()),
+                )
                 if requests[index][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
-        return found
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], scores[index])
+        return scores
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """The log-probability in nats of each request's whole text, summed over windows of at most max_length tokens,
-        from which a task computes a perplexity.
-
-        requests: lm-eval's Instances, whose first argument is the text. disable_tqdm, for a progress bar, is not used.
-        """
+        """Log-probability of each whole text in nats, summed over windows of at most max_length tokens."""
         windows, owners = [], []
         for number, request in enumerate(requests):
             rolled = utils.get_rolling_token_windows(
@@ -199,15 +173,8 @@ class JaxtuneLM(TemplateLM):
     # ---- texts
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Returns the model's answer to each request, cut off before the first of its stop strings, and gives them to
-        lm-eval's cache. Answers also end at the model's end tokens, or at the tokenizer's EOS, if there is one, where
-        the model names none. A prompt that leaves no room in max_length for the new tokens loses its first tokens.
-
-        requests: lm-eval's Instances, whose arguments are the prompt and a dict of generation settings. disable_tqdm,
-        for a progress bar, is not used.
-
-        Raises:
-          ValueError: a setting that `generate` does not have, or no room for a prompt.
+        """Answers, cut off before their first stop string or at an end token. A prompt that leaves no room in
+        max_length loses its first tokens. Raises ValueError for a setting that is not supported.
         """
         eos = self.tokenizer.eos_token_id
         ends = end_token_ids(self.model) or ([] if eos is None else [eos])
@@ -253,34 +220,28 @@ class JaxtuneLM(TemplateLM):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scored(graph, state, tokens: jax.Array, targets: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(log-probability of each target in nats, float32[B, T]; whether it is the most likely token, bool[B, T]), by
-    which texts are scored (_loglikelihood_tokens). On padding they have no meaning. Logits are computed in chunks,
-    because those of all tokens would need much memory.
-
-    The model is nnx.merge(graph, state). tokens, targets (the token after each), segments: int32[B, T], where segment 0
-    is padding.
+    """(each target's log-probability in nats float32[B, T], whether it is the most likely token bool[B, T]), in chunks
+    to save memory. tokens, targets (each token's successor), segments (0: padding): int32[B, T].
     """
     model = nnx.merge(graph, state)
     hidden = model.hidden_states(tokens, segments)
     rows, chunk = hidden.reshape(-1, hidden.shape[-1]), min(_CHUNK, tokens.size)
     padding = -len(rows) % chunk
 
-    def one(part):
-        """(log p of each target float32[chunk], whether it is the most likely token) of one chunk; part: (hidden
-        states, targets)."""
-        hidden, target = part
+    def chunk_scores(operands):
+        hidden, target = operands
         logits = model.logits(hidden)
-        chosen = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1), logits.argmax(-1) == target
+        target_logits = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
+        return target_logits - jax.nn.logsumexp(logits, axis=-1), logits.argmax(-1) == target
 
-    parts = [
+    chunks = [
         jnp.pad(array, ((0, padding), *((0, 0),) * (array.ndim - 1))).reshape(-1, chunk, *array.shape[1:])
         for array in (rows, targets.reshape(-1))
     ]
 
-    def whole(part):
-        """Joins the results of all chunks to [B, T], without the padding."""
-        return part.reshape(-1)[: len(rows)].reshape(tokens.shape)
+    def unpadded(results):
+        """Joins chunks to [B, T], without the padding."""
+        return results.reshape(-1)[: len(rows)].reshape(tokens.shape)
 
-    logprobs, greedy = jax.lax.map(one, tuple(parts))
-    return whole(logprobs), whole(greedy)
+    logprobs, greedy = jax.lax.map(chunk_scores, tuple(chunks))
+    return unpadded(logprobs), unpadded(greedy)

@@ -1,8 +1,6 @@
-"""Prefills prompts, once for all waiting rows that have the same prompt, and keeps their states until slots take them
-(`Prefills`, of which a sampler has one). A `Batch` has the states of the prompts that one program prefilled, or of one
-long prompt, and a `_Long` those of a long prompt of which chunks are missing. At most four batches of prompts are kept;
-if there are more, the oldest is dropped, and those of its prompts for which rows still wait are prefilled
-again."""
+"""Prefills prompts, once for all waiting rows with the same prompt, and keeps their states until slots take them. Of
+more than four batches the oldest is dropped; its prompts are prefilled again if rows wait for them.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ _AHEAD = 2  # with fewer of them, prompts are prefilled for which no slot is fre
 
 @dataclasses.dataclass(eq=False)
 class Batch:
-    """Prompts that have been prefilled by one program, or a long one by several, with their states (what the layers'
-    mixers keep of earlier tokens, such as caches of keys and values), until `insert` copies these into slots."""
+    """Prefilled prompts with their states (what mixers keep of earlier tokens, such as keys and values)."""
 
     states: device.States  # those of all rows of the batch: arrays whose first axis is the row
     rows: dict[bytes, int]  # {Request.key: row of the batch that has this prompt}
@@ -38,29 +35,22 @@ class Batch:
     def insert(
         self, programs: device.Programs, states: device.States, placed: Sequence[tuple[int, int]]
     ) -> device.States:
-        """Copies rows of this batch into slots, and returns the new states of all slots; those given, if the model has
-        no states.
-
-        Args:
-          programs: the compiled functions.
-          states: of all slots; they are donated.
-          placed: (row of this batch, slot) pairs.
-        """
+        """Copies (row of this batch, slot) pairs into the states of all slots, which are donated."""
         arrays = jax.tree.leaves(self.states)
         if not arrays:  # no layer of the model has a mixer
             return states
         size = len(arrays[0])
         for first in range(0, len(placed), size):
-            some = [*placed[first : first + size]]
-            some += [(0, _NO_SLOT)] * (size - len(some))  # so that one program serves any number
-            rows, slots = (np.array(part, np.int32) for part in zip(*some, strict=True))
+            pairs = [*placed[first : first + size]]
+            pairs += [(0, _NO_SLOT)] * (size - len(pairs))  # so that one program serves any number
+            rows, slots = (np.array(column, np.int32) for column in zip(*pairs, strict=True))
             states = programs.insert(states, self.states, rows, slots)
         return states
 
 
 @dataclasses.dataclass
 class _Long:
-    """A prompt that is being prefilled in several chunks. Prefills has at most one at a time."""
+    """A prompt that is being prefilled in several chunks."""
 
     request: Request  # a waiting request with this prompt; others may have the same
     states: device.States  # the states after its first `done` tokens
@@ -68,33 +58,20 @@ class _Long:
 
 
 class Prefills:
-    """Prefills the prompts of waiting requests before a slot is free, and keeps their states (such as caches of keys
-    and values). `wanted` and `unwanted` count the requests that wait for a prompt, `advance` prefills, `ready` finds a
-    prompt's states, and `take` hands them to a request that gets a slot.
+    """Prefills the prompts of waiting requests before a slot is free, and keeps their states.
 
-    For models whose mixers are attention and whose layers exchange nothing, one program computes several prompts packed
-    into one row of `chunk` tokens, or of half as many, without padding between them, if they fill at least half of the
-    row, and if the next power of two of their lengths is the same, from 128 to half of `chunk`. While most slots are
-    free the row has `at_once` tokens, if prompts fill it. All other prompts are padded rows of a batch (`_padded`). The
-    states of every prompt fit into the slots' caches of that time, and so into all later ones. A prompt longer than
-    `chunk` tokens is prefilled in several programs: a forward pass over its first tokens, as many as leave whole
-    chunks, and then one program for each chunk.
+    If all mixers are attention and layers exchange nothing, one program packs prompts into one row of `chunk` tokens,
+    or half as many, or `at_once` while most slots are free. They must fill half of it, and round up to the same power
+    of two. Other prompts are padded rows; one longer than `chunk` takes a program for its first tokens and one for each
+    whole chunk.
 
-    A program takes also prompts that get no slot yet, unless `one`: when slots become free one at a time, prompts would
-    otherwise be prefilled one at a time, and a program of few tokens takes about as long as one of several times as
-    many.
+    A program also takes prompts that get no slot yet, unless `one`: slots become free one at a time, and a program of
+    few tokens takes about as long as one of several times as many.
 
-    Args:
-      programs: the compiled functions.
-      structure: the model without its arrays.
-      shapes: the shapes and dtypes of the model's arrays.
-      chunk: the most tokens that one program prefills, without padding.
-      at_once: the most tokens of a program that packs prompts while most slots are free, at least `chunk`.
-      one: True: each prompt is prefilled alone, so that its states do not depend on which other prompts wait; False:
-        several prompts may share a program.
+      one: each prompt is prefilled alone, so that its states do not depend on other prompts.
 
     Attributes:
-      switch: the row length above which a longrope model uses its long factors and needs other states, or slots.NEVER.
+      switch: the row length above which a longrope model needs other states, or slots.NEVER.
     """
 
     def __init__(
@@ -124,19 +101,15 @@ class Prefills:
         self._long: _Long | None = None
 
     def wanted(self, request: Request) -> bytes:
-        """Counts a request among those that wait for the states of its prompt. Returns the prompt's key, which the
-        caller stores as request.key: the bytes of the tokens as int32, so that requests with equal prompts have the
-        same key and share one prefill. If there are more than four batches (`_keep`), the states may be dropped while
-        requests wait for them, and are then computed again; otherwise they stay until none waits."""
+        """Counts a request among those that wait for its prompt. Returns the prompt's key for request.key; equal
+        prompts share it.
+        """
         key = np.asarray(request.tokens, np.int32).tobytes()
         self._wanted[key] += 1
         return key
 
     def unwanted(self, request: Request) -> None:
-        """Registers that a request no longer waits for its prompt, because it was cancelled or gets a slot. If none
-        waits for any prompt of a batch, the batch is dropped from this object's list and freed when nobody refers to it
-        any more: `take`, which calls this method, has a caller that refers to it and still copies states. A prompt that
-        is in work in chunks is dropped if no request waits for it."""
+        """Registers that a request no longer waits. Drops prompts for which nobody waits."""
         self._wanted[request.key] -= 1
         if self._wanted[request.key] <= 0:
             del self._wanted[request.key]
@@ -145,15 +118,13 @@ class Prefills:
                 self._long = None
 
     def ready(self, request: Request) -> Batch | None:
-        """The batch that contains the request's prompt, or None if it is not prefilled, as at first and after its batch
-        was dropped. The sampler gives a slot to a request only if there is one."""
+        """The batch with the request's prompt; None if it is not prefilled, or was dropped."""
         return next((batch for batch in reversed(self._batches) if request.key in batch.rows), None)
 
     def take(self, request: Request) -> int:
-        """Registers that a request, whose prompt is ready, gets a slot and no longer waits. Returns the row of its
-        prompt in the batch that `ready` returned. The batch is dropped here if no other request waits for its prompts,
-        so the caller calls `ready` first, and copies the states of the row (Batch.insert) before it dispatches the next
-        round, which decodes the slot."""
+        """Registers that a request with a ready prompt gets a slot; returns its row in the batch, which may be dropped.
+        Call `ready` first, and copy the row (Batch.insert) before the slot decodes.
+        """
         batch = self.ready(request)
         assert batch is not None
         self.unwanted(request)
@@ -169,17 +140,13 @@ class Prefills:
     def advance(
         self, leaves: Sequence[jax.Array], waiting: Iterable[Request], free: int, left: float, capacity: int
     ) -> int:
-        """Dispatches one program: the next chunk of a long prompt, or the prompt of the first request that waits and
-        those of others that are alike. `ready` finds the states of complete prompts.
+        """Dispatches one program: the next chunk of a long prompt, or the first waiting prompt and others alike.
+        Returns its tokens with padding; 1 for a prompt of one token, which needs none.
 
-        Args:
-          leaves: the model's arrays.
-          waiting: requests in the order in which they get slots; the states of the first are not ready.
+          waiting: in the order of slots; the first is not ready.
           free: how many of them get a slot now, at least one.
-          left: how many tokens may be prefilled before the next round; infinity while most slots are free.
-          capacity: the tokens of the slots' caches, enough for the row of the first request.
-        Returns:
-          the tokens that the program computes, padding included; 1 for a prompt of one token, which needs none.
+          left: tokens that may be prefilled before the next round.
+          capacity: tokens of the slots' caches.
         """
         if self._long is not None:
             return self._next_chunk(leaves, self._long)
@@ -197,25 +164,28 @@ class Prefills:
             self._long = _Long(first, self._prefill(leaves, [first], begin, length_bucket(count)), begin)
             return _padded(begin)
         width = _padded(count)
-        others = {r.key: r for r in nearest if len(r.tokens) > 1 and _padded(len(r.tokens) - 1) <= capacity}
-        others = [request for request in others.values() if self.ready(request) is None]
+        candidates = {r.key: r for r in nearest if len(r.tokens) > 1 and _padded(len(r.tokens) - 1) <= capacity}
+        candidates = [request for request in candidates.values() if self.ready(request) is None]
         if self._packs and _SHORTEST_PACKED <= _power(count) <= self._chunk // 2:
-            alike = [request for request in others if _power(len(request.tokens) - 1) == _power(count)]
+            alike = [request for request in candidates if _power(len(request.tokens) - 1) == _power(count)]
             if (size := self._packed(leaves, alike, _power(count), left)) is not None:
                 return size
-            others = [first]
-        alike = [request for request in others if _padded(len(request.tokens) - 1) == width]
+            candidates = [first]
+        alike = [request for request in candidates if _padded(len(request.tokens) - 1) == width]
         rows = max(1, self._chunk // width)
         # Either a full batch or a single prompt; every other number of prompts would need a program of its own.
-        chosen = alike[: rows if len(alike) >= rows and not self._one else 1]
-        self._keep(Batch(self._prefill(leaves, chosen, width, width), {r.key: i for i, r in enumerate(chosen)}))
-        return width * len(chosen)
+        batch_requests = alike[: rows if len(alike) >= rows and not self._one else 1]
+        self._keep(
+            Batch(self._prefill(leaves, batch_requests, width, width), {r.key: i for i, r in enumerate(batch_requests)})
+        )
+        return width * len(batch_requests)
 
-    def _packed(self, leaves, alike: Sequence[Request], power: int, left: float) -> int | None:
-        """Packs the first of these prompts into one row, of which none is longer than `power` or as short as half of
-        it: the row's tokens, or None if too few are there. left: as for `advance`."""
+    def _packed(self, leaves, alike: Sequence[Request], power: int, budget: float) -> int | None:
+        """Packs the first of `alike`, prompts of power / 2 + 1 to `power` tokens: the row's tokens, or None if they are
+        too few.
+        """
         # (tokens of a row, the least that prompts must fill of it): the largest row must leave room for none.
-        sizes = [(self._at_once, self._at_once - power)] if self._chunk < self._at_once <= left else []
+        sizes = [(self._at_once, self._at_once - power)] if self._chunk < self._at_once <= budget else []
         sizes += [(size, size / 2) for size in (self._chunk, self._chunk // 2)]
         for size, least in sizes:
             packed = self._fitting(alike, 2 * size // power, size)
@@ -227,45 +197,35 @@ class Prefills:
         return None
 
     def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int) -> device.States:
-        """The states after at most the first `count` tokens of each request, without its newest one, which the first
-        decoding step reads. capacity: the tokens for which each row of the states has room, at least the padded
-        `count`."""
+        """States after `count` tokens of each request, never its newest, which the first decoding step reads."""
         tokens = np.zeros((len(requests), _padded(count)), np.int32)
         lengths, totals = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.int32)
         for row, request in enumerate(requests):
-            some = request.tokens[:-1][:count]
-            tokens[row, : len(some)] = some
-            lengths[row], totals[row] = len(some), len(request.tokens)
+            prompt = request.tokens[:-1][:count]
+            tokens[row, : len(prompt)] = prompt
+            lengths[row], totals[row] = len(prompt), len(request.tokens)
         return self._programs.prefill(self._structure, capacity, leaves, tokens, lengths, totals)
 
     def _fitting(self, requests: Sequence[Request], most: int, size: int) -> list[Request]:
-        """The longest beginning of the list `requests`, of at most `most` requests, whose prompts have at most `size`
-        tokens in all, each without its newest one, so that one row has room for them (`_pack`)."""
         lengths = itertools.accumulate(len(request.tokens) - 1 for request in requests)
         return [r for r, end in zip(requests[:most], lengths, strict=False) if end <= size]
 
     def _pack(self, leaves, requests: Sequence[Request], width: int, size: int) -> device.States:
-        """The states after the prompts of some requests, which one program computes packed into one row of `size`
-        tokens, one prompt behind the other. width: the tokens of a row for which the states have room, the longest
-        prompt's length with padding."""
         tokens = np.zeros((1, size), np.int32)
         room = 2 * size // _power(width)
         starts, lengths, totals = np.full(room, size, np.int32), *np.zeros((2, room), np.int32)
-        at = 0
+        offset = 0
         for row, request in enumerate(requests):
             count = len(request.tokens) - 1
-            tokens[0, at : at + count] = request.tokens[:-1]
-            starts[row], lengths[row], totals[row] = at, count, count + 1
-            at += count
+            tokens[0, offset : offset + count] = request.tokens[:-1]
+            starts[row], lengths[row], totals[row] = offset, count, count + 1
+            offset += count
         return self._programs.pack(self._structure, width, leaves, tokens, starts, lengths, totals)
 
     def _next_chunk(self, leaves, long: _Long) -> int:
-        """Dispatches the program that prefills the next chunk of a long prompt, `long`, whose states and count of
-        tokens it updates, and returns the chunk's number of tokens. After the last chunk the states are kept as a
-        Batch, which `ready` finds, and no long prompt is in work. leaves: the model's arrays."""
         tokens = np.array([long.request.tokens[long.done : long.done + self._chunk]], np.int32)
-        at, totals = np.array([long.done], np.int32), np.array([len(long.request.tokens)], np.int32)
-        long.states = self._programs.extend(self._structure, leaves, long.states, tokens, at, totals)
+        start, totals = np.array([long.done], np.int32), np.array([len(long.request.tokens)], np.int32)
+        long.states = self._programs.extend(self._structure, leaves, long.states, tokens, start, totals)
         long.done += self._chunk
         if long.done == len(long.request.tokens) - 1:
             self._long = None
@@ -273,17 +233,13 @@ class Prefills:
         return self._chunk
 
     def _keep(self, batch: Batch) -> None:
-        """Adds a batch of prefilled prompts, which `ready` finds from then on. If there are more than _KEPT (4)
-        batches, the oldest one is dropped; those of its prompts for which requests still wait are prefilled again
-        later."""
         self._batches = [*self._batches[-(_KEPT - 1) :], batch]
 
 
 def _padded(tokens: int) -> int:
-    """The length to which a prompt of `tokens` tokens is padded."""
     return length_bucket(tokens, _SMALLEST)
 
 
 def _power(tokens: int) -> int:
-    """The next power of two, by which prompts are alike enough for one packed row."""
+    """The next power of two; prompts with the same one may share a packed row."""
     return 1 << (tokens - 1).bit_length()

@@ -1,8 +1,4 @@
-"""What the sampler (sampler.py) returns, a row that has ended (`Row`) and the new tokens of one step (`Piece`), and
-what is requested of it: the state of one row that it continues (`Request`), stop strings, at which a text ends
-(`StopStrings`, by a tokenizer that `Decodes`), checks of prompts and lengths (`checked_prompt`, `checked_length`), the
-seeds of rows (`seeds_of`), and the text of an answer (`text_of`). A row of a sampler is one prompt with its new
-tokens."""
+"""What is requested of a sampler and what it returns. A row is one prompt with its new tokens."""
 
 from __future__ import annotations
 
@@ -16,21 +12,19 @@ from jaxtune.models.generation.sampling import Sampling
 
 
 class Decodes(Protocol):
-    """The interface of a tokenizer of transformers of which only `decode` is used, which turns token ids into text, for
-    stop strings (StopStrings) and for the text of an answer (text_of)."""
+    """The part of transformers' tokenizers that turns token ids into text."""
 
     def decode(
         self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = ..., clean_up_tokenization_spaces: bool = ...
     ) -> str:
-        """The text of the tokens with the ids token_ids: without special tokens, and without spaces before punctuation,
-        if the two flags are true."""
+        """The text of token ids."""
         ...
 
 
 def text_of(tokenizer: Decodes, ids: Sequence[int]) -> str:
-    """The text of an answer's token ids, without special tokens, as the commands and the server show it. Spaces before
-    punctuation stay, which the tokenizers of some models leave out (clean_up_tokenization_spaces): what is shown while
-    tokens arrive must be how the whole text begins."""
+    """The text of an answer, without special tokens. Spaces before punctuation stay, so that text shown while tokens
+    arrive is how the whole text begins.
+    """
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -40,8 +34,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row that has ended: one of the answers that Sampler.run yields. Evaluations, and training from samples where
-    nothing reads single steps, call that."""
+    """A row that has ended."""
 
     index: int  # of its prompt in the prompts given to `run`
     ids: list[int]  # the new tokens, up to and including the one that ended it
@@ -57,8 +50,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The new tokens of one request that one step (Sampler.step) returns; `generate`, the server and training from
-    samples read them. Sampler.run makes a Row of all pieces of a request."""
+    """The new tokens of one request in one step."""
 
     request: int  # the request's number, from `submit`
     ids: list[int]  # new tokens since the last piece; may be empty in the last piece
@@ -69,17 +61,10 @@ class Piece:
 
 
 class StopStrings:
-    """Finds the token that completes one of several strings in the new text of a row (`end`), at which the row ends.
-    Sampler.submit makes one for a request with stop strings, so for `generate` and the server too. The prompt's text is
-    not searched.
+    """Finds the token that completes one of several strings in the new text of a row. Raises ValueError without a
+    tokenizer or for an empty string.
 
-    Args:
-      strings: at least one, none of them empty.
-      tokenizer: its `decode` turns token ids into text. None is refused.
-      what: the name with which error messages begin, such as that of the calling function.
-
-    Raises:
-      ValueError: there is no tokenizer, or an empty string.
+      what: the caller's name, for errors.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Decodes | None, what: str = "generate"):
@@ -91,27 +76,22 @@ class StopStrings:
         self._reach = 4 * max(map(len, strings)) + 8
 
     def end(self, new: Sequence[int], looked_at: int) -> int | None:
-        """The number of a row's new tokens up to and including the first that completes a string; None if none does.
-        Request.take asks it for each round.
+        """The number of new tokens up to and including the first that completes a string, or None.
 
-        new: the ids of all new tokens of the row. looked_at: how many of them were searched before without finding a
-        string, so that only the others are looked at again, with the tokens in which a string may start.
+        looked_at: how many of `new` were searched before.
         """
         if not self._in(new[max(0, looked_at - self._reach) :]):
             return None
         return next((count for count in range(looked_at + 1, len(new) + 1) if self._in(new[:count])), None)
 
     def _in(self, tokens: Sequence[int]) -> bool:
-        """Whether the text of `tokens`, a list of token ids, contains one of the stop strings; `end` asks it. Spaces
-        before punctuation count, as `text_of` shows them."""
         text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         return any(string in text for string in self._strings)
 
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A row (a prompt and its new tokens) that is waiting for a slot, decoding in one, or done. Sampler.submit makes
-    it, and the sampler changes its last five fields and `tokens` until it is done."""
+    """A row that waits for a slot, decodes in one, or is done."""
 
     number: int  # by which the sampler's pieces and `cancel` name the request
     tokens: list[int]  # the prompt and the new tokens
@@ -133,36 +113,24 @@ class Request:
     done: bool = False  # whether it has ended
 
     def take(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Adds tokens that the device made for this row to `tokens`, up to the one that completes a stop string; later
-        ones are left out. The sampler calls it for each round that it reads.
-
-        tokens: their ids, the next ones after those that the row has.
-
-        Returns (the ids that were added, why the row ends with them: "stop" for a stop string or an end token, "length"
-        for its limit, or None if it does not end).
+        """Adds the device's new tokens, up to the one that completes a stop string. Returns (these, why the row ends or
+        None).
         """
-        known = len(self.tokens) - self.start
+        count_before = len(self.tokens) - self.start
         self.tokens += tokens
         if self.stops is not None and tokens:
-            end = self.stops.end(self.tokens[self.start :], known)
+            end = self.stops.end(self.tokens[self.start :], count_before)
             if end is not None:
                 del self.tokens[self.start + end :]
-                return self.tokens[self.start + known :], "stop"
+                return self.tokens[self.start + count_before :], "stop"
         if tokens and tokens[-1] in self.ends:
             return tokens, "stop"
         return tokens, "length" if len(self.tokens) >= self.limit else None
 
 
 def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[int]:
-    """Checks a prompt before anything is computed for it, and returns it as a list of token ids. generate and
-    Sampler.submit call it.
-
-    Args:
-      prompt: its token ids, as a list or an array of integers.
-      vocab_size: the model's, below which ids must be.
-      name: of the prompt in errors, such as "generate: prompt 3".
-    Raises:
-      ValueError: it is empty, or not a list of token ids of this vocabulary.
+    """The prompt as a list. Raises ValueError if it is empty or not a list of ids of this vocabulary. name: of the
+    prompt, in errors.
     """
     row = np.asarray(prompt)
     if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
@@ -176,17 +144,10 @@ def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[in
 
 
 def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions: int, name: str, whose: str) -> int:
-    """The number of tokens, the prompt's included, at which a row ends if nothing ends it earlier: the prompt's length
-    + max_new_tokens. It is checked here that the model has positions for them. generate and Sampler.submit call it.
+    """The length at which a row ends: the prompt's + max_new_tokens, or without it `positions`. Raises ValueError for
+    too few positions.
 
-    Args:
-      prompt: the prompt's token ids.
-      max_new_tokens: the most new tokens; None: as many as there are positions for, but at least one.
-      positions: the most tokens that a row can have.
-      name: what the error calls the prompt, such as "generate: prompt 3".
-      whose: what has these positions, for the error, such as "the model has".
-    Raises:
-      ValueError: max_new_tokens is not a positive integer, or there are more tokens than positions.
+      name, whose: for errors, such as "generate: prompt 3" and "the model has".
     """
     if max_new_tokens is None:
         max_new_tokens = max(positions - len(prompt), 1)
@@ -201,13 +162,12 @@ def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions:
 
 
 def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int, int]]:
-    """The pair (seed, index) of each of `count` rows, which determines what the row draws. seed: one for all rows, each
-    of which then has its own index; or one for each row, with the index 0, so that a row draws as it does alone.
-    generate and Sampler.run call it. what: the calling function, for the ValueError that is raised for a `seed` that is
-    neither one integer nor `count`."""
+    """(seed, index) for each of `count` rows: one seed with the rows' indices, or a seed a row with index 0, so that it
+    draws as if alone. Raises ValueError for another number. what: the caller, for errors.
+    """
     if isinstance(seed, int | np.integer):
         return [(int(seed), index) for index in range(count)]
     seeds = np.asarray(seed)
     if seeds.shape != (count,) or not np.issubdtype(seeds.dtype, np.integer):
         raise ValueError(f"{what}: seed = {seed!r}: must be an integer, or {count} of them, one a prompt")
-    return [(int(own), 0) for own in seeds]
+    return [(int(row_seed), 0) for row_seed in seeds]

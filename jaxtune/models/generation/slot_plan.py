@@ -1,8 +1,4 @@
-"""Plans how many rows a sampler decodes at the same time and how long they may be, by the free device memory. The
-memory of one such row, with the caches of its keys and values, is a slot (slots.py). `plan_slots` makes a SlotPlan for
-a sampler, from `room_bytes`, the free memory, and `slot_bytes`, what slots take; `slots_for` makes it for the plan of a
-training run. `prefilled_at_once` says how large a program of prompts may be. `length_bucket` rounds the lengths of
-prompts and caches up."""
+"""Plans by the free device memory how many rows a sampler decodes at a time (slots) and how long they may be."""
 
 from __future__ import annotations
 
@@ -26,24 +22,20 @@ _SPARED = 0.1  # the share of free memory that is left for activations of prefil
 
 
 def length_bucket(tokens: int, least: int = _SHORTEST_CACHE) -> int:
-    """The length to which `tokens` tokens are padded: at least `least`, and the next power of two, or three quarters of
-    one from 384 on. There are few, because each needs programs of its own.
-
-    It never falls as `tokens` rises, so that a prompt, padded with any `least` up to that of caches, fits into the
-    cache of its row.
+    """The length to which `tokens` are padded: a power of two, or three quarters of one from 384 on. Few, because each
+    compiles programs. It never falls as `tokens` rises, so that a padded prompt fits into its row's cache.
 
     >>> [length_bucket(tokens) for tokens in (1, 129, 300, 513, 800)], length_bucket(20, least=16)
     ([128, 256, 384, 768, 1024], 32)
     """
-    whole = max(least, 1 << (tokens - 1).bit_length())
-    shorter = whole * 3 // 4
-    return shorter if whole > 256 and shorter >= max(tokens, least) else whole
+    power = max(least, 1 << (tokens - 1).bit_length())
+    shorter = power * 3 // 4
+    return shorter if power > 256 and shorter >= max(tokens, least) else power
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotPlan:
-    """The number of slots and the most tokens of a row for which a sampler has device memory, as plan_slots chooses
-    them. The sampler allocates caches of that length only when rows need it. As a string, it is a line for reports."""
+    """The slots and the most tokens of a row; str() is a line for reports."""
 
     slots: int  # the number of rows that decode in one batch
     length: int  # the most tokens that a row may have, its prompt included
@@ -61,31 +53,17 @@ class SlotPlan:
 
 
 def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], slots: int, length: int) -> int:
-    """The device bytes of the states of `slots` slots with `length` tokens each, and of the values around the logits of
-    one step (16 bytes for each slot and token of the vocabulary). plan_slots asks it what fits.
-
-    Args:
-      structure: the model without its arrays.
-      shapes: the shape and dtype of each of the model's arrays, in the order of jax.tree.leaves(nnx.state(model)).
-      slots: the number of rows that decode at the same time.
-      length: the most tokens of a row; the capacity of its caches is rounded up (length_bucket).
+    """Device bytes of the slots' states, and of the values around a step's logits (16 bytes for each slot and token of
+    the vocabulary).
     """
     states = device.states_shape(structure, shapes, slots, length_bucket(length))
-    kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
-    return kept + 16 * slots * structure.config.vocab_size
+    state_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
+    return state_bytes + 16 * slots * structure.config.vocab_size
 
 
 def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, deterministic: bool = False) -> SlotPlan:
-    """The slots with which a sampler would run, for the plan of a training run that samples answers, for its steps or
-    its evaluation. The Trainer limits the run's samplers to these numbers, and `jaxtune train --plan` prints them.
-
-    There are `most_slots` slots of `length` tokens, or half as many, or a quarter, and so on, until they fit into
-    `room_bytes` bytes of device memory, of which a tenth is left for other buffers; and as many converted layers as fit
-    beside these slots, if there are enough slots for conversion to be faster (converted.LEAST_ROWS).
-
-    model: its arrays may be jax.ShapeDtypeStructs, because only shapes and dtypes are read. deterministic: as the
-    sampler's; nothing is converted if it is True. Raises ValueError if there is no room for a single slot, if the model
-    has fewer than `length` positions, or if length or most_slots is not a positive integer.
+    """The slots with which a sampler would run rows of `length` tokens in `room_bytes`. `model` may have
+    jax.ShapeDtypeStructs. Raises ValueError if no slot fits or the model has too few positions.
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -108,28 +86,16 @@ def plan_slots(
     most_slots: int = SLOTS,
     convertible: Convertible | None = None,
 ) -> SlotPlan:
-    """Chooses the number of slots, and then the length of rows, for which there is device memory: the slots are
-    `most_slots`, halved until rows of 256 tokens (or of `length`) fit; the length is 256 tokens, doubled as long as it
-    fits and the model has positions. The constructor of Sampler calls it, and slots_for.
+    """Chooses the slots, then the length of rows: `most_slots`, halved until rows of 256 tokens (or of `length`) fit;
+    256 tokens, doubled as long as they fit and the model has positions. If enough slots decode (converted.LEAST_ROWS),
+    as many layers as fit beside them are converted; a planned length leaves room for all if these take at most half of
+    the free memory.
 
-    Weights can also be converted once and kept so in memory (converted.py), those of as many layers as fit into what
-    the slots leave (SlotPlan.converted_layers), if there are enough slots for this to be faster (converted.LEAST_ROWS).
-    Slots never become fewer by it. A planned length is chosen beside the converted weights of all layers if these take
-    at most half of what is free and leave room for the least length; otherwise as if none were converted.
+      bytes_of: (slots, tokens of a row) -> bytes of their states and of a step's logits.
+      room_bytes: free device memory, a tenth of it for other buffers; None: unknown, which limits and converts nothing.
+      slots, length: fixed; None: planned.
 
-    Args:
-      bytes_of: (number of slots, tokens of a row) -> bytes of their states and of a step's logits.
-      positions: the most tokens of a row that the model has positions for; no length exceeds it.
-      room_bytes: free device memory in bytes, of which a tenth is left for other buffers; None: it is not known and
-        limits nothing, and nothing is converted.
-      slots: a fixed number of slots; None: it is planned.
-      length: a fixed length of rows in tokens; None: it is planned.
-      most_slots: the limit of a planned number of slots.
-      convertible: what the model's converted weights would take, and what must stay free beside them; None: nothing
-        is converted.
-    Raises:
-      ValueError: slots, length or most_slots that is not a positive integer; a length above `positions`; no room for
-        the fixed slots, or for a single one, of the fixed or the least length.
+    Raises ValueError for a number that is not a positive integer, a length above `positions`, or no room.
     """
     for name, value in (("slots", slots), ("length", length), ("most_slots", most_slots)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -143,27 +109,23 @@ def plan_slots(
     # A program that packs prompts keeps states for up to twice the tokens that it prefills.
     prefilled = plan.bytes / plan.slots * max(1.0, 2 * convertible.prefill_tokens / plan.length)
     room = min(room, room_bytes - convertible.buffer_bytes - prefilled)
-    whole = sum(convertible.layers)
+    all_layers_bytes = sum(convertible.layers)
     least = bytes_of(plan.slots, length or min(positions, _LEAST_LENGTH))
-    if 0 < whole <= min(room / 2, room - least):
-        plan = _planned(bytes_of, positions, room - whole, plan.slots, length, most_slots)
+    if 0 < all_layers_bytes <= min(room / 2, room - least):
+        plan = _planned(bytes_of, positions, room - all_layers_bytes, plan.slots, length, most_slots)
     layers, size = convertible.within(room - plan.bytes)
     return dataclasses.replace(plan, converted_bytes=size, converted_layers=layers)
 
 
 def prefilled_at_once(plan: SlotPlan, room_bytes: float | None, prefill_tokens: int) -> int:
-    """The most tokens that one program of a sampler prefills while most of its slots are free: `prefill_tokens`, or
-    four times as many, if memory for them is left beside the slots and the converted weights. Prompts fill a longer row
-    better. The constructor of Sampler calls it.
-
-    plan: the sampler's. room_bytes: the free memory by which it was planned, in bytes; None: it is not known, and
-    `prefill_tokens` is returned. prefill_tokens: as for the sampler.
+    """The most tokens that one program prefills while most slots are free: four times `prefill_tokens` if memory is
+    left.
     """
     if room_bytes is None:
         return prefill_tokens
     # The states have room for up to twice the tokens. As much again is for the activations.
-    needed = 2 * 2 * _AT_ONCE * prefill_tokens * plan.bytes / (plan.slots * plan.length)
-    return (_AT_ONCE if needed <= room_bytes - plan.bytes - plan.converted_bytes else 1) * prefill_tokens
+    needed_bytes = 2 * 2 * _AT_ONCE * prefill_tokens * plan.bytes / (plan.slots * plan.length)
+    return (_AT_ONCE if needed_bytes <= room_bytes - plan.bytes - plan.converted_bytes else 1) * prefill_tokens
 
 
 def _planned(
@@ -174,43 +136,28 @@ def _planned(
     length: int | None,
     most_slots: int,
 ) -> SlotPlan:
-    """Makes the plan for which `room` bytes suffice, without converted weights: `most_slots` slots, halved until rows
-    of 256 tokens (or of `length`) fit, and rows of 256 tokens, doubled as long as they fit, up to `positions`.
-    plan_slots calls it with all room, and, for the length beside converted weights, again with the room that they leave
-    and the number of slots fixed.
-
-    Args:
-      bytes_of: (number of slots, tokens of a row) -> bytes of their states and of a step's logits.
-      positions: the most tokens of a row that the model has positions for.
-      room: bytes that may be used; infinity: there is no limit.
-      slots, length: fixed values, which have been checked; None: planned.
-      most_slots: the limit of a planned number of slots.
-    Raises:
-      ValueError: not even the smallest plan fits.
-    """
+    """plan_slots for `room` bytes, without converted weights."""
 
     def fits(slots: int, length: int) -> bool:
         return bytes_of(slots, length) <= room
 
-    chosen = slots or most_slots
+    slot_count = slots or most_slots
     shortest = length or min(positions, _LEAST_LENGTH)
-    while slots is None and chosen > 1 and not fits(chosen, shortest):
-        chosen //= 2
-    if not fits(chosen, shortest):
+    while slots is None and slot_count > 1 and not fits(slot_count, shortest):
+        slot_count //= 2
+    if not fits(slot_count, shortest):
         raise ValueError(
-            f"Sampler: {chosen} slots of {shortest} tokens take {bytes_of(chosen, shortest) / 1e9:.2f} GB, and "
+            f"Sampler: {slot_count} slots of {shortest} tokens take {bytes_of(slot_count, shortest) / 1e9:.2f} GB, and "
             f"{room / (1 - _SPARED) / 1e9:.2f} GB of device memory are left beside the model: fewer slots, a shorter "
             "length, or a model in fewer bits (load_in)"
         )
-    while length is None and shortest < positions and fits(chosen, longer := min(positions, 2 * shortest)):
+    while length is None and shortest < positions and fits(slot_count, longer := min(positions, 2 * shortest)):
         shortest = longer
-    return SlotPlan(chosen, shortest, bytes_of(chosen, shortest))
+    return SlotPlan(slot_count, shortest, bytes_of(slot_count, shortest))
 
 
 def room_bytes(share: float = 1.0) -> float | None:
-    """The bytes of device memory by which a sampler plans its slots and converted weights (plan_slots): the fraction
-    `share` (0 to 1) of what is free on this process's first device. None if the device does not report its memory, as a
-    CPU. Only Sampler calls it, when it is made; slots_for, for the plan of a training run, is given its room."""
+    """The share (0 to 1) of the free bytes on this process's first device; None if it reports none, as a CPU."""
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None

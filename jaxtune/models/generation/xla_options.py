@@ -1,8 +1,6 @@
-"""XLA's options for the programs of generation: those of the sampler (`sampler_options`, and `prompt_options` for the
-programs that compute prompts), and those of the forward pass by which answers are scored (AS_TRAINED). 16-bit numbers
-are rounded wherever a program makes them, as in a training step (train/program/xla_options.py); XLA would otherwise
-leave out roundings within a fusion, others in a decoding step than in training. Then log-probabilities of sampled
-tokens differ more from those of training."""
+"""XLA's options for programs of generation. 16-bit numbers are rounded wherever a program makes them, as in a training
+step: XLA would leave out other roundings in decoding than in training, and log-probabilities would differ more.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +14,13 @@ AS_TRAINED = {"xla_gpu_enable_triton_gemm": False, **_ROUNDING, **_SAME_CHOICES}
 
 
 def sampler_options(same_choices: bool, many_rows: bool) -> dict[str, bool | int | str]:
-    """XLA options, {name: value}, with which slots.programs compiles the sampler's programs, except those that
-    compute prompts.
+    """XLA options of the sampler's programs, other than those of prompts.
 
-    Args:
-      same_choices: True (a sampler with `deterministic`, on a GPU): every process must compute the same bits, so
-        operations are deterministic, and the first algorithms of the vendor libraries (such as cuBLAS) are taken.
-        False: those are taken that are fastest when timed, which can differ between processes.
-      many_rows: whether more rows decode in one batch than the kernels of few_rows multiply (MOST_ROWS). XLA then
-        multiplies them, and must not merge the products of query, key and value into one: that one has no kernel of the
-        vendor's, and separate ones make a decoding step of Llama-3.1-8B with 256 rows 4.5 % faster on an H200. Nor may
-        it take Triton's products where they are faster alone: without them such a step was 1.3 % faster (one run).
+    same_choices: every process must compute the same bits, with the vendor libraries' first algorithms. Otherwise the
+    fastest when timed, which can differ between processes.
+    many_rows: more rows than few_rows' kernels multiply (MOST_ROWS). XLA then multiplies, and must neither merge the
+    products of query, key and value, for which the vendor has no kernel (separate ones: 4.5 % faster steps of
+    Llama-3.1-8B with 256 rows on an H200), nor use Triton's (1.3 %).
     """
     options = {**NO_REMATERIALIZATION, **_ROUNDING}
     if same_choices:
@@ -37,14 +31,9 @@ def sampler_options(same_choices: bool, many_rows: bool) -> dict[str, bool | int
 
 
 def prompt_options(same_choices: bool) -> dict[str, bool | int | str]:
-    """XLA options, {name: value}, with which slots.programs compiles the programs that compute the states of prompts.
-
-    As in a training step every product is computed by cuBLASLt, which adds the residual stream in its epilogue; with
-    Triton's products XLA has kernels of their own for that, and for the norms' products with their weights. The
-    products of query, key and value are not merged, because XLA would put their weights side by side for each chunk of
-    a prompt. So 128 prompts of 200 tokens take Llama-3.1-8B 6 % less time on an H200.
-
-    same_choices: as for sampler_options.
+    """XLA options of programs that compute prompts. cuBLASLt computes all products and adds the residual stream in its
+    epilogue; Triton's needs extra kernels. Query, key and value stay apart, because XLA would copy their weights for
+    each chunk (6 % less time for 128 prompts of 200 tokens, Llama-3.1-8B, H200).
     """
-    own: dict[str, bool | int | str] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
-    return {**sampler_options(same_choices, many_rows=False), **own}
+    overrides: dict[str, bool | int | str] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+    return {**sampler_options(same_choices, many_rows=False), **overrides}

@@ -1,17 +1,12 @@
-"""One layer of the decoder: its parts, in stages, with norms and residual additions around them.
-
-All parts of a stage read the same value of the residual stream, through a norm or as it is, and their outputs are added
-to the stream. The layer of most families has two stages of one part:
+"""One layer of the decoder: its parts, in stages, with norms and residual additions around them. Most families have two
+stages of one part:
 
     layer_input -> [norm, mixer] + layer_input -> mid -> [norm, feed-forward] + mid -> layer_output
 
-A layer can also have a single part, parts in parallel on one norm (Command R), or parts in parallel whose sum is normed
-(Gemma 4's experts beside the dense MLP); see Part, Stage and LayerSpec in models/config.py.
-
-A Block runs as a chain of segments (layers/segment.py): functions that read named values and compute named values, the
-residuals, which a plan keeps, offloads or recomputes for the backward. A part brings its own segments. `places_of` says
-how parts are connected to the residual stream, as Places and SumNorms. `_in_block` makes a part's segments those of
-the block: it renames values to names that are unique in the layer, and adds norms and additions to the stream."""
+Parts can also be in parallel on one norm (Command R), or have a normed sum (Gemma 4's experts beside the dense MLP). A
+Block runs as a chain of segments, made of its parts' own: values get names that are unique in the layer, and norms and
+additions to the stream are added.
+"""
 
 from __future__ import annotations
 
@@ -48,26 +43,14 @@ from jaxtune.models.norm import Normed, RMSNorm, norm_of
 
 
 class PartMatrix(NamedTuple):
-    """One matrix of Block.matrices, with the names by which adapters, quantisation and tensor names refer to it."""
-
     part: str  # the block's attribute of the part that has it, such as "mixer"
     name: str  # its dotted name within the part, such as "q_proj" or "experts.down_proj"
     matrix: Any  # Linear or ExpertLinear
 
 
 class Block(nnx.Module):
-    """The modules of one layer: its mixers and feed-forwards (each part is the attribute that its Part names) and the
-    norms around them. `segments` is the chain that the stack runs (training, evaluation, prompts);
-    `first_state` and `step` serve generation; the methods in `_bytes` are the planner's estimates of its memory.
-
-    Apart from arrays, a block contains nothing that differs between layers of the same kind, such as an index, so that
-    their programs are traced once.
-
-    Args:
-      config: of the decoder.
-      spec: its kind, for stages and output_scale (whether it has layer_scalar); a Context has window and rotary base.
-      key: draws the initial weights.
-      dtype: of the weights.
+    """The modules of one layer: its mixers and feed-forwards (each the attribute that its Part names) and norms. Apart
+    from arrays, it contains nothing that differs between layers of a kind, so that their programs are traced once.
     """
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, key: jax.Array, dtype):
@@ -75,13 +58,12 @@ class Block(nnx.Module):
         usual = {"mixer": Attention, "mlp": MLP if config.moe is None else MoE}
         keys = jax.random.split(key, len(spec.parts))
 
-        def add_norm(name: str, wanted: bool) -> None:
-            """Sets the attribute of this name to a norm over hidden_size, or to None if none is wanted."""
-            setattr(self, name, norm_of(config, config.hidden_size, dtype) if wanted else None)
+        def add_norm(name: str, present: bool) -> None:
+            setattr(self, name, norm_of(config, config.hidden_size, dtype) if present else None)
 
-        for part, own in zip(spec.parts, keys, strict=True):
+        for part, part_key in zip(spec.parts, keys, strict=True):
             make = usual[part.name] if part.config is None else part.config.make
-            setattr(self, part.name, make(config, own, dtype))
+            setattr(self, part.name, make(config, part_key, dtype))
             add_norm(f"{part.name}_norm", part.norm is True)
             add_norm(f"{part.name}_post_norm", part.post_norm)
         for stage in spec.stages:
@@ -91,45 +73,38 @@ class Block(nnx.Module):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """{name: the module} of every mixer and feed-forward, in the order in which they run. A name is both the Part's
-        and the block's attribute; a module is an nnx.Module."""
+        """{name: module} in the order in which they run."""
         return {part.name: getattr(self, part.name) for stage in self.stages for part in stage.parts}
 
     @property
     def mixers(self) -> dict[str, Mixer]:
-        """{name: module} of the parts that are mixers, such as attention, which have `state_reads`. All others are
-        feed-forwards: they have no state in generation, and declare `order` and `forward_bytes`. `first_state`,
-        `order`, the estimates of bytes, the planner and prefills tell the two apart by it, but not `step`."""
+        """The parts that are mixers, which have `state_reads`; all others are feed-forwards."""
         return {name: module for name, module in self.parts.items() if hasattr(module, "state_reads")}
 
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
-        """{name: its shape for one token} of the values that the layer's parts read from outside the layer: keys and
-        values of an earlier layer, or what the decoder computes for each layer; {} for most. Its callers pass them."""
-        taken: dict[str, tuple[int, ...]] = {}
+        """{name: shape for one token} of the values that the layer reads from outside (LayerPart)."""
+        shapes: dict[str, tuple[int, ...]] = {}
         for module in self.parts.values():
-            taken |= getattr(module, "takes", {})
-        return taken
+            shapes |= getattr(module, "takes", {})
+        return shapes
 
     @property
     def gives(self) -> dict[str, str]:
-        """{the block's name of a residual: the name under which later layers take it}, for the values that the layer
-        shares with later ones, such as keys and values; {} for most layers. The stack and prefills pass them on."""
+        """{the block's name of a residual: the name under which later layers take it} (LayerPart)."""
         return {
-            self._own_segments()[part][1][own]: name
+            self._own_segments()[part][1][residual]: name
             for part, module in self.parts.items()
-            for own, name in getattr(module, "gives", {}).items()
+            for residual, name in getattr(module, "gives", {}).items()
         }
 
     def normed(self, part: str, x: jax.Array) -> jax.Array:
-        """Applies the norm before the part named `part` to x [B, T, hidden], a value of the residual stream; returns x
-        unchanged if the part reads the stream without a norm. `step` and the segments of `_in_block` call it."""
+        """x [B, T, hidden] through the norm before `part`, if it has one."""
         norm = places_of(self.stages)[0][part].norm
         return x if norm is None else getattr(self, norm)(x)
 
     def to_norm(self, part: str, x: jax.Array) -> jax.Array | Normed:
-        """What `normed` returns, or a Normed, which the linears that read it may compute within their products. The
-        segments of `_in_block` that declare so (Segment.norms) get it. part, x: those of `normed`."""
+        """As `normed`, but a Normed if linears may compute the norm within their products."""
         name = places_of(self.stages)[0][part].norm
         norm = None if name is None else getattr(self, name)
         if isinstance(norm, RMSNorm) and (norm.float32 or norm.compute is None):
@@ -137,11 +112,10 @@ class Block(nnx.Module):
         return self.normed(part, x)
 
     def added(self, part: str, x: jax.Array | None, out: jax.Array) -> jax.Array:
-        """Adds a part's output to x, after the part's post-norm if it has one; if x is None, the output is returned
-        alone. `_on_stream` adds to the residual stream, with the layer's factors; a sum that is normed later has none.
-        part: the part's name. x: the value [B, T, hidden] that the output is added to: the residual stream, or in a
-        stage whose sum is normed the sum of the outputs so far; None for the first part of such a stage. out: [B, T,
-        hidden]. `step` and the segments of `_in_block` call it."""
+        """Adds a part's output, after its post-norm, to x; the output alone if x is None. All are [B, T, hidden].
+
+        x: the residual stream, or in a stage whose sum is normed the sum so far, None for its first part.
+        """
         place = places_of(self.stages)[0][part]
         out = out if place.post_norm is None else getattr(self, place.post_norm)(out)
         if x is None:
@@ -151,10 +125,9 @@ class Block(nnx.Module):
         return self._on_stream(x, out, place.makes)
 
     def _on_stream(self, x: jax.Array, out: jax.Array, makes: str) -> jax.Array:
-        """Adds `out` times the config's residual_scale to x, a value of the residual stream; both are [B, T, hidden].
-
-        makes: the name of the result. If it is `layer_output`, the end of the layer, the result is multiplied by
-        `layer_scalar`, if the layer has one. `added` and the segment of a normed sum call it."""
+        """Adds `out`, times residual_scale, to the residual stream x; at the layer's end (`makes`) times
+        `layer_scalar`.
+        """
         if self.residual_scale != 1.0:  # in float32, rounded once, as torch multiplies a tensor by a number
             out = (out.astype(jnp.float32) * self.residual_scale).astype(out.dtype)
         out = x + out
@@ -167,16 +140,12 @@ class Block(nnx.Module):
     def segments(
         self, tile: int | None = None, aux: Collection[str] = (), apart: Collection[str] = ()
     ) -> tuple[Segment, ...]:
-        """The chain of segments from layer_input to layer_output, in the order in which the stack runs them. Their
-        `run` takes this block as its module, and their `backward` a function that builds the block.
+        """The chain of segments from layer_input to layer_output; their `run` takes this block as its module.
 
-        Args:
-          tile: neighbouring tokenwise segments become one (in_tiles), which processes this many tokens of each row at
-            a time; None: every segment processes whole rows.
-          aux: names of the auxiliary values (such as router_sums, for a router's losses) that are wanted beside the
-            layer's output; segments that compute others are left out, and other names are ignored.
-          apart: names of norms, attributes of the block. The segments that read the stream through such a norm read the
-            normed stream, as a value with the norm's name, which their caller computes.
+        tile: neighbouring tokenwise segments become one, which processes this many tokens of each row at a time.
+        aux: names of the auxiliary values (such as router_sums) that are wanted; segments of others are left out.
+        apart: names of norms. Segments behind one read the normed stream as a value with the norm's name, which the
+          caller computes.
         """
         chain = tuple(s for name in self.parts for s in self.part_segments(name, apart))
         chain = tuple(s for s in chain if not s.aux or s.outputs[0] in aux)
@@ -184,61 +153,55 @@ class Block(nnx.Module):
 
     @property
     def aux(self) -> dict[str, Segment]:
-        """{name: the segment that computes it} of all auxiliary values that the layer can return beside its output,
-        such as router_sums, for a router's losses; {} for a layer without experts. Training finds losses by it."""
+        """{name: the segment that computes it} of the layer's auxiliary values, such as router_sums."""
         return {s.outputs[0]: s for name in self.parts for s in self.part_segments(name) if s.aux}
 
     def part_segments(self, part: str, apart: Collection[str] = ()) -> tuple[Segment, ...]:
-        """The segments of the part named `part`, also those of auxiliary values (such as router_sums, for losses), as
-        segments of the block: they include the norms around the part and the addition to the residual stream, and their
-        `run` takes the block. Those of the last part of a stage whose sum is normed end with that norm's segment.
-        `segments` (whose argument `apart` is) and `aux` collect them, `step` runs a feed-forward's in generation, and
-        the planner reads outputs."""
+        """The segments of one part as segments of the block, with norms, additions and auxiliary values."""
         (segments, names), (places, norms) = self._own_segments()[part], places_of(self.stages)
         place = places[part]
-        made = tuple(new for s in segments for new in _in_block(s, part, place, names, place.norm in apart))
-        return made + (() if part not in norms else (_sum_norm_segment(norms[part], made[-1].tokenwise),))
+        block_segments = tuple(new for s in segments for new in _in_block(s, part, place, names, place.norm in apart))
+        return block_segments + (
+            () if part not in norms else (_sum_norm_segment(norms[part], block_segments[-1].tokenwise),)
+        )
 
     def _own_segments(self) -> dict[str, tuple[tuple[Segment, ...], dict[str, str]]]:
-        """{part's name: (its own segments, of which only `name` is the block's, {the part's name of a residual: the
-        block's name of it, for all residuals but OUTPUT})}. A segment or residual whose name an earlier part also uses
-        is called `{part}_{name}` in the block, because the names of a plan's residuals and of dropout keys must be
-        unique within a layer."""
-        found: dict[str, tuple[tuple[Segment, ...], dict[str, str]]] = {}
-        taken: dict[str, set[str]] = {"segments": set(), "residuals": set()}
+        """{part: (its own segments, {its name of a residual: the block's})}. A name that an earlier part uses becomes
+        `{part}_{name}`, because names of a plan's residuals and of dropout keys must be unique within a layer.
+        """
+        by_part: dict[str, tuple[tuple[Segment, ...], dict[str, str]]] = {}
+        used_names: dict[str, set[str]] = {"segments": set(), "residuals": set()}
 
-        def names_of(part: str, kind: str, own: list[str]) -> dict[str, str]:
-            """{a part's own name: the block's} of its segments or residuals (`kind`, a key of `taken`)."""
-            names = {name: f"{part}_{name}" if name in taken[kind] else name for name in own}
-            taken[kind] |= set(own)
+        def names_of(part: str, kind: str, part_names: list[str]) -> dict[str, str]:
+            names = {name: f"{part}_{name}" if name in used_names[kind] else name for name in part_names}
+            used_names[kind] |= set(part_names)
             return names
 
         for part, module in self.parts.items():
             segments = module.segments()
             named = names_of(part, "segments", [s.name for s in segments])
             residuals = names_of(part, "residuals", [n for s in segments for n in s.outputs if n != OUTPUT])
-            found[part] = tuple(dataclasses.replace(s, name=named[s.name]) for s in segments), residuals
-        return found
+            by_part[part] = tuple(dataclasses.replace(s, name=named[s.name]) for s in segments), residuals
+        return by_part
 
     def residuals(self) -> tuple[Residual, ...]:
-        """The values of the layer that its backward may read, in the order in which they are computed. A plan decides
-        the placement of each; the first, layer_input, cannot be recomputed. layer_output (the next layer's input),
-        auxiliary values and those from outside (`takes`) are not among them."""
-        made = [residual for segment in self.segments() for residual in segment.makes]
-        return (Residual(LAYER_INPUT, recomputable=False), *made[:-1])
+        """The values that the layer's backward may read, in the order in which they are computed. layer_input cannot be
+        recomputed.
+        """
+        computed = [residual for segment in self.segments() for residual in segment.makes]
+        return (Residual(LAYER_INPUT, recomputable=False), *computed[:-1])
 
     def matrices(self) -> list[PartMatrix]:
-        """The weight matrices of the layer that can have an adapter or, if `quantizable`, be quantised, in the order of
-        their products. models/lora.py lists a model's matrices by it, and the planner counts their bytes."""
+        """The matrices that can have an adapter or, if `quantizable`, be quantised, in the order of their products."""
         named = (name for segment in self.segments() for name in segment.matrices)
         parted = ((name, name.partition(".")) for name in named)
-        return [PartMatrix(part, rest, matrix_of(self, name)) for name, (part, _, rest) in parted]
+        return [PartMatrix(part, matrix_name, matrix_of(self, name)) for name, (part, _, matrix_name) in parted]
 
     @property
     def order(self) -> BackwardOrder:
-        """The settings by which the stack runs the whole layer's backward, combined from those that its feed-forwards
-        declare: derivatives_at_once if any has it, weights_first only if all have it, and all their `shared` and
-        `free`, by the block's names (INPUT becomes the stream's value that the part reads)."""
+        """The feed-forwards' settings combined: derivatives_at_once if any has it, weights_first if all do, and all
+        their `shared` and `free`, by the block's names.
+        """
         orders, shared, free = [], [], []
         for part, module in self.parts.items():
             if part not in self.mixers:
@@ -256,47 +219,34 @@ class Block(nnx.Module):
     # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
-        planner's forecasts of forwards, in training and without a backward. It is the largest need of a feed-forward; a
-        layer without one needs its input, its output and the difference of the two. sizes: the sizes of the residuals
-        of one micro-batch on one device, by the block's names."""
-        found = [
+        """Bytes in memory at the end of the layer's forward beyond the residuals: a feed-forward's largest need."""
+        needs = [
             module.forward_bytes(self.sizes_of(part, sizes))
             for part, module in self.parts.items()
             if part not in self.mixers
         ]
-        return max(found, default=3.0 * sizes[LAYER_INPUT])
+        return max(needs, default=3.0 * sizes[LAYER_INPUT])
 
     def backward_bytes(self, part: str, sizes: Sizes) -> Scratch:
-        """The scratch memory, in bytes, that the backward of one part needs in addition to the residuals; of a layer's
-        parts the planner counts the largest need. For a mixer `around` (bytes of other segments' partial gradients that
-        exist at the same time) is 0, because a mixer states only what its own computation needs.
-        part: the name of a mixer or feed-forward of the layer. sizes: the sizes of the residuals of one micro-batch on
-        one device, by the block's names."""
-        found = self.parts[part].backward_bytes(self.sizes_of(part, sizes))
-        return Scratch(found, 0.0, covers_mixer=False) if part in self.mixers else found
+        """The scratch memory of one part's backward beyond the residuals; a mixer states only its own."""
+        scratch = self.parts[part].backward_bytes(self.sizes_of(part, sizes))
+        return Scratch(scratch, 0.0, covers_mixer=False) if part in self.mixers else scratch
 
     def waiting_bytes(self, part: str, sizes: Sizes) -> float:
-        """An estimate of the bytes of results of the mixer `part` that are in device memory while the backward of a
-        later feed-forward of the layer runs, although the mixer's own backward comes after it.
-        It is a multiple (models/fitted.py) of one of the mixer's residuals. The planner adds it to the memory of that
-        backward only if the feed-forward's scratch memory covers the mixer (Scratch.covers_mixer). sizes: the sizes of
-        the residuals of one micro-batch on one device, by the block's names."""
+        """Bytes of a mixer's results that exist while the backward of a later feed-forward runs, before the mixer's
+        own.
+        """
         return self.parts[part].waiting_bytes(self.sizes_of(part, sizes))
 
     def sizes_of(self, part: str, sizes: Sizes) -> Sizes:
-        """A copy of the layer's Sizes in which the residuals of one part have the part's own names beside the block's,
-        because the part's formulas look them up so; `sizes` itself if the names are the same. An own name hides the
-        residual of an earlier part with this name, also in `recomputed`.
-
-        part: the name of a mixer or feed-forward of the layer. sizes: by the block's names of residuals."""
-        changed = {own: name for own, name in self._own_segments()[part][1].items() if own != name}
+        """`sizes` with the residuals of `part` also by the part's own names, which hide an earlier part's."""
+        changed = {part_name: name for part_name, name in self._own_segments()[part][1].items() if part_name != name}
         if not changed:
             return sizes
-        recomputed = {own for own, name in changed.items() if name in sizes.recomputed}
+        recomputed = {part_name for part_name, name in changed.items() if name in sizes.recomputed}
         return dataclasses.replace(
             sizes,
-            residuals={**sizes.residuals, **{own: sizes[name] for own, name in changed.items()}},
+            residuals={**sizes.residuals, **{part_name: sizes[name] for part_name, name in changed.items()}},
             recomputed=(sizes.recomputed - changed.keys()) | recomputed,
         )
 
@@ -304,27 +254,19 @@ class Block(nnx.Module):
 
     @property
     def state_reads(self) -> tuple[str, ...]:
-        """The block's names of the residuals that `first_state` reads to build the mixers' states for generation; a
-        prefill must compute and return these."""
+        """The residuals that `first_state` reads."""
         return tuple(self._own_segments()[part][1][name] for part, m in self.mixers.items() for name in m.state_reads)
 
     def first_state(
         self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
     ) -> dict[str, object]:
-        """Builds {mixer's name: its state for generation, any pytree} after prompts have run through the layer.
-
-        Args:
-          values: {name: value} of the residuals that `state_reads` names, computed from the prompts.
-          lengths: int32[B], tokens of each prompt.
-          new_tokens: for how many more tokens than `values` have positions the states must have room.
-          context: the layer's spec, and a layout of rows with one prompt each, with their rotary tables.
-        """
-        found: dict[str, object] = {}
+        """{mixer's name: its state for generation} after prompts. Arguments as for Mixer.first_state."""
+        states: dict[str, object] = {}
         for part, mixer in self.mixers.items():
             names = self._own_segments()[part][1]
-            own = {name: values[names[name]] for name in mixer.state_reads}
-            found[part] = mixer.first_state(own, lengths, new_tokens, context)
-        return found
+            mixer_values = {name: values[names[name]] for name in mixer.state_reads}
+            states[part] = mixer.first_state(mixer_values, lengths, new_tokens, context)
+        return states
 
     def step(
         self,
@@ -334,23 +276,12 @@ class Block(nnx.Module):
         context: Context,
         taken: Mapping[str, object] | None = None,
     ):
-        """Runs the next N tokens of each row in generation: one while rows decode, more for a chunk of a long prompt.
-        _layer_step (layer_steps.py) calls it, unless N is 1 and plain_layer.py has a faster step for all of the model.
+        """Runs the next N tokens of each row in generation: (layer_output [B, N, hidden], {mixer's name: its state
+        after them}, {name: value} that the layer gives to later layers). Arguments as for Mixer.step.
 
-        Args:
-          layer_input: [B, N, hidden].
-          state: {mixer's name: its state}, from `first_state` or the previous step.
-          at: int32[B], the position of the first of the N tokens of each row, which is also the number of tokens that
-            the state has already. A negative number marks a row that does not decode; its results are ignored.
-          context: the layer's spec, and a layout with the rotary tables of these positions, in which rows that do not
-            decode are padding.
-          taken: {name: value} of what the layer takes from outside (`takes`) for these tokens, as the decoder or an
-            earlier layer's `step` gave it; None: it takes nothing.
-        Returns:
-          (layer_output [B, N, hidden], {mixer's name: its state after these tokens}, {name: value} of what the layer
-            gives to later layers)
+          taken: {name: value} that the layer takes from outside for these tokens.
         """
-        values, after, given = {LAYER_INPUT: layer_input, **(taken or {})}, {}, {}
+        values, after, given_values = {LAYER_INPUT: layer_input, **(taken or {})}, {}, {}
         context = dataclasses.replace(context, taken=taken or {})
         places, norms = places_of(self.stages)
         for part, module in self.parts.items():
@@ -359,8 +290,8 @@ class Block(nnx.Module):
                 place = places[part]
                 x = self.normed(part, values[place.reads])
                 if getattr(module, "gives", {}):
-                    out, after[part], more = module.step_giving(x, state[part], at, context)
-                    given |= more
+                    out, after[part], shared_values = module.step_giving(x, state[part], at, context)
+                    given_values |= shared_values
                 else:
                     out, after[part] = module.step(x, state[part], at, context)
                 values[place.makes] = self.added(part, None if place.adds_to is None else values[place.adds_to], out)
@@ -369,20 +300,16 @@ class Block(nnx.Module):
                 if not segment.aux:
                     outputs = segment.run(self, context, *map(values.get, segment.reads))
                     values |= zip(segment.outputs, outputs, strict=True)
-        return values[LAYER_OUTPUT], after, given
+        return values[LAYER_OUTPUT], after, given_values
 
 
 def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str], apart: bool) -> tuple[Segment, ...]:
-    """Converts one segment of a part into one or two segments of the block, whose `run` takes the block as its module.
+    """One segment of a part as one or two of the block. A norm of the output and the addition are a segment of their
+    own: the norm's derivative reads the output, which a product would otherwise compute again. A segment with its own
+    backward may not read INPUT or make OUTPUT.
 
-    Values are renamed to the block's names, names of matrices get the part's name in front, each segment that reads
-    INPUT computes it by the norm before the part, and the part's output is added as `place` says. If the output has a
-    norm, that norm and the addition are a segment of their own: the norm's derivative reads the output, which would
-    otherwise be computed again by a matrix product. A segment with its own backward may not read INPUT or make OUTPUT
-    (AssertionError).
-
-    part: its name. names: {the part's name of a residual: the block's name of it}. apart: whether the segment reads
-    INPUT as a value of its own, with the name of the norm before the part, and does not norm it.
+      names: {the part's name of a residual: the block's}.
+      apart: INPUT is normed already, a value with the norm's name.
     """
     ending = segment.outputs == (OUTPUT,)
     stream = {STREAM: place.reads, INPUT: place.norm if apart else place.reads}
@@ -391,19 +318,19 @@ def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str
     added = adds and place.adds_to is not None and place.adds_to not in reads
 
     def run(block: Block, context: Context, *values):
-        """The `run` of the block's segment: the part's own, with the norm before it, and its output added if `adds`."""
-        own = values[:-1] if added else values
+        part_values = values[:-1] if added else values
         if not apart:
             norm = block.to_norm if segment.norms else block.normed
-            own = [norm(part, v) if name == INPUT else v for name, v in zip(segment.reads, own, strict=True)]
-        outputs = segment.run(getattr(block, part), context, *own)
+            part_values = [
+                norm(part, v) if name == INPUT else v for name, v in zip(segment.reads, part_values, strict=True)
+            ]
+        outputs = segment.run(getattr(block, part), context, *part_values)
         if not adds:
             return tuple(outputs)
         x = None if place.adds_to is None else values[-1 if added else reads.index(place.adds_to)]
         return (block.added(part, x, outputs[0]),)
 
     def add(block: Block, context: Context, out: jax.Array, *x: jax.Array):
-        """The `run` of a second segment: norms the part's output and adds it to x, if there is one."""
         del context
         return (block.added(part, x[0] if x else None, out),)
 
@@ -411,14 +338,14 @@ def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str
     if backward is not None:
         assert INPUT not in segment.reads and not ending, "a backward of its own has no norm in it"
         backward = functools.partial(_backward_in_block, segment.backward, part)
-    made = place.makes if adds else f"{part}_out"
+    output_name = place.makes if adds else f"{part}_out"
     with_before = segment.with_before
     if with_before is not None:
         with_before = _in_block(with_before, part, place, names, apart)[0]
     first = dataclasses.replace(
         segment,
         reads=(*reads, place.adds_to) if added else reads,
-        makes=(dataclasses.replace(segment.makes[0], name=made),) if ending else _renamed(segment.makes, names),
+        makes=(dataclasses.replace(segment.makes[0], name=output_name),) if ending else _renamed(segment.makes, names),
         run=run,
         backward=backward,
         with_before=with_before,
@@ -427,17 +354,15 @@ def _in_block(segment: Segment, part: str, place: Place, names: Mapping[str, str
     if not ending or adds:
         return (first,)
     adds_to = () if place.adds_to is None else (place.adds_to,)
-    after = Segment(f"{part}_post_norm", (made, *adds_to), (Residual(place.makes),), add, tokenwise=segment.tokenwise)
+    after = Segment(
+        f"{part}_post_norm", (output_name, *adds_to), (Residual(place.makes),), add, tokenwise=segment.tokenwise
+    )
     return first, after
 
 
 def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple[Residual, ...]:
-    """Gives residuals of a part the block's names, also in their field `decided_with`; all else stays the same.
-
-    names: {the part's name of a residual: the block's name of it}, for all residuals of the part."""
 
     def one(residual: Residual) -> Residual:
-        """A residual under its block's names."""
         decided_with = residual.decided_with and names[residual.decided_with]
         return dataclasses.replace(residual, name=names[residual.name], decided_with=decided_with)
 
@@ -445,14 +370,8 @@ def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple
 
 
 def _sum_norm_segment(norm: SumNorm, tokenwise: bool) -> Segment:
-    """The segment of the block that norms the sum of a stage's outputs and adds it to the residual stream
-    (Block._on_stream). It is the last of Block.part_segments of the stage's last part.
-
-    norm: the names of the norm, of the sum and of the stream's values. tokenwise: whether the segment may run over
-    tiles of tokens, with the segment before it (Segment.tokenwise); if False it runs on whole rows."""
 
     def run(block: Block, context: Context, total: jax.Array, x: jax.Array):
-        """Norms the sum `total` and adds it to the stream's value x."""
         del context
         return (block._on_stream(x, getattr(block, norm.name)(total), norm.makes),)
 
@@ -460,14 +379,5 @@ def _sum_norm_segment(norm: SumNorm, tokenwise: bool) -> Segment:
 
 
 def _backward_in_block(backward, part: str, block_of, trainable, *arguments):
-    """Calls the hand-written backward of a part's segment, whose module is the part, in a layer, where the stack passes
-    the whole block. It returns the result, whose gradients are those of the block's trainable tensors.
-
-    Args:
-      backward: the Backward of the part's segment.
-      part: the part's name.
-      block_of: builds the whole block from trainable tensors.
-      trainable: the block's trainable tensors.
-      arguments: the other arguments of a Backward: context, inputs, outputs and gradients.
-    """
+    """Calls the Backward of a part's segment in a layer, where the trainable tensors are the whole block's."""
     return backward(lambda trainable: getattr(block_of(trainable), part), trainable, *arguments)

@@ -1,9 +1,6 @@
-"""Per-layer embeddings (Gemma 4 E2B and E4B): besides the usual embedding, a second table has an embedding of each
-token for every layer, which the layer adds to its residual stream.
-
-The decoder computes the values of all layers once for a batch (PerLayerInputs) and gives each layer its own; in the
-layer they enter the residual stream through a gate (PerLayerGate, a feed-forward, of which PerLayerShape has the
-settings)."""
+"""Per-layer embeddings (Gemma 4 E2B and E4B): a second table has an embedding of each token for every layer, which
+enters the layer's residual stream through a gate.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +22,20 @@ PER_LAYER = "per_layer_input"  # the name of a layer's own value among what it t
 
 @dataclasses.dataclass(frozen=True)
 class PerLayerShape:
-    """The settings of the part (Gemma 4 E2B) that adds a layer's embedding of the token to the residual stream, given
-    as Part.config; `make` builds the module."""
+    """The settings of the part that adds a layer's embedding of the token to the residual stream."""
 
     size: int  # how many numbers a layer's embedding of a token has
     # the part's name in Hugging Face's tensor names: empty, because these name its matrices directly under the layer
     hf_name: str = ""
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> PerLayerGate:
-        """Builds the layer's PerLayerGate of this size; Block's constructor calls it. config: the decoder's. key: draws
-        the initial weights. dtype: of the weights."""
         return PerLayerGate(config, self.size, key, dtype)
 
 
 class PerLayerGate(nnx.Module):
-    """A feed-forward that adds the layer's embedding of each token:
-    per_layer_projection(activation(per_layer_input_gate(x)) * the layer's embedding of the token).
+    """per_layer_projection(activation(per_layer_input_gate(x)) * the layer's embedding of the token).
 
-    `takes` names that embedding, `segments` divides the computation into the steps that the stack runs forward and
-    backward, `order` has settings of that backward (BackwardOrder), and `forward_bytes` and `backward_bytes` are the
-    planner's estimates of its memory.
-
-    Args:
-      config: gives the hidden size, the activation and the range of initial weights.
-      size: numbers of the layer's embedding of a token.
-      key: draws the initial weights.
-      dtype: of the weights.
+    size: numbers of a layer's embedding of a token.
     """
 
     order = BackwardOrder()
@@ -64,15 +49,10 @@ class PerLayerGate(nnx.Module):
 
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
-        """{"per_layer_input": (size,)}, the name and the shape for one token of the value that the part reads from
-        outside the layer: the layer's embedding of the token, which the decoder gives (Decoder.given) and the segment
-        `project_per_layer` reads. Block.takes collects it."""
+        """{name: shape for one token} of the value from outside the layer, its embedding of the token."""
         return {PER_LAYER: (self.size,)}
 
     def segments(self) -> tuple[Segment, ...]:
-        """Returns the steps of the part's computation, as Segments, between which a plan may keep, offload or recompute
-        values: `gate_per_layer` multiplies the input by per_layer_input_gate; `project_per_layer` multiplies the
-        layer's embedding of the token by the activated gate, and projects the product to the hidden size."""
         return (
             Segment(
                 "gate_per_layer",
@@ -85,8 +65,8 @@ class PerLayerGate(nnx.Module):
                 "project_per_layer",
                 ("per_layer_gate", PER_LAYER),
                 (Residual(OUTPUT),),
-                lambda part, context, gate, own: (
-                    part.per_layer_projection(ACTIVATIONS[part.activation](gate) * own, context.key),
+                lambda part, context, gate, embedding: (
+                    part.per_layer_projection(ACTIVATIONS[part.activation](gate) * embedding, context.key),
                 ),
                 matrices=("per_layer_projection",),
             ),
@@ -95,34 +75,21 @@ class PerLayerGate(nnx.Module):
     # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
-        planner's forecasts of a training step's forward and of passes without a backward: the gated embedding, and
-        input, output and normed output of the part. sizes: the bytes of the layer's residuals by name."""
+        """The gated embedding, and input, output and normed output of the part."""
         return sizes["per_layer_gate"] + 3.0 * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """An estimate of the bytes that the part's backward needs in addition to the residuals, for the planner. `own`
-        of the result counts gradients of the gate and of the embedding, their product, and two values of the residual
-        stream; `around` is 0, and covers_mixer False. sizes: the bytes of the layer's residuals by name."""
+        """Gradients of the gate and the embedding, their product, and two values of the residual stream."""
         return Scratch(3.0 * sizes["per_layer_gate"] + 2.0 * sizes["layer_input"], 0.0, covers_mixer=False)
 
 
 class PerLayerInputs(nnx.Module):
-    """Computes the per-layer embeddings of tokens for all layers, which the Decoder gives to the layers. Each is the
-    sum of a row of a table and of a projection of the token's usual embedding x, divided by sqrt(2):
+    """Computes the per-layer embeddings of tokens for all layers, from a table [vocabulary, layers * size] and the
+    usual embedding x:
 
         given = (norm(projection(x) / sqrt(hidden)) + table[token] * sqrt(size)) / sqrt(2)
 
-    table is [vocabulary, layers * size] and projection [layers * size, hidden]. The norm, over the `size` numbers of
-    one layer, is the same for all layers. The module is called with the tokens, x, the function (table, tokens) -> rows
-    that looks up rows of the table, the key of dropout, and rows [B, T, layers * size] that were looked up already, or
-    None; it returns one array [B, T, size] for each layer. A training run may have the table on the host
-    (placement/host_table.py), and then gives the rows.
-
-    Args:
-      config: gives the sizes: num_layers, hidden_size, per_layer_size and per_layer_vocab_size.
-      key: draws the initial weights; the `key` of a call draws the dropout mask of the projection's adapter.
-      dtype: of the weights.
+    The norm over a layer's `size` numbers is the same for all layers.
     """
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
@@ -146,23 +113,18 @@ class PerLayerInputs(nnx.Module):
         key: jax.Array | None = None,
         rows: jax.Array | None = None,
     ) -> list[jax.Array]:
-        """Returns the per-layer embeddings of the tokens, one array [B, T, size] in x's dtype for each layer.
+        """The per-layer embeddings, one array [B, T, size] in x's dtype for each layer.
 
-        Args:
-          tokens: int32[B, T].
-          x: [B, T, hidden], the tokens' embeddings as the first layer gets them.
-          take: the function (table, tokens) -> rows [B, T, layers * size] that looks up the rows of the table, and
-            decides how the table's gradient is computed; not called if `rows` are given or the host looks them up.
-          key: draws the dropout mask of the projection's adapter; None: no dropout.
-          rows: [B, T, layers * size], the rows of the table for these tokens; None: they are looked up.
-        Raises:
-          ValueError: the table is on the host, and no rows are given (host_table.rows_of).
+        x: [B, T, hidden], the first layer's input.
+        take: (table, tokens) -> rows [B, T, layers * size], which decides the table's gradient.
+        key: draws the dropout mask of the projection's adapter; None: no dropout.
+        rows: [B, T, layers * size], the tokens' rows of a table on the host; ValueError if they are missing then.
         """
         rows = host_table.rows_of("per_layer", self.weight, tokens, take, rows)
         rows = rows.astype(x.dtype) * jnp.asarray(self.size**0.5, x.dtype)
         projected = self.projection(x, key)
         projected = (projected.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype)
         by_layer = (*x.shape[:2], self.layers, self.size)
-        both = self.norm(projected.reshape(by_layer)) + rows.reshape(by_layer)
-        both = (both.astype(jnp.float32) * 2.0**-0.5).astype(x.dtype)
-        return [both[:, :, index] for index in range(self.layers)]
+        total = self.norm(projected.reshape(by_layer)) + rows.reshape(by_layer)
+        total = (total.astype(jnp.float32) * 2.0**-0.5).astype(x.dtype)
+        return [total[:, :, index] for index in range(self.layers)]

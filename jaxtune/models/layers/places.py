@@ -1,6 +1,4 @@
-"""How the parts of a layer are connected to its residual stream: `places_of` computes it from the layer's stages, as a
-Place for each part and a SumNorm for each sum that is normed. The block (layers/block.py) runs its parts by it, and the
-stack's backward takes norms out of segments by it."""
+"""How the parts of a layer are connected to its residual stream, computed from the layer's stages."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ LAYER_INPUT, MID, LAYER_OUTPUT = "layer_input", "mid", "layer_output"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """How one part (a mixer or feed-forward) is connected to the residual stream of its layer, as names of values and
-    of norms. places_of computes it from the layer's stages; the Block runs the part by it, in training and in
-    generation."""
+    """How one part is connected to the residual stream, as names of values and of norms."""
 
     reads: str  # name of the value of the residual stream that the part reads, the same for all parts of its stage
     norm: str | None  # the block's attribute with the norm of the part's INPUT; None: INPUT is the stream as it is
@@ -29,8 +25,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class SumNorm:
-    """The norm of the sum of a stage's outputs (Stage.post_norm), and how it is connected to the residual stream;
-    `places_of` computes it, and `_sum_norm_segment` makes of it a segment, which generation runs too."""
+    """The norm of the sum of a stage's outputs (Stage.post_norm), and how it is connected to the residual stream."""
 
     name: str  # the block's attribute that has the norm
     total: str  # name of the sum that it norms
@@ -40,22 +35,21 @@ class SumNorm:
 
 @functools.lru_cache(64)
 def places_of(stages: tuple[Stage, ...]) -> tuple[dict[str, Place], dict[str, SumNorm]]:
-    """Computes from a layer's stages how its parts are connected to the residual stream: ({part's name: its Place},
-    {name of the last part of a stage whose sum is normed: the SumNorm of that sum}). Block runs parts by it."""
+    """({part's name: its Place}, {name of the last part of a stage whose sum is normed: the SumNorm of that sum})."""
     places, norms = {}, {}
-    count, made, stream = sum(len(stage.parts) for stage in stages), 0, LAYER_INPUT
+    count, part_number, stream = sum(len(stage.parts) for stage in stages), 0, LAYER_INPUT
     for stage in stages:
-        given, total = stream, None
+        stage_input, total = stream, None
         first = stage.parts[0].name
         for part in stage.parts:
-            made += 1
-            after = LAYER_OUTPUT if made == count else MID if made == 1 else f"{MID}_{made}"
+            part_number += 1
+            after = LAYER_OUTPUT if part_number == count else MID if part_number == 1 else f"{MID}_{part_number}"
             adds_to, makes = (total, f"{part.name}_sum") if stage.post_norm else (stream, after)
             norm = f"{part.name if part.norm is True else part.norm}_norm" if part.norm else None
             post_norm = f"{part.name}_post_norm" if part.post_norm else None
-            places[part.name] = Place(given, norm, post_norm, adds_to, makes, stage.post_norm)
+            places[part.name] = Place(stage_input, norm, post_norm, adds_to, makes, stage.post_norm)
             total, stream = makes, makes
         if stage.post_norm:
-            norms[stage.parts[-1].name] = SumNorm(f"{first}_sum_norm", stream, given, after)
+            norms[stage.parts[-1].name] = SumNorm(f"{first}_sum_norm", stream, stage_input, after)
             stream = after
     return places, norms

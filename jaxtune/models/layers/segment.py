@@ -1,16 +1,9 @@
-"""The declarations by which a layer describes itself: its segments, residuals and costs.
+"""The declarations by which a layer describes itself: segments, residuals and costs.
 
 A layer is a block around parts: mixers, in which a token reads other tokens, and feed-forwards, which treat each token
-alone. Each part runs as a chain of segments, functions that read named values and compute named values, the residuals.
-The stack (models/stack.py) runs the chain and follows a plan that says for every residual whether it is kept (perhaps
-in FP8), offloaded or recomputed. The planner, generation, adapters and the mapping of tensor names read the same
-declarations. None of them knows a part's segments or residuals by name; only generation has faster programs for some
-kinds of layers (generation/plain_layer.py).
-
-Mixer, GivingMixer and FeedForward are the interfaces of the parts, with LayerPart, what they have in common. A Segment
-makes Residuals, is run with a Context, and can have a Backward (a hand-written derivative) and AuxLosses. BackwardOrder
-tells the stack in which order a layer's backward runs. The parts tell the planner their memory as Scratch, from Sizes.
-`matrix_of` finds a segment's matrices; `weights_per_token` and `multiplications` count its work."""
+alone. A part runs as a chain of segments, functions from named values to named values, the residuals. All code outside
+reads these declarations, and knows no part's segments by name (only generation/plain_layer.py does).
+"""
 
 from __future__ import annotations
 
@@ -33,9 +26,9 @@ INPUT, STREAM, OUTPUT = "input", "stream", "output"
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """A residual: an intermediate value of a layer's forward that its backward may read. A segment declares those that
-    it computes (Segment.makes). A plan says whether it is kept in device memory, kept in FP8, offloaded to host memory,
-    or recomputed."""
+    """An intermediate value of a layer's forward that its backward may read. A plan keeps it in device memory, perhaps
+    in FP8, offloads it to host memory, or recomputes it.
+    """
 
     name: str  # the name that plans, configs and reports use
     # the name of another residual of the layer to which the planner always gives the same placement, because treating
@@ -52,8 +45,7 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a segment, or a mixer's `first_state` or `step` in generation, receives beside its values: its layer's spec,
-    the batch's layout and a dropout key. The stack makes one for each segment, and generation one for each layer."""
+    """What a segment, or a mixer in generation, receives beside its values."""
 
     spec: LayerSpec  # the layer's kind: its parts, attention window and rotary base
     layout: PackedLayout  # document boundaries and rotary tables (by rotary base) of the batch
@@ -64,26 +56,19 @@ class Context:
 
     @property
     def rotary(self) -> Any:
-        """The rotary table of this layer's rotary base: (cos, sin), each float32[B, T, rotary_dim / 2], and for some
-        models a third array, the factor on queries by position. None for a layer without rotary embeddings. Attention
-        rotates queries and keys by it."""
+        """(cos, sin), each float32[B, T, rotary_dim / 2], and for some models a factor on queries; None for a layer
+        without rotary embedding.
+        """
         return None if self.spec.rotary is None else self.layout.rotary[self.spec.rotary]
 
 
 class Backward(Protocol):
-    """The signature of a segment's hand-written derivative, which the stack calls instead of jax.vjp of the segment's
-    `run`.
+    """A segment's hand-written derivative, in place of jax.vjp of its `run`: (gradients of the trainable tensors, or
+    None; one gradient for each input).
 
-    Args:
-      module_of: builds the segment's module (its part, or the block) from trainable tensors like `trainable`.
-      trainable: the trainable tensors, in training those of the whole block.
-      context: what `run` received: the layer's spec, the batch's layout and the dropout key.
-      inputs: the values that the segment read.
-      outputs: the values that the segment computed in the forward or when it was recomputed; None for one that is not
-        there, such as layer_output.
-      gradients: the gradients of the outputs, only of those that have one.
-    Returns:
-      (gradients of the trainable tensors, or None where there are none; one gradient for each input)
+      module_of: builds the segment's module (part or block) from trainable tensors.
+      outputs: None for one that is not there, such as layer_output.
+      gradients: only of the outputs that have one.
     """
 
     def __call__(
@@ -94,16 +79,14 @@ class Backward(Protocol):
         inputs: tuple[jax.Array, ...],
         outputs: tuple[jax.Array | None, ...],
         gradients: tuple[jax.Array, ...],
-    ) -> tuple[Any, tuple[jax.Array, ...]]:
-        """Computes the gradients of one segment; the class describes the arguments and the result."""
-        ...
+    ) -> tuple[Any, tuple[jax.Array, ...]]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class AuxLoss:
-    """An auxiliary loss, which a part of the model computes from its own values and which training may add to the
-    objective's loss, such as a router's load-balancing loss. A Segment declares it (Segment.aux); so far only experts
-    do."""
+    """A loss that a part computes from its own values, such as a router's load-balancing loss, and that training may
+    add to the objective's.
+    """
 
     # the name of its metric; the config key `{name}_coef` sets the factor by which training multiplies the loss
     name: str
@@ -116,12 +99,9 @@ class AuxLoss:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """One step of a layer's computation: a function that reads named values and computes named values, the residuals.
-    Residuals exist only between segments, so the segments decide what a plan can keep or recompute.
-
-    Only the first four fields are needed to run a segment. Of the others, `matrices` also lists what adapters and
-    quantisation can change, `aux` declares losses for training, and the rest tell the stack how the segment may be run
-    and the planner what it costs."""
+    """One step of a layer's computation. Residuals exist only between segments, so the segments decide what a plan can
+    keep or recompute. The first four fields run a segment; the others tell how it may be run and what it costs.
+    """
 
     name: str  # its name in profiles and among the dropout keys, unique within a part
     # names of the values it takes: residuals of earlier segments, values from outside the layer (LayerPart.takes), and
@@ -180,17 +160,14 @@ class Segment:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the values that it computes, those of the residuals in `makes`, in their order, in which the
-        function `run` returns the values."""
         return tuple(residual.name for residual in self.makes)
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardOrder:
-    """Settings of the backward of a layer: at which moment a recomputed segment is differentiated, and what waits for
-    what. Feed-forwards declare them where XLA's own order costs memory or time, and Block.order combines them to those
-    of all segments of the layer, which the stack follows (layer_backward; `free` in _stack_bwd). The defaults suit an
-    MLP."""
+    """When a recomputed segment is differentiated in a layer's backward, and what waits for what, where XLA's own order
+    costs memory or time. The defaults suit an MLP.
+    """
 
     # True: a recomputed segment that has no backward of its own is differentiated when it is recomputed, and what its
     # derivative reads is kept until its gradient arrives. Experts have it: their thin products and sorted rows would
@@ -211,8 +188,7 @@ class BackwardOrder:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes from which a part of a layer computes how many scratch bytes one micro-batch takes on one device. The
-    planner makes it; sizes[name] gives the bytes of the residual of that name."""
+    """The sizes from which a part computes its scratch bytes for one micro-batch on one device."""
 
     residuals: Mapping[str, float]  # bytes of each residual by name; for tiled segments, of one tile
     # names of the residuals that the backward makes anew: those that the plan recomputes, and those that it keeps in
@@ -226,15 +202,15 @@ class Sizes:
     device: str  # the device's name, which selects numbers in models/fitted.py
 
     def __getitem__(self, name: str) -> float:
-        """The bytes of the residual of this name; 0.0 if the layer does not have it."""
+        """0.0 if the layer does not have the residual."""
         return self.residuals.get(name, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """The scratch memory, in bytes, that the backward of one part of a layer (a feed-forward, or a mixer such as
-    attention) needs in addition to the residuals: `own` plus `around`. For the peak, the planner takes the largest need
-    of a layer's parts. A part runs as several segments."""
+    """The bytes that the backward of one part needs beyond the residuals, `own` plus `around`. A layer's peak has the
+    largest need of its parts.
+    """
 
     own: float  # bytes that the computation of the part's own gradients needs
     # bytes of partial gradients from other segments of the layer that are in memory while this part's backward runs
@@ -246,155 +222,111 @@ class Scratch:
 
 
 class LayerPart(Protocol):
-    """What the block requires of every mixer and feed-forward, which are nnx modules: `segments`, the chain of
-    functions in which the part runs.
+    """A mixer or feed-forward, an nnx module. It may have two more attributes:
 
-    A part may also read values that are not computed in its layer, and give values to later layers. It says so by two
-    attributes, which most parts do not have:
-
-    - `takes`, {name of a value: its shape for one token}: the value is given to the layer from outside, [B, T, *shape]
-      in the compute dtype, and its segments name it among what they read. It comes from an earlier layer that gives it,
-      or from the decoder, which computes it for each layer (Decoder.given).
-    - `gives`, {name of one of its residuals: name of the value for other layers}: every later layer that takes the
-      value gets this residual, until another layer gives the same. Such a residual is always kept (`small`), and its
-      gradient is the sum over the layers that read it. A mixer that gives values has a method `step_giving`."""
+    - `takes`, {name of a value: its shape for one token}: the value, [B, T, *shape] in the compute dtype, comes from an
+      earlier layer that gives it or from the decoder, and segments read it by this name.
+    - `gives`, {name of a residual: the value's name for other layers}: later layers that take the value get this
+      residual, until another layer gives the same. It is always kept (`small`), and its gradient is summed over all
+      that read it.
+    """
 
     def segments(self) -> tuple[Segment, ...]:
-        """The chain of segments that computes OUTPUT, the part's result, from INPUT (the normed residual stream) or
-        STREAM (without the norm), in the order in which they run; the last one makes OUTPUT. The block connects them to
-        the residual stream."""
+        """The chain that computes OUTPUT, in its last segment, from INPUT or STREAM."""
         ...
 
 
 class Mixer(LayerPart, Protocol):
-    """A part of a layer in which a token reads other tokens, such as attention. `first_state` and `step` run it in
-    generation. `backward_bytes` and `waiting_bytes` are estimates by which the planner predicts the peak memory of
-    training.
-
-    To add one, write a file with the module and with a frozen dataclass that has `hf_name` and whose `make(config, key,
-    dtype)` builds it (PartConfig in models/config.py). A LayerSpec has an instance of it as the `config` of a Part.
-    Having `state_reads` is what marks a part as a mixer."""
+    """A part in which a token reads other tokens; `state_reads` marks it. To add one, write the module and a frozen
+    dataclass whose `make(config, key, dtype)` builds it (PartConfig); a LayerSpec has an instance as the `config` of a
+    Part.
+    """
 
     state_reads: tuple[str, ...]  # names of the residuals from which the state for generation is built after a prompt
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """An estimate of the bytes that the mixer's own backward needs in addition to the residuals, for the planner's
-        forecast of the peak. It is not counted if a later feed-forward covers the mixer (Scratch.covers_mixer).
-
-        sizes: of one micro-batch on one device, by the mixer's own names of residuals."""
+        """Bytes that the mixer's own backward needs beyond the residuals. Sizes are by the mixer's own names of
+        residuals.
+        """
         ...
 
     def waiting_bytes(self, sizes: Sizes) -> float:
-        """An estimate of the bytes of the mixer's partial results that stay in memory while the backward of a later
-        feed-forward of the layer runs, which comes before the mixer's own backward. The planner adds it to what that
-        backward needs if the feed-forward covers the mixer (Scratch.covers_mixer).
-
-        sizes: of one micro-batch on one device, by the mixer's own names of residuals."""
+        """Bytes of the mixer's partial results that exist while the backward of a later feed-forward runs, which comes
+        before its own. They count only if that feed-forward covers the mixer (Scratch.covers_mixer).
+        """
         ...
 
     def first_state(
         self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
     ) -> Any:
-        """The mixer's state for generation (such as caches of keys and values) after prompts, any pytree of arrays
-        whose first axis is rows. Block.first_state calls it, when prompts are prefilled and when sizes of states are
-        traced.
+        """The state for generation (such as caches) after prompts, a pytree of arrays whose first axis is rows.
 
-        Args:
-          values: {name: value} of the residuals that `state_reads` names, computed from the prompts.
-          lengths: int32[B], tokens of each prompt.
-          new_tokens: for how many more tokens than `values` have positions the state must have room.
-          context: the layer's spec, and a layout of rows with one prompt each, with their rotary tables.
+        values: {name: value} of the residuals that `state_reads` names.
+        lengths: int32[B], tokens of each prompt.
+        new_tokens: for how many tokens beyond those of `values` there must be room.
+        context: its layout has one prompt a row, with rotary tables.
         """
         ...
 
     def step(self, x: jax.Array, state: Any, at: jax.Array, context: Context) -> tuple[jax.Array, Any]:
-        """Runs the next N tokens of each row in generation: (the part's output [B, N, hidden], the state after them).
-        Block.step calls it, unless the mixer gives values to later layers (GivingMixer).
+        """Runs the next N tokens of each row in generation: (output [B, N, hidden], the state after them). N is 1 while
+        rows decode; a long prompt is prefilled in chunks.
 
-        N is 1 while rows decode; a long prompt is prefilled in chunks of more tokens.
-
-        Args:
           x: [B, N, hidden], the part's input after the norm.
-          state: from `first_state` or the previous step.
-          at: int32[B], the position of the first of the N tokens, which is also the number of tokens in the state. A
-            negative number marks a row that is not decoding; its output and state are ignored.
-          context: the layer's spec, a layout with the rotary tables of these positions, and in `taken` what the layer
-            takes: from earlier layers as their `step_giving` returned it, and from the decoder.
+          at: int32[B], the position of the first of them, also the number of tokens in the state; negative for a row
+            that is not decoding, whose results are ignored.
+          context: its layout has the rotary tables of these positions; `taken` what the layer takes.
         """
         ...
 
 
 class GivingMixer(Mixer, Protocol):
-    """A mixer that gives values, such as its keys and values, to later layers (LayerPart.gives). In generation the
-    block calls `step_giving` instead of `step`, to pass these values on."""
+    """A mixer that gives values, such as keys and values, to later layers."""
 
     def step_giving(
         self, x: jax.Array, state, at: jax.Array, context: Context
     ) -> tuple[jax.Array, object, dict[str, object]]:
-        """Runs the next N tokens of each row as Mixer.step does, with the same arguments (x: [B, N, hidden]; state:
-        from the step before; at: int32[B], the first position; context), and returns (output, state, a third result):
-        {name: value} of what later layers take in this step, each any pytree. Block.step returns them to its caller
-        (generation/slots.py), which passes them to the steps of later layers, where they are in Context.taken."""
+        """As Mixer.step, with a third result: {name: value, any pytree} of what later layers take in this step."""
         ...
 
 
 class FeedForward(LayerPart, Protocol):
-    """A part of a layer that treats each token alone, such as an MLP. `order` has settings of the stack's backward of
-    the layer, such as whether it waits for weight gradients; `forward_bytes` and `backward_bytes` are estimates by
-    which the planner predicts the peak memory of training.
-
-    One is added like a mixer: by a file with the module and a frozen dataclass that has `hf_name` and whose
-    `make(config, key, dtype)` builds it, and of which a LayerSpec has an instance as the `config` of a Part. The module
-    must not have `state_reads`.
-    """
+    """A part that treats each token alone, such as an MLP. Added like a mixer, but without `state_reads`."""
 
     order: BackwardOrder  # what it wants of the layer's backward; Block.order combines those of all feed-forwards
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
-        planner's forecasts of a training step's forward and of passes without a backward.
-
-        sizes: of one micro-batch on one device, by the feed-forward's own names of residuals."""
+        """Bytes in memory at the end of the layer's forward beyond the residuals. Sizes are by the feed-forward's own
+        names.
+        """
         ...
 
-    def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """An estimate of the bytes that the feed-forward's backward needs in addition to the residuals, for the
-        planner's forecast of the peak.
-
-        sizes: of one micro-batch on one device, by the feed-forward's own names of residuals."""
-        ...
+    def backward_bytes(self, sizes: Sizes) -> Scratch: ...
 
 
 def matrix_of(module: nnx.Module, name: str) -> Any:
-    """Looks up the Linear or ExpertLinear of a part or block (`module`) by its dotted name, such as
-    "experts.down_proj", as Segment.matrices has it ("mlp.experts.down_proj" in a block). The result is the module's own
-    matrix, not a copy. Block.matrices and the counts of work per segment call it."""
-    for part in name.split("."):
-        module = getattr(module, part)
+    """The module's own Linear or ExpertLinear of a dotted name such as "experts.down_proj" ("mlp.experts.down_proj" in
+    a block).
+    """
+    for attribute in name.split("."):
+        module = getattr(module, attribute)
     return module
 
 
 def weights_per_token(segment: Segment, matrix: Any) -> int:
-    """How many numbers of a segment's matrix one token is multiplied by, from which work and FLOPs are counted: all of
-    a linear's weight, and of a matrix of experts only the weights of the experts that the token is routed to
-    (segment.experts_per_token). segment: a segment that multiplies by the matrix. matrix: a Linear or ExpertLinear."""
+    """How many numbers of a matrix one token is multiplied by; of experts, those that it is routed to."""
     if not matrix.num_experts:
         return math.prod(matrix.sizes)
     return math.prod(matrix.sizes[1:]) * segment.experts_per_token
 
 
 def multiplications(segment: Segment, module: nnx.Module, tokens: int, length: int, backward: bool = False) -> float:
-    """The duration of a segment for `tokens` tokens in rows of `length`, stated as the number of multiplications (not
-    FLOPs) that large matrix products do in that time. By these durations the stack distributes copies and collectives
-    over the segments that they run beside; the planner forecasts seconds in another way.
+    """The duration of a segment, as the number of multiplications (not FLOPs) that large matrix products do in that
+    time.
 
-    Args:
-      segment: of a block, or of a part.
-      module: that block or part, which has the segment's matrices.
       tokens: of the whole micro-batch on this device.
       length: tokens of a row.
-      backward: True: the duration of the derivative, if the segment has a formula of its own for it; a segment without
-        one is counted as in the forward. False: that of the forward.
+      backward: of the derivative, if the segment has a formula for it, else of the forward.
     """
     if segment.multiplications is not None:
         return segment.multiplications(tokens, length, backward)

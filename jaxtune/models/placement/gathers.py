@@ -1,8 +1,6 @@
-"""Gathers and scatters of tensors that devices divide. A Shard (partition.py) is one device's part of such a tensor.
-`gather` makes the whole tensor of all devices' parts; `scatter` sums the devices' gradients of it, and leaves each
-device its part of the sum. Functions with a derivative of their own combine the two: embeddings are read by `rows_of`,
-and the head's weight by `whole_beside`. The stack writes its derivative itself: `shards_of_layer` and `with_gradients`
-list what it gathers and scatters beside a layer (collectives.py), and `first_gathered` gathers the first layer."""
+"""Gathers and scatters of tensors that devices divide, with derivatives: `gather` makes the whole tensor of all
+devices' Shards, `scatter` sums gradients and leaves each device its part. Call them inside `partition.divided`.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +18,14 @@ from jaxtune.models.placement.partition import TENSORS, Shard, shards
 
 
 def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """Looks up rows of a table: take(table, index), for a variable whose array is [n, ...], which the devices may
-    divide. Token embeddings and per-layer embeddings are looked up by it.
+    """take(table, index) of a variable [n, ...], which the devices may divide; its gradient is a Shard then.
 
-    A divided table is not gathered for a few of its rows: each device takes the rows that it has for the indices of all
-    devices, and receives those for its own indices from the others. It is gathered whole if the devices that divide it
-    look up more rows in all than it has, or if it is divided along another axis than the first.
+    Devices exchange rows of a divided table: each takes its own rows for the indices of all. It is gathered instead if
+    all look up more rows than it has, or if it is divided along another axis than the first.
 
-    Args:
-      variable: the table, such as an embedding's weight.
-      index: int32[...] in [0, n), this device's row numbers.
-      take: (table, index) -> table[index], with the derivative that the lookup is to have. Where rows are exchanged, it
-        gets this device's part and row numbers in it, int32[devices, ...].
-    Returns:
-      take(table, index) of the whole table, [*index.shape, ...], complete on this device. The table's gradient is a
-        Shard if the table is divided.
+      index: int32[...] in [0, n), this device's.
+      take: (table, index) -> table[index], with its derivative. Where rows are exchanged, it gets this device's part
+        and row numbers in it, int32[devices, ...].
     """
     value = variable.get_value()
     if not isinstance(value, Shard):
@@ -46,44 +37,28 @@ def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
-    """Looks up rows of a table that the devices divide along its first axis: the rows of `index`, complete on this
-    device. `rows_of` calls it for few rows.
-
-    The derivative is written by hand, because it exchanges gradients between devices as the forward exchanges rows.
-
-    Args:
-      take: (part of the table, row numbers within it, int32[devices, ...]) -> those rows.
-      shard: this device's part of the table.
-      index: int32[...], numbers of the rows in the whole table that this device wants; other devices want others.
+    """Rows of a table that devices divide along its first axis. The derivative exchanges gradients as the forward
+    exchanges rows.
     """
     return _rows_of_fwd(take, shard, index)[0]
 
 
 def _rows_of_fwd(take, shard: Shard, index: jax.Array):
-    """The forward rule of `_rows_of`, with its arguments: (the rows for this device's `index`, residuals). take: (part
-    of the table, row numbers within it) -> those rows.
-
-    The residuals are the pullback of `take` on this device's part of the table, `shard`, a bool array whose first axis
-    is the devices (which of every device's indices are rows of this part), and `shard` itself.
-    """
+    """(rows, (pullback of `take` on this part, bool[devices, ...]: indices that are rows of this part, shard))."""
     size = shard.array.shape[0]
     all_index = (
         jax.lax.all_gather(index, TENSORS) - jax.lax.axis_index(TENSORS) * size
     )  # of all devices, relative to this device's first row
-    mine = (all_index >= 0) & (all_index < size)
+    is_own = (all_index >= 0) & (all_index < size)
     rows, back = jax.vjp(lambda table: take(table, jnp.clip(all_index, 0, size - 1)), shard.array)
-    mine = mine.reshape(*mine.shape, *[1] * (rows.ndim - mine.ndim))
-    rows = jax.lax.psum_scatter(jnp.where(mine, rows, 0), TENSORS)  # all but one term of each sum are zero
-    return rows, (back, mine, shard)
+    is_own = is_own.reshape(*is_own.shape, *[1] * (rows.ndim - is_own.ndim))
+    rows = jax.lax.psum_scatter(jnp.where(is_own, rows, 0), TENSORS)  # all but one term of each sum are zero
+    return rows, (back, is_own, shard)
 
 
 def _rows_of_bwd(take, residuals, gradient):
-    """The backward rule of `_rows_of`: (this device's part of the table's gradient, as a Shard; None for the indices).
-
-    take: that of the forward, which is not needed. residuals: from `_rows_of_fwd`. gradient: that of the rows which
-    this device looked up."""
-    back, mine, shard = residuals
-    (gradients,) = back(jnp.where(mine, jax.lax.all_gather(gradient, TENSORS), 0))
+    back, is_own, shard = residuals
+    (gradients,) = back(jnp.where(is_own, jax.lax.all_gather(gradient, TENSORS), 0))
     return dataclasses.replace(shard, array=gradients), None
 
 
@@ -91,12 +66,10 @@ _rows_of.defvjp(_rows_of_fwd, _rows_of_bwd)
 
 
 def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (the whole array of a variable, x unchanged), for a variable such as the head's weight, which is not
-    needed before the hidden states x are computed (Decoder.head_operands).
-
-    A Shard is gathered only after x is there, and if it trains, its gradient is scattered before x's gradient is passed
-    on. Otherwise XLA keeps the whole array and its gradient in memory for as long as it can combine several
-    collectives. A variable that is not divided is returned as it is."""
+    """(whole array, x), for a variable such as the head's weight that is not needed before x. A Shard is gathered after
+    x is there, and its gradient scattered before x's is passed on; otherwise XLA keeps the whole array and gradient for
+    as long as it can combine collectives.
+    """
     value = variable.get_value()
     if not isinstance(value, Shard):
         return variable[...], x
@@ -108,8 +81,7 @@ def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.A
 
 @jax.custom_vjp
 def _gathered_beside(shard: Shard, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`whole_beside` for a Shard that trains: (the whole array of `shard`, x unchanged), where the gather waits for x.
-    The hand-written derivative scatters the gradient of the whole array before it passes on the gradient of x."""
+    """`whole_beside` for a Shard that trains."""
     shard, x = optimization_barrier((shard, x))
     return gather(shard), x
 
@@ -122,9 +94,7 @@ _gathered_beside.defvjp(
 
 @jax.custom_vjp
 def _gathered(shard: Shard) -> jax.Array:
-    """Gathers `shard`, this device's part of a tensor, with a derivative: returns the whole array. The gradient of the
-    Shard is this device's part of the sum of all devices' gradients (`scatter`). `rows_of` calls it for a table whose
-    rows are not exchanged one by one."""
+    """`gather` whose derivative is `scatter`."""
     return gather(shard)
 
 
@@ -132,23 +102,14 @@ _gathered.defvjp(lambda shard: (gather(shard), shard), lambda shard, gradient: (
 
 
 def gather(shard: Shard) -> jax.Array:
-    """Gathers `shard`, this device's part of a tensor, from the devices along the mesh axis `fsdp`: returns the whole
-    array. It has no derivative that sums gradients as `scatter` does; for Shards that train, the callers `_gathered`,
-    `_gathered_beside` and the stack write their own. Call it inside `partition.divided`."""
+    """The whole array of a Shard. It has no derivative that sums gradients."""
     return jax.lax.all_gather(shard.array, TENSORS, axis=shard.axis, tiled=True)
 
 
 def scatter(shard: Shard, gradient: jax.Array) -> Shard:
-    """Sums the gradients that the devices along the mesh axis `fsdp` have computed of a divided tensor, and returns
-    this device's part of the sum as a Shard, in the gradient's dtype. Call it inside `partition.divided`.
-
-    If the Shard names a format (`sync`), the gradients are sent in it and added in float32 (low_format.py). Otherwise
-    they are sent and added in float32, but between two devices in their own dtype, which is half the bytes with 16
-    bits, because a sum of two numbers is rounded only once in either case.
-
-    Args:
-      shard: this device's part of the tensor, of which only the axis, the number of parts and `sync` are read.
-      gradient: this device's gradient of the whole tensor.
+    """Sums the devices' gradients of a divided tensor: this device's part, a Shard in the gradient's dtype. They are
+    sent in the format `sync` and added in float32, or sent in float32. Two devices send 16-bit gradients as they are,
+    because a sum of two numbers is rounded only once either way.
     """
     if shard.sync is not None:
         total = low_format.part_of_sum(gradient, TENSORS, shard.axis, shard.count, shard.sync)
@@ -159,23 +120,17 @@ def scatter(shard: Shard, gradient: jax.Array) -> Shard:
 
 
 def shards_of_layer(trainables, frozens, index: int) -> list[Shard]:
-    """The Shards of layer number `index` (from 0), which the stack must gather before that layer runs, in the order of
-    leaves (trained tensors first); [] if no layer has that number, as after the last one or before the first, or if
-    nothing in it is divided. trainables, frozens: for each layer its trained tensors, and its other tensors."""
+    """The Shards of a layer in the order of leaves, trained ones first; [] if there is no such layer."""
     return shards((trainables[index], frozens[index])) if 0 <= index < len(trainables) else []
 
 
 def first_gathered(trainables, frozens) -> list[jax.Array]:
-    """Gathers the Shards of the first layer, which no earlier layer can gather while it computes: returns their whole
-    arrays, in the order of shards_of_layer. The stack's forward begins with it. trainables, frozens: for each layer its
-    trained tensors, and its other tensors."""
+    """The whole arrays of the first layer's Shards."""
     return [gather(shard) for shard in shards_of_layer(trainables, frozens, 0)]
 
 
 def with_gradients(trainable, gradients) -> list[tuple[Shard, jax.Array]]:
-    """Pairs each Shard of a layer's trainable tensors with the gradient of its whole tensor, for CollectiveSchedule's
-    scatters: a list in order of leaves. Tensors that are not divided are left out. trainable: a tree whose leaves are
-    arrays and Shards. gradients: a tree with the same structure, with an array for each of them."""
+    """Pairs each Shard with the gradient of its whole tensor, in the order of leaves; other tensors are left out."""
     pairs = jax.tree.map(
         lambda leaf, gradient: (leaf, gradient) if isinstance(leaf, Shard) else None,
         trainable,

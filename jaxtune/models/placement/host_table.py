@@ -1,10 +1,7 @@
-"""Tables of embeddings in host memory, of which the device gets the rows of the tokens of each batch: the token
-embedding, unless the head is tied to it, and the table of per-layer embeddings (Gemma 4 E2B and E4B). A token needs one
-row of each, and they are the largest tensors of their models (1.1 GB of an 8B, 5.6 GB of E4B).
-
-A table has the name of the Decoder's attribute of which it is the `weight` (Decoder.tables). On the host it is a numpy
-array. The functions `tables_of`, `with_tables` and `without_rows` take an nnx.State of a Decoder: a program gets one in
-which the tables on the host have no rows, and `rows_of` looks up rows wherever a table is."""
+"""Tables of embeddings in host memory, of which a device gets the rows of a batch's tokens. They are the largest
+tensors of their models (1.1 GB of an 8B, 5.6 GB of Gemma 4 E4B). A table has the name of the Decoder's attribute that
+holds its `weight`, and is a numpy array on the host. Programs get a state in which it has no rows.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +28,14 @@ def rows_of(
     take: Callable[[jax.Array, jax.Array], jax.Array],
     rows: jax.Array | None = None,
 ) -> jax.Array:
-    """The rows [B, T, size] of a table for the tokens int32[B, T], in the table's dtype. Decoder.embed and the
-    per-layer embeddings look up their rows by it.
+    """The rows [B, T, size] of a table for tokens int32[B, T], in the table's dtype. A numpy table is looked up on the
+    host without `take`, but becomes a constant of a traced program.
 
-    Of a table in host memory that is not an argument of a program (a numpy array, such as that of a model that a run
-    has returned), the host looks them up without `take`, so that the device never has the whole table; in a traced
-    call, where the tokens are not known, the table becomes a constant of the program.
+      variable: [vocabulary, size]; without rows in a program whose table is on the host.
+      take: (table, tokens) -> rows, with its derivative.
+      rows: the result, if it is known.
 
-    Args:
-      name: of the table, for the error.
-      variable: the table [vocabulary, size]; it has no rows if a run has it on the host and this is one of its
-        programs.
-      tokens: the tokens.
-      take: the function (table, tokens) -> rows that looks them up on the device, and decides how the table's gradient
-        is computed.
-      rows: the result, if it was looked up already; None: it is looked up.
-    Raises:
-      ValueError: the table has no rows, and `rows` is None.
+    Raises ValueError if the table has no rows and `rows` is None.
     """
     if rows is not None:
         return rows
@@ -60,33 +48,26 @@ def rows_of(
 
 
 def has_no_rows(variable: nnx.Variable) -> bool:
-    """Whether the table `variable` has no rows, because a run has it on the host, so that a pass must be given the rows
-    of its tokens: Decoder.needs_rows and `rows_of` ask it."""
+    """Whether a run has the table on the host, so that a pass must be given the rows of its tokens."""
     return variable.shape[0] == 0
 
 
 def tables_of(state: nnx.State, names: Collection[str]) -> dict[str, Array]:
-    """{name: array [vocabulary, size]} of the tables in a Decoder's `state`, of those that are named; a table that
-    trains is not in the frozen part of a state. Each is a numpy array in host memory if the run keeps it there, else an
-    array on the device or only its shape. TrainedModel asks it which tables to move, or to give to the programs
-    apart."""
+    """{name: array [vocabulary, size]} of the named tables that a Decoder's state has; it may be a part."""
     flat = {path: variable for path, variable in nnx.to_flat_state(state) if path[-1] == "weight"}
     return {name: flat[name, "weight"].get_value() for name in names if (name, "weight") in flat}
 
 
 def with_tables(state: nnx.State, tables: Mapping[str, Array]) -> nnx.State:
-    """A new state with `tables` {name: array} in place of those of `state`, which has them; all other variables are the
-    same. A run moves tables to the host or to the device so."""
+    """A new state with `tables` in place of its own."""
 
-    def one(path, variable):
-        name, *rest = (str(getattr(key, "key", None)) for key in path)
-        return variable.replace(tables[name]) if name in tables and rest == ["weight"] else variable
+    def replaced(path, variable):
+        name, *attributes = (str(getattr(key, "key", None)) for key in path)
+        return variable.replace(tables[name]) if name in tables and attributes == ["weight"] else variable
 
-    return jax.tree_util.tree_map_with_path(one, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree_util.tree_map_with_path(replaced, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def without_rows(state: nnx.State, tables: Mapping[str, Array]) -> nnx.State:
-    """A new state in which these `tables` of `state`, {name: array}, have no rows, only their width and dtype. A
-    program that gets it computes with the rows that it is given beside the tokens. A run whose tables are on the host
-    gives it to its programs."""
+    """A new state in which the tables keep only their width and dtype."""
     return with_tables(state, {name: np.zeros((0, table.shape[1]), table.dtype) for name, table in tables.items()})

@@ -1,22 +1,14 @@
-"""Sums of arrays over devices that exchange numbers of 16, 8 or 4 bits. Gradients are summed so if mesh.gradient_sync
-names one of these formats.
+"""Sums of arrays over devices that exchange numbers of 16, 8 or 4 bits (mesh.gradient_sync), with two legs as in NCCL's
+all-reduce: `reduce_scatter` and `all_gather`. Both send the low format and add in float32.
 
-A sum has two legs, as in NCCL's all-reduce: `reduce_scatter` sends each device its part of all devices' arrays, and
-`all_gather` sends the parts of the sum to all devices; train/program/gradient_sync.py calls both. `part_of_sum` is the
-first leg alone, for an array of any shape; gathers.scatter calls it. Numbers are in the low format on both legs
-(`encode`, `decode`), and are added in float32. `weights_in_blocks` gives weights with which int4 loses less of small
-numbers. What a format is:
+- `bf16`: bfloat16, 2 bytes each.
+- `int8`: -127 to 127 with a float32 scale, max |x| / 127, for each block of 64; 1.06 bytes each.
+- `int4`: codes k from -7 to 7 for k |k| / 49 of a scale for each block of 16; 0.56 bytes each. Steps grow with the
+  number, so that small numbers beside a large one keep digits. The scale is a byte e, for 2^(-e / 8) of the row's
+  largest number in float32: the smallest that is at least the block's max |x|, or 2^-31.9 of the row's.
 
-- `bf16`: bfloat16 numbers, 2 bytes each.
-- `int8`: integers from -127 to 127 with a float32 scale, max |x| / 127, for each block of 64 numbers; 1.06 bytes each.
-- `int4`: codes k from -7 to 7 that stand for k |k| / 49 of a scale for each block of 16 numbers; 0.56 bytes each. Steps
-  between codes grow with the number, so that small numbers beside a large one keep some of their digits. The scale is
-  one byte e, for 2^(-e / 8) of the largest number of the row, which is sent in float32: the smallest such scale that is
-  not less than the block's max |x|, or 2^-31.9 of the row's largest number.
-
-Numbers are rounded to the nearest, or stochastically with a seed: then the expected result is the number. A block with
-a number that is not finite (in int4 its whole row) has a scale that is not finite, so that all numbers that are decoded
-from it are infinite or NaN: every device learns of the overflow of one.
+Rounding is to the nearest, or stochastic with a seed. A block with a number that is not finite (in int4 its row)
+decodes to infinities or NaN, so every device learns of the overflow of one.
 """
 
 from __future__ import annotations
@@ -37,25 +29,18 @@ _BITS = {"bf16": 16.0, "int8": 8.0 + 32 / BLOCK, "int4": 4.0 + 8 / INT4_BLOCK}
 
 
 def bytes_per_number(format: SyncFormat) -> float:
-    """Bytes of a number in a format, with its share of the block's scale: 2.0 in bf16, 1.0625 in int8, 0.5625 in int4.
-    The planner computes the time of sending gradients from it."""
+    """Bytes of a number with its share of the scale: 2.0, 1.0625 or 0.5625."""
     return _BITS[format] / 8
 
 
 def encode(x: jax.Array, format: SyncFormat, seed: jax.Array | None = None, stream: int = 0) -> dict[str, jax.Array]:
-    """Encodes float32[..., n] in a low format, for `decode`; n is a multiple of 64. Devices send each other what it
-    returns.
+    """Encodes float32[..., n], n a multiple of 64.
 
-    Args:
-      x: the numbers.
-      format: "bf16", "int8" or "int4" (the module describes them).
-      seed: uint32[2], from which stochastic rounding draws; None: numbers are rounded to the nearest.
-      stream: a number that must differ between arrays that are rounded with the same seed, so that each has its own
-        random numbers.
-    Returns:
-      {"codes": uint16[..., n], the bits of bfloat16; int8[..., n]; or uint8[..., n / 2], two int4 a byte}; for int8
-        also "scales": float32[..., n / 64]; for int4 "scales": uint8[..., n / 16] and "largest": float32[..., 1], the
-        largest |x| of each row.
+      seed: uint32[2], for stochastic rounding; None: to the nearest.
+      stream: differs between arrays that share a seed.
+
+    Returns {"codes": uint16[..., n] (bits of bfloat16), int8[..., n] or uint8[..., n / 2]}, with "scales": float32[...,
+    n / 64] for int8, for int4 uint8[..., n / 16] and "largest": float32[..., 1].
     """
     if format == "bf16":
         rounded = x.astype(jnp.bfloat16) if seed is None else stochastic_round(x, seed, stream)
@@ -67,19 +52,13 @@ def encode(x: jax.Array, format: SyncFormat, seed: jax.Array | None = None, stre
 
 
 def _encode_int8(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Array]:
-    """`encode` for the format int8: {"codes": int8[..., blocks * 64], whole numbers from -127 to 127, "scales":
-    float32[..., blocks], max |x| / 127 of each block}. blocks: float32[..., blocks, 64], the numbers. draws: numbers of
-    the same shape, uniform from 0 to 1, for stochastic rounding; None: codes are rounded to the nearest."""
     scales = jnp.abs(blocks).max(-1) / 127
     codes = jnp.clip(_rounded(blocks * _inverse(scales)[..., None], draws), -127, 127).astype(jnp.int8)
     return {"codes": codes.reshape(*scales.shape[:-1], -1), "scales": scales}
 
 
 def _encode_int4(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Array]:
-    """`encode` for the format int4: {"codes": uint8[..., blocks * 8], two codes a byte (of each 64 numbers, the first
-    half in the low bits), "scales": uint8[..., blocks], "largest": float32[..., 1], the largest |x| of each row}.
-    blocks: float32[..., blocks, 16], the numbers; a row has a multiple of 64 of them. draws: numbers of the same shape,
-    uniform from 0 to 1, for stochastic rounding; None: codes are rounded to the nearest."""
+    """Two codes a byte: of each 64 numbers, the first half is in the low bits. blocks: float32[..., blocks, 16]."""
     of_blocks = jnp.abs(blocks).max(-1)
     largest = of_blocks.max(-1, keepdims=True)
     scales = jnp.clip(jnp.floor(-_STEPS * jnp.log2(of_blocks * _inverse(largest))), 0, 255).astype(jnp.uint8)
@@ -93,40 +72,31 @@ def _encode_int4(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Ar
 
 
 def _rounded(x: jax.Array, draws: jax.Array | None) -> jax.Array:
-    """The float32 numbers `x` rounded to integers, which stay float32: stochastically by `draws`, numbers of the same
-    shape that are uniform from 0 to 1; to the nearest (even) if it is None. The encoders round codes by it."""
+    """Integers in float32."""
     return jnp.round(x) if draws is None else jnp.floor(x + draws)
 
 
 def _int4_scales(scales: jax.Array, largest: jax.Array) -> jax.Array:
-    """The scales, float32[..., blocks], that the bytes `scales`, uint8[..., blocks], stand for in rows with the largest
-    numbers `largest`, float32[..., 1]: `largest` times 2^(-byte / 8). _encode_int4 calls it, and decode, which passes a
-    49th of the largest numbers and so gets a 49th of the scales."""
+    """largest (float32[..., 1]) * 2^(-scales / 8)."""
     return largest * jnp.exp2(scales.astype(jnp.float32) * (-1 / _STEPS))
 
 
 def _inverse(scales: jax.Array) -> jax.Array:
-    """1 / scales, float32 of the same shape; 0 for scales that are zero or subnormal, which some devices take for 0, so
-    that their inverse would not be finite, and for scales that are infinite or NaN. The encoders multiply numbers by it
-    before they round them to codes. The code of a number that is not finite has no meaning, and only the scale shows
-    the overflow. weights_in_blocks calls it, too."""
+    """1 / scales; 0 for scales that are infinite, NaN, 0 or subnormal, which some devices take for 0. The scale alone
+    shows an overflow.
+    """
     return jnp.where(scales >= jnp.finfo(jnp.float32).tiny, 1 / scales, 0)
 
 
 def weights_in_blocks(usual: jax.Array) -> jax.Array:
-    """The weights by which numbers are divided before they are encoded in int4, and multiplied after they are decoded,
-    so that those that are usually small keep more of their digits beside large ones of the same block.
+    """Weights float32[n], 1/8 to 1, that divide numbers before int4 and multiply them after, so that usually small ones
+    keep digits beside large ones.
 
-    A weight is the root of a number's usual size as a part of the largest one in its block, which is midway between the
-    same weight for all, with which the sum of all errors is smallest, and errors in proportion to each number. It is at
-    least 1/8, so that a number that is larger than usual for once does not cost the others of its block their digits.
+    A weight is the root of a number's usual size relative to its block's largest: midway between the least total error
+    and errors in proportion to each number. At least 1/8, so that one unusually large number does not cost its block
+    their digits.
 
-    The quantised sum of gradients calls it (train/program/gradient_sync.py).
-
-    Args:
-      usual: float32[n], the numbers' usual sizes, in any unit; n is a multiple of 16.
-    Returns:
-      float32[n], from 1/8 to 1; 1 in blocks of zeros (or only subnormal numbers).
+      usual: float32[n], usual sizes in any unit; n is a multiple of 16.
     """
     blocks = usual.reshape(-1, INT4_BLOCK)
     inverse = _inverse(blocks.max(-1, keepdims=True))
@@ -134,9 +104,7 @@ def weights_in_blocks(usual: jax.Array) -> jax.Array:
 
 
 def decode(encoded: dict[str, jax.Array], format: SyncFormat) -> jax.Array:
-    """Decodes `encoded`, what `encode` returned for `format`, to float32[..., n]: bfloat16 numbers from their bits; in
-    int8 each code times the scale of its block; in int4 k |k| / 49 times that scale for each code k. Receiving devices
-    call it (reduce_scatter then adds the numbers), and senders, to know what rounding took from them."""
+    """float32[..., n] from what `encode` returned."""
     codes = encoded["codes"]
     if format == "bf16":
         return jax.lax.bitcast_convert_type(codes, jnp.bfloat16).astype(jnp.float32)
@@ -153,45 +121,37 @@ def decode(encoded: dict[str, jax.Array], format: SyncFormat) -> jax.Array:
 
 
 def reduce_scatter(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: int = 0):
-    """Sums float32[devices, n] over the devices along the mesh axes `axes`, which exchange it in a low format, and
-    returns this device's part, within jax.shard_map: (float32[n], the sum of all devices' x[i] on the i-th of them;
-    float32[devices, n], what rounding took from this device's x, which error feedback adds to the next step's). n is a
-    multiple of 64. seed: uint32[2], for stochastic rounding, which must differ between devices; None: numbers are
-    rounded to the nearest. stream: different for arrays that are rounded with the same seed. It is the first leg of the
-    quantised sum of gradients (train/program/gradient_sync.py) and of part_of_sum."""
+    """Sums float32[devices, n] over `axes` within jax.shard_map: (float32[n], this device's row of the sum;
+    float32[devices, n], what rounding took from this x, for error feedback). n is a multiple of 64. seed: uint32[2],
+    must differ between devices. stream: as in `encode`.
+    """
     sent = encode(x, format, seed, stream)
-    received = {name: jax.lax.all_to_all(part, axes, 0, 0, tiled=True) for name, part in sent.items()}
+    received = {name: jax.lax.all_to_all(array, axes, 0, 0, tiled=True) for name, array in sent.items()}
     return decode(received, format).sum(0), x - decode(sent, format)
 
 
 def all_gather(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: int = 0):
-    """Collects float32[n] of all devices along the mesh axes `axes`, which exchange it in a low format, within
-    jax.shard_map: (float32[devices, n], the same bits on all devices; float32[n], what rounding took from this device's
-    x, which error feedback adds to the next step's). n is a multiple of 64. seed: uint32[2], for stochastic rounding;
-    None: numbers are rounded to the nearest. stream: different for arrays that are rounded with the same seed. It is
-    the second leg of the quantised sum of gradients (train/program/gradient_sync.py)."""
+    """Collects float32[n] over `axes` within jax.shard_map: (float32[devices, n], the same bits everywhere; float32[n],
+    what rounding took from this x). seed, stream: as in `encode`.
+    """
     sent = encode(x, format, seed, stream)
-    gathered = {name: jax.lax.all_gather(part, axes) for name, part in sent.items()}
+    gathered = {name: jax.lax.all_gather(array, axes) for name, array in sent.items()}
     return decode(gathered, format), x - decode(sent, format)
 
 
 def part_of_sum(gradient: jax.Array, axes: Axes, axis: int, count: int, format: SyncFormat) -> jax.Array:
-    """Sums an array, `gradient` (of any floating-point dtype), over the `count` devices along the mesh axes `axes`, and
-    returns this device's equal part of the sum, float32, cut along `axis` of the array: jax.lax.psum_scatter in a low
-    format, rounded stochastically, without error feedback. gathers.scatter calls it, within jax.shard_map. `count`
-    divides that axis.
-
-    The seed is a checksum of the array's bits, so that the same arrays give the same sum, without a key that would have
-    to be passed to each layer's backward.
+    """This device's part, float32, of an array's sum over `axes`: psum_scatter along `axis` in a low format, rounded
+    stochastically. The seed is a checksum of the bits, so that equal arrays give equal sums and no key is passed to
+    each layer's backward.
     """
     wide = gradient.astype(jnp.float32)
     shape = (*wide.shape[:axis], count, wide.shape[axis] // count, *wide.shape[axis + 1 :])
-    parts = jnp.moveaxis(wide.reshape(shape), axis, 0)
-    own, flat = parts.shape[1:], parts.reshape(count, -1)
+    shards = jnp.moveaxis(wide.reshape(shape), axis, 0)
+    shard_shape, flat = shards.shape[1:], shards.reshape(count, -1)
     size = flat.shape[1]
     flat = jnp.pad(flat, ((0, 0), (0, -size % BLOCK)))
     bits = jax.lax.bitcast_convert_type(wide, jnp.uint32)
     checksum = jnp.stack([bits.sum(dtype=jnp.uint32), (bits >> 9).sum(dtype=jnp.uint32)])
     key = jax.random.fold_in(jax.random.wrap_key_data(checksum), jax.lax.axis_index(axes))
     total, _ = reduce_scatter(flat, axes, format, jax.random.key_data(key))
-    return total[:size].reshape(own)
+    return total[:size].reshape(shard_shape)

@@ -1,16 +1,11 @@
-"""How tensors and the rows of a batch are divided over the devices of a mesh.
+"""How tensors and the rows of a batch are divided over a mesh with the axes `data` and `fsdp`.
 
-`AXES` declares the axes of a mesh (`make_mesh`), `data` and `fsdp`. Models train in a shard_map over all of it
-(`divided`), so that they and their kernels see plain local arrays; the optimizer's update is outside of it, and XLA
-divides it. The rows of a batch are divided over both axes. Tensors are whole along `data`; along `fsdp`, each device
-has a part (a `Shard`) of the tensors that declare an axis to divide. They are gathered before use (gathers.py), except
-frozen ones that the plan keeps whole (`declared_resident`). Sums over rows, such as gradients, are each device's own
-until they are added up: gradients of a Shard over `fsdp` at once, which leaves each device its part, others once a
-step. A model asks here for what concerns other devices (`part_of_rows`, `total`, `largest`). `divide` marks tensors as
-Shards, `specs` and `shardings` say where arrays belong, `put` and `moved` place them there, and `on_host` copies them
-to the host. Plans, which have no mesh, use a MeshShape and `divided_into`, `bytes_per_device` and `divided_sizes`. A
-module declares a tensor's logical axes in its variable's metadata: `nnx.Param(value, axes=("out", "in"))`. Small
-tensors (norms, biases, routers) and adapters declare none: exchanges would cost more than they save."""
+Models train in a shard_map over all of it (`divided`), so that they and their kernels see plain local arrays; XLA
+divides the optimizer's update, which is outside. Rows are divided over both axes. Along `fsdp` each device has a Shard
+of tensors that declare an axis to divide, `nnx.Param(value, axes=("out", "in"))`, and gathers them before use, apart
+from frozen ones that a plan keeps whole. Small tensors and adapters declare none: exchanges would cost more than they
+save.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +29,12 @@ from jaxtune.system import private_jax
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """An axis of the mesh, a declaration in AXES. The rows of a batch are divided over all axes."""
+    """An axis of the mesh, which divides the rows of a batch."""
 
     name: str
-    """The name of the axis, which is also the config key `mesh.NAME` (a field of MeshConfig, in the order of AXES)."""
+    """Also the config key `mesh.NAME`, a field of MeshConfig in the order of AXES."""
     divides: tuple[str, ...] = ()
-    """Logical axes of tensors, such as "out", that are divided over it, with their gradients and optimizer states; of a
-    tensor with several, the first of its own axes is. Only one axis of the mesh divides tensors, `fsdp`."""
+    """Logical axes of tensors, such as "out"; a tensor is divided along its first one. Only `fsdp` has any."""
 
 
 AXES = (Axis("data"), Axis("fsdp", divides=("out", "experts", "vocab")))
@@ -53,81 +47,73 @@ ROWS, WHOLE = PartitionSpec(tuple(axis.name for axis in AXES)), PartitionSpec()
 
 
 class MeshShape(tuple[int, ...]):
-    """The number of devices along each of AXES, (data, fsdp), as plans and records have it; `mesh_shape` makes it."""
+    """The number of devices along each of AXES."""
 
     @staticmethod
     def of(mesh: Mesh) -> MeshShape:
-        """The shape of a JAX mesh. An axis of AXES that the mesh lacks has one device, and other axes are ignored."""
+        """The shape of a JAX mesh; an axis that it lacks has one device, and other axes are ignored."""
         return MeshShape(mesh.shape.get(axis.name, 1) for axis in AXES)
 
     @property
     def size(self) -> int:
-        """The number of devices of the mesh, the product of its entries."""
+        """The number of devices."""
         return math.prod(self)
 
     @property
     def parts(self) -> int:
-        """The number of devices that divide a tensor, each of which has one part of it: the size of the axis `fsdp`."""
+        """The number of devices that divide a tensor."""
         return next(count for axis, count in zip(AXES, self, strict=True) if axis.name == TENSORS)
 
     @property
     def copies(self) -> int:
-        """The number of groups of `parts` devices; each group has all parts of every tensor: one copy of the model."""
+        """The number of copies of the model."""
         return self.size // self.parts
 
     def to_record(self) -> dict[str, int]:
-        """The shape as a JSON object, {"mesh_data": 1, "mesh_fsdp": 2} for example, for checkpoints' records."""
+        """For checkpoints, such as {"mesh_data": 1, "mesh_fsdp": 2}."""
         return {f"mesh_{axis.name}": count for axis, count in zip(AXES, self, strict=True)}
 
     @staticmethod
     def from_record(record: Mapping[str, int]) -> MeshShape:
-        """The shape from a checkpoint's record, when a run resumes. An axis that it lacks is newer: one device."""
+        """An axis that a checkpoint's record lacks is newer: one device."""
         return MeshShape(record.get(f"mesh_{axis.name}", 1) for axis in AXES)
 
 
 def _keys(shape: Sequence[int]) -> list[str]:
-    """The config keys, such as "mesh.fsdp = 2", of the sizes in a mesh's shape that are not 1, for error messages."""
+    """Config keys of the sizes that are not 1, such as "mesh.fsdp = 2"."""
     return [f"mesh.{axis.name} = {count}" for axis, count in zip(AXES, shape, strict=True) if count != 1]
 
 
 def mesh_shape(*sizes: int) -> MeshShape:
-    """The shape of the mesh that the config's section `mesh` requests, for make_mesh, plans, and counts of devices.
-
-    Args:
-      sizes: devices along each of AXES, 1 where left out; one may be -1, all devices of the run divided by the others.
-    Raises:
-      ValueError: -1 gives no whole number.
+    """The requested shape: devices along each of AXES, 1 where left out; one may be -1, all devices divided by the
+    others. Raises ValueError if that is no whole number.
     """
     shape = (*sizes, *[1] * (len(AXES) - len(sizes)))
     if -1 not in shape:
         return MeshShape(shape)
     devices = jax.device_count()
-    others = [1 if size == -1 else size for size in shape]
-    used = math.prod(others)
-    if devices % used:
+    fixed = [1 if size == -1 else size for size in shape]
+    fixed_devices = math.prod(fixed)
+    if devices % fixed_devices:
         key = f"mesh.{AXES[shape.index(-1)].name}"
         raise ValueError(
-            f"{key} = -1: {devices} devices are not a multiple of {' x '.join(_keys(others))}; set {key} to the number "
-            f"of devices that are to be used, divided by {used}"
+            f"{key} = -1: {devices} devices are not a multiple of {' x '.join(_keys(fixed))}; set {key} to the number "
+            f"of devices that are to be used, divided by {fixed_devices}"
         )
-    return MeshShape(devices // used if size == -1 else size for size in shape)
+    return MeshShape(devices // fixed_devices if size == -1 else size for size in shape)
 
 
 def make_mesh(*sizes: int) -> Mesh:
-    """Makes a mesh with `sizes`, numbers of devices along AXES, of which one may be -1 and the last may be left out
-    (mesh_shape). It has the run's first devices; in one process others may be left over. setup.py and loading.py call
-    it, before the Engine.
-
-    Raises:
-      ValueError: there are fewer devices, or in a run of several processes more devices; -1 gives no whole number.
+    """A mesh of mesh_shape(*sizes) with the run's first devices. Raises ValueError if there are too few, or in several
+    processes too many.
     """
     devices, shape = jax.devices(), mesh_shape(*sizes)
-    asked = " and ".join(_keys(shape)) or f"mesh.{AXES[0].name} = 1"
+    requested = " and ".join(_keys(shape)) or f"mesh.{AXES[0].name} = 1"
     if shape.size > len(devices):
-        raise ValueError(f"{asked}: there are {len(devices)} {devices[0].platform} devices")
+        raise ValueError(f"{requested}: there are {len(devices)} {devices[0].platform} devices")
     if shape.size < len(devices) and jax.process_count() > 1:
         raise ValueError(
-            f"{asked}: the run has {len(devices)} devices in {jax.process_count()} processes, and all of them take "
+            f"{requested}: the run has {len(devices)} devices in {jax.process_count()} processes, and all of them take "
             "part; set mesh.data=-1, or start fewer processes"
         )
     names, kinds = tuple(axis.name for axis in AXES), (AxisType.Auto,) * len(AXES)
@@ -135,11 +121,11 @@ def make_mesh(*sizes: int) -> Mesh:
 
 
 def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
-    """Wraps a function in jax.shard_map, so that every device of the mesh runs it on its own part of the arrays;
-    in_specs and out_specs are trees of PartitionSpecs for its arguments and results (`specs`). Returns the function
-    itself for a mesh of one device or None. A run's programs are all inside it, except the update. Nothing checks that
-    arrays which the specs call whole are equal on all devices. Inside, jax.grad must be taken of this device's share of
-    a sum over devices: if it were summed by psum first, each gradient would be counted once a device (see `total`)."""
+    """The function in jax.shard_map over the mesh; itself for one device or None.
+
+    Nothing checks that arrays which the specs call whole are equal on all devices. Inside, take jax.grad of this
+    device's share of a sum over devices: after a psum each gradient would count once a device (see `total`).
+    """
     if mesh is None or mesh.size == 1:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -147,8 +133,9 @@ def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any
 
 @contextlib.contextmanager
 def compiling(mesh: Mesh) -> Iterator[None]:
-    """The context in which programs that are all inside `divided` (all but the update) are compiled: `mesh` is JAX's
-    current mesh, and Shardy, with nothing to partition, is off. 32 layers of 70B took XLA 67 s, 130 s with it."""
+    """The context for compiling programs that are all inside `divided`: Shardy, with nothing to partition, is off (32
+    layers of 70B: 67 s instead of 130 s).
+    """
     with jax.set_mesh(mesh), private_jax.config.use_shardy_partitioner(False):
         yield
 
@@ -157,28 +144,26 @@ def compiling(mesh: Mesh) -> Iterator[None]:
 
 
 def put(tree: Any, where: Any) -> Any:
-    """Places a tree of arrays, which every process has whole or which are on the mesh already, as jax.device_put does;
-    with several processes, device_put itself would let them compare the values first, in a collective. where: a
-    sharding, or a tree of them (or a prefix of the tree); None: this process's default device."""
+    """jax.device_put for arrays that every process has whole or that are on the mesh, without its collective comparison
+    of values. where: a sharding, a tree or prefix of them, or None: this process's default device.
+    """
     if jax.process_count() == 1 or where is None:
         return jax.device_put(tree, where)
     return jax.tree.map(_put, tree, jax.tree.broadcast(where, tree))
 
 
 def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Places one array by `sharding`, as `put` does in a run of several processes. If every process has it whole, each
-    places the parts on its own devices; if it is on the mesh but placed otherwise, it is copied between the devices."""
+    """`put` in several processes: each places its parts of a whole array; one on the mesh is copied between devices."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return array if array.sharding == sharding else _moves(sharding)(array)
     if isinstance(array, jax.Array) and sharding.is_fully_replicated:  # does not copy on a device that has it
-        here = [jax.device_put(array, device) for device in sharding.addressable_devices]
-        return jax.make_array_from_single_device_arrays(array.shape, sharding, here)
-    return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+        copies = [jax.device_put(array, device) for device in sharding.addressable_devices]
+        return jax.make_array_from_single_device_arrays(array.shape, sharding, copies)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Places an array by `sharding`, as `put` does, for frozen weights; one on these devices, placed otherwise, is
-    copied between them, not via the host. Returns the new array, or the same one if it is placed so already."""
+    """`put`, but between the same devices an array is copied directly, not via the host."""
     current = array.sharding if isinstance(array, jax.Array) else None
     if current is None or current == sharding or current.device_set != sharding.device_set:
         return put(array, sharding)
@@ -186,22 +171,21 @@ def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
-    """Places two trees of nnx variables, a run's trained tensors and the rest of its model, on the same devices, so
-    that the finished model can compute: (trained, rest). In one process they stay as they are. If each of several
-    processes has every array whole, it gets copies on one device; otherwise `shardings` on their mesh place them."""
+    """Places a run's trained tensors and the rest of its model on the same devices: on one if each process has all of
+    every array, otherwise by `shardings`.
+    """
     arrays = [leaf for leaf in jax.tree.leaves((trained, rest)) if isinstance(leaf, jax.Array)]
     elsewhere = [array for array in arrays if not array.is_fully_addressable]
     if all(array.is_fully_replicated for array in elsewhere):
-        own = {id(array): array.addressable_data(0) for array in elsewhere}
-        return jax.tree.map(lambda leaf: own.get(id(leaf), leaf), (trained, rest))
+        local_copies = {id(array): array.addressable_data(0) for array in elsewhere}
+        return jax.tree.map(lambda leaf: local_copies.get(id(leaf), leaf), (trained, rest))
     meshes = (array.sharding.mesh for array in elsewhere if isinstance(array.sharding, NamedSharding))
     mesh = next(mesh for mesh in meshes if isinstance(mesh, Mesh))
     return put(trained, shardings(trained, mesh)), put(rest, shardings(rest, mesh))
 
 
 def addressable(tree: Any) -> list[Any]:
-    """What of a tree, such as a tensor, this process can check alone; loading checks each entry for NaN: [tree] if it
-    has all of every array, otherwise a list of the parts of floating-point arrays that are on its own devices."""
+    """What of a tree this process can check alone: [tree] if it has all of it, else its parts of float arrays."""
     leaves = jax.tree.leaves(tree)
     if all(leaf.is_fully_addressable for leaf in leaves):
         return [tree]
@@ -210,25 +194,24 @@ def addressable(tree: Any) -> list[Any]:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """Copies an array to the host as a numpy array, whole even if each process has only a part; all processes of the
-    mesh must call it. Unlike jax.device_get it does not cache the copy, in host memory, with the array."""
+    """A whole numpy copy; all processes of the mesh must call it. Unlike jax.device_get it leaves no cached copy."""
     if not isinstance(array, jax.Array):
         return np.asarray(array)
     if not array.is_fully_addressable and not array.is_fully_replicated:
         assert isinstance(array.sharding, NamedSharding)
         array = _moves(NamedSharding(array.sharding.mesh, WHOLE))(array)
-    one = array if len(array.sharding.device_set) == 1 else array.addressable_data(0)
+    local = array if len(array.sharding.device_set) == 1 else array.addressable_data(0)
     if array.is_fully_replicated:
-        return np.asarray(jax.make_array_from_single_device_arrays(one.shape, one.sharding, [one]))
-    whole = np.empty(array.shape, array.dtype)
-    for part in array.addressable_shards:
-        whole[part.index] = on_host(part.data)
-    return whole
+        return np.asarray(jax.make_array_from_single_device_arrays(local.shape, local.sharding, [local]))
+    result = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        result[shard.index] = on_host(shard.data)
+    return result
 
 
 @functools.cache
 def _moves(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
-    """Makes the cached program by which _put, moved and on_host copy an array between devices, not by the host."""
+    """A cached program that copies an array between devices."""
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 
@@ -236,30 +219,27 @@ def _moves(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def _row_axes() -> tuple[str, ...]:
-    """Names of the mesh axes of several devices that divide rows in the function being traced; () outside `divided`."""
+    """Mesh axes of several devices that divide rows in the traced function; () outside `divided`."""
     mesh = jax.sharding.get_abstract_mesh()
     names = (axis.name for axis in AXES)
     return tuple(name for name in names if name in mesh.manual_axes and mesh.shape[name] > 1)
 
 
 def part_of_rows() -> jax.Array | int:
-    """The index, int32[] from 0, of this device's equal part of the batch's rows; 0 outside `divided`. By it dropout
-    and noise are drawn as if one device drew them for all rows, and a quantised sync gives each device its own seed."""
+    """The index, int32[], of this device's part of the batch's rows; 0 outside `divided`. Fold it into keys."""
     axes = _row_axes()
     return jax.lax.axis_index(axes) if axes else 0
 
 
 def total(sums: Any) -> Any:
-    """Sums a tree of arrays over devices: sums over this device's rows become sums over all rows. Shards, which are
-    summed over `fsdp` already, are summed over the other axes. Steps add up their sums by it, and losses that are no
-    sum over rows, such as a product of two sums, call it. The gradient of the total is passed to this device's share
-    unchanged; gradients then add up to the whole once. Outside of `divided` it returns `sums` unchanged."""
+    """Sums over this device's rows become sums over all rows (Shards: over the axes but `fsdp`). Unchanged outside
+    `divided`. The gradient passes unchanged to this device's share, so that gradients add up once.
+    """
     return _total(sums) if _row_axes() else sums
 
 
 def largest(value: jax.Array) -> jax.Array:
-    """Returns the maximum over the whole batch from `value`, the maximum over this device's rows: jax.lax.pmax over the
-    mesh axes that divide rows, for metrics, without a gradient. Outside of `divided` it returns `value`."""
+    """The maximum over the whole batch from this device's, without a gradient; unchanged outside `divided`."""
     axes = _row_axes()
     value = jax.lax.stop_gradient(value)
     return jax.lax.pmax(value, axes) if axes else value
@@ -267,15 +247,14 @@ def largest(value: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _total(sums):
-    """`total` inside of `divided`: a psum of each array of `sums` over the mesh axes that divide rows, and of a Shard,
-    summed over `fsdp` already, over the others. Its derivative is the identity: each device gives its share."""
+    """`total` inside `divided`; its derivative is the identity."""
     axes = _row_axes()
 
-    def one(leaf):
+    def summed(leaf):
         over = tuple(axis for axis in axes if axis != TENSORS) if isinstance(leaf, Shard) else axes
         return jax.lax.psum(leaf, over) if over else leaf
 
-    return jax.tree.map(one, sums, is_leaf=_is_shard)
+    return jax.tree.map(summed, sums, is_leaf=_is_shard)
 
 
 _total.defvjp(lambda sums: (_total(sums), None), lambda _, gradients: (gradients,))
@@ -287,9 +266,9 @@ _total.defvjp(lambda sums: (_total(sums), None), lambda _, gradients: (gradients
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One device's part of an array that `count` devices divide equally along `axis`. `divide` wraps whole arrays in
-    Shards, which only marks them; in `divided`, whose shard_map cuts them, `array` is this device's part. `shape` has
-    `count` times the length of `array` along `axis`: the whole array's shape in `divided`, wrong outside of it."""
+    """One device's part of an array that `count` devices divide equally along `axis`. `divide` only marks whole arrays
+    with it; shard_map cuts them, so `shape` is the whole array's in `divided`, and wrong outside.
+    """
 
     array: jax.Array  # the part in `divided`, the whole array outside of it
     axis: int = dataclasses.field(metadata=dict(static=True))  # the axis along which the array is divided
@@ -299,79 +278,72 @@ class Shard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of `array`, with its length along `axis` times `count`: in `divided`, that of the whole array."""
         return tuple(size * self.count if axis == self.axis else size for axis, size in enumerate(self.array.shape))
 
     @property
     def dtype(self):
-        """The dtype of the array, the same for the part and the whole."""
         return self.array.dtype
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions, the same for the part and the whole."""
         return self.array.ndim
 
 
 def _is_shard(leaf: Any) -> bool:
-    """Whether a leaf is a Shard: the `is_leaf` of jax.tree functions that must see Shards and not their arrays."""
     return isinstance(leaf, Shard)
 
 
 def divide(tree: Any, mesh: Mesh | None, sync: SyncFormat | None = None) -> Any:
-    """Marks which arrays of a tree of nnx variables the mesh divides: each of these is wrapped in a Shard, the others
-    stay as they are, as all do without a mesh (None) or if `fsdp` is 1. sync: that of the Shards. Quantised tensors are
-    divided between blocks, with their scales. Tensors that cannot be divided evenly are whole. No array is cut."""
+    """Wraps the arrays of nnx variables that the mesh divides in Shards; no array is cut. Quantised tensors are divided
+    between blocks; what does not divide evenly stays whole.
+    """
     return divided_into(tree, 1 if mesh is None else MeshShape.of(mesh).parts, sync)
 
 
 def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
-    """For each array of a tree of nnx variables, in the order of leaves, whether devices divide it; none is without a
-    mesh (None). The optimizer's kernel (adam8) must know it, because XLA divides only plain operations itself."""
+    """Whether devices divide each array, in the order of leaves."""
     return [_is_shard(leaf) for leaf in jax.tree.leaves(divide(tree, mesh), is_leaf=_is_shard)]
 
 
 def bytes_per_device(tree: Any, parts: int) -> float:
-    """Bytes of a tree of nnx variables (also abstract) on each device if `parts` devices divide tensors: a part of what
-    is divided, and all of the rest. The planner calls it."""
+    """Bytes of a tree of nnx variables (also abstract) on each of `parts` devices that divide tensors."""
 
-    def one(leaf):
+    def bytes_of(leaf):
         size = float(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize)
         return size / leaf.count**2 if isinstance(leaf, Shard) else size  # a Shard's shape is of `count` such arrays
 
-    return sum(map(one, jax.tree.leaves(divided_into(tree, parts), is_leaf=_is_shard)))
+    return sum(map(bytes_of, jax.tree.leaves(divided_into(tree, parts), is_leaf=_is_shard)))
 
 
 def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
-    """(bytes, elements) of the arrays of a tree of nnx variables that would be divided if `parts` devices divide
-    tensors, each counted whole. The planner computes gathers from bytes, sums of gradients from elements."""
+    """(bytes, elements) of the arrays that `parts` devices would divide, each counted whole."""
     arrays = [shard.array for shard in shards(divided_into(tree, parts))]
     counts = [float(math.prod(array.shape)) for array in arrays]
     return sum(n * jnp.dtype(a.dtype).itemsize for n, a in zip(counts, arrays, strict=True)), sum(counts)
 
 
 def divided_into(tree: Any, count: int, sync: SyncFormat | None = None) -> Any:
-    """Marks the arrays of a tree of nnx variables as `divide` does, for a number of parts (the size of the mesh axis
-    fsdp) instead of a mesh, which plans do not have. For count 1 it returns the tree itself. sync: of the Shards."""
+    """`divide` for a number of parts instead of a mesh."""
     if count == 1:
         return tree
 
-    def one(variable):
+    def marked_variable(variable):
         if not isinstance(variable, nnx.Variable):
             return variable
         axes = _axes(variable, count)
         if axes is None:
             return variable
         leaves, structure = jax.tree.flatten(variable.get_value())
-        parts = [leaf if at is None else Shard(leaf, at, count, sync) for leaf, at in zip(leaves, axes, strict=True)]
-        return variable.replace(jax.tree.unflatten(structure, parts))
+        marked = [
+            leaf if axis is None else Shard(leaf, axis, count, sync) for leaf, axis in zip(leaves, axes, strict=True)
+        ]
+        return variable.replace(jax.tree.unflatten(structure, marked))
 
-    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map(marked_variable, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
-    """For each array of a variable's value (a quantised one has codes and scales) the axis that is divided into `count`
-    parts, or None if the array stays whole. Returns None instead of the tuple if no array is divided."""
+    """For each array of a variable's value (codes, scales) its divided axis or None; None if no array is divided."""
     names = variable.get_metadata().get("axes", ())
     axis = next((index for index, name in enumerate(names) if name in _TENSORS.divides), None)
     if axis is None:
@@ -383,16 +355,16 @@ def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
 
 
 def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
-    """The state `frozen` with empty `axes` in the metadata of the variables of the first `resident` of `layers` layers,
-    so that `divide` leaves them whole on every device. If these are all layers, all other variables (embedding, head, a
-    teacher) get them too. For `resident` 0 it returns `frozen`. The plan says how many layers (ResidualPlan)."""
+    """The state with empty `axes` for the first `resident` of `layers` layers, which `divide` then leaves whole; if
+    these are all, everything else (embedding, head, a teacher) too.
+    """
     if not resident:
         return frozen
 
     def declared(path, variable):
         keys: list[Any] = [getattr(key, "key", None) for key in path]
-        there = keys[1] < resident if keys[0] == "layers" else resident == layers
-        if not there:
+        is_resident = keys[1] < resident if keys[0] == "layers" else resident == layers
+        if not is_resident:
             return variable
         value = variable.get_value()
         return variable.replace(value, axes=()) if "axes" in variable.get_metadata() else variable
@@ -401,56 +373,52 @@ def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
 
 
 def divide_like(divided_tree: Any, tree: Any) -> Any:
-    """A copy of `tree`, a step's sums of gradients, with its arrays in Shards like those of `divided_tree`, trained
-    tensors from `divide`, which itself could misjudge sums with a leading axis of devices. No array is cut."""
+    """`tree`, such as sums of gradients, with Shards like those of `divided_tree`; `divide` could misjudge sums with a
+    leading axis of devices.
+    """
 
-    def one(leaf, array):
+    def marked(leaf, array):
         return dataclasses.replace(leaf, array=array) if isinstance(leaf, Shard) else array
 
-    return jax.tree.map(one, divided_tree, tree, is_leaf=_is_shard)
+    return jax.tree.map(marked, divided_tree, tree, is_leaf=_is_shard)
 
 
 def undivided(tree: Any) -> Any:
-    """A tree with the `array` of each Shard in place of the Shard: in `divided` this device's part, outside of it the
-    whole array. Nothing is gathered. Programs of steps return plain arrays so."""
+    """The tree with the `array` of each Shard in its place: in `divided` this device's part. Nothing is gathered."""
     return jax.tree.map(lambda leaf: leaf.array if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)
 
 
 def specs(tree: Any) -> Any:
-    """The PartitionSpecs with which `divided` (a shard_map) takes or returns a tree from `divide`. A Shard becomes a
-    Shard with, in place of its array, the spec that divides its axis over the mesh axis `fsdp`. Any other array, which
-    every device has whole, gets an empty spec."""
+    """PartitionSpecs of a tree from `divide`, in Shards for those."""
     return _specs(tree, (), ())
 
 
 def unsummed_specs(tree: Any) -> Any:
-    """The PartitionSpecs of a tree from `divide_like`, of sums not yet added over devices (Shards: only over `fsdp`). A
-    leading axis, which a Shard's `axis` does not count, has an entry a device, in Shards one for each along `data`."""
+    """PartitionSpecs of a tree from `divide_like`, of sums not yet added over devices. A leading axis, which a Shard's
+    `axis` does not count, has an entry a device, in Shards one for each along `data`.
+    """
     names = tuple(axis.name for axis in AXES)
     return _specs(tree, (names,), (tuple(name for name in names if name != TENSORS),))
 
 
 def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
-    """The PartitionSpecs of `specs`, for arrays that have further axes in front of those of the tree's arrays. front:
-    how these axes are divided, the first entries of each PartitionSpec; front_of_shards: the same for Shards."""
+    """`specs` for arrays with leading axes, which are divided as `front` says, those of Shards as front_of_shards."""
 
-    def one(leaf):
+    def spec_of(leaf):
         if not isinstance(leaf, Shard):
             return PartitionSpec(*front)
         return dataclasses.replace(leaf, array=PartitionSpec(*front_of_shards, *([None] * leaf.axis), TENSORS))
 
-    return jax.tree.map(one, tree, is_leaf=_is_shard)
+    return jax.tree.map(spec_of, tree, is_leaf=_is_shard)
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """The NamedShardings by which a tree of nnx variables is placed on a mesh: the tree with a sharding in place of
-    each array, which divides it where `divide` does and otherwise has it whole on every device."""
+    """NamedShardings of a tree of nnx variables, divided where `divide` says."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), undivided(specs(divide(tree, mesh))))
 
 
 def require_undivided(states: Any, what: str) -> None:
-    """Raises ValueError if an array of `states`, a module's state, is divided over devices: generation and the
-    observation of activations need whole weights. what: what the message calls the caller, such as "generate"."""
+    """Raises ValueError if an array is divided over devices. what: the caller, for the message."""
     for leaf in jax.tree.leaves(states):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_replicated:
             raise ValueError(
@@ -461,9 +429,10 @@ def require_undivided(states: Any, what: str) -> None:
 
 
 def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
-    """The NamedShardings on a mesh of opt_state, an optimizer's states, in its structure. In parts that have a state
-    for each tensor of `trainable`, those of divided tensors are divided, if evenly: one of its tensor's shape along the
-    same axis, another (8-bit blocks, factors) along its first. All others are whole. Any give equal results."""
+    """NamedShardings of an optimizer's states. In parts with a state for each tensor of `trainable`, those of divided
+    tensors are divided if evenly: along the same axis if the shape is the tensor's, else (8-bit blocks, factors) along
+    the first. All others are whole.
+    """
     structure = jax.tree.structure(trainable)
     tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)
     everywhere = NamedSharding(mesh, WHOLE)
@@ -479,21 +448,20 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
     def is_like(tree):
         return jax.tree.structure(tree) == structure
 
-    def one(tree):
+    def sharding_of(tree):
         if not is_like(tree):
             return everywhere
         return jax.tree.unflatten(structure, list(map(beside, tensors, jax.tree.leaves(tree))))
 
-    return jax.tree.map(one, opt_state, is_leaf=is_like)
+    return jax.tree.map(sharding_of, opt_state, is_leaf=is_like)
 
 
 def shards(tree: Any) -> list[Shard]:
-    """Collects the Shards of a tree, in the order of its leaves, for gathers and sizes; other leaves are left out."""
+    """The Shards of a tree, in the order of its leaves."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_shard) if isinstance(leaf, Shard)]
 
 
 def with_whole(tree: Any, arrays: Sequence[jax.Array]) -> Any:
-    """A new tree in which the Shards of `tree` are replaced by their whole arrays (`arrays`, in the order of `shards`);
-    the stack makes a layer's weights so from what it gathered."""
-    whole = iter(arrays)
-    return jax.tree.map(lambda leaf: next(whole) if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)
+    """The tree with whole arrays, in the order of `shards`, in place of its Shards."""
+    remaining = iter(arrays)
+    return jax.tree.map(lambda leaf: next(remaining) if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)

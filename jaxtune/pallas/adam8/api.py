@@ -1,13 +1,9 @@
-"""Adam's update with 8-bit moments as one Pallas Mosaic GPU kernel for Hopper, which reads and writes every byte once
-(`adam_update`), and in plain JAX for all other devices (`plain_update`). `refusal` says which tensors the kernel cannot
-update, and `cells` makes the tables with which it encodes moments.
+"""Adam's update with 8-bit moments as one Pallas Mosaic GPU kernel for Hopper that reads and writes every byte once,
+and in plain JAX for other devices.
 
-A warp has whole blocks of 256 elements, so a block's new absmax is known before its codes are written. XLA needs the
-moments twice, once for the absmax and again to encode them. The gradient is scaled here, and moments are updated in
-place, so that in addition to the state only the direction is in memory.
-
-A warpgroup works through chunks of 8 blocks. While it computes one chunk from registers, bulk copies load its next
-chunk into shared memory; they are not delayed by stores to the same arrays.
+A warp has whole blocks of 256 elements, so a block's new absmax is known before its codes are written. The gradient is
+scaled here and moments are updated in place, so that only the direction is in memory besides the state. While a
+warpgroup computes a chunk of 8 blocks from registers, bulk copies load its next into shared memory.
 """
 
 from __future__ import annotations
@@ -53,19 +49,12 @@ _LAYOUT = plgpu.Layout.TILED(Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dim
 
 @functools.cache
 def cells(signed: bool) -> np.ndarray:
-    """Makes the table, int32[cells], with which `adam_lanes.places` encodes a number of a moment in one read. The
-    number's code is the index of the nearest of the 256 values of a dynamic map.
+    """int32[cells]: the table with which `adam_lanes.places` encodes a moment's number in one read.
 
-    A cell is a range of magnitudes whose float32 bits are equal except the lowest 17 (signed) or 16. A bound is the
-    middle between two neighbouring magnitudes of the map. The entry of a cell is the number of bounds below it, shifted
-    left by that many bits, plus a number to which the lower bits of a magnitude are added: the sum overflows into the
-    shifted number exactly if the magnitude is above the bound that is within the cell. Shifted back, the sum is the
-    code, or if signed its distance from the code of 0. Entries go from the cell of the smallest values to that of 1.
-
-    Args:
-      signed: True for the map of the first moment, which has negative values; False for that of the second moment.
-    Raises:
-      AssertionError: a cell has more than one bound between codes, so one entry is not enough.
+    A cell is a range of magnitudes whose float32 bits are equal but for the lowest 17 (signed) or 16; a bound is the
+    middle between two neighbouring magnitudes of the map. A cell's entry is the number of bounds below it, shifted left
+    by that many bits, plus a number that overflows together with a magnitude's lower bits exactly if the magnitude is
+    above the cell's bound.
     """
     shift, first = _SHIFT[signed], _FIRST[signed]
     bounds = upper_bounds(signed).view(np.int32)
@@ -79,16 +68,8 @@ def cells(signed: bool) -> np.ndarray:
 
 
 def refusal(gradient, m_codes) -> str | None:
-    """Returns the reason why the kernel cannot update this tensor, or None if it can; the optimizer then calls
-    adam_update, otherwise plain_update. Reasons are a device that is not a Hopper GPU, a gradient that is neither
-    bfloat16 nor float32, codes that are not uint8, and fewer than 2,048 elements. On a GPU, the first call for a dtype
-    compares the kernel with XLA on a small case, unless an earlier run has stored that this GPU passed; a difference is
-    a reason too. At a start of training (within dispatch.built) the comparison runs later, and the result until then is
-    None. In Pallas' interpreter, in which tests run the kernel, the device does not matter and nothing is compared.
-
-    Args:
-      gradient: the gradient, or its jax.ShapeDtypeStruct; only dtype and size matter.
-      m_codes: the codes of the first moment, or their jax.ShapeDtypeStruct.
+    """Why the kernel cannot update this tensor, or None; of the gradient only dtype and size are read. On a GPU the
+    first call for a dtype compares the kernel with XLA (dispatch.first_use).
     """
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
@@ -104,59 +85,49 @@ def refusal(gradient, m_codes) -> str | None:
 
 
 def _small_case(dtype):
-    """Runs the case with which the kernel is checked at its first use, and returns (the kernel's results, XLA's
-    results). Each is a list of the decoded moments, and of the direction where the step is taken.
-
-    The case is a second step of Adam with gradients in `dtype`, once taken and once skipped (`finite` is false). A
-    single program of the kernel processes all of it, so that some of its warpgroups have three chunks and others four;
-    XLA computes the elements after the last chunk.
+    """(the kernel's results, XLA's) of a second step of Adam, once taken and once skipped: decoded moments, and the
+    direction where taken. One program processes it all, so that some warpgroups have three chunks and others four.
     """
     betas, eps, size = (0.9, 0.95), 1e-8, (3 * WARPGROUPS + 2) * _CHUNK + 300
 
     @jax.jit
-    def both():
+    def run_both():
         first, second = (jax.random.normal(jax.random.key(i), (size,)).astype(dtype) for i in range(2))
         m, v = ((1 - beta) * first.astype(jnp.float32) ** power for beta, power in zip(betas, (1, 2), strict=True))
-        given = [second, *encode(m, signed=True), *encode(v, signed=False)]
-        given += [jnp.float32(1 - beta**2) for beta in betas] + [jnp.float32(0.7)]
-        found = []
+        operands = [second, *encode(m, signed=True), *encode(v, signed=False)]
+        operands += [jnp.float32(1 - beta**2) for beta in betas] + [jnp.float32(0.7)]
+        results_of_updates = []
         for update in (
             lambda finite: _adam_update(
-                *given, finite, betas=betas, eps=eps, programs=1, interpret=gpu_kernel.interpreter()
+                *operands, finite, betas=betas, eps=eps, programs=1, interpret=gpu_kernel.interpreter()
             ),
-            lambda finite: plain_update(*given, finite=finite, betas=betas, eps=eps),
+            lambda finite: plain_update(*operands, finite=finite, betas=betas, eps=eps),
         ):
             results = []
             for finite in (True, False):
                 direction, m, m_absmax, v, v_absmax = update(finite)
                 results += [decode(m, m_absmax, signed=True), decode(v, v_absmax, signed=False)]
                 results += [direction] * finite
-            found.append(results)
-        return found
+            results_of_updates.append(results)
+        return results_of_updates
 
-    return both()
+    return run_both()
 
 
 def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps):
-    """One step of Adam on a tensor with 8-bit moments in plain jnp, which runs on any machine and which XLA divides
-    over any mesh. It is used if the kernel refuses a tensor, and for the elements that the kernel leaves after its last
-    whole chunk, and is the reference with which the kernel is compared.
+    """One step of Adam on a tensor with 8-bit moments in jnp, which XLA divides over any mesh.
 
-    Args:
-      gradient: bfloat16, float16 or float32, of any shape.
-      m, v: the codes of the moments, uint8[blocks, 256], as from blockwise8.encode.
-      m_absmax, v_absmax: the largest magnitude in each block of a moment, float32[blocks].
-      correction1, correction2: float32, 1 - beta^t for the first and the second of `betas`.
-      scale: float32, by which the gradient is multiplied.
-      finite: bool; True: the step is taken; False: the moments stay as they are, and the direction is meaningless.
-      betas: Adam's (beta1, beta2).
-      eps: Adam's eps.
-    Returns:
-      (direction, the new m, m_absmax, v, v_absmax). direction is float32 of gradient's shape: with the new moments
-        before they are rounded, (m / correction1) / (sqrt(v / correction2) + eps), without learning rate and weight
-        decay.
-    Raises:
-      TypeError, ValueError: gradient, a moment, betas or eps is not as described here; the others are not checked.
+    Returns (direction, new m, m_absmax, v, v_absmax); direction is float32 in gradient's shape, (m / correction1) /
+    (sqrt(v / correction2) + eps) of the new moments before they are rounded, without learning rate and weight decay.
+
+      gradient: bfloat16, float16 or float32, any shape.
+      m, v: codes uint8[blocks, 256] of blockwise8.encode; m_absmax, v_absmax: float32[blocks].
+      correction1, correction2: float32, 1 - beta^t.
+      scale: float32 factor on the gradient.
+      finite: False: the moments stay, and the direction means nothing.
+      betas: (beta1, beta2).
+
+    Raises TypeError or ValueError for other arrays, betas or eps; the scalars are not checked.
     """
     _check("plain_update", FLOATS, gradient, m, m_absmax, v, v_absmax, betas, eps)
     (beta1, beta2), shape, old = betas, gradient.shape, (m, m_absmax, v, v_absmax)
@@ -170,14 +141,6 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
 
 
 def _check(op, dtypes, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
-    """Checks the arguments of adam_update or plain_update, so that an error names the argument and the function, whose
-    name is `op`: gradient is an array of one of `dtypes`, a tuple of names; m and v, the codes of its moments, are
-    uint8[blocks, 256], where a block is 256 elements of the gradient; m_absmax and v_absmax are float32[blocks]; betas
-    are two numbers in [0, 1), and eps is at least 0.
-
-    Raises:
-      TypeError, ValueError: an argument is not so.
-    """
     check = Arguments(op)
     check.array("gradient", gradient, "...", dtypes)
     check.sizes["blocks"] = (-(-gradient.size // BLOCK), f" ({BLOCK} elements of the gradient in each)")
@@ -191,38 +154,26 @@ def _check(op, dtypes, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
 
 
 def _written_out_places(x, table, signed: bool):
-    """Encodes numbers in a dynamic map as adam_lanes.places does, in jnp, because Pallas' interpreter cannot run PTX.
-    It returns the uint8 code of each x, the index of the nearest of the map's 256 values.
-
-    Args:
-      x: float32, in [-1, 1] if `signed`, otherwise in [0, 1].
-      table: int32, `cells(signed)`.
-      signed: True for the first moment's map, which has negative values too; False for the second moment's.
-    """
+    """adam_lanes.places in jnp, as Pallas' interpreter cannot run PTX."""
     shift, first = _SHIFT[signed], _FIRST[signed]
     bits = lax.bitcast_convert_type(x, jnp.int32)
     magnitude = jnp.clip(bits & 0x7FFFFFFF, first << shift, 0x3F800000)
-    place = (table[(magnitude >> shift) - first] + (magnitude & ((1 << shift) - 1))) >> shift
+    entry = (table[(magnitude >> shift) - first] + (magnitude & ((1 << shift) - 1))) >> shift
     if signed:
-        place = jnp.where(bits < 0, SIGNED_ZERO - jnp.minimum(place, SIGNED_ZERO), SIGNED_ZERO + place)
-    return place.astype(jnp.uint8)
+        entry = jnp.where(bits < 0, SIGNED_ZERO - jnp.minimum(entry, SIGNED_ZERO), SIGNED_ZERO + entry)
+    return entry.astype(jnp.uint8)
 
 
 def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas, eps, interpreted):
-    """The kernel's body: Adam's update of the chunks (8 blocks of 256 elements) of this warpgroup. A warpgroup reads
-    and writes only its own chunks, and has each in registers before it writes it.
+    """Updates the chunks (8 blocks of 256 elements) of this warpgroup, which has each in registers before it writes it.
 
-    Args:
-      g_ref: the gradient, flat; this and the other refs up to the direction are in global memory.
-      m_ref, m_max_ref, v_ref, v_max_ref: codes uint8[blocks, 256] and absmax float32[blocks] of the moments. They are
-        updated in place, except the blocks after the last whole chunk, which the direction does not have either.
-      factors_ref: float32[4]: 1 / correction1, 1 / sqrt(correction2), the gradient's scale, and 0 if nothing may
-        change; then nothing is written, not even the direction.
-      refs: the two maps, then the two tables of `cells`, each for the first moment and then for the second; the
-        direction, float32 and flat; then shared memory: the four tables in this order, a slot of each of the five
-        inputs for each warpgroup, and the slots' barriers.
-      betas, eps: Adam's (beta1, beta2) and eps.
-      interpreted: True if Pallas' interpreter runs it, which gets jnp in place of PTX; False on a GPU.
+    g_ref: flat gradient; the refs up to the direction are in global memory.
+    m_ref, m_max_ref, v_ref, v_max_ref: codes uint8[blocks, 256] and absmax float32[blocks], updated in place, but for
+      blocks after the last whole chunk.
+    factors_ref: float32[4]: 1 / correction1, 1 / sqrt(correction2), scale, and 0 if nothing may change; then nothing
+      is written, not even the direction.
+    refs: two maps and two tables of `cells` (first moment, second); flat float32 direction; then shared memory: these
+      four, a slot of each of the five inputs for each warpgroup, and the slots' barriers.
     """
     tables, direction_ref, smem, slots, full_smem = refs[:4], refs[4], refs[5:9], refs[9:14], refs[14]
     moments = (m_ref, m_max_ref, v_ref, v_max_ref)
@@ -257,21 +208,21 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
     def all_columns(values):
         return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [0]), _LAYOUT)
 
-    def decoded(codes, absmax, which):
-        entries = tables[which][...][codes] if interpreted else adam_lanes.looked_up(codes, smem[which], _LAYOUT)
+    def decoded(codes, absmax, moment):
+        entries = tables[moment][...][codes] if interpreted else adam_lanes.looked_up(codes, smem[moment], _LAYOUT)
         return entries * all_columns(absmax)
 
-    def encoded(x, which):
+    def encoded(x, moment):
         """(codes, absmax)"""
-        signed = which == 0
+        signed = moment == 0
         absmax = jnp.max(jnp.abs(x), axis=1)
         absmax = jnp.where(absmax < np.finfo(np.float32).tiny, 0.0, absmax)
         scaled = x * all_columns(1.0 / jnp.where(absmax == 0, 1.0, absmax))
         if interpreted:
-            return _written_out_places(scaled, tables[2 + which][...], signed), absmax
-        return adam_lanes.places(scaled, smem[2 + which], _SHIFT[signed], _FIRST[signed], signed, _LAYOUT), absmax
+            return _written_out_places(scaled, tables[2 + moment][...], signed), absmax
+        return adam_lanes.places(scaled, smem[2 + moment], _SHIFT[signed], _FIRST[signed], signed, _LAYOUT), absmax
 
-    def one(index, _):
+    def update_chunk(index, _):
         if not interpreted:
             lanes.wait_for_chunk(full_smem, wg, index & 1)
         g, m, m_max, v, v_max = (
@@ -303,47 +254,31 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
             lanes.fill_table(table_ref, cells_smem)  # by every warpgroup, the same
         lanes.program_barrier()
     pl.when(chunks > 0)(lambda: bring(0))
-    lax.fori_loop(0, chunks, one, None)
+    lax.fori_loop(0, chunks, update_chunk, None)
 
 
 def adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, divided=None
 ):
-    """One step of Adam on a tensor with 8-bit moments, by the kernel for Hopper GPUs. The caller first asks `refusal`,
-    and calls plain_update for a tensor that the kernel cannot update.
+    """One step of Adam on a tensor with 8-bit moments by the Hopper kernel; ask `refusal` first. Arguments and results
+    are those of plain_update, with a bfloat16 or float32 gradient.
 
-    Donated moments are updated in place if nothing else reads them. Choosing between old and new moments outside would
-    read them, so the choice is made here.
+    Donated moments are updated in place if nothing else reads them; a choice between old and new moments outside would
+    read them, so `finite` makes it here.
 
-    Args:
-      gradient: bfloat16 or float32, of any shape.
-      m, v: the codes of the two moments, uint8[blocks, 256], as from blockwise8.encode.
-      m_absmax, v_absmax: the largest magnitude in each block of a moment, float32[blocks].
-      correction1, correction2: float32, 1 - beta^t for the first and the second of `betas`.
-      scale: float32, by which the gradient is multiplied in float32.
-      finite: bool; True: the step is taken; False: the moments stay as they are, and the direction is meaningless.
-      betas: Adam's (beta1, beta2).
-      eps: Adam's eps.
-      divided: the name of the mesh axis along which each device has a part of the gradient's leading axis and of its
-        moments; None: they are whole. A whole tensor is updated by each device in full, because updating parts and
-        exchanging them takes longer and more memory. A divided tensor is gathered, and then updated by each device in
-        full, if its gradient has one axis, has no equal parts of whole blocks, or has parts of fewer than 2,048
+      divided: the mesh axis along which each device has a shard of the gradient's leading axis and of its moments;
+        None: they are whole, and each device updates all, which is faster and smaller than an exchange. A divided
+        tensor is gathered first if its gradient has one axis, or its shards are uneven, no whole blocks, or below 2,048
         elements.
-    Returns:
-      (direction, the new m, m_absmax, v, v_absmax). direction is float32 of gradient's shape: with the new moments
-        before they are rounded, (m / correction1) / (sqrt(v / correction2) + eps), without learning rate and weight
-        decay.
-    Raises:
-      TypeError, ValueError: gradient, a moment, betas or eps is not as described here; the others are not checked.
     """
     _check("adam_update", _GRADIENTS, gradient, m, m_absmax, v, v_absmax, betas, eps)
     numbers = (correction1, correction2, scale, finite)
     update = functools.partial(_adam_update, programs=_PROGRAMS, interpret=gpu_kernel.interpreter())
     update = functools.partial(update, betas=tuple(betas), eps=float(eps))
     # If both are divided, at borders of blocks, each device updates its own part of the tensor.
-    parts = jax.sharding.get_abstract_mesh().shape.get(divided, 1)
-    even = gradient.ndim >= 2 and not any(size % parts for size in (gradient.shape[0], m.shape[0]))
-    if divided is not None and even and gradient.size % (parts * BLOCK) == 0 and gradient.size >= parts * _CHUNK:
+    shards = jax.sharding.get_abstract_mesh().shape.get(divided, 1)
+    even = gradient.ndim >= 2 and not any(size % shards for size in (gradient.shape[0], m.shape[0]))
+    if divided is not None and even and gradient.size % (shards * BLOCK) == 0 and gradient.size >= shards * _CHUNK:
         update = meshes.on_each_device(update, rows=5, axis=divided)
     else:
         update = meshes.on_each_device(update)
@@ -354,39 +289,32 @@ def adam_update(
 def _adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, programs, interpret
 ):
-    """One step of Adam on one device by the kernel. `adam_update` calls it, on each device of a mesh, and so does
-    `_small_case`. The elements after the last whole chunk of 2,048 are updated by XLA (plain_update). Returns
-    (direction, m, m_absmax, v, v_absmax), the last four updated.
-
-    Args:
-      gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, betas, eps: as adam_update describes
-        them, of this device's part of the tensor.
-      programs: the most programs of the kernel's grid; the check at first use has one program process all chunks.
-      interpret: the parameters of Pallas' interpreter (gpu_kernel.interpreter), or None on a GPU.
+    """adam_update on one device. XLA updates the elements after the last whole chunk of 2,048. programs: the most
+    programs of the grid.
     """
     size = gradient.size
-    whole = size // _CHUNK * _CHUNK  # elements that the kernel takes; XLA takes the rest
+    kernel_elements = size // _CHUNK * _CHUNK  # elements that the kernel takes; XLA takes the rest
     flat = gradient.reshape(size)
     factors = [1 / correction1, 1 / jnp.sqrt(correction2), scale, finite]
-    factors = jnp.stack([jnp.asarray(each, jnp.float32) for each in factors])
+    factors = jnp.stack([jnp.asarray(array, jnp.float32) for array in factors])
     tables = [dynamic_map(True), dynamic_map(False), cells(True), cells(False)]
-    moments = [jax.new_ref(each) for each in (m, m_absmax, v, v_absmax)]
-    rest = []
-    if whole < size:
-        m, m_absmax, v, v_absmax = (ref[whole // BLOCK :] for ref in moments)
+    moments = [jax.new_ref(array) for array in (m, m_absmax, v, v_absmax)]
+    tail_direction = []
+    if kernel_elements < size:
+        m, m_absmax, v, v_absmax = (ref[kernel_elements // BLOCK :] for ref in moments)
         numbers = (correction1, correction2, scale, finite)
-        last, *new = plain_update(flat[whole:], m, m_absmax, v, v_absmax, *numbers, betas=betas, eps=eps)
+        last, *new = plain_update(flat[kernel_elements:], m, m_absmax, v, v_absmax, *numbers, betas=betas, eps=eps)
         for ref, values in zip(moments, new, strict=True):  # before the kernel, whose results XLA cannot write into
-            ref[whole // BLOCK :] = values
-        rest = [last]
+            ref[kernel_elements // BLOCK :] = values
+        tail_direction = [last]
     codes = plgpu.SMEM((WARPGROUPS * _BLOCKS, BLOCK), jnp.uint8)
     absmax = plgpu.SMEM((WARPGROUPS * _BLOCKS,), jnp.float32)
     direction = gpu_kernel.kernel(
         functools.partial(_kernel, betas=betas, eps=eps, interpreted=interpret is not None),
         "adam8",
         interpret,
-        out_type=jax.ShapeDtypeStruct((whole,), jnp.float32),
-        grid=(min(-(-whole // (_CHUNK * WARPGROUPS)), programs),),
+        out_type=jax.ShapeDtypeStruct((kernel_elements,), jnp.float32),
+        grid=(min(-(-kernel_elements // (_CHUNK * WARPGROUPS)), programs),),
         grid_names=("program",),
         num_threads=WARPGROUPS,
         thread_name="wg",
@@ -405,5 +333,5 @@ def _adam_update(
         # The kernel itself waits for tables and copies, and before it copies to a slot again.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(flat, *moments, factors, *map(jnp.asarray, tables))
-    direction = jnp.concatenate([direction, *rest]).reshape(gradient.shape)
+    direction = jnp.concatenate([direction, *tail_direction]).reshape(gradient.shape)
     return direction, *(ref[...] for ref in moments)

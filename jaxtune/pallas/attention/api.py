@@ -1,7 +1,6 @@
-"""Packed causal attention: the public functions, and the choice of their implementation. `attention` is differentiable;
-`attention_forward` and `attention_backward` compute its result and its gradients for code that saves residuals itself;
-`implementations` says which implementations serve a call. Shapes are [B, T, heads, D] with grouped key/value heads.
-Packed rows have several documents, and a token sees only its own."""
+"""Public functions of packed causal attention, and the choice of their implementation. Shapes are [B, T, heads, D],
+with grouped key/value heads. All raise TypeError or ValueError for wrong arguments or an implementation that refuses.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +27,13 @@ def implementations(
     soft_cap=None,
     sinks=None,
 ) -> dispatch.Table:
-    """Returns the implementations of a call in the order in which they are tried: {name: a function that returns the
-    reason why it refuses the call, gradients included, or None}. dispatch.choose takes the first that does not refuse,
-    and `jaxtune info --kernels` prints the reasons. The names are "cudnn", "mosaic", "triton" and "reference" (plain
-    jnp, which refuses nothing), in this order; "mosaic" comes first unless the layout guarantees one document a row,
-    and on a Hopper GPU also for such rows of up to 4,096 tokens if the head dim is 64, 128, 256 or 512. The functions
-    may compare a kernel with the reference on this GPU first (first_use.py), which takes seconds.
+    """{name: function that returns why it refuses the call (gradients included), or None}, in the order of trial.
 
-    Args:
-      query: [B, T, heads, D]; only shape and dtype are used.
-      layout: the bounds of the documents; only its static guarantee max_documents is used: it decides the order of the
-        names, what cuDNN and Triton can run, and which blocks the Mosaic kernels use.
-      kv_heads: number of key and value heads, which decides the case on which a kernel is compared with the reference.
-      window: a query sees itself and the window - 1 keys before it; None: all keys before it.
-      soft_cap: scores s become cap * tanh(s / cap); None: no cap.
-      sinks: float[heads], an extra logit for each head that has no value; None: none.
+    "reference" refuses nothing. A function may first compare its kernel with the reference on this GPU, which takes
+    seconds. Arguments are those of `attention`.
+
+      query: only shape and dtype are read.
+      layout: only max_documents is read; it decides the order, what cuDNN and Triton can run, and Mosaic's blocks.
     """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
 
@@ -76,21 +67,7 @@ def implementations(
 
 
 def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> Arguments:
-    """For the public functions here: checks the arrays and options of a call, and returns the checker, with which the
-    caller can check further arrays against the same sizes.
-
-    Args:
-      op: the name of the public function that was called, with which messages begin.
-      query, key, value: [B, T, heads, D] and twice [B, T, kv_heads, D], all of one dtype, which is bfloat16, float16 or
-        float32, heads a multiple of kv_heads.
-      layout: a PackedLayout for B rows of T tokens.
-      scale: a number.
-      window: None, or a whole number from 1 on.
-      soft_cap: None, or a number above 0.
-      sinks: None, or float[heads].
-    Raises:
-      TypeError, ValueError: an argument is not so.
-    """
+    """Checks a call's arrays and options, and returns the checker, which knows their sizes."""
     check = Arguments(op)
     check.array("query", query, "B T heads D", FLOATS)
     check.array("key", key, "B T kv_heads D", query.dtype)
@@ -103,14 +80,6 @@ def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> A
 
 
 def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks) -> None:
-    """The part of `_checked`, its only caller, after the arrays: checks the ratio of heads and the options. scale
-    must be a number, window None or a whole number from 1 on, soft_cap None or above 0, and sinks None or float[heads].
-    query [B, T, heads, D] and key [B, T, kv_heads, D] are checked already, except their numbers of heads; check is the
-    checker that knows their sizes and the name of the call.
-
-    Raises:
-      TypeError, ValueError: heads are no multiple of key/value heads, or an option is not as described above.
-    """
     if query.shape[2] % key.shape[2]:
         raise ValueError(
             f"{check.op}: {query.shape[2]} query heads are not a multiple of {key.shape[2]} key/value heads"
@@ -123,65 +92,47 @@ def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks
 
 
 def _pick(query, key, value, layout, implementation, **options):
-    """Chooses the implementation of a call and returns its module, which has the functions `forward` and `backward`:
-    the one named `implementation`, or for None the first of `implementations` that supports the call. It raises
-    ValueError if the named one does not, or is unknown.
-
-    query, key, value: of the call; only shapes and dtypes are used. layout: the documents of the call, of which only
-    the static guarantees are used. options: window, soft_cap and sinks, each None if the call has none.
-    """
     table = implementations(query, layout, kv_heads=key.shape[2], **options)
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
 
 def _by_rows(function, operands: int, results: int):
-    """Returns a function f(*arrays, layout, sinks) that calls `function` on each device of a mesh with the device's own
-    rows of the batch, because the kernels are programs for one device. Without a mesh of several devices, or within a
-    shard_map over it, `function` gets the arrays as they are.
+    """f(*arrays, layout, sinks), which runs `function` on each device of a mesh with that device's rows, as kernels are
+    programs for one device.
 
-    Args:
-      function: an implementation's forward or backward. It takes the same arguments, with `sinks` as a keyword.
-      operands: how many of f's first arguments, the layout included, have the batch's rows as their leading axis, and
-        are divided along the mesh's axis "data" (if there is none, or it does not divide the number of rows, each
-        device computes all rows). The arguments after them, sinks, are whole on every device.
-      results: how many of the first results have rows as their leading axis. Further ones (dsinks) are summed over the
-        devices among which rows are divided.
+      operands: number of leading arguments (layout included) that have rows as first axis, divided along mesh axis
+        "data". Without that axis, or if it does not divide the rows, each device computes all rows. sinks are whole
+        everywhere.
+      results: number of leading results with rows as first axis. Later ones (dsinks) are summed over the devices.
     """
-    return meshes.on_each_device(lambda *given: function(*given[:-1], sinks=given[-1]), rows=operands, results=results)
+    return meshes.on_each_device(
+        lambda *arguments: function(*arguments[:-1], sinks=arguments[-1]), rows=operands, results=results
+    )
 
 
 @meshes.on_any_mesh
 def attention_forward(
     query, key, value, layout: PackedLayout, *, scale, window=None, soft_cap=None, sinks=None, implementation=None
 ):
-    """Computes attention and its log-sum-exp, for code that saves residuals itself and later calls attention_backward,
-    such as the layers of a model. Kernels have no derivative here; `attention` is differentiable.
+    """Attention and its log-sum-exp, for code that saves residuals itself. Not differentiable.
 
-    Args:
+    Returns (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T], natural logarithm, sink included). At
+    padding out is 0 and lse means nothing.
+
       query: [B, T, heads, D] bfloat16, float16 or float32.
-      key, value: [B, T, kv_heads, D] in query's dtype, heads a multiple of kv_heads. All three must be finite at
-        padding, too.
-      layout: document bounds, `packed_layout((B, T), segment_ids)`; a query sees the keys of its document up to itself.
+      key, value: [B, T, kv_heads, D] in query's dtype, heads a multiple of kv_heads. All are finite at padding, too.
+      layout: `packed_layout((B, T), segment_ids)`.
       scale: factor on query . key.
-      window: a query sees itself and the window - 1 keys before it (Hugging Face's sliding_window); None: all keys
-        before it.
-      soft_cap: scores s become soft_cap * tanh(s / soft_cap), as in Gemma 2; None: no cap.
-      sinks: float[heads], an extra logit for each head that has no value, as in gpt-oss; None: none.
-      implementation: "cudnn", "mosaic" (kernels for Hopper GPUs), "triton" (kernels for NVIDIA GPUs from compute
-        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call, in the
-        order of `implementations`.
-    Returns:
-      (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T], the natural logarithm of the sum of exponentials
-        of a query's scores, its head's sink included). Padding gives out = 0; its lse means nothing, and depends on the
-        implementation.
-    Raises:
-      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
-        call.
+      window: a query sees itself and the window - 1 keys before it (Hugging Face's sliding_window); None: all.
+      soft_cap: scores s become soft_cap * tanh(s / soft_cap), as in Gemma 2.
+      sinks: float[heads], an extra logit of each head that has no value, as in gpt-oss.
+      implementation: "cudnn", "mosaic" (Hopper), "triton" (compute capability 8.0 on), "reference" (jnp, everywhere),
+        or None: the first of `implementations` that supports the call.
     """
     _checked("attention_forward", query, key, value, layout, scale, window, soft_cap, sinks)
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
-    chosen = _pick(query, key, value, layout, implementation, **options)
-    function = functools.partial(chosen.forward, scale=scale, window=window, soft_cap=soft_cap)
+    module = _pick(query, key, value, layout, implementation, **options)
+    function = functools.partial(module.forward, scale=scale, window=window, soft_cap=soft_cap)
     return _by_rows(function, 4, 2)(query, key, value, layout, sinks)
 
 
@@ -201,76 +152,40 @@ def attention_backward(
     sinks=None,
     implementation=None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Computes the gradients of attention from its saved output and log-sum-exp, for code that saves residuals itself,
-    such as the layers of a model.
+    """Gradients of attention from its saved output and log-sum-exp: (dquery, dkey, dvalue, dsinks) in the operands'
+    shapes and dtypes, 0 at padding. dsinks is None without sinks.
 
-    Args:
-      query: [B, T, heads, D] bfloat16, float16 or float32.
-      key, value: [B, T, kv_heads, D] in query's dtype, finite at padding, too.
-      out, lse: the results of attention_forward, by whatever implementation.
-      dout: [B, T, heads, D], the gradient of out, which must be finite at padding too (`attention` sets it to zero
-        there).
-      layout: the document bounds, as in the forward.
-      scale: factor on query . key.
-      window: a query sees itself and the window - 1 keys before it; None: all keys before it.
-      soft_cap: scores s become soft_cap * tanh(s / soft_cap); None: no cap.
-      sinks: float[heads], an extra logit for each head that has no value; None: none.
-      implementation: "cudnn", "mosaic" (kernels for Hopper GPUs), "triton" (kernels for NVIDIA GPUs from compute
-        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call, in the
-        order of `implementations`; it need not be that of the forward.
-    Returns:
-      (dquery, dkey, dvalue, dsinks): shapes and dtypes of the operands; dsinks is None without sinks. Padding gives 0.
-    Raises:
-      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
-        call.
+    Operands and options are those of attention_forward; the implementation may differ from the forward's.
+
+      out, lse: results of attention_forward, by whatever implementation.
+      dout: [B, T, heads, D], gradient of out. It must be finite at padding, too (`attention` zeroes it there).
     """
     check = _checked("attention_backward", query, key, value, layout, scale, window, soft_cap, sinks)
     check.array("out", out, "B T heads D", query.dtype)
     check.array("lse", lse, "B heads T", jnp.float32)
     check.array("dout", dout, "B T heads D", query.dtype)
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
-    chosen = _pick(query, key, value, layout, implementation, **options)
-    function = functools.partial(chosen.backward, scale=scale, window=window, soft_cap=soft_cap)
+    module = _pick(query, key, value, layout, implementation, **options)
+    function = functools.partial(module.backward, scale=scale, window=window, soft_cap=soft_cap)
     return _by_rows(function, 7, 3)(query, key, value, out, lse, dout, layout, sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _attention(query, key, value, sinks, layout, static, implementation, backward_implementation):
-    """Returns packed causal attention, [B, T, heads, D] in query's dtype and 0 at padding, with a custom derivative,
-    whose backward may run another implementation than the forward. `attention` calls it with checked arguments.
+    """Attention with a custom derivative.
 
-    Args:
-      query, key, value: [B, T, heads, D] and twice [B, T, kv_heads, D].
-      sinks: float[heads], an extra logit for each head that has no value; None: none.
-      layout: the bounds of the documents.
-      static: the keyword arguments scale, window and soft_cap as a tuple of pairs (name, value), because a static
-        argument must be hashable.
-      implementation, backward_implementation: the names of those that compute the forward and the gradients; None: the
-        first that supports the call.
+    static: (name, value) pairs of scale, window and soft_cap, as a static argument must be hashable.
     """
     return _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation)[0]
 
 
 def _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation):
-    """The forward rule of `_attention` for jax.custom_vjp, with the same arguments: returns (out [B, T, heads, D],
-    residuals). `_attention` itself calls it too, for out alone, where no gradient is taken. backward_implementation is
-    not used: it is here because JAX passes all arguments to both rules. The residuals are (query, key, value, sinks,
-    layout, out, lse), lse being the log-sum-exp float32[B, heads, T]; the softmax weights [T, T] are not saved but
-    computed again in the backward."""
+    """(out, residuals). The softmax weights [T, T] are not saved; the backward computes them again."""
     out, lse = attention_forward(query, key, value, layout, sinks=sinks, implementation=implementation, **dict(static))
     return out, (query, key, value, sinks, layout, out, lse)
 
 
 def _attention_bwd(static, implementation, backward_implementation, residuals, dout):
-    """The backward rule of `_attention` for jax.custom_vjp: returns (gradients of query, key and value, of sinks or
-    None without them, None for the layout), in the operands' shapes and dtypes. It first sets dout to zero at padding,
-    where it may be anything, even NaN, unless the layout guarantees that there is no padding (`full`).
-
-    Args:
-      static, implementation, backward_implementation: the static arguments of the call; `implementation` is not used.
-      residuals: what _attention_fwd saved.
-      dout: the gradient of out, [B, T, heads, D].
-    """
     query, key, value, sinks, layout, out, lse = residuals
     if not layout.full:  # padding may have any gradient, even NaN
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[:, :, None, None], dout, 0)
@@ -295,28 +210,14 @@ def attention(
     implementation=None,
     backward_implementation=None,
 ):
-    """Causal attention over packed documents, differentiable with respect to query, key, value and sinks. The backward
-    computes the softmax weights again, from the operands, out and the log-sum-exp, which are saved. The layers of a
-    model save these themselves, and call attention_forward and attention_backward in its place; in jaxtune only the
-    check of the machine (commands/machine_checks.py) calls this function.
+    """Causal attention over packed documents, differentiable in query, key, value and sinks: [B, T, heads, D], 0 at
+    padding.
 
-    Args:
-      query: [B, T, heads, D] bfloat16, float16 or float32.
-      key, value: [B, T, kv_heads, D] in query's dtype, heads a multiple of kv_heads; finite at padding, too.
-      layout: document bounds, `packed_layout((B, T), segment_ids)`; causal within a document.
-      scale: factor on query . key.
-      window: a query sees itself and the window - 1 keys before it; None: all keys before it.
-      soft_cap: scores s become cap * tanh(s / cap); None: no cap.
-      sinks: float[heads], an extra logit for each head that has no value; None: none.
-      implementation: "cudnn", "mosaic" (kernels for Hopper GPUs), "triton" (kernels for NVIDIA GPUs from compute
-        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call, in the
-        order of `implementations`.
-      backward_implementation: the implementation of the gradients; None: `implementation`.
-    Returns:
-      out [B, T, heads, D] in query's dtype. Padding gives 0 and gets no gradient, whatever out's gradient is there.
-    Raises:
-      TypeError, ValueError: an argument is not as described here, or a named implementation does not support the call
-        (that of the gradients: when they are taken).
+    It saves the operands, out and the log-sum-exp; the backward computes the softmax weights again. Arguments are those
+    of attention_forward. out's gradient at padding may be anything, even NaN.
+
+      backward_implementation: of the gradients; None: `implementation`. One that refuses raises when gradients are
+        taken.
     """
     _checked("attention", query, key, value, layout, scale, window, soft_cap, sinks)
     static = (("scale", scale), ("window", window), ("soft_cap", soft_cap))

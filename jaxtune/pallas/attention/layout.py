@@ -1,9 +1,7 @@
-"""PackedLayout: which keys each query of a batch can see, computed once per batch (`packed_layout`) and passed to every
-layer.
+"""Which keys each query of a batch can see, computed once per batch and passed to every layer.
 
 Tokens see each other, causally, within a contiguous run of a segment id. An id that returns later in the row is a new
-document, 0 is padding anywhere, and no ids at all means one document a row. The layout knows no block size and no
-window: every kernel derives its visible and masked blocks from it.
+document, 0 is padding anywhere, and no ids mean one document a row. The layout knows no block size and no window.
 """
 
 from __future__ import annotations
@@ -20,10 +18,9 @@ from jaxtune.pallas.meshes import on_any_mesh
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
-    """The document boundaries of every token of a batch, and the model's rotary tables; packed_layout makes one for
-    each batch without tables, the model adds its tables, and all layers use it: attention takes the bounds, and the
-    layers rotate queries and keys by the tables. (A step of generation makes its own.) It is a JAX pytree whose
-    guarantees are static: another guarantee is another program."""
+    """The document bounds of every token of a batch, and the model's rotary tables, which the model adds. A pytree
+    whose guarantees are static: another guarantee is another program.
+    """
 
     doc_start: jax.Array  # int32[B, T], index in the row of the first token of this token's document
     # int32[B, T], index after the last token of this token's document. Padding has doc_start = doc_end = its own index:
@@ -39,8 +36,7 @@ class PackedLayout:
     full: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     def positions(self) -> jax.Array:
-        """int32[B, T]: index of each token within its document; 0 on padding. The rotary tables of packed rows are made
-        for these, so that each document begins at position 0."""
+        """int32[B, T]: index of each token within its document; 0 at padding."""
         index = jnp.arange(self.doc_start.shape[1], dtype=jnp.int32)
         return index - self.doc_start
 
@@ -49,19 +45,12 @@ class PackedLayout:
 def packed_layout(
     shape: tuple[int, int], segment_ids: jax.Array | None = None, max_documents: int | None = None
 ) -> PackedLayout:
-    """Builds the layout of a batch of `shape` = (rows, length), whose rotary tables are empty (the model fills them).
+    """The layout of a batch of `shape` = (rows, length), without rotary tables. It never waits for the device.
 
-    Shapes are static and nothing waits for the device, so it can be used within jit.
-
-    Args:
-      shape: (rows, length), each at least 1.
-      segment_ids: int[B, T], the same number for neighbouring tokens of one document, 0 for padding; `full` stays False
-        with them. None: one document a row without padding, which the layout then guarantees (full, max_documents = 1),
-        whatever max_documents is.
-      max_documents: the caller's guarantee that no row has more documents than this; with 1, the document of each row
-        starts at index 0. None: no guarantee. It is not verified here, because that would wait for the device.
-    Raises:
-      TypeError, ValueError: an argument does not fit this description.
+    segment_ids: int[B, T], equal for neighbouring tokens of a document, 0 at padding. None: one document a row
+      without padding, which the layout then guarantees (full, max_documents = 1).
+    max_documents: the caller's guarantee, not verified, that no row has more; 1 also means that each row's document
+      starts at index 0.
     """
     check = Arguments("packed_layout")
     check.sequence("shape", shape, "rows and length", 2)

@@ -1,8 +1,4 @@
-"""The bodies of the backward kernels of attention for Hopper GPUs and head dims up to 128 (query_kernel up to 256):
-query_kernel computes dq, key_kernel dk and dv. mosaic.py calls them, and mosaic_parts.py describes how a kernel's
-programs and warpgroups share the work. masked_keys masks a block's weights, and bring_queries loads the blocks of
-queries. wide_key_kernel (heads of 256) uses both too; the kernels of dk and dv for heads of 512 use masked_keys
-only."""
+"""Backward kernels of attention on Hopper for head dims up to 128 (dq: up to 256)."""
 
 from __future__ import annotations
 
@@ -32,23 +28,13 @@ from jaxtune.pallas.attention.mosaic_parts import (
 )
 
 
-def _weights_and_gradient(scores, dweights, shape, stat, seen, between, issued, scale, soft_cap):
-    """Computes for dq, from one block of keys, (the masked softmax weights times the slope of the soft cap, the
-    gradients of the weights), both float32 of `shape` in registers; query_kernel calls it in each step. The tensor
-    cores start on two products, scores and dweights; the weights are computed from the scores while dweights is still
-    being multiplied.
+def _weights_and_gradient(scores, dweights, shape, stat, mask, between, issued, scale, soft_cap):
+    """(masked softmax weights times the soft cap's slope, gradients of the weights) of a block of keys, float32 of
+    `shape`. The weights are computed while the second product runs.
 
-    Args:
-      scores: (queries, transposed keys) in shared memory, whose product is the raw scores.
-      dweights: (output gradients, transposed values) in shared memory, whose product is the gradients of the weights.
-      shape: (queries, keys), of the results.
-      stat: each query's log-sum-exp in units of log2, broadcast to `shape`.
-      seen: a function that returns weights with 0 where a query does not see a key.
-      between: a function without arguments, called after the start of the first product and before the second, which
-        waits until the values have arrived in shared memory.
-      issued: a function without arguments, called after both products are started, which passes the tensor cores on if
-        the warpgroups take turns.
-      scale, soft_cap: the factor on scores, and their soft cap or None.
+      scores, dweights: (left, right) in shared memory, of which the results are products.
+      mask: puts 0 where a query does not see a key.
+      between, issued: called between the products' starts (waits for the values), and after both.
     """
 
     def compute(score_acc, dweight_acc):
@@ -58,7 +44,7 @@ def _weights_and_gradient(scores, dweights, shape, stat, seen, between, issued, 
         issued()
         raw, slope = capped(plgpu.wgmma_accumulator_load(score_acc, wait_n=1), scale, soft_cap)
         weights = jnp.exp2(raw - stat)
-        return seen(weights if slope is None else weights * slope), dweight_acc[...]
+        return mask(weights if slope is None else weights * slope), dweight_acc[...]
 
     return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
 
@@ -92,33 +78,14 @@ def query_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the backward's kernel for the gradient of query: writes dq of the tiles of queries that are dealt to
-    a program, one on each multiprocessor, for head dims of 64, 128 and 256. Two of its warpgroups compute, each
-    `blocks.own` queries of one head at a time; a third loads the blocks of keys and values ahead of them.
-
-    Args:
-      q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, D], in global memory as all
-        refs.
-      stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
-      lower_ref: int32[B, T], the first key that each query sees.
-      table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, number of
-        blocks.
-      dq_ref: the result, as q_ref.
-      q_smem to v_smem: shared memory for an item's queries, dout, numbers (stat and delta) and bounds, and slots of
-        keys and values.
-      own_full to turn_barrier: barriers: an item's operands have arrived; a block of keys, of values has arrived; the
-        slot of either is free again; the one at which the warpgroups take turns.
-      blocks: how the work is divided.
-      pairs: True: the two warpgroups take the same queries of two heads that share their keys; False: neighbouring
-        queries of one head.
-      scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
+    """Writes dq of tiles of queries for head dims of 64, 128 and 256, a warpgroup `blocks.own` queries of a head.
+    Common arguments: mosaic_parts.py.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
-    own, dim = blocks.own, q_ref.shape[-1]
+    own_tokens, dim = blocks.own, q_ref.shape[-1]
     stages, value_stages = (jnp.int32(slots.shape[0]) for slots in (k_smem, v_smem))
-    shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
+    shape, rows = (own_tokens, blocks.step), plgpu.Layout.WGMMA.reduce(1)
 
     @bringing(wg)
     def _():
@@ -133,14 +100,14 @@ def query_kernel(
 
         def fetch(turn, item):
             row, head, base = side.place(item)
-            here, full = pl.ds(base, own), own_full.at[buffer(turn)]
-            plgpu.copy_gmem_to_smem(q_ref.at[row, here, head], q_smem.at[buffer(turn)], full)
-            plgpu.copy_gmem_to_smem(do_ref.at[row, here, head], do_smem.at[buffer(turn)], full)
-            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[wg], full)
-            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[WARPGROUPS + wg], full)
-            plgpu.copy_gmem_to_smem(lower_ref.at[row, here], lower_smem.at[buffer(turn)], full)
+            token_slice, full = pl.ds(base, own_tokens), own_full.at[buffer(turn)]
+            plgpu.copy_gmem_to_smem(q_ref.at[row, token_slice, head], q_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(do_ref.at[row, token_slice, head], do_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], numbers_smem.at[wg], full)
+            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, token_slice], numbers_smem.at[WARPGROUPS + wg], full)
+            plgpu.copy_gmem_to_smem(lower_ref.at[row, token_slice], lower_smem.at[buffer(turn)], full)
 
-        def work(turn, done, item, following):
+        def work(turn, steps_before, item, following):
             row, head, base = side.place(item)
             query = q_smem.at[buffer(turn)]
             if blocks.buffers == 1:
@@ -150,20 +117,20 @@ def query_kernel(
             stat = plgpu.load(numbers_smem.at[wg], layout=rows)
             delta = plgpu.load(numbers_smem.at[WARPGROUPS + wg], layout=rows)
             lower = plgpu.load(lower_smem.at[buffer(turn)], layout=rows)
-            last_lower = lower_smem[buffer(turn), own - 1]
+            last_lower = lower_smem[buffer(turn), own_tokens - 1]
             plgpu.commit_smem()  # every warp has read them: the next item's may come
 
             def step(i, acc):
-                slot, value_slot = lax.rem(done + i, stages), lax.rem(done + i, value_stages)
-                here = buffer(turn)
+                slot, value_slot = lax.rem(steps_before + i, stages), lax.rem(steps_before + i, value_stages)
+                operand_buffer = buffer(turn)
                 if blocks.buffers == 1:
                     # The same number, but the compiler does not know that. Otherwise it keeps the addresses of
                     # everything in these buffers in registers during the loop, and spills (390 bytes a thread, D=256).
-                    here += lax.shift_right_logical(i, jnp.int32(30))
+                    operand_buffer += lax.shift_right_logical(i, jnp.int32(30))
                 plgpu.barrier_wait(k_full.at[slot])
                 weights, dweights = _weights_and_gradient(
-                    (q_smem.at[here], k_smem.at[slot].transpose((1, 0))),
-                    (do_smem.at[here], v_smem.at[value_slot].transpose((1, 0))),
+                    (q_smem.at[operand_buffer], k_smem.at[slot].transpose((1, 0))),
+                    (do_smem.at[operand_buffer], v_smem.at[value_slot].transpose((1, 0))),
                     shape,
                     rows_of(stat, shape),
                     lambda weights: side.masked(weights, item, i, lower, last_lower, 0.0),
@@ -175,13 +142,13 @@ def query_kernel(
                 plgpu.barrier_arrive(v_free.at[value_slot])
 
                 dscores = weights * (dweights * scale - rows_of(delta, shape))  # delta comes times scale
-                narrow = dscores.astype(k_ref.dtype)
+                dscores16 = dscores.astype(k_ref.dtype)
                 turns.swap()
-                acc = add_product(acc, narrow, k_smem.at[slot], interpreted)
+                acc = add_product(acc, dscores16, k_smem.at[slot], interpreted)
                 plgpu.barrier_arrive(k_free.at[slot])
                 return acc
 
-            acc, ahead = filled((own, dim), 0.0, plgpu.Layout.WGMMA), 0
+            acc, ahead = filled((own_tokens, dim), 0.0, plgpu.Layout.WGMMA), 0
             if blocks.buffers == 2:
                 # The first step hides how the last item's results leave the buffer that the next item's operands go to.
                 acc, ahead = step(jnp.int32(0), acc), 1
@@ -190,7 +157,7 @@ def query_kernel(
             acc = lax.fori_loop(ahead, item[4], step, acc)
             query[...] = acc.astype(q_ref.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(query, dq_ref.at[row, pl.ds(base, own), head])
+            plgpu.copy_smem_to_gmem(query, dq_ref.at[row, pl.ds(base, own_tokens), head])
             return item[4]
 
         if blocks.buffers == 2:
@@ -202,65 +169,54 @@ def query_kernel(
 
 
 def masked_keys(weights, *, base, upper, queries, lean):
-    """Returns `weights`, float32[keys, queries] in registers, with 0 where a query does not see a key. All kernels
-    of dk and dv call it (those for heads of 512 in _KeySide.masked), only for blocks that a bound crosses.
+    """`weights` float32[keys, queries] with 0 where a query does not see a key.
 
-    Args:
-      weights: the softmax weights of a block.
-      base: the index in the row of the first key.
-      upper: int32[keys], the query after the last that sees each key.
-      queries: the index in the row of the first query.
-      lean: how the mask is computed: True: by one unsigned comparison (`within`); False: by two comparisons.
+    base, queries: index in the row of the first key, and of the first query.
+    upper: int32[keys], the query after the last that sees each key.
+    lean: one unsigned comparison in place of two.
     """
     shape = weights.shape
     if lean:
         key_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + base
-        seen = within(shape, 1, queries, key_ids, upper - key_ids)
+        visible = within(shape, 1, queries, key_ids, upper - key_ids)
     else:
         query_ids = ids(shape, 1, queries)
-        seen = (query_ids >= ids(shape, 0, base)) & (query_ids < rows_of(upper, shape))
-    return jnp.where(seen, weights, 0.0)
+        visible = (query_ids >= ids(shape, 0, base)) & (query_ids < rows_of(upper, shape))
+    return jnp.where(visible, weights, 0.0)
 
 
 def bring_queries(items, group, width, operands, slots, full, free):
-    """Copies the blocks of queries and dout that a kernel of dk and dv (key_kernel, wide_key_kernel) visits into shared
-    memory, for all items of a program: the work of its loading warpgroup. For each tile of keys it goes through the
-    `group` query heads that share the key head, and for each through the blocks that see the tile, as far ahead as
-    there are free slots. It ends when all blocks were used.
+    """The loading warpgroup's work for dk and dv: copies the blocks of queries and dout of all items, head by head, as
+    far ahead as slots allow, and waits until all were read.
 
-    Args:
-      items: deals the work to the program, an Items.
-      group: number of query heads that share a key head.
-      width: queries of a block (Blocks.step).
-      operands: (query, dout, stat, delta) in global memory; stat and delta are two numbers of each query, the
-        log-sum-exp in log2, and the sum of out * dout times scale.
-      slots: shared memory, (slots of query, slots of dout, numbers: a vector of stat for each slot, then one of delta).
-      full: (query's, dout's) barriers, one for each slot, which complete when a block has arrived; stat comes with the
-        block of query, and delta with that of dout.
-      free: (query's, dout's) barriers, one for each slot, at which readers arrive when the slot is free again.
+      group: query heads of a key head; width: queries of a block.
+      operands: (query, dout, stat, delta); slots: (query's, dout's, numbers: stat of each slot, then delta).
+      full, free: (query's, dout's) barriers; stat comes with query, delta with dout.
     """
     q_ref, do_ref, stat_ref, delta_ref = operands
     q_smem, do_smem, numbers_smem = slots
     (q_full, do_full), (q_free, do_free) = full, free
     stages = jnp.int32(q_smem.shape[0])
 
-    def work(turn, done, item, following):
+    def work(turn, steps_before, item, following):
         kv_head, row, _, first, count, *_ = item
 
         def step(i, _):
             head = kv_head * group + lax.div(i, count)
-            here = pl.ds((first + lax.rem(i, count)) * width, width)
-            slot = lax.rem(done + i, stages)
+            token_slice = pl.ds((first + lax.rem(i, count)) * width, width)
+            slot = lax.rem(steps_before + i, stages)
             bring(
-                done + i,
+                steps_before + i,
                 (
-                    (q_ref.at[row, here, head], q_smem, q_full, q_free),
-                    (do_ref.at[row, here, head], do_smem, do_full, do_free),
+                    (q_ref.at[row, token_slice, head], q_smem, q_full, q_free),
+                    (do_ref.at[row, token_slice, head], do_smem, do_full, do_free),
                 ),
             )
             # These have the same slots as q and do, which are free at the same time.
-            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[slot], q_full.at[slot])
-            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[stages + slot], do_full.at[slot])
+            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], numbers_smem.at[slot], q_full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                delta_ref.at[row, head, token_slice], numbers_smem.at[stages + slot], do_full.at[slot]
+            )
             return ()
 
         lax.fori_loop(0, count * group, step, ())
@@ -298,33 +254,15 @@ def key_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the backward's kernel for the gradients of key and value, for head dims up to 128: writes dk and dv
-    of the tiles of keys that are dealt to a program, one on each multiprocessor. Two of its warpgroups compute, each
-    `blocks.own` keys of one head at a time; a third loads the blocks of queries and dout ahead of them. It visits the
-    query blocks that see the tile, for every query head of the key head in turn, so that gradients are sums in one
-    fixed order without atomics.
-
-    Args:
-      q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, D], in global memory as all
-        refs.
-      stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
-      upper_ref: int32[B, T], the query after the last that sees each key.
-      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, number of
-        blocks.
-      dk_ref, dv_ref: the results, as k_ref and v_ref.
-      k_smem to numbers_smem: shared memory for an item's keys, values and bounds, and slots of queries, dout and
-        numbers (stat and delta).
-      own_full to turn_barrier: barriers: an item's operands have arrived; a block of queries, of dout has arrived; the
-        slot of either is free again; the one at which the warpgroups take turns.
-      blocks: how the work is divided.
-      scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
+    """Writes dk and dv of tiles of keys for head dims up to 128, a warpgroup `blocks.own` keys of a head. It visits the
+    query blocks that see a tile, for every query head in turn: sums in one fixed order without atomics. Common
+    arguments: mosaic_parts.py.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]
     items = Items(table_ref, k_ref.shape[2])
-    own, width, stages, dim = blocks.own, blocks.step, jnp.int32(blocks.stages), q_ref.shape[-1]
-    shape = (own, width)
+    own_tokens, width, stages, dim = blocks.own, blocks.step, jnp.int32(blocks.stages), q_ref.shape[-1]
+    shape = (own_tokens, width)
     rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     @bringing(wg)
@@ -341,22 +279,25 @@ def key_kernel(
 
         def fetch(turn, item):
             kv_head, row, start = item[:3]
-            here, full = pl.ds(pl.multiple_of(start + wg * own, own), own), own_full.at[buffer(turn)]
-            plgpu.copy_gmem_to_smem(k_ref.at[row, here, kv_head], k_smem.at[buffer(turn)], full)
-            plgpu.copy_gmem_to_smem(v_ref.at[row, here, kv_head], v_smem.at[buffer(turn)], full)
-            plgpu.copy_gmem_to_smem(upper_ref.at[row, here], upper_smem.at[buffer(turn)], full)
+            token_slice, full = (
+                pl.ds(pl.multiple_of(start + wg * own_tokens, own_tokens), own_tokens),
+                own_full.at[buffer(turn)],
+            )
+            plgpu.copy_gmem_to_smem(k_ref.at[row, token_slice, kv_head], k_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(v_ref.at[row, token_slice, kv_head], v_smem.at[buffer(turn)], full)
+            plgpu.copy_gmem_to_smem(upper_ref.at[row, token_slice], upper_smem.at[buffer(turn)], full)
 
-        def work(turn, done, item, following):
+        def work(turn, steps_before, item, following):
             kv_head, row, start, first, count = item
-            base = pl.multiple_of(start + wg * own, own)
+            base = pl.multiple_of(start + wg * own_tokens, own_tokens)
             key, value = k_smem.at[buffer(turn)], v_smem.at[buffer(turn)]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left the other buffers
             pl.when(turn + 1 < items.rounds)(lambda: fetch(turn + 1, following))
             plgpu.barrier_wait(own_full.at[buffer(turn)])
             upper = plgpu.load(upper_smem.at[buffer(turn)], layout=rows)
-            first_upper, last_upper = upper_smem[buffer(turn), 0], upper_smem[buffer(turn), own - 1]
+            first_upper, last_upper = upper_smem[buffer(turn), 0], upper_smem[buffer(turn), own_tokens - 1]
             # The blocks are those of both warpgroups: the ones at the edges may be the other's alone.
-            lead = wg * (own // width)
+            lead = wg * (own_tokens // width)
             last = jnp.clip(lax.div(last_upper + (width - 1), jnp.int32(width)) - first, lead, count)
 
             def arrive(slot):
@@ -385,7 +326,7 @@ def key_kernel(
                     (key, query.transpose((1, 0))), (value, dout.transpose((1, 0))), shape=shape, issued=turns.swap
                 )
                 masked = functools.partial(masked_keys, base=base, upper=upper, queries=queries, lean=blocks.lean)
-                crossed = (queries < base + own - 1) | (queries + width > first_upper)
+                crossed = (queries < base + own_tokens - 1) | (queries + width > first_upper)
                 scores, slope = capped(scores, scale, soft_cap)
                 stat = plgpu.load(numbers_smem.at[slot], layout=columns)
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(stat, shape, [1]))
@@ -403,20 +344,20 @@ def key_kernel(
                 return dk, dv
 
             def head(number, state):
-                before = done + number * count
+                before = steps_before + number * count
                 lax.fori_loop(0, lead, functools.partial(skip, before), ())
                 state = lax.fori_loop(lead, last, functools.partial(step, before), state)
                 lax.fori_loop(last, count, functools.partial(skip, before), ())
                 return state
 
-            zeros = filled((own, dim), 0.0, plgpu.Layout.WGMMA)
+            zeros = filled((own_tokens, dim), 0.0, plgpu.Layout.WGMMA)
             dk, dv = lax.fori_loop(0, group, head, (zeros, zeros))
             key[...] = dk.astype(k_ref.dtype)
             value[...] = dv.astype(v_ref.dtype)
             plgpu.commit_smem()
-            here = pl.ds(base, own)
-            plgpu.copy_smem_to_gmem(key, dk_ref.at[row, here, kv_head])
-            plgpu.copy_smem_to_gmem(value, dv_ref.at[row, here, kv_head])
+            token_slice = pl.ds(base, own_tokens)
+            plgpu.copy_smem_to_gmem(key, dk_ref.at[row, token_slice, kv_head])
+            plgpu.copy_smem_to_gmem(value, dv_ref.at[row, token_slice, kv_head])
             return count * group
 
         pl.when(items.rounds > 0)(lambda: fetch(jnp.int32(0), items.at(jnp.int32(0))))

@@ -1,9 +1,6 @@
-"""The body of the dk/dv kernel for the head dim 256 (wide_key_kernel), whose two gradients do not fit one warpgroup's
-registers.
-
-At D=256 the dk of 64 keys takes 128 registers of every thread of a warpgroup, and dv the same. So both warpgroups have
-the same 64 keys: the first computes the weights and dv, the second dweights and dk, two products a step each. The
-second needs the first one's weights (times the slope of the soft cap), which go through shared memory, in fp32 and two
+"""dk and dv for head dim 256, whose gradients do not fit one warpgroup's registers: either of 64 keys takes 128 of
+every thread. Both warpgroups have the same 64 keys: the first computes weights and dv, the second dweights and dk, two
+products a step each. The weights (times the soft cap's slope) go to the second through shared memory, in fp32 and two
 slots. The first is up to two steps ahead, and its exponentials overlap with the other's products.
 """
 
@@ -60,39 +57,20 @@ def wide_key_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the backward's kernel for the gradients of key and value, for head dims of 256: writes dk and dv of
-    the tiles of keys that are dealt to a program. Both computing warpgroups have the same keys: the first computes the
-    weights and dv, the second dk, because both gradients would not fit one's registers; a third warpgroup loads the
-    blocks of queries and dout ahead of them. It visits the query blocks that see the tile, for every query head of the
-    key head in turn.
+    """Writes dk and dv of tiles of keys for heads of 256, visiting the query blocks that see a tile for every query
+    head in turn. Common arguments: mosaic_parts.py.
 
-    Args:
-      q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, D], in global memory as all
-        refs.
-      stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
-      upper_ref: int32[B, T], the query after the last that sees each key.
-      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, number of
-        blocks.
-      dk_ref, dv_ref: the results, as k_ref and v_ref.
-      k_smem, v_smem: shared memory for an item's keys, and later its dv; and for its values, and later its dk.
-      upper_smem: shared memory for the item's part of upper_ref.
-      weights_smem: float32[2, keys, queries], the softmax weights, times the slope of the soft cap, that the first
-        warpgroup passes to the second.
-      q_smem, do_smem, numbers_smem: slots of queries, dout and numbers (stat and delta).
-      key_full, value_full: barriers that complete when an item's keys and bounds, and its values, have arrived.
-      q_full to do_free: barriers of the slots: a block of queries, of dout has arrived; the slot of either is free
-        again.
-      weights_full, weights_free: barriers of weights_smem: weights are in a slot; they have been read.
-      blocks: how the work is divided.
-      scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
+      k_smem, v_smem: an item's keys, later its dv; its values, later its dk.
+      weights_smem: float32[2, keys, queries], what the first warpgroup passes to the second, with weights_full and
+        weights_free.
+      key_full: keys and bounds have arrived; value_full: values have.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]
     items = Items(table_ref, k_ref.shape[2])
-    own, width, stages, dim = blocks.own, blocks.step, jnp.int32(blocks.stages), q_ref.shape[-1]
-    passed = jnp.int32(weights_smem.shape[0])
-    shape = (own, width)
+    own_tokens, width, stages, dim = blocks.own, blocks.step, jnp.int32(blocks.stages), q_ref.shape[-1]
+    weight_slots = jnp.int32(weights_smem.shape[0])
+    shape = (own_tokens, width)
     rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     @bringing(wg)
@@ -100,87 +78,88 @@ def wide_key_kernel(
         operands, slots = (q_ref, do_ref, stat_ref, delta_ref), (q_smem, do_smem, numbers_smem)
         bring_queries(items, group, width, operands, slots, (q_full, do_full), (q_free, do_free))
 
-    def place(item):
-        """(row, keys, key head) of an item."""
+    def keys_of(item):
         kv_head, row, start = item[:3]
-        return row, pl.ds(pl.multiple_of(start, own), own), kv_head
+        return row, pl.ds(pl.multiple_of(start, own_tokens), own_tokens), kv_head
 
     @computing(wg, 0)
     def _():
-        def work(turn, done, item, following):
-            row, here, kv_head = place(item)
+        def work(turn, steps_before, item, following):
+            row, token_slice, kv_head = keys_of(item)
             base, first, count = item[2], item[3], item[4]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's dv has left the buffer
-            plgpu.copy_gmem_to_smem(k_ref.at[row, here, kv_head], k_smem, key_full)
-            plgpu.copy_gmem_to_smem(upper_ref.at[row, here], upper_smem, key_full)
+            plgpu.copy_gmem_to_smem(k_ref.at[row, token_slice, kv_head], k_smem, key_full)
+            plgpu.copy_gmem_to_smem(upper_ref.at[row, token_slice], upper_smem, key_full)
             plgpu.barrier_wait(key_full)
             upper = plgpu.load(upper_smem, layout=rows)
             first_upper = upper_smem[0]
 
             def step(i, dv):
-                number = done + i
-                slot, handed = lax.rem(number, stages), lax.rem(number, passed)
+                number = steps_before + i
+                slot, weight_slot = lax.rem(number, stages), lax.rem(number, weight_slots)
                 queries = (first + lax.rem(i, count)) * width
                 plgpu.barrier_wait(q_full.at[slot])
                 (scores,) = products((k_smem, q_smem.at[slot].transpose((1, 0))), shape=shape, issued=lambda: None)
                 masked = functools.partial(masked_keys, base=base, upper=upper, queries=queries, lean=blocks.lean)
-                crossed = (queries < base + own - 1) | (queries + width > first_upper)
+                crossed = (queries < base + own_tokens - 1) | (queries + width > first_upper)
                 scores, slope = capped(scores, scale, soft_cap)
                 stat = plgpu.load(numbers_smem.at[slot], layout=columns)
                 plgpu.barrier_arrive(q_free.at[slot])
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(stat, shape, [1]))
                 weights = lax.cond(crossed, masked, lambda weights: weights, weights)
-                pl.when(number >= passed)(lambda: plgpu.barrier_wait(weights_free.at[handed]))
-                weights_smem.at[handed][...] = weights if slope is None else weights * slope
-                narrow = weights.astype(v_ref.dtype)
+                pl.when(number >= weight_slots)(lambda: plgpu.barrier_wait(weights_free.at[weight_slot]))
+                weights_smem.at[weight_slot][...] = weights if slope is None else weights * slope
+                weights16 = weights.astype(v_ref.dtype)
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(weights_full.at[handed])
+                plgpu.barrier_arrive(weights_full.at[weight_slot])
                 plgpu.barrier_wait(do_full.at[slot])
-                dv = add_product(dv, narrow, do_smem.at[slot], interpreted)
+                dv = add_product(dv, weights16, do_smem.at[slot], interpreted)
                 plgpu.barrier_arrive(do_free.at[slot])
                 return dv
 
-            dv = lax.fori_loop(0, count * group, step, filled((own, dim), 0.0, plgpu.Layout.WGMMA))
+            dv = lax.fori_loop(0, count * group, step, filled((own_tokens, dim), 0.0, plgpu.Layout.WGMMA))
             k_smem[...] = dv.astype(v_ref.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(k_smem, dv_ref.at[row, here, kv_head])
+            plgpu.copy_smem_to_gmem(k_smem, dv_ref.at[row, token_slice, kv_head])
             return count * group
 
-        done = items.each(work)
+        total_steps = items.each(work)
         plgpu.wait_smem_to_gmem(0)
-        for handed in range(weights_smem.shape[0]):
-            pl.when(handed < done)(lambda handed=handed: plgpu.barrier_wait(weights_free.at[handed]))
+        for weight_slot in range(weights_smem.shape[0]):
+            pl.when(weight_slot < total_steps)(
+                lambda weight_slot=weight_slot: plgpu.barrier_wait(weights_free.at[weight_slot])
+            )
 
     @computing(wg, 1)
     def _():
-        def work(turn, done, item, following):
-            row, here, kv_head = place(item)
+        def work(turn, steps_before, item, following):
+            row, token_slice, kv_head = keys_of(item)
             steps = item[4] * group
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's dk has left the buffer
-            plgpu.copy_gmem_to_smem(v_ref.at[row, here, kv_head], v_smem, value_full)
+            plgpu.copy_gmem_to_smem(v_ref.at[row, token_slice, kv_head], v_smem, value_full)
             plgpu.barrier_wait(value_full)
 
             def step(i, dk):
-                number = done + i
-                slot, handed = lax.rem(number, stages), lax.rem(number, passed)
+                number = steps_before + i
+                slot, weight_slot = lax.rem(number, stages), lax.rem(number, weight_slots)
                 plgpu.barrier_wait(do_full.at[slot])
                 (dweights,) = products((v_smem, do_smem.at[slot].transpose((1, 0))), shape=shape, issued=lambda: None)
                 delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
                 plgpu.barrier_arrive(do_free.at[slot])
                 dscores = dweights * scale - lax.broadcast_in_dim(delta, shape, [1])
-                plgpu.barrier_wait(weights_full.at[handed])
-                dscores = dscores * plgpu.load(weights_smem.at[handed], layout=plgpu.Layout.WGMMA)
-                narrow = dscores.astype(k_ref.dtype)
-                plgpu.barrier_arrive(weights_free.at[handed])
+                plgpu.barrier_wait(weights_full.at[weight_slot])
+                dscores = dscores * plgpu.load(weights_smem.at[weight_slot], layout=plgpu.Layout.WGMMA)
+                dscores16 = dscores.astype(k_ref.dtype)
+                plgpu.barrier_arrive(weights_free.at[weight_slot])
                 plgpu.barrier_wait(q_full.at[slot])
-                dk = add_product(dk, narrow, q_smem.at[slot], interpreted)
+                dk = add_product(dk, dscores16, q_smem.at[slot], interpreted)
                 plgpu.barrier_arrive(q_free.at[slot])
                 return dk
 
-            dk = lax.fori_loop(0, steps, step, filled((own, dim), 0.0, plgpu.Layout.WGMMA))
+            dk = lax.fori_loop(0, steps, step, filled((own_tokens, dim), 0.0, plgpu.Layout.WGMMA))
             v_smem[...] = dk.astype(k_ref.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(v_smem, dk_ref.at[row, here, kv_head])
+            plgpu.copy_smem_to_gmem(v_smem, dk_ref.at[row, token_slice, kv_head])
             return steps
 
         items.each(work)

@@ -1,20 +1,21 @@
-"""What the Mosaic GPU attention kernels share; mosaic.py describes and calls them. Blocks says how a kernel divides its
-work, and Items deals the work to programs. `computing` and `bringing` choose the warpgroup that runs a part of a body,
-and Turns lets the computing ones alternate. `bring` and `drain` load blocks, and QuerySide does it for tiles of
-queries. `capped`, `products`, `add_product` and `within` compute scores, products and masks; the other functions make
-arrays in registers and shared memory. The kernels of decode_attention use the smallest of these functions, too.
+"""Building blocks of the Mosaic GPU attention kernels.
 
-A kernel runs one program on each multiprocessor, with two warpgroups that compute and one that loads blocks. A program
-works through a list of items. An item is a tile of queries of two heads (or two tiles of one head, if the number of
-query heads of a key head is odd), or a tile of keys of one key head. In each step of an item, the computing warpgroups
-process one block of the other side: a block of keys and values for a tile of queries, or a block of queries and their
-output gradients for a tile of keys. Each of the two usually has a tile of queries of its own: the same queries of two
-heads that share their keys, or, if that number is odd, neighbouring queries of one head. The kernel of dk and dv for
-heads of 256 and the kernels for heads of 512 divide items otherwise (mosaic_backward_wide.py, mosaic_halves.py).
+A kernel runs one program on each multiprocessor: two warpgroups compute, one loads blocks. A program works through
+items: tiles of queries of two heads (or two tiles of one head, if a key head has an odd number of query heads), or a
+tile of keys of one key head. In each step the computing warpgroups process one block of the other side. The loading
+warpgroup runs ahead across items, so that their starts and ends overlap with their neighbours' work: on packed rows an
+item often has two to ten steps.
 
-An item's own side (queries and their output gradients, or keys and values) is double-buffered for head dims up to 128,
-and the loading warpgroup runs ahead across items, so that the start and end of an item overlap with its neighbours'
-work. On packed rows an item often has only two to ten steps, so its start and end take as long as the steps.
+Common arguments of the kernels' bodies:
+
+  q_ref, k_ref, v_ref, do_ref: query, key, value, dout [B, T, heads or kv_heads, D]; all refs are in global memory.
+  stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2, and the sum of out * dout times scale.
+  lower_ref, upper_ref: int32[B, T], the first key that a query sees, and the query after the last that sees a key.
+  table_ref: int32[lines, 4], the work, a tile a line: row, first token, first block visited, number of blocks.
+  *_smem: the same in shared memory; numbers_smem: stat and delta.
+  own_full: barriers: an item's own operands have arrived. X_full: a block of X has; X_free: all have read its slot.
+  pairs: the warpgroups take the same queries of two heads that share keys, not neighbouring queries of one head.
+  interpreted: Pallas' interpreter runs the body and computes products in another way.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _REGISTERS = (240, 24)
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How one of the kernels divides its work, and which of its variants runs: a compile-time setting on which the
-    speed depends, and the result only by its rounding. Measured ones come from tuning.py, others from
-    mosaic.HEURISTIC."""
+    """How a kernel divides its work, and which variant runs: compile-time settings that decide speed, and of the result
+    only the rounding.
+    """
 
     own: int  # tokens whose results a computing warpgroup accumulates: queries in the forward and dq, keys in dk and dv
     step: int  # tokens of a block that a step visits: keys in the forward and dq, queries in dk and dv
@@ -64,47 +65,32 @@ class Blocks:
     value_stages: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """{field: value} of the fields that have no default or differ from it, as tuning.py stores blocks in its table
-        and looks them up again."""
+        """{field: value} of the fields that have no default or differ from it, as tuning.py stores blocks."""
         fields = dataclasses.fields(self)
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
 
 def smem(shape, dtype):
-    """Describes swizzled shared memory of this shape and 16- or 32-bit dtype, one of a kernel's scratch_types, which
-    tensor cores and TMA can read, and warpgroups can access without bank conflicts."""
+    """Swizzled shared memory of a 16- or 32-bit dtype, which tensor cores and TMA read, without bank conflicts."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
 def rows_of(value, shape):
-    """One number per row (value, [rows] in registers), broadcast over the columns to `shape`, (rows, columns), in
-    registers, because the kernels scale, shift or mask each row of a block by a number of its own."""
+    """Broadcasts one number per row (value, [rows] in registers) over the columns of `shape`."""
     return lax.broadcast_in_dim(value, shape, [0])
 
 
 def filled(shape, value, layout):
-    """A float32 array of this shape in the registers of the calling warpgroup with one value everywhere, with which an
-    accumulator or a running maximum starts; layout: how its numbers are spread over a warpgroup's threads
-    (plgpu.Layout)."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def ids(shape, axis, base):
-    """Returns `base` + the index along `axis`, int32 of `shape` in registers (Layout.WGMMA): the index in the row of
-    each token of a tile that starts at token `base`. Masks compare these."""
+    """`base` + index along `axis`, int32 in registers: the index in the row of each token of a tile from `base` on."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + base
 
 
 def capped(scores, scale, soft_cap):
-    """Returns (scores times `scale`, capped and in units of log2, for exp2; the derivative of the soft cap at them, or
-    None without one), float32 in registers in the shape of `scores`. The kernels of attention call it on the products
-    of queries and keys, except the forward with `lean` (Softmax); those of dq and dk need the derivative.
-
-    Args:
-      scores: float32 in registers, the raw products of queries and keys.
-      scale: the factor on scores.
-      soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap); None: no cap.
-    """
+    """(scores times `scale`, capped, in units of log2; derivative of the soft cap or None), float32 in registers."""
     if soft_cap is None:
         return scores * (scale * LOG2E), None
     capped = jnp.tanh(scores * (scale / soft_cap))
@@ -112,11 +98,10 @@ def capped(scores, scale, soft_cap):
 
 
 def products(*pairs, shape, issued):
-    """Multiplies each pair (left, right), both in shared memory, on the tensor cores (wgmma) into a new float32
-    accumulator of `shape`, and returns the list of the results, left right, in registers. The calling warpgroup
-    computes them. `issued`, a function without arguments, is called after all products are started and before they are
-    waited for. The forward computes its scores by it, and dk and dv their scores and gradients of weights, for head
-    dims up to 256; dq and the kernels for heads of 512, which wait in between, do not use it."""
+    """left right of each pair (both in shared memory) on the tensor cores, float32 in registers.
+
+    issued: called once all products are started, before the wait for them.
+    """
 
     def compute(*accs):
         for acc, (left, right) in zip(accs, pairs, strict=True):
@@ -128,9 +113,9 @@ def products(*pairs, shape, issued):
 
 
 def add_product(total, left, right, interpreted):
-    """total + left right on the tensor cores, float32 in registers, accumulated in place; left is in registers, right
-    in shared memory. interpreted: whether Pallas' interpreter runs it, which has neither run_state nor wgmma with a
-    left side in registers, so the product is computed in jnp."""
+    """total + left right on the tensor cores, in place; left is in registers, right in shared memory. Pallas'
+    interpreter has neither run_state nor such a wgmma.
+    """
     if interpreted:
         return total + lax.dot(left, right[...], preferred_element_type=jnp.float32)
 
@@ -141,46 +126,34 @@ def add_product(total, left, right, interpreted):
 
 
 class Turns:
-    """Keeps the two computing warpgroups half a step apart: while one uses the tensor cores, the other computes its
-    softmax (the ping-pong schedule of FlashAttention-3, arXiv 2407.08608). Each warpgroup calls `begin` before its
-    first step, `swap` twice in every step, and `end` after its last; both must make the same number of steps.
-
-    Args:
-      barrier: the barrier at which both warpgroups arrive and wait.
-      wg: the number of the calling warpgroup, 0 or 1.
-      wanted: True: they take turns; False: all methods do nothing.
+    """Keeps the computing warpgroups half a step apart: one uses the tensor cores while the other computes its softmax
+    (FlashAttention-3's ping-pong, arXiv 2407.08608). Each calls `begin` before its first step, `swap` twice in every
+    step, `end` after its last; both must make equally many steps.
     """
 
     def __init__(self, barrier, wg, wanted: bool):
         self.barrier, self.wg, self.wanted = barrier, wg, wanted
 
     def swap(self):
-        """Passes the tensor cores to the other warpgroup and waits until that one passes them back. Each warpgroup
-        calls it between two uses of the tensor cores."""
+        """Passes the tensor cores to the other warpgroup and waits until it passes them back."""
         if self.wanted:
             plgpu.barrier_arrive(self.barrier)
             plgpu.barrier_wait(self.barrier)
 
     def begin(self):
-        """Makes warpgroup 1 wait for the first `swap` of warpgroup 0, so that it starts half a step later. Both call
-        it; in warpgroup 0 it does nothing."""
         pl.when(self.wg == 1)(self.swap)
 
     def end(self):
-        """Makes the first warpgroup swap once more after the last step. `begin` made the second one swap once more
-        before the first step, so that both have arrived at the barrier equally often; without this the second one would
-        wait forever in its last swap. Both call it; in warpgroup 1 it does nothing."""
+        """Makes warpgroup 0 swap once more, as `begin` did for warpgroup 1, which would otherwise wait forever in its
+        last swap.
+        """
         pl.when(self.wg == 0)(self.swap)
 
 
 def within(shape, axis, base, first, count):
-    """Returns a mask, bool of `shape`: whether base + the index along `axis` is one of the numbers first, first + 1,
-    ..., first + count - 1. It takes one unsigned comparison in place of two (Blocks.lean).
+    """bool of `shape`: whether base + index along `axis` is in first .. first + count - 1, by one unsigned comparison.
 
-    Args:
-      shape: (rows, columns), of which `axis` is one (0 or 1).
-      base: int32[], the token at index 0 of `axis`.
-      first, count: int32 in registers, a number for each index of the other axis; count must be at least 0.
+    first, count: int32 in registers, a number for each index of the other axis; count is at least 0.
     """
     offset = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
     offset = offset - lax.broadcast_in_dim(first - base, shape, [1 - axis])
@@ -189,64 +162,53 @@ def within(shape, axis, base, first, count):
 
 
 class Items:
-    """Deals the work of a kernel to its programs: each line of the work table (mosaic._table), a tile of a row, is
-    `heads` items, one for each head or pair of heads. `rounds` is the number of this program's items, int32[]; `each`
-    calls a function for all of them, and `at` reads one. Every warpgroup of a program makes one, within the kernel's
-    body, and goes through the same items.
+    """Deals a kernel's work to its programs: a line of the work table is `heads` items. Every warpgroup makes its own
+    and goes through the same `rounds` items. Lines fall in cost and are dealt back and forth, program 0 to n - 1, then
+    n - 1 to 0.
 
-    Lines are sorted by falling cost and dealt back and forth, program 0 to n - 1, then n - 1 to 0, so that every
-    program gets about the same amount of work.
-
-    Args:
-      table_ref: int32[lines, columns], in global memory.
-      heads: the number of items of a line: query heads, pairs of them, or key heads; in the forward for heads of 512
-        twice as many, because an item is half of an output.
+      heads: query heads, pairs of them, or key heads; twice as many where an item is half of an output.
     """
 
     def __init__(self, table_ref, heads: int):
         self.table_ref, self.heads = table_ref, heads
         self.programs, self.me = lax.axis_size("programs"), lax.axis_index("programs")
         total = table_ref.shape[0] * heads
-        whole = total // self.programs
-        self.rounds = whole + (self._number(jnp.int32(whole)) < total).astype(jnp.int32)
+        full_rounds = total // self.programs
+        self.rounds = full_rounds + (self._number(jnp.int32(full_rounds)) < total).astype(jnp.int32)
 
     def _number(self, turn):
-        """The number, int32[], that this program's item in a turn has among all items (line * heads + head), which may
-        be past the last. A turn, int32[], counts the items of one program from 0."""
+        """Number (line * heads + head) of this program's item in a turn; it may be past the last."""
         forth = lax.rem(turn, jnp.int32(2)) == 0
         return turn * self.programs + jnp.where(forth, self.me, self.programs - 1 - self.me)
 
     def at(self, turn):
-        """Returns one of this program's items: [number of its head or pair of heads, the columns of its line of the
-        table...], all int32[]. turn: int32[], counts this program's items from 0. Past the last item it returns some
-        valid item, so that the next one can be read early without a condition."""
+        """An item of this program: [head number, columns of its line...], int32[] each. Past the last it is some valid
+        item, so that the next one can be read early without a condition.
+        """
         number = jnp.minimum(self._number(turn), self.table_ref.shape[0] * self.heads - 1)
         line = lax.div(number, jnp.int32(self.heads))
         columns = [self.table_ref[line, column] for column in range(self.table_ref.shape[1])]
         return [lax.rem(number, jnp.int32(self.heads)), *columns]
 
     def each(self, work):
-        """Calls work(turn, done, item, following) for every item of this program, in order, and returns the number of
-        steps of all of them, int32[], 0 if there is none. Every warpgroup of the program goes through all of its items.
+        """Calls work(turn, steps_before, item, following) for every item in order, and returns the steps of all,
+        int32[].
 
-        Args:
-          work: a function that returns the number of steps that it made, int32[]. `turn` counts the items from 0,
-            `done` is the number of steps made before this item, from which slots of the pipeline follow; `item` is this
-            item and `following` the next, read early, both as `at` returns them.
+          work: returns its steps. Slots follow from `steps_before`; `following` is the next item.
         """
 
-        def one(turn, state):
-            done, item = state
+        def run_item(turn, state):
+            steps_before, item = state
             following = self.at(turn + 1)
-            return done + work(turn, done, item, following), following
+            return steps_before + work(turn, steps_before, item, following), following
 
-        return lax.fori_loop(0, self.rounds, one, (jnp.int32(0), self.at(jnp.int32(0))))[0]
+        return lax.fori_loop(0, self.rounds, run_item, (jnp.int32(0), self.at(jnp.int32(0))))[0]
 
 
 def computing(wg, number: int | None = None):
-    """Returns a decorator that runs a function without arguments at once, in the two computing warpgroups, or in
-    warpgroup `number` alone; other warpgroups skip it. It first raises the registers of each thread to 240, which
-    `bringing` makes free. wg: the number of the warpgroup that runs this code."""
+    """Decorator: runs a function at once in the computing warpgroups (or in warpgroup `number`), with 240 registers a
+    thread. It waits forever unless `bringing` frees them.
+    """
 
     def decorate(body):
         @pl.when(wg < WARPGROUPS if number is None else wg == number)
@@ -258,9 +220,7 @@ def computing(wg, number: int | None = None):
 
 
 def bringing(wg):
-    """Returns a decorator that runs a function without arguments at once, in the warpgroup that loads blocks; others
-    skip it. It first lowers the registers of each thread to 24, so that the computing warpgroups can have more; without
-    it they would wait forever for registers. wg: the number of the warpgroup that runs this code."""
+    """Decorator: runs a function at once in the loading warpgroup, with 24 registers a thread."""
 
     def decorate(body):
         @pl.when(wg == WARPGROUPS)
@@ -272,13 +232,10 @@ def bringing(wg):
 
 
 def bring(number, copies):
-    """Starts the TMA copies of step `number` (int32[]) into their slots of the pipeline, each after the slot's previous
-    content was used. A step's slot is its number modulo the number of slots; numbers count the steps of all of a
-    program's items from 0. The loading warpgroup calls it.
+    """Starts the TMA copies of step `number` (int32[]; it counts steps of all items, or pieces, from 0) into slot
+    number % slots, once that slot is free.
 
-    copies: a tuple for each copy: (source in global memory, its slots in shared memory, the slots' barriers `full`,
-    which complete when a copy has arrived, and `free`, at which the computing warpgroups arrive after their last read).
-    Where a step copies its block in several pieces into one array of slots, `number` counts pieces in place of steps.
+      copies: (source in global memory, slots, barriers `full`, barriers `free`) for each copy.
     """
     for source, target, full, free in copies:
         stages = jnp.int32(target.shape[0])
@@ -288,32 +245,22 @@ def bring(number, copies):
 
 
 def drain(done, *rings):
-    """Waits until everything that was loaded has been used, because a barrier must not end with an arrival that was not
-    waited for. The loading warpgroup calls it at its end; `done` is the number of all steps or pieces, as `bring`
-    counts them (int32[]), and a ring is (slots in shared memory, their `free` barriers)."""
+    """Waits until everything loaded was read, as a barrier must not end with an arrival that nobody waited for.
+
+    rings: (slots, their `free` barriers) each.
+    """
     for target, free in rings:
         for slot in range(target.shape[0]):
             pl.when(slot < done)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
 
 
 class QuerySide:
-    """What the kernels of the forward and of dq share, whose items (what a program computes at a time) are tiles of
-    queries. Every warpgroup of a program makes one. `items` deals the work to programs (Items); a line of its table is
-    (row, first query, first block of keys, number of blocks). `place` says which queries an item has, `keys` which keys
-    a step takes, `masked` masks their scores, `bring_keys` loads keys and values, and `part` says which columns of the
-    result an item computes.
+    """Work of the kernels whose items are tiles of queries (forward and dq). Every warpgroup makes its own. An `item`
+    is [head number, row, first query, first block of keys, number of blocks], int32[] each.
 
-    Args:
-      q_ref, k_ref: query and key in global memory; only their shapes are used.
-      table_ref: int32[lines, 4], the table of work in global memory.
-      blocks: how the kernel divides its work.
-      pairs: True: the two warpgroups take the same queries of two heads that share their keys; False: they take
-        neighbouring queries of one head.
-      wg: the number of the warpgroup that runs this code.
-      shared: True, in dq of heads of 512: both warpgroups take the same queries of one head, and `pairs` is not used;
-        False: see `pairs`.
-      parts: the number of items into which the result of a tile is divided by columns: 2 in the forward for heads of
-        512, where an item has one half of the output's columns; otherwise 1.
+      q_ref, k_ref: only shapes are read.
+      shared: both warpgroups take the same queries of one head (dq of heads of 512); `pairs` then has no effect.
+      parts: items into which a tile's result is divided by columns: 2 in the forward for heads of 512, else 1.
     """
 
     def __init__(self, q_ref, k_ref, table_ref, blocks: Blocks, pairs: bool, wg, *, shared=False, parts=1):
@@ -323,90 +270,67 @@ class QuerySide:
         self.items = Items(table_ref, parts * (heads // WARPGROUPS if self.pairs else heads))
 
     def part(self, item):
-        """Returns which of the `parts` ranges of columns of the result the item computes, int32[] counted from 0. item:
-        [head number, the columns of its line of the table], as Items.at returns it."""
+        """Which of the `parts` column ranges the item computes, int32[]."""
         return lax.rem(item[0], jnp.int32(self.parts))
 
     def place(self, item, wg=None):
-        """Says which queries of an item a warpgroup computes: (row of the batch, query head, index of the first query
-        in the row), int32[] each; there are `blocks.own`. With `pairs` the two warpgroups have the same queries of two
-        heads, with `shared` the same queries of one head, and otherwise neighbouring ones of one head; where a row's
-        last tile has queries for one warpgroup only, the other has the same ones, and repeats their results bit for
-        bit.
-
-        Args:
-          item: [head number, row, first query, first block of keys, number of blocks], int32[] each, from Items.at.
-          wg: the number of a computing warpgroup, 0 or 1; None: that of the one that runs this code. forward_kernel
-            gives the other's where one warpgroup starts the copy of the other's queries.
+        """(row of the batch, query head, first query): the `blocks.own` queries of an item that warpgroup `wg` computes
+        (None: the calling one).
         """
-        own, wg = self.blocks.own, self.wg if wg is None else wg
+        own_tokens, wg = self.blocks.own, self.wg if wg is None else wg
         if self.shared:
-            return item[1], self._head(item), pl.multiple_of(item[2], own)
+            return item[1], self._head(item), pl.multiple_of(item[2], own_tokens)
         if self.pairs:
-            return item[1], self._head(item) * WARPGROUPS + wg, pl.multiple_of(item[2], own)
-        first = item[2] + wg * own
-        if self.length % (WARPGROUPS * own):
+            return item[1], self._head(item) * WARPGROUPS + wg, pl.multiple_of(item[2], own_tokens)
+        first = item[2] + wg * own_tokens
+        if self.length % (WARPGROUPS * own_tokens):
             # The row's last tile may have queries for one warpgroup only; the other repeats its work, bit for bit.
-            first = jnp.minimum(first, self.length - own)
-        return item[1], self._head(item), pl.multiple_of(first, own)
+            first = jnp.minimum(first, self.length - own_tokens)
+        return item[1], self._head(item), pl.multiple_of(first, own_tokens)
 
     def _head(self, item):
-        """Returns the number, int32[], of the query head of an item, or of its pair of heads if `pairs`. item: [head
-        number, the columns of its line of the table], as Items.at returns it; its head number counts `parts` items for
-        each head."""
+        """Query head of an item, or its pair of heads if `pairs`."""
         return item[0] if self.parts == 1 else lax.div(item[0], jnp.int32(self.parts))
 
     def keys(self, item, i):
-        """Returns the index into key and value [B, T, kv_heads, D] of the block of keys that step i (int32[]) of an
-        item takes: (row, slice of tokens, key head). item: [head number, the columns of its line of the table], as
-        Items.at returns it."""
+        """(row, slice of tokens, key head) of the block of keys that step i of an item takes."""
         head = self._head(item) * WARPGROUPS if self.pairs else self._head(item)
         first = (item[3] + i) * self.blocks.step
         return item[1], pl.ds(first, self.blocks.step), lax.div(head, jnp.int32(self.group))
 
     def masked(self, values, item, i, lower, last_lower, fill):
-        """Returns `values`, float32[own, step], with `fill` where a query of this warpgroup does not see a key of the
-        block; unchanged, without the cost of a mask, if no bound crosses the block.
+        """`values` float32[own, step] with `fill` where a query does not see a key; no mask is computed if no bound
+        crosses the block.
 
-        Args:
-          values: scores or weights of a block, in registers.
-          item: [head number, the columns of its line of the table], as Items.at returns it.
-          i: int32[], the number of the step within the item, which determines the block of keys.
-          lower: int32[own] in registers, the first key that each query sees.
-          last_lower: int32[], that number for the last query, the largest.
-          fill: the number to fill in: MASKED for scores, 0 for weights.
+          lower: int32[own] in registers, the first key that each query sees; last_lower: the last query's, the largest.
         """
         base, keys, shape = self.place(item)[2], (item[3] + i) * self.blocks.step, values.shape
 
         def mask(values):
             if self.blocks.lean:
                 query_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + base
-                seen = within(shape, 1, keys, lower, query_ids + 1 - lower)
+                visible = within(shape, 1, keys, lower, query_ids + 1 - lower)
             else:
                 key_ids = ids(shape, 1, keys)
-                seen = (key_ids <= ids(shape, 0, base)) & (key_ids >= rows_of(lower, shape))
-            return jnp.where(seen, values, fill)
+                visible = (key_ids <= ids(shape, 0, base)) & (key_ids >= rows_of(lower, shape))
+            return jnp.where(visible, values, fill)
 
         crossed = (keys + self.blocks.step > base + 1) | (keys < last_lower)
         return lax.cond(crossed, mask, lambda values: values, values)
 
     def bring_keys(self, k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free):
-        """The work of the warpgroup that loads blocks of keys and values, for head dims up to 256 (the kernels for
-        heads of 512 load pieces themselves): it copies those of all steps of all items, as far ahead as there are
-        slots, and at last waits until all were used. The order is the one in which the computing warpgroups take them.
-
-        Args:
-          k_ref, v_ref: key and value, [B, T, kv_heads, D], in global memory.
-          k_smem, v_smem: their slots in shared memory, [slots, blocks.step, D].
-          k_full, v_full: the slots' barriers that complete when a block has arrived.
-          k_free, v_free: those at which the computing warpgroups arrive after their last read.
+        """The loading warpgroup's work for head dims up to 256: copies keys and values of all steps of all items, as
+        far ahead as slots allow.
         """
 
-        def work(turn, done, item, following):
+        def work(turn, steps_before, item, following):
             def step(i, _):
-                here = self.keys(item, i)
-                copies = ((k_ref.at[here], k_smem, k_full, k_free), (v_ref.at[here], v_smem, v_full, v_free))
-                bring(done + i, copies)
+                block_index = self.keys(item, i)
+                copies = (
+                    (k_ref.at[block_index], k_smem, k_full, k_free),
+                    (v_ref.at[block_index], v_smem, v_full, v_free),
+                )
+                bring(steps_before + i, copies)
                 return ()
 
             lax.fori_loop(0, item[4], step, ())

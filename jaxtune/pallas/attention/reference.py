@@ -1,11 +1,8 @@
-"""Attention in plain jnp (`forward` and `backward`), which defines the operation. It is right on every device, with an
-fp32 softmax, and bounds its memory by computing chunks of queries. Kernels are compared with it, and it serves the
-calls that they refuse.
+"""Attention in plain jnp, which defines the operation, with an fp32 softmax. Chunks of queries bound its memory.
 
 score[q, k] = scale * query[q] . key[k];  soft cap: cap * tanh(score / cap);  key k is visible to query q iff
-doc_start[q] <= k <= q < doc_end[q] and q - k < window. A sink is one more logit of its head without a value (gpt-oss).
-lse is the natural logarithm of the softmax denominator, sink included. out is 0 for a query that sees nothing
-(padding).
+doc_start[q] <= k <= q < doc_end[q] and q - k < window. A sink is one more logit of its head without a value. lse is the
+natural logarithm of the softmax denominator, sink included.
 """
 
 from __future__ import annotations
@@ -19,16 +16,14 @@ _MASKED = -1e30  # finite, so that a row without visible keys stays free of inf 
 
 
 def _precision(dtype):
-    """The precision of a product whose factors have this dtype, for the jnp calls of `forward` and `backward`: exact
-    for float32, which a GPU would otherwise round to TF32; the default for 16 bits."""
+    """Exact for float32, which a GPU would otherwise round to TF32."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def _scores(query, key, scale, soft_cap):
-    """(scores, derivative of the soft cap at them), both float32[B, K, G, Q, T]; the second is None without a cap.
-    query is [B, Q, K, G, D], of K key/value heads with G query heads each, and key [B, T, K, D]. Scores are the
-    products times `scale`, then s -> soft_cap * tanh(s / soft_cap) unless soft_cap is None. `forward` and `backward`
-    call it for a chunk of Q queries."""
+    """(scores, derivative of the soft cap or None), float32[B, K, G, Q, T] each, of query [B, Q, K, G, D], key [B, T,
+    K, D].
+    """
     scores = jnp.einsum(
         "bqkgd,btkd->bkgqt", query, key, preferred_element_type=jnp.float32, precision=_precision(query.dtype)
     )
@@ -40,14 +35,9 @@ def _scores(query, key, scale, soft_cap):
 
 
 def _visible(start, end, first, length, window):
-    """Returns the mask of a chunk of queries, bool[B, 1, 1, Q, T]: whether each of the queries first, first + 1, ...
-    sees each of the row's T keys. `forward` and `backward` mask scores by it.
+    """bool[B, 1, 1, Q, T]: which of the row's T = `length` keys each of the queries first, first + 1, ... sees.
 
-    Args:
-      start, end: int32[B, Q], the bounds of the queries' documents (doc_start and doc_end).
-      first: int32[], the index in the row of the chunk's first query.
-      length: T, the number of keys of a row.
-      window: how many keys a query sees, itself included; None: all of its document before it.
+    start, end: int32[B, Q], the bounds of the queries' documents.
     """
     queries = first + jnp.arange(start.shape[1], dtype=jnp.int32)
     keys = jnp.arange(length, dtype=jnp.int32)
@@ -58,10 +48,10 @@ def _visible(start, end, first, length, window):
 
 
 def _chunked(length, per_query):
-    """(chunk, padded length): the number of queries of a chunk, and `length` rounded up to a multiple of it. The row is
-    divided evenly into as few chunks as keep the scores of one within _MAX_SCORES; a chunk has at least one query, even
-    if its scores are more. `forward` and `backward` divide a row's queries so, to bound their memory. per_query: the
-    number of scores of one query position, over all rows, heads and keys."""
+    """(queries of a chunk, `length` rounded up to whole chunks): as few even chunks as keep scores within _MAX_SCORES.
+
+    per_query: scores of one query position, over all rows, heads and keys.
+    """
     chunk = max(1, min(length, _MAX_SCORES // max(1, per_query)))
     count = -(-length // chunk)
     chunk = -(-length // count)
@@ -69,8 +59,7 @@ def _chunked(length, per_query):
 
 
 def _split(array, chunk, padded):
-    """`array` [B, T, ...] -> [n, B, chunk, ...], n chunks of T, which is padded with zeros to `padded` first
-    (`_chunked` gives both numbers): the form in which lax.scan goes through chunks."""
+    """[B, T, ...] -> [n, B, chunk, ...], as lax.scan takes it; T is first padded with zeros to `padded`."""
     pad = [(0, 0)] * array.ndim
     pad[1] = (0, padded - array.shape[1])
     array = jnp.pad(array, pad)
@@ -78,34 +67,19 @@ def _split(array, chunk, padded):
 
 
 def _join(array, length):
-    """`array` [n, B, chunk, ...] -> [B, length, ...]: joins the chunks of _split again, and drops what it padded: the
-    result has `length` tokens."""
     array = jnp.moveaxis(array, 0, 1)
     return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :length]
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """Returns (out [B, T, heads, D], lse float32[B, heads, T] in the natural logarithm) of packed causal attention,
-    computed by plain jnp, in chunks of queries. out has query's dtype. At padding out is 0, and lse has no meaning (a
-    large negative number, or the sink). Kernels are compared with it, and calls that they refuse use it.
-
-    Args:
-      query: [B, T, heads, D].
-      key, value: [B, T, kv_heads, D]; like query, finite at padding too.
-      layout: the bounds of the documents; a query sees only its own document.
-      scale: the factor on scores.
-      window: how many keys a query sees, itself included; None: all of its document before it.
-      soft_cap: scores s become soft_cap * tanh(s / soft_cap); None: no cap.
-      sinks: float[heads], an extra logit for each head that has no value; None: none.
-    """
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, dim)
     chunk, padded = _chunked(length, rows * heads * length)
     sink = None if sinks is None else sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
 
-    def one(state, item):
-        first, q, start, end = item
+    def attend_chunk(state, chunk_input):
+        first, q, start, end = chunk_input
         scores, _ = _scores(q, key, scale, soft_cap)
         visible = _visible(start, end, first, length, window)
         scores = jnp.where(visible, scores, _MASKED)
@@ -127,33 +101,23 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
         return state, (out.astype(query.dtype), jnp.moveaxis(top + jnp.log(safe), 3, 1))
 
     firsts = jnp.arange(0, padded, chunk, dtype=jnp.int32)
-    items = (
+    chunk_inputs = (
         firsts,
         _split(grouped, chunk, padded),
         _split(layout.doc_start, chunk, padded),
         _split(layout.doc_end, chunk, padded),
     )
     if len(firsts) == 1:
-        _, (out, lse) = one(None, jax.tree.map(lambda a: a[0], items))
+        _, (out, lse) = attend_chunk(None, jax.tree.map(lambda a: a[0], chunk_inputs))
         out, lse = out[:, :length], lse[:, :length]
     else:
-        _, (out, lse) = jax.lax.scan(one, None, items)
+        _, (out, lse) = jax.lax.scan(attend_chunk, None, chunk_inputs)
         out, lse = _join(out, length), _join(lse, length)
     return out.reshape(query.shape), jnp.moveaxis(lse.reshape(rows, length, heads), 2, 1)
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """Returns (dquery, dkey, dvalue, dsinks) of packed causal attention, computed by plain jnp, in chunks of queries:
-    the gradients of the forward's operands, in their shapes and dtypes; padding gives 0, and dsinks is None without
-    sinks. Kernels are compared with it, and api.attention_backward uses it for the calls that they refuse: models'
-    layers call that directly, and `attention` in its derivative.
-
-    Args:
-      query, key, value: the operands of `forward`, [B, T, heads, D] and [B, T, kv_heads, D] each.
-      out, lse: the saved results of a forward, by whatever implementation; lse is float32[B, heads, T].
-      dout: the gradient of out, [B, T, heads, D], taken as 0 at padding.
-      layout, scale, window, soft_cap, sinks: the arguments of `forward`.
-    """
+    """As api.attention_backward; dout counts as 0 at padding."""
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads
@@ -168,9 +132,9 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     chunk, padded = _chunked(length, rows * heads * length)
     precision = _precision(query.dtype)
 
-    def one(state, item):
+    def chunk_gradients(state, chunk_input):
         dkey, dvalue = state
-        first, q, do, stat, delt, start, end = item
+        first, q, do, stat, delt, start, end = chunk_input
         scores, dcap = _scores(q, key, scale, soft_cap)
         visible = _visible(start, end, first, length, window)
         stat, delt = jnp.moveaxis(stat, 1, 3)[..., None], jnp.moveaxis(delt, 1, 3)[..., None]
@@ -194,15 +158,15 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
         return (dkey, dvalue), dq.astype(query.dtype)
 
     firsts = jnp.arange(0, padded, chunk, dtype=jnp.int32)
-    items = (firsts,) + tuple(
+    chunk_inputs = (firsts,) + tuple(
         _split(a, chunk, padded) for a in (fold(query), fold(dout), stats, delta, layout.doc_start, layout.doc_end)
     )
     zeros = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
     if len(firsts) == 1:
-        (dkey, dvalue), dquery = one(zeros, jax.tree.map(lambda a: a[0], items))
+        (dkey, dvalue), dquery = chunk_gradients(zeros, jax.tree.map(lambda a: a[0], chunk_inputs))
         dquery = dquery[:, :length]
     else:
-        (dkey, dvalue), dquery = jax.lax.scan(one, zeros, items)
+        (dkey, dvalue), dquery = jax.lax.scan(chunk_gradients, zeros, chunk_inputs)
         dquery = _join(dquery, length)
     dsinks = None
     if sinks is not None:

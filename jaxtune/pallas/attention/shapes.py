@@ -1,6 +1,4 @@
-"""Shapes of attention in real models for its benchmark (CASES, each of 32,768 tokens; a Case is one), and rows filled
-with documents of realistic lengths (`log_normal_segments`). `jaxtune tune` makes a Case too, to say for which calls it
-measures kernels."""
+"""Attention's shapes in real models (CASES, 32,768 tokens each), and rows of documents of realistic lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The shapes and options of one call of attention that the benchmark or `jaxtune tune` (tune.py) makes."""
+    """Shapes and options of one call of attention."""
 
     name: str  # its name in reports
     rows: int  # rows of the batch
@@ -29,10 +27,9 @@ class Case:
     sinks: bool = False  # whether heads have sinks
 
     def segments(self) -> np.ndarray | None:
-        """int32[rows, length] segment ids, counted from 1 in each row, without padding, for packed_layout; None if
-        `documents` is None, so that packed_layout guarantees one document a row. Log-normal lengths have a mean of 512
-        tokens and a sigma of 0.8, and are the same at every call. A number of documents must divide the length;
-        otherwise rows are shorter."""
+        """int32[rows, length] segment ids from 1 in each row, without padding, the same at every call; None if each row
+        is one document. A number of documents must divide the length, or rows come out shorter.
+        """
         if self.documents is None:
             return None
         if isinstance(self.documents, int):
@@ -42,19 +39,20 @@ class Case:
 
 
 def log_normal_segments(rows: int, length: int, mean: float, sigma: float, seed: int = SEED) -> np.ndarray:
-    """int32[rows, length]: segment ids of rows filled with documents of log-normal lengths, as in instruction data,
-    without padding, for `Case.segments` and benchmarks. Ids count from 1 in each row, a document has at least one
-    token, and the last document of a row is cut at the row's end. mean: the mean length in tokens; sigma: the standard
-    deviation of a length's logarithm. seed: of the random numbers; the same seed gives the same rows."""
+    """int32[rows, length] segment ids from 1 in each row, full of documents of log-normal lengths, as in instruction
+    data.
+
+      mean: tokens; sigma: standard deviation of a length's logarithm.
+    """
     rng = np.random.default_rng(seed)
     segments = np.zeros((rows, length), np.int32)
     for row in range(rows):
-        at = number = 0
-        while at < length:
+        offset = number = 0
+        while offset < length:
             number += 1
-            size = int(np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma), 1, length - at))
-            segments[row, at : at + size] = number
-            at += size
+            size = int(np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma), 1, length - offset))
+            segments[row, offset : offset + size] = number
+            offset += size
     return segments
 
 

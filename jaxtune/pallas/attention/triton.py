@@ -1,15 +1,9 @@
-"""Packed attention as Triton kernels, for every NVIDIA GPU since Ampere (compute capability 8.0): `forward` and
-`backward` call the kernels, `refusal` says which calls they cannot or should not compute, and `tiles` how they divide
-the work.
+"""Packed attention as Triton kernels, for NVIDIA GPUs since Ampere (compute capability 8.0).
 
-A tile of queries visits keys from the lower bound of its first token to its own last token, a tile of keys visits
-queries up to the upper bound of its last token; bounds never fall along a row. Blocks start at the bound itself, not at
-a multiple of their size, so a tile within one document has no masked block on that side, and only blocks that a bound
-crosses are masked. dq has one kernel, dk and dv another (which visits all query heads of its key head), so every sum
-has a fixed order: results are bitwise deterministic without atomics. Blocks have the next power of two of the head dim
-as columns; those from the head dim on are loaded as zeros and not stored.
-
-The kernels are in triton_kernels.py, which imports triton and is therefore imported only where it is used.
+A tile of queries visits keys from its first token's lower bound to its own last token; a tile of keys visits queries up
+to its last token's upper bound; bounds never fall along a row. Blocks start at the bound itself, so a tile within one
+document has no masked block there. dq has one kernel, dk and dv another, which visits all query heads of its key head:
+every sum has a fixed order, bitwise deterministic without atomics.
 """
 
 from __future__ import annotations
@@ -26,8 +20,7 @@ from jaxtune.pallas.attention.layout import PackedLayout
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How one of the kernels divides its work. In the forward and dq a program has a tile of `queries` and visits
-    blocks of `keys`; in dk and dv it has a tile of `keys` and visits blocks of `queries`."""
+    """In the forward and dq a program has a tile of `queries` and visits blocks of `keys`; in dk and dv the reverse."""
 
     queries: int  # queries at a time
     keys: int  # keys at a time
@@ -37,7 +30,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The tiles of the three kernels for one width of blocks on one kind of GPU."""
+    """Tiles of the three kernels for one width of blocks on one kind of GPU."""
 
     forward: Tile  # of the forward
     query: Tile  # of dq
@@ -73,29 +66,23 @@ LEAST, MOST = 64, 512  # head dims
 
 
 def width(dim: int) -> int:
-    """Returns the number of columns that the kernels' blocks have for a head dim from 64 to 512: the next power of two,
-    because Triton's blocks have no other sizes. Columns from the head dim on are zeros."""
+    """Columns of the kernels' blocks for a head dim from 64 to 512: the next power of two. Columns from the head dim on
+    are zeros.
+    """
     return 1 << (dim - 1).bit_length()
 
 
 def tiles(dim: int) -> Tiles:
-    """Returns the tiles of the kernels for a head dim from 64 to 512 on the GPU that is compiled for, for `forward` and
-    `backward`. They are those of the dim's `width` and of the GPU's shared memory; a GPU whose compute capability
-    _SHARED_MEMORY_KB does not list, or none, gets those for 99 KB, which fit everywhere."""
+    """Tiles for a head dim from 64 to 512 on the GPU compiled for. A GPU not in _SHARED_MEMORY_KB gets those for 99 KB,
+    which fit everywhere.
+    """
     capability = dispatch.compute_capability()
     return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99][width(dim)]
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Returns the reason why these kernels cannot or should not compute a call here, or None: no GPU that runs Triton
-    kernels, or no jax-triton; a dtype other than bfloat16 and float16, a head dim that is no multiple of 8 from 64 to
-    512, or one above 256 on rows of one document each, of which XLA computes the gradients faster.
-
-    Args:
-      query: [B, T, heads, D]; only dtype and head dim matter.
-      layout: only its guarantee max_documents matters.
-      window, soft_cap, sinks: not used, because the kernels support all of them; they are there because all
-        implementations are asked with the same arguments.
+    """Why these kernels cannot or should not compute a call, or None. Whole rows with a head dim above 256 are refused,
+    as XLA makes their gradients faster.
     """
     reason = compat.triton_refusal()
     if reason is not None:
@@ -110,23 +97,15 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
     return None
 
 
-def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, key, *, scale, window, soft_cap):
-    """For `forward` and `backward`: calls one of the kernels of triton_kernels.py and returns its outputs, a list in
-    the order of out_types. A program has `own` queries, or `own` keys, of one head of one row.
+def _call(
+    kernel, tile: Tile, program_tokens: int, grid_heads: int, arguments, out_types, key, *, scale, window, soft_cap
+):
+    """Runs a kernel of triton_kernels.py and returns its outputs. ValueError unless scale is above 0: the forward takes
+    the largest product before it multiplies by scale. (`refusal` does not get scale, so nothing else is tried then.)
 
-    Args:
-      kernel: the function under triton.jit.
-      tile: how many queries and keys the kernel takes at a time.
-      own: tokens of a program: tile.queries in the forward and dq, tile.keys in dk and dv.
-      grid_heads: the number of heads among which programs are divided: query heads in the forward and dq, key heads in
-        dk and dv.
-      arguments: the input arrays, the first of which is query.
-      out_types: shapes and dtypes of the outputs.
-      key: the keys; only their number of heads is used.
-      scale, window, soft_cap: the factor on scores, the sliding window and the soft cap; None for no window, no cap.
-    Raises:
-      ValueError: scale is not positive; the forward kernel takes the largest product before it multiplies by scale. No
-        other implementation is tried then, because `refusal` does not get scale.
+      program_tokens: tile.queries in the forward and dq, tile.keys in dk and dv.
+      grid_heads: query heads in the forward and dq, key heads in dk and dv.
+      arguments: input arrays, query first.
     """
     if not scale > 0:
         raise ValueError(f"attention: the Triton kernels need scale > 0, not {scale}; pass implementation='reference'")
@@ -135,7 +114,7 @@ def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, k
         kernel,
         arguments,
         out_types,
-        (grid_heads, math.ceil(length / own), rows),
+        (grid_heads, math.ceil(length / program_tokens), rows),
         warps=tile.warps,
         stages=tile.stages,
         LENGTH=length,
@@ -152,20 +131,7 @@ def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, k
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """Returns (out [B, T, heads, D], lse float32[B, heads, T] in the natural logarithm) of packed causal attention,
-    computed by the Triton kernels. out has query's dtype; both are 0 at padding.
-
-    Args:
-      query: [B, T, heads, D] bfloat16 or float16.
-      key, value: [B, T, kv_heads, D] in query's dtype; like query, finite at padding too.
-      layout: the bounds of the documents; a query sees only its own document.
-      scale: the factor on scores, which must be above 0.
-      window: how many keys a query sees, itself included; None: all of its document before it.
-      soft_cap: scores s become soft_cap * tanh(s / soft_cap); None: no cap.
-      sinks: float[heads], an extra logit for each head that has no value; None: none.
-    Raises:
-      ValueError: scale is not above 0.
-    """
+    """As api.attention_forward; lse is 0 at padding, too. ValueError unless scale is above 0."""
     from jaxtune.pallas.attention import triton_kernels
 
     rows, length, heads, dim = query.shape
@@ -187,18 +153,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """Returns (dquery, dkey, dvalue, dsinks) of packed causal attention, computed by the Triton kernels: the gradients
-    of the forward's operands. They have the operands' shapes and dtypes and are 0 at padding. dsinks is None without
-    sinks. api.attention_backward calls this: models' layers call that directly, and `attention` in its derivative.
-
-    Args:
-      query, key, value: the operands of `forward`, [B, T, heads, D] and twice [B, T, kv_heads, D].
-      out, lse: the saved results of a forward, by whatever implementation, [B, T, heads, D] and float32[B, heads, T].
-      dout: the gradient of out, [B, T, heads, D], finite at padding.
-      layout, scale, window, soft_cap, sinks: the arguments of `forward`.
-    Raises:
-      ValueError: scale is not above 0.
-    """
+    """As api.attention_backward. ValueError unless scale is above 0."""
     from jaxtune.pallas.attention import triton_kernels
 
     heads, dim = query.shape[2:]

@@ -1,9 +1,9 @@
-"""The bodies of the Triton attention kernels, which triton.py describes and calls: forward_kernel writes the output and
-the log-sum-exp, query_kernel the gradient of query, and key_kernel those of key and value.
+"""Bodies of the Triton attention kernels.
 
-Arrays are [B, T, heads, DIM], contiguous; `starts` and `ends` are the layout's document bounds, int32[B, T]. Scores are
-in units of log2. A CAP or WINDOW of 0 means none. WIDTH is the next power of two of DIM; blocks have that many columns,
-with zeros from DIM on, which add nothing to a product and are not stored.
+Arrays are [B, T, heads, DIM], contiguous; `starts` and `ends` int32[B, T] are document bounds. Scores are in units of
+log2. SCALE is the factor on scores; CAP (soft cap) or WINDOW (keys that a query sees) of 0 means none. Blocks have
+WIDTH columns, the next power of two of DIM, zeros from DIM on. MASKED: a bound may cross the blocks; otherwise every
+key is visible to every query.
 """
 
 import triton
@@ -24,9 +24,11 @@ def _block(
     ROWS: tl.constexpr,
     CHECK: tl.constexpr,
 ):
-    """Loads a block of queries, keys or the like, [ROWS, WIDTH]: ROWS rows of one head from `first` on, of an array
-    that points to the head's first row and has STRIDE numbers from row to row. Columns from DIM on are zero. CHECK:
-    rows past the end (LENGTH) are zero; otherwise there must be none."""
+    """Loads [ROWS, WIDTH]: rows of one head from `first` on.
+
+    array: points to the head's first row; STRIDE numbers from row to row.
+    CHECK: rows from LENGTH on are zero; otherwise there must be none.
+    """
     rows, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + columns[None, :]
     if WIDTH == DIM:
@@ -52,9 +54,9 @@ def _store(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Stores the first DIM columns of values [ROWS, WIDTH] as rows of one head from row `first` on, in the dtype of
-    `array`, without rows from LENGTH on, the row's end. array points to the head's first row and has STRIDE numbers
-    from row to row."""
+    """Stores the first DIM columns of values [ROWS, WIDTH] as one head's rows from `first` on, in array's dtype,
+    without rows from LENGTH on.
+    """
     rows, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + columns[None, :]
     values = values.to(array.dtype.element_ty)
@@ -69,12 +71,8 @@ def _store(
 
 @triton.jit
 def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """For forward_kernel and query_kernel: returns, for each of `queries` (positions in the row, int32, a block or a
-    scalar), the first key that it sees, int32. A query of a document sees the keys from that one to itself, and at most
-    WINDOW of them if WINDOW is not 0. Padding and positions past the row see nothing and get query + 1, so that the
-    result never falls along the row.
-
-    starts and ends point to the row's document bounds, int32[LENGTH] each.
+    """The first key that each of `queries` (positions in the row, block or scalar) sees. Padding and positions past the
+    row see nothing and get query + 1, so that the result never falls along the row.
     """
     lower = tl.load(starts + queries, mask=queries < LENGTH, other=0)
     end = tl.load(ends + queries, mask=queries < LENGTH, other=0)
@@ -85,12 +83,8 @@ def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """For key_kernel: returns, for each of `keys` (positions in the row, int32, a block or a scalar), the query after
-    the last that sees it, int32. A key of a document is seen by the queries from itself to before that one, and by at
-    most WINDOW of them if WINDOW is not 0. Padding is seen by none and gets its own position, so that the result never
-    falls along the row; positions past the row get 0, so no query sees them.
-
-    ends points to the ends of the documents of the row's tokens, int32[LENGTH].
+    """The query after the last that sees each of `keys` (positions in the row, block or scalar). Padding gets its own
+    position, so that the result never falls along the row; positions past the row get 0.
     """
     upper = tl.load(ends + keys, mask=keys < LENGTH, other=0)
     if WINDOW > 0:
@@ -100,10 +94,9 @@ def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _capped(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """(x, slope) of scores, the raw products of queries and keys before the factor SCALE: the final score in log2 is x
-    * UNIT, where UNIT is (CAP, or SCALE without a cap) * log2(e). UNIT stays outside, so that it can be a part of later
-    multiply-adds. The loops of all three kernels compute scores by it. slope is the derivative of the soft cap CAP, 1
-    without one (CAP = 0)."""
+    """(x, slope of the soft cap) of raw products: the score in log2 is x * UNIT, UNIT = (CAP, or SCALE without a cap) *
+    log2(e). UNIT stays outside to become part of later multiply-adds.
+    """
     if CAP > 0.0:
         # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
         tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * SCALE / CAP * _LOG2E)))
@@ -133,14 +126,11 @@ def _attend(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Online softmax (arXiv 2205.14135) over the keys begin .. end - 1, in blocks of KEYS: returns the updated (acc,
-    top, total). forward_kernel calls it for the masked blocks at the lower bound, the whole ones, and those at the end.
+    """Online softmax (arXiv 2205.14135) over the keys begin .. end - 1: the updated (acc, top, total).
 
-    acc float32[QUERIES, WIDTH] is the weighted sum of values so far, not divided by the sum of weights; top and total
-    float32[QUERIES] are the largest score (in log2) and the sum of weights. query [QUERIES, WIDTH] is loaded; key and
-    value point to their head's first row, of LENGTH rows that are STRIDE numbers apart. rows and lower are the queries'
-    positions and the first keys that they see. SCALE and CAP are the factor on scores and the soft cap (0: none).
-    MASKED: a bound may cross the blocks, so scores are masked; otherwise all keys are seen by all queries.
+    acc: float32[QUERIES, WIDTH], weighted sum of values, not yet divided by the sum of weights.
+    top, total: float32[QUERIES], largest score (log2) and sum of weights.
+    rows, lower: the queries' positions and the first keys that they see.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, KEYS):
@@ -148,19 +138,19 @@ def _attend(
         scores, _ = _capped(tl.dot(query, tl.trans(k)), SCALE, CAP)
         if MASKED:
             columns = first + tl.arange(0, KEYS)
-            seen = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= lower[:, None])
-            scores = tl.where(seen, scores, _MASKED)
-        new = tl.maximum(top, tl.max(scores, 1) * UNIT)
-        weights = tl.exp2(scores * UNIT - new[:, None])
+            visible = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= lower[:, None])
+            scores = tl.where(visible, scores, _MASKED)
+        new_top = tl.maximum(top, tl.max(scores, 1) * UNIT)
+        weights = tl.exp2(scores * UNIT - new_top[:, None])
         if MASKED:
             # Where a query has seen nothing yet, the fused multiply-add above leaves the rounding of a huge product.
-            weights = tl.where(seen, weights, 0.0)
-        fade = tl.exp2(top - new)
+            weights = tl.where(visible, weights, 0.0)
+        fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]
         v = _block(value, first, LENGTH, STRIDE, DIM, WIDTH, KEYS, MASKED)
         acc = tl.dot(weights.to(v.dtype), v, acc)
-        top = new
+        top = new_top
     return acc, top, total
 
 
@@ -185,13 +175,9 @@ def forward_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Writes out [B, LENGTH, HEADS, DIM] and lse float32[B, HEADS, LENGTH] (the log-sum-exp of a query's scores and
-    sink, natural logarithm) of one tile of QUERIES queries of one head, visiting keys in blocks of KEYS; both are 0 at
-    padding.
-
-    query is as out, and key and value are [B, LENGTH, KV_HEADS, DIM]. starts and ends int32[B, LENGTH] are the document
-    bounds of each token; sinks is float32[HEADS], -inf without sinks. SCALE is the factor on scores, CAP the soft cap
-    (0: none) and WINDOW how many keys a query sees at most (0: all). Grid: (heads, tiles, B).
+    """Writes out [B, LENGTH, HEADS, DIM] and lse float32[B, HEADS, LENGTH] (natural logarithm, sink included) of a tile
+    of QUERIES queries of one head; both are 0 at padding. sinks is float32[HEADS], -inf for none. Grid: (heads, tiles,
+    B).
     """
     head = tl.program_id(0)
     # Late tiles see most: they go first, so that no long one is left for the end.
@@ -258,14 +244,11 @@ def forward_kernel(
 def _to_query(acc, query, dout, key, value, stat, delta, rows, lower, begin, end,
               LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
               CAP: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Adds to dq / SCALE of a tile of queries what the keys begin .. end - 1 contribute, in blocks of KEYS: returns the
-    updated acc [QUERIES, WIDTH], which is the sum so far.
+    """Adds to acc = dq / SCALE [QUERIES, WIDTH] what the keys begin .. end - 1 contribute.
 
-    query and dout [QUERIES, WIDTH] are loaded already; stat and delta [QUERIES] are each query's log-sum-exp in units
-    of log2 and its sum of out * dout. key and value point to their head's first row, of LENGTH rows that are STRIDE
-    numbers apart. rows and lower [QUERIES] are the queries' positions and the first keys that they see. SCALE and CAP
-    are the factor on scores and the soft cap (0: none). MASKED: a bound may cross the blocks, so weights are masked;
-    otherwise all keys are seen by all queries.
+    query, dout: loaded [QUERIES, WIDTH]; key and value point to their head's first row.
+    stat, delta: [QUERIES], log-sum-exp in log2 and sum of out * dout.
+    rows, lower: the queries' positions and the first keys that they see.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, KEYS):
@@ -275,8 +258,8 @@ def _to_query(acc, query, dout, key, value, stat, delta, rows, lower, begin, end
         weights = tl.exp2(scores * UNIT - stat[:, None])
         if MASKED:
             columns = first + tl.arange(0, KEYS)
-            seen = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= lower[:, None])
-            weights = tl.where(seen, weights, 0.0)
+            visible = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= lower[:, None])
+            weights = tl.where(visible, weights, 0.0)
         dweights = tl.dot(dout, tl.trans(v))
         dscores = weights * (dweights - delta[:, None])
         if CAP > 0.0:
@@ -290,14 +273,8 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
                  LENGTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
                  WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
                  QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Writes dquery [B, LENGTH, HEADS, DIM] of one tile of QUERIES queries of one head, walking the keys in blocks of
-    KEYS as the forward does, and delta float32[B, HEADS, LENGTH], the sum of out * dout over a head, which key_kernel
-    and the gradient of sinks need.
-
-    query, out and its gradient dout are [B, LENGTH, HEADS, DIM], key and value [B, LENGTH, KV_HEADS, DIM]; lse is the
-    forward's float32[B, HEADS, LENGTH], and starts and ends int32[B, LENGTH] are the document bounds of each token.
-    SCALE is the factor on scores, CAP the soft cap (0: none) and WINDOW how many keys a query sees at most (0: all).
-    Grid: (heads, tiles, B).
+    """Writes dquery of a tile of QUERIES queries of one head, and delta float32[B, HEADS, LENGTH], the sum of out *
+    dout over a head. lse is the forward's. Grid: (heads, tiles, B).
     """
     head = tl.program_id(0)
     base = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
@@ -337,13 +314,11 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
 def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
             LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
             CAP: tl.constexpr, QUERIES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Adds to dk / SCALE and dv of a tile of keys what the queries begin .. end - 1 of one head contribute, in blocks
-    of QUERIES: returns the updated (dk, dv), [KEYS, WIDTH] each, which are the sums so far.
+    """Adds to dk / SCALE and dv, [KEYS, WIDTH] each, what the queries begin .. end - 1 of one head contribute. Scores
+    have keys in rows.
 
-    k and v [KEYS, WIDTH] are loaded already; query, dout (rows STRIDE numbers apart), lse (natural logarithm) and delta
-    point to the head's first token, of LENGTH. columns and upper [KEYS] are the positions of the keys, and for each the
-    query after the last that sees it. Scores have keys in rows. SCALE and CAP are the factor on scores and the soft cap
-    (0: none). MASKED: a bound may cross the blocks, so weights are masked; otherwise all queries see all keys.
+      k, v: loaded [KEYS, WIDTH]; query, dout, lse (natural logarithm) and delta point to the head's first token.
+      columns, upper: [KEYS], the keys' positions, and the query after the last that sees each.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, QUERIES):
@@ -358,8 +333,8 @@ def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
         scores, slope = _capped(tl.dot(k, tl.trans(q)), SCALE, CAP)
         weights = tl.exp2(scores * UNIT - stat[None, :])
         if MASKED:
-            seen = (rows[None, :] >= columns[:, None]) & (rows[None, :] < upper[:, None])
-            weights = tl.where(seen, weights, 0.0)
+            visible = (rows[None, :] >= columns[:, None]) & (rows[None, :] < upper[:, None])
+            weights = tl.where(visible, weights, 0.0)
         do = _block(dout, first, LENGTH, STRIDE, DIM, WIDTH, QUERIES, MASKED)
         dv = tl.dot(weights.to(do.dtype), do, dv)
         dweights = tl.dot(v, tl.trans(do))
@@ -392,13 +367,8 @@ def key_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Writes dkey and dvalue [B, LENGTH, KV_HEADS, DIM] of one tile of KEYS keys: walks the queries that see it, in
-    blocks of QUERIES, of every query head of its key head in turn.
-
-    query and dout (the gradient of the output) are [B, LENGTH, HEADS, DIM], key and value [B, LENGTH, KV_HEADS, DIM];
-    lse is the forward's and delta query_kernel's float32[B, HEADS, LENGTH], and ends int32[B, LENGTH] the end of each
-    token's document. SCALE is the factor on scores, CAP the soft cap (0: none) and WINDOW how many keys a query sees
-    at most (0: all). Grid: (kv_heads, tiles, B).
+    """Writes dkey and dvalue [B, LENGTH, KV_HEADS, DIM] of a tile of KEYS keys: walks the queries that see it, of every
+    query head of its key head in turn. Grid: (kv_heads, tiles, B).
     """
     kv_head = tl.program_id(0)
     base = tl.program_id(1) * KEYS

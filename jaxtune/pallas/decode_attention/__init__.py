@@ -1,6 +1,6 @@
-"""Attention over a key/value cache, in sampling: of one new token of each row (decode_attention), or of a chunk of a
-prompt (chunk_attention); and the cache itself: its capacity (cache_capacity), how it is made from a prompt (cache_of),
-how a new token (written) or a chunk (chunk_written) is put into it, and how rows of another cache are (inserted)."""
+"""Attention over a key/value cache, in sampling, of one new token of each row or of a chunk of a prompt; and the
+cache.
+"""
 
 from jaxtune.pallas.decode_attention.api import decode_attention
 from jaxtune.pallas.decode_attention.cache import cache_capacity, cache_of, written

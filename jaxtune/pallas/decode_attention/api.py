@@ -1,5 +1,4 @@
-"""The public function `decode_attention`, which is the attention of one new token for each row over the row's key/value
-cache, and the choice of its implementation (`implementations`)."""
+"""Attention of one new token of each row over the row's key/value cache."""
 
 from __future__ import annotations
 
@@ -16,15 +15,8 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 
 
 def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
-    """Returns the implementations of decode_attention, {name: a function that returns the reason why it refuses this
-    call, or None}, in the order of preference; dispatch.choose takes the first that does not refuse. The names are
-    "mosaic", "triton" and "reference" (plain jnp, which refuses nothing), in this order; for caches of at most 1,024
-    keys "triton" comes first, because its kernel for those is faster on Hopper too. The functions may compare a kernel
-    with the reference on this GPU first, which takes seconds. `decode_attention` chooses from them.
-
-    Args:
-      query, keys: of the call, [B, heads, D] and [B, kv_heads, capacity, D]; only shapes and dtypes matter.
-      soft_cap: of the call, or None; a kernel with a cap is checked separately at its first use.
+    """{name: why it refuses a call, or None}, in the order of preference; only shapes and dtypes are read. A function
+    may first compare its kernel with the reference on this GPU, which takes seconds.
     """
 
     def kernel(name):
@@ -37,40 +29,31 @@ def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
 
 
 def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
-    """Returns the reason why this GPU must not run a kernel for such calls, or None. It compares a small case with the
-    reference, once for each kind of call (dtypes, head dim, query heads of a KV head, tiles, soft cap or not, and for
-    "triton" whether the cache is divided into splits); a pass is stored in the user's cache. It is None without a check
-    if there is no GPU or while compiling for another GPU. Within dispatch.built and dispatch.unchecked it is None until
-    the check is done; `built` waits for it at its end. The case has an empty row, rows that end within and at the end
-    of a tile of keys, and rows longer than the cache, which is then a ring.
+    """Compares a small case with the reference: an empty row, rows that end within and at the end of a tile, and rows
+    longer than the cache, then a ring.
 
-    Args:
-      name: the implementation's name, "mosaic" or "triton".
-      module: the implementation's module: its function `decode` computes the case, and `variant` names the tiles with
-        which the kernel is compiled for such a query.
-      query, keys: of the call; only shapes and dtypes matter.
-      soft_cap: of the call, or None.
+      module: `decode` computes the case; `variant` names the tiles of the compiled kernel.
     """
     (_, heads, dim), kv_heads, dtype = query.shape, keys.shape[1], jnp.dtype(query.dtype)
     group = heads // kv_heads
     call = f"{dtype.name}, {keys.dtype} cache, head dim {dim}, {group} heads a key/value head, {module.variant(query)}"
     if soft_cap is not None:
         call += ", soft cap"
-    room = 512
+    capacity = 512
     if name == "triton" and keys.shape[2] > triton.WHOLE:
-        room, call = 1280, call + ", in splits"
+        capacity, call = 1280, call + ", in splits"
 
     def compare():
-        lengths = jnp.asarray([0, 1, 64, room + 88, room - 212, room + 1], jnp.int32)
-        shapes = (len(lengths), 2 * group, dim), *((len(lengths), 2, room, dim),) * 2
-        drawn = zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
-        query, key, value = (jax.random.normal(seed, shape).astype(dtype) for seed, shape in drawn)
+        lengths = jnp.asarray([0, 1, 64, capacity + 88, capacity - 212, capacity + 1], jnp.int32)
+        shapes = (len(lengths), 2 * group, dim), *((len(lengths), 2, capacity, dim),) * 2
+        draws = zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
+        query, key, value = (jax.random.normal(seed, shape).astype(dtype) for seed, shape in draws)
         key, value = key.astype(keys.dtype), value.astype(keys.dtype)
-        options = dict(scale=dim**-0.5, window=room - 12, soft_cap=soft_cap, sinks=jnp.linspace(-1, 1, 2 * group))
-        got = jax.jit(lambda *given: module.decode(*given, **options))(query, key, value, lengths)
+        options = dict(scale=dim**-0.5, window=capacity - 12, soft_cap=soft_cap, sinks=jnp.linspace(-1, 1, 2 * group))
+        kernel_result = jax.jit(lambda *operands: module.decode(*operands, **options))(query, key, value, lengths)
         exact = dispatch.exactly(functools.partial(reference.decode, **options))
         query, key, value = (array.astype(jnp.float32) for array in (query, key, value))
-        return [got], [exact(query, key, value, lengths)]
+        return [kernel_result], [exact(query, key, value, lengths)]
 
     return dispatch.first_use("decode_attention", name, call, compare)
 
@@ -88,31 +71,23 @@ def decode_attention(
     sinks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Attention of the newest token of each row over the row's key/value cache, a step of sampling. The cache contains
-    that token already: `written`, or few_rows.placed (one kernel that also norms and rotates), has put it there. The
-    kernels have no derivative.
+    """Attention of the newest token of each row over the row's cache, which contains that token already: [B, heads, D]
+    in query's dtype. Not differentiable. With the kernels, a row's result has the same bits alone, in any batch and in
+    any slot. Raises TypeError or ValueError for wrong arguments or an implementation that refuses.
 
-    Args:
-      query: [B, heads, D] bfloat16, float16 or float32, of the newest tokens.
-      keys, values: [B, kv_heads, capacity, D], heads a multiple of kv_heads, in query's dtype or float8_e4m3fn (without
-        scales). The token at position p of a row is at index p % capacity (cache.py). Entries that are not visible must
-        be finite too.
-      lengths: int32[B], tokens of each row with the newest one; 0 is an empty row, whose result is 0. A row may be
-        longer than the capacity: the cache then has its last `capacity` tokens.
+      query: [B, heads, D] bfloat16, float16 or float32.
+      keys, values: [B, kv_heads, capacity, D], heads a multiple of kv_heads, in query's dtype or float8_e4m3fn (no
+        scales). The token at position p is at index p % capacity. Invisible entries must be finite, too.
+      lengths: int32[B], tokens of each row with the newest; 0 gives 0. Of a longer row the cache has the last
+        `capacity`.
       scale: factor on query . key, a Python number.
-      window: the newest token sees itself and the window - 1 tokens before it; None: all tokens.
-      soft_cap: scores s become cap * tanh(s / cap); None: no cap (Gemma 2).
-      sinks: float[heads], an extra logit per head that has no value; None: none (gpt-oss).
-      implementation: "mosaic" (Hopper GPUs; D of 64, 96, 128 or 256, at most 64 query heads for each KV head), "triton"
-        (NVIDIA GPUs from compute capability 8.0 on; D a multiple of 16 up to 512), "reference" (plain jnp, everywhere),
-        or None for the first that supports the call. The kernels need 16 bits and a capacity of whole tiles
-        (cache.cache_capacity); FP8 caches are read by "triton" from compute capability 8.9 on, and by "reference".
-    Returns:
-      [B, heads, D] in query's dtype. With the kernels, a row's result has the same bits alone, in any batch and in any
-        slot.
-    Raises:
-      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
-        call.
+      window: the newest token sees itself and the window - 1 before it; None: all.
+      soft_cap: scores s become cap * tanh(s / cap).
+      sinks: float[heads], an extra logit per head that has no value.
+      implementation: "mosaic" (Hopper; D of 64, 96, 128 or 256, at most 64 query heads a KV head), "triton" (compute
+        capability 8.0 on, with FP8 caches 8.9; D a multiple of 16 up to 512), "reference" (jnp), or None: the first
+        that supports the call. Kernels need 16-bit queries and whole tiles of keys (cache_capacity); "mosaic" reads no
+        FP8.
     """
     check = Arguments("decode_attention")
     check.array("query", query, "B heads D", FLOATS)
@@ -128,12 +103,16 @@ def decode_attention(
     check.number("soft_cap", soft_cap, above=0, optional=True)
     if sinks is not None:
         check.array("sinks", sinks, "heads", FLOATS)
-    chosen = dispatch.choose("decode_attention", implementations(query, keys, soft_cap=soft_cap), implementation)
-    function = functools.partial(IMPLEMENTATIONS[chosen].decode, scale=scale, window=window, soft_cap=soft_cap)
+    implementation_name = dispatch.choose(
+        "decode_attention", implementations(query, keys, soft_cap=soft_cap), implementation
+    )
+    function = functools.partial(
+        IMPLEMENTATIONS[implementation_name].decode, scale=scale, window=window, soft_cap=soft_cap
+    )
 
     def run(query, keys, values, lengths, sinks):
         return function(query, keys, values, lengths, sinks=sinks)
 
     # XLA divides the reference over the mesh.
-    run = run if chosen == "reference" else meshes.on_each_device(run, rows=4)
+    run = run if implementation_name == "reference" else meshes.on_each_device(run, rows=4)
     return run(query, keys, values, jnp.asarray(lengths, jnp.int32), sinks)

@@ -1,11 +1,6 @@
-"""The key/value cache that decode_attention reads: its layout and capacity (`cache_capacity`), and how prompts
-(`cache_of`) and new tokens (`written`) are put into it.
-
-A cache of keys, and one of values, is an array [rows, kv_heads, capacity, D]. The keys of one head of one row are
-contiguous, so that a kernel reads them as one piece. The token at position p of its row is at index p % capacity. In a
-layer with a sliding window the cache can therefore be shorter than the text: it is a ring, in which a new token
-replaces one that no later token sees. The row's length determines where the ring begins; attention does not depend on
-the order of keys.
+"""The key/value cache of decode_attention: [rows, kv_heads, capacity, D] of keys, and the same of values, so that a
+kernel reads the keys of one head of one row as one piece. The token at position p is at index p % capacity: with a
+sliding window the cache may be a ring, in which a new token replaces one that no later token sees.
 """
 
 from __future__ import annotations
@@ -20,39 +15,25 @@ CAPACITY_STEP = 128  # a multiple of the number of keys in every kernel's tile
 
 
 def cache_capacity(tokens: int, window: int | None = None) -> int:
-    """The capacity of a cache for rows of up to `tokens` tokens, in a layer with this sliding window or None.
-
-    It is the number of tokens, or the window if that is smaller, rounded up to a multiple of CAPACITY_STEP (128), which
-    kernels require.
-
-    tokens: those of the prompt and the sampled ones. window: how many tokens a token sees, itself included; None: all.
+    """Capacity for rows of up to `tokens` tokens, prompt and sampled: that, or the window if smaller, rounded up to a
+    multiple of 128, as kernels require.
 
     >>> cache_capacity(700), cache_capacity(700, window=128)
     (768, 128)
-
-    Raises:
-      TypeError, ValueError: an argument that is not a positive integer.
     """
     check = Arguments("cache_capacity")
     check.number("tokens", tokens, whole=True, least=1)
     check.number("window", window, whole=True, least=1, optional=True)
-    needed = tokens if window is None else min(tokens, window)
-    return -(-needed // CAPACITY_STEP) * CAPACITY_STEP
+    live_tokens = tokens if window is None else min(tokens, window)
+    return -(-live_tokens // CAPACITY_STEP) * CAPACITY_STEP
 
 
 @on_any_mesh
 def cache_of(tokens: jax.Array, lengths: jax.Array, capacity: int) -> jax.Array:
-    """Makes a cache from the keys, or the values, of prompts, which have been computed for all of their tokens at once
-    (prefill). The token at position p of a row is put at index p % capacity.
+    """The cache [B, kv_heads, capacity, D] of prompts after a prefill. Indices without a token hold finite numbers.
 
-    Args:
-      tokens: [B, T, kv_heads, D], any dtype; entries past a row's length are ignored, and must be finite.
-      lengths: int32[B], tokens of each row, from 0 to T.
-      capacity: how many tokens of a row the cache has room for. Of a longer row, the last `capacity` tokens are kept.
-    Returns:
-      [B, kv_heads, capacity, D] in the dtype of `tokens`. Places without a token hold finite numbers without a meaning.
-    Raises:
-      TypeError, ValueError: an argument does not fit this description.
+    tokens: [B, T, kv_heads, D], keys or values; entries past a row's length are ignored and must be finite.
+    lengths: int32[B], from 0 to T; of a row longer than `capacity` the last `capacity` tokens stay.
     """
     check = Arguments("cache_of")
     check.array("tokens", tokens, "B T kv_heads D", str(tokens.dtype))
@@ -60,28 +41,21 @@ def cache_of(tokens: jax.Array, lengths: jax.Array, capacity: int) -> jax.Array:
     check.number("capacity", capacity, whole=True, least=1)
     length = tokens.shape[1]
     if capacity >= length:
-        kept = jnp.pad(tokens, ((0, 0), (0, capacity - length), (0, 0), (0, 0)))
+        cached_tokens = jnp.pad(tokens, ((0, 0), (0, capacity - length), (0, 0), (0, 0)))
     else:
         last = jnp.asarray(lengths, jnp.int32)[:, None] - 1
         position = last - (last - jnp.arange(capacity, dtype=jnp.int32)) % capacity  # the latest position at each index
-        kept = jnp.take_along_axis(tokens, jnp.maximum(position, 0)[..., None, None], axis=1)
-    return jnp.swapaxes(kept, 1, 2)
+        cached_tokens = jnp.take_along_axis(tokens, jnp.maximum(position, 0)[..., None, None], axis=1)
+    return jnp.swapaxes(cached_tokens, 1, 2)
 
 
 @on_any_mesh
 def written(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """Writes the key or the value of one new token of each row into the cache, at the index `position % capacity`, and
-    returns it: a step of decoding, before decode_attention reads the cache.
+    """The cache with the key or value of one new token of each row at index `position % capacity`. It is not copied if
+    the old one is donated or not read again.
 
-    Args:
-      cache: [B, kv_heads, capacity, D].
-      new: [B, kv_heads, D], the keys, or the values, of the new tokens, in the cache's dtype.
-      positions: int32[B], position of each new token, which is the number of tokens before it. Rows with a negative
-        position are not changed.
-    Returns:
-      the cache; it is not copied if the old one is donated or not read again.
-    Raises:
-      TypeError, ValueError: an argument does not fit this description.
+      new: [B, kv_heads, D] in the cache's dtype.
+      positions: int32[B], the tokens before each new one; rows with a negative position do not change.
     """
     check = Arguments("written")
     check.array("cache", cache, "B kv_heads capacity D", str(cache.dtype))

@@ -1,6 +1,5 @@
-"""What prompts need that are prefilled in chunks: chunk_attention computes the attention of a chunk of new tokens over
-each other and over the cache of earlier tokens; chunk_written writes the chunk's keys or values into the cache, for
-the tokens after them.
+"""Prefill in chunks: attention of a chunk of new tokens over each other and over the cache of earlier tokens, and the
+write of the chunk into the cache.
 """
 
 from __future__ import annotations
@@ -29,28 +28,13 @@ def chunk_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention of the next N tokens of each row over each other and over the row's cache, for prompts that are
-    prefilled in chunks. It reads the cache from before the new tokens; chunk_written makes the next one.
+    """Causal attention of the next N tokens of each row over each other and over the row's cache from before them: [B,
+    N, heads, D] in query's dtype. XLA computes it, 128 of the N tokens at a time over the whole capacity.
 
-    It is computed by XLA, 128 of the N tokens at a time over the whole capacity.
-
-    Args:
-      query: [B, N, heads, D] bfloat16, float16 or float32, heads a multiple of kv_heads.
-      new_keys, new_values: [B, N, kv_heads, D] in query's dtype, of the new tokens, which are not in the cache yet.
-      keys, values: [B, kv_heads, capacity, D], the cache of the tokens before them, in query's dtype or float8_e4m3fn
-        (without scales). The token at position p is at index p % capacity. Entries that are not visible must be finite
-        too.
-      before: int32[B], tokens of each row before the new ones; 0: the cache has none. Of a row longer than the capacity
-        the cache has the last `capacity` tokens.
-      scale: factor on query . key.
-      window: a token sees itself and the window - 1 tokens before it; None: all tokens before it.
-      soft_cap: scores s become cap * tanh(s / cap); None: no cap.
-      sinks: float[heads], an extra logit for each head that has no value; None: none.
-    Returns:
-      [B, N, heads, D] in query's dtype.
-    Raises:
-      TypeError, ValueError: an array does not fit this description. sinks, the numbers and the ratio of heads are not
-        checked.
+      query: [B, N, heads, D] bfloat16, float16 or float32; new_keys, new_values: [B, N, kv_heads, D] in its dtype.
+      keys, values: [B, kv_heads, capacity, D] in query's dtype or float8_e4m3fn (no scales), finite.
+      before: int32[B], tokens before the new ones; of a longer row the cache has the last `capacity`.
+      scale, window, soft_cap, sinks: as in decode_attention; not checked, and neither is the ratio of heads.
     """
     check = Arguments("chunk_attention")
     check.array("query", query, "B N heads D", FLOATS)
@@ -66,8 +50,8 @@ def chunk_attention(
     index = jnp.arange(capacity, dtype=jnp.int32)
     last = before[:, None] - 1
     cached = last - (last - index) % capacity  # the position of the token at each index; negative where there is none
-    new = before[:, None] + jnp.arange(count, dtype=jnp.int32)
-    positions = jnp.concatenate([cached, new], axis=1)
+    new_positions = before[:, None] + jnp.arange(count, dtype=jnp.int32)
+    positions = jnp.concatenate([cached, new_positions], axis=1)
     keys, values = (
         jnp.concatenate([cache.astype(query.dtype), jnp.swapaxes(fresh, 1, 2)], axis=2)
         for cache, fresh in ((keys, new_keys), (values, new_values))
@@ -77,11 +61,11 @@ def chunk_attention(
         return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32, precision=precision)
 
     def block(operands):
-        query, at = operands  # [B, n, heads, D], int32[B, n]
+        query, query_positions = operands  # [B, n, heads, D], int32[B, n]
         scores = product("bqkgd,bktd->bkgqt", query.reshape(rows, -1, kv_heads, heads // kv_heads, dim), keys) * scale
         if soft_cap is not None:
             scores = jnp.tanh(scores / soft_cap) * soft_cap
-        age = at[..., None] - positions[:, None]  # [B, n, keys]
+        age = query_positions[..., None] - positions[:, None]  # [B, n, keys]
         visible = (positions[:, None] >= 0) & (age >= 0)
         if window is not None:
             visible &= age < window
@@ -103,7 +87,7 @@ def chunk_attention(
         jnp.moveaxis(
             jnp.pad(a, ((0, 0), (0, padding), *((0, 0),) * (a.ndim - 2))).reshape(rows, -1, size, *a.shape[2:]), 1, 0
         )
-        for a in (query, new)
+        for a in (query, new_positions)
     )
     out = jax.lax.map(block, tuple(blocks))
     return jnp.moveaxis(out, 0, 1).reshape(rows, -1, heads, dim)[:, :count]
@@ -111,19 +95,12 @@ def chunk_attention(
 
 @on_any_mesh
 def chunk_written(cache: jax.Array, new: jax.Array, before: jax.Array) -> jax.Array:
-    """Writes the keys or values of the next N tokens of each row into the cache at the index `position % capacity`, and
-    returns it, for the tokens after them; chunk_attention of these N tokens needs the cache from before. The models'
-    attention calls this first, and then chunk_attention with the old cache. A cache shorter than its row (a ring, for a
-    sliding window) keeps the last `capacity` tokens.
+    """The cache with the next N tokens' keys or values at index `position % capacity`; a ring keeps the last
+    `capacity`. chunk_attention of these tokens needs the cache from before. It is not copied if the old one is donated
+    or not read again.
 
-    Args:
-      cache: [B, kv_heads, capacity, D].
-      new: [B, N, kv_heads, D], the keys, or the values, in the cache's dtype.
-      before: int32[B], tokens of each row before the new ones, at least 0.
-    Returns:
-      the cache; it is not copied if the old one is donated or not read again.
-    Raises:
-      TypeError, ValueError: an argument does not fit this description.
+      new: [B, N, kv_heads, D] in the cache's dtype.
+      before: int32[B], tokens before the new ones, at least 0.
     """
     check = Arguments("chunk_written")
     check.array("cache", cache, "B kv_heads capacity D", str(cache.dtype))

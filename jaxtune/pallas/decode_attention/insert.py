@@ -1,5 +1,6 @@
-"""`inserted` copies rows of one cache into rows of another: the caches of prompts that were prefilled into slots. XLA's
-scatter moves 16-bit numbers one at a time, at a tenth of the memory's speed; the Triton kernel moves 16 bytes."""
+"""Copies rows of one cache into rows of another, such as prefilled prompts into slots. XLA's scatter moves 16-bit
+numbers one at a time, at a tenth of the memory's speed.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +16,12 @@ _BLOCK = 8192  # numbers that a program copies
 def inserted(
     cache: jax.Array, staged: jax.Array, rows: jax.Array, slots: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
-    """Copies rows of `staged` into rows of `cache`, and returns it: row rows[i] to row slots[i], or nowhere if there is
-    no row slots[i]. Places of a row from the capacity of `staged` on stay as they are.
+    """`cache` [N, kv_heads, capacity, D] with row rows[i] of `staged` at row slots[i], or nowhere if there is no such
+    row. It is not copied if the old one is donated or not read again.
 
-    Args:
-      cache: [N, kv_heads, capacity, D].
-      staged: [R, kv_heads, its capacity, D], in the cache's dtype; its capacity is at most that of `cache`.
-      rows, slots: int32[G]; slots that exist are all different.
-      implementation: "triton" (numbers of 16 bits), "reference" (XLA's scatter), or None for the first that supports
-        the call.
-    Returns:
-      the cache; it is not copied if the old one is donated or not read again.
-    Raises:
-      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
-        call.
+      staged: [R, kv_heads, its capacity, D] in the cache's dtype, of no larger capacity; a row's later entries stay.
+      rows, slots: int32[G]; slots that exist all differ.
+      implementation: "triton" (16-bit caches), "reference" (XLA's scatter), or None: the first that supports the call.
     """
     check = Arguments("inserted")
     check.array("cache", cache, "N kv_heads capacity D", str(cache.dtype))
@@ -40,9 +33,11 @@ def inserted(
 
     def compare():
         shapes = ((5, 2, 256, 64), (4, 2, 128, 64))
-        old, new = (jax.random.normal(jax.random.key(i), s).astype(cache.dtype) for i, s in enumerate(shapes))
-        given = old, new, jnp.asarray([3, 0, 0], jnp.int32), jnp.asarray([1, 4, 5], jnp.int32)
-        return [jax.jit(_by_kernel)(*given)], [_by_scatter(*given)]
+        cache_case, staged_case = (
+            jax.random.normal(jax.random.key(i), s).astype(cache.dtype) for i, s in enumerate(shapes)
+        )
+        operands = cache_case, staged_case, jnp.asarray([3, 0, 0], jnp.int32), jnp.asarray([1, 4, 5], jnp.int32)
+        return [jax.jit(_by_kernel)(*operands)], [_by_scatter(*operands)]
 
     def refusal():
         if cache.dtype not in (jnp.bfloat16, jnp.float16):
@@ -50,33 +45,31 @@ def inserted(
         call = str(cache.dtype)
         return compat.triton_refusal() or dispatch.first_use("inserted", "triton", call, compare)
 
-    chosen = dispatch.choose("inserted", {"triton": refusal, "reference": lambda: None}, implementation)
-    return (_by_kernel if chosen == "triton" else _by_scatter)(cache, staged, rows, slots)
+    implementation_name = dispatch.choose("inserted", {"triton": refusal, "reference": lambda: None}, implementation)
+    return (_by_kernel if implementation_name == "triton" else _by_scatter)(cache, staged, rows, slots)
 
 
 def _by_scatter(cache, staged, rows, slots):
-    """What `inserted` returns, by XLA's scatter. The arguments are the same."""
     return cache.at[(slots, *map(slice, staged.shape[1:]))].set(staged[rows], mode="drop")
 
 
 def _by_kernel(cache, staged, rows, slots):
-    """What `inserted` returns, by insert_kernel. The arguments are the same."""
     from jaxtune.pallas.decode_attention import triton_kernels
 
     count, kv_heads, capacity, dim = cache.shape
-    room = staged.shape[2]
+    staged_capacity = staged.shape[2]
     (cache,) = compat.triton_graph_call(
         triton_kernels.insert_kernel,
         (staged, jnp.asarray(rows, jnp.int32), jnp.asarray(slots, jnp.int32), cache),
         [jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
-        (-(-room * dim // _BLOCK), kv_heads, len(rows)),
+        (-(-staged_capacity * dim // _BLOCK), kv_heads, len(rows)),
         warps=4,
         stages=1,
         aliases={3: 0},
         COUNT=count,
         KV_HEADS=kv_heads,
         CAPACITY=capacity,
-        ROOM=room,
+        ROOM=staged_capacity,
         DIM=dim,
         BLOCK=_BLOCK,
     )

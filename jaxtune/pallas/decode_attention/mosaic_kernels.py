@@ -1,6 +1,4 @@
-"""The bodies of the two Mosaic kernels of decode attention for Hopper, which mosaic.py describes and calls:
-split_kernel attends over each split of a row's keys (`product` computes its scores), and combine_kernel adds up the
-splits."""
+"""Bodies of the two Mosaic kernels of decode attention."""
 
 from __future__ import annotations
 
@@ -37,28 +35,17 @@ def split_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the kernel over splits: attention of the query heads of one KV head over one split of the keys at a
-    time.
+    """Attention of the query heads of one KV head over one split of the keys at a time.
 
-    A worker is a warpgroup. Of n workers it takes every n-th item; an item is one KV head of one line of the table. It
-    copies its next tiles, also those of later items, into its own slots of shared memory while it computes, and waits
-    for no other warpgroup. Splits without tiles get no results.
+    A worker is a warpgroup; of n workers it takes every n-th item, one KV head of one line of the table. It copies its
+    next tiles, also of later items, into its own slots, and waits for no other warpgroup. Splits without tiles get no
+    results.
 
-    Args:
-      q_ref: the queries, [B, kv_heads, heads, D], in global memory as all refs; heads are the query heads of a KV head,
-        padded.
-      k_ref, v_ref: the caches of keys and values, [B, kv_heads, capacity, D].
-      table_ref: int32[lines, 6], the work: row, split, first tile, tiles, index of the row's newest key, and how many
-        tokens its newest one may see (mosaic.work_of).
-      count_ref: int32[1], how many lines of the table have tiles.
-      out_ref: float32[B, kv_heads, splits, heads, D], the output over each split alone, normalised by the split's own
-        sum of weights.
-      lse_ref: float32[B, kv_heads, splits, heads], the log-sum-exp of each split's scores, in units of log2.
-      k_smem, v_smem: slots for tiles in shared memory, [workers * stages, step, D].
-      k_full, v_full: a barrier for each slot, which completes when its tile has arrived.
-      blocks: how the work is divided (mosaic.Blocks).
-      scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it, for which products, loads and stores have other forms.
+      q_ref: [B, kv_heads, padded heads, D]; k_ref, v_ref: the caches. All refs are in global memory.
+      table_ref: int32[lines, 6] of mosaic.work_of; count_ref: int32[1], lines that have tiles.
+      out_ref, lse_ref: float32[B, kv_heads, splits, heads, D], normalised by the split's own sum of weights, and
+        without D, in log2.
+      k_smem, v_smem: slots [workers * stages, step, D], each with a barrier of k_full, v_full.
     """
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     kv_heads, capacity, heads, dim = *k_ref.shape[1:3], *q_ref.shape[2:]
@@ -70,7 +57,7 @@ def split_kernel(
     layout = plgpu.Layout.WGMMA.reduce(1)
 
     def item_of(turn):
-        """[KV head, columns of the table...] of the worker's item; past the last one, of whatever item there is."""
+        """[KV head, columns of the table...]; past the last item, of some valid one."""
         number = jnp.minimum(worker + turn * workers, table_ref.shape[0] * kv_heads - 1)
         line = lax.div(number, jnp.int32(kv_heads))
         return [lax.rem(number, jnp.int32(kv_heads)), *(table_ref[line, column] for column in range(6))]
@@ -81,8 +68,8 @@ def split_kernel(
 
         @pl.when(turn < rounds)
         def _():
-            here = pl.ds(pl.multiple_of((first + tile) * step, step), step)
-            plgpu.copy_gmem_to_smem(source.at[row, head, here], target.at[slot], full.at[slot])
+            token_slice = pl.ds(pl.multiple_of((first + tile) * step, step), step)
+            plgpu.copy_gmem_to_smem(source.at[row, head, token_slice], target.at[slot], full.at[slot])
 
     def advance(cursor):
         turn, tile, item, following = cursor
@@ -110,29 +97,29 @@ def split_kernel(
             mosaic_lanes.store_rows(out, lse, out_ref, lse_ref, chunk, heads)
 
     def attend(turn, state):
-        done, cursor, item = state
-        _, _, _, first, tiles, newest, seen = item
+        steps_before, cursor, item = state
+        _, _, _, first, tiles, newest, visible_tokens = item
         query = query_of(item)
 
-        def one(i, state):
+        def attend_tile(i, state):
             cursor, acc, top, total = state
-            slot = slot_of(done + i)
+            slot = slot_of(steps_before + i)
             plgpu.barrier_wait(k_full.at[slot])
             scores = product(query, k_smem.at[slot].transpose((1, 0)), (TILE, step), interpreted)
             fetch(k_ref, k_smem, k_full, cursor, slot)
             scores, _ = capped(scores, scale, soft_cap)
             age = newest - ids(scores.shape, 1, (first + i) * step)
             age = jnp.where(age < 0, age + capacity, age)
-            scores = jnp.where(age < seen, scores, MASKED)
-            new = jnp.maximum(top, scores.max(axis=1))
-            fade = jnp.exp2(top - new)
-            weights = jnp.exp2(scores - rows_of(new, scores.shape))
+            scores = jnp.where(age < visible_tokens, scores, MASKED)
+            new_top = jnp.maximum(top, scores.max(axis=1))
+            fade = jnp.exp2(top - new_top)
+            weights = jnp.exp2(scores - rows_of(new_top, scores.shape))
             total = total * fade + weights.sum(axis=1)
             acc = acc * rows_of(fade, acc.shape)
             plgpu.barrier_wait(v_full.at[slot])
             acc = add_product(acc, weights.astype(v_ref.dtype), v_smem.at[slot], interpreted)
             fetch(v_ref, v_smem, v_full, cursor, slot)
-            return advance(cursor), acc, new, total
+            return advance(cursor), acc, new_top, total
 
         begin = (
             cursor,
@@ -140,9 +127,9 @@ def split_kernel(
             filled((TILE,), MASKED, layout),
             filled((TILE,), 0.0, layout),
         )
-        cursor, acc, top, total = lax.fori_loop(0, tiles, one, begin)
+        cursor, acc, top, total = lax.fori_loop(0, tiles, attend_tile, begin)
         store(item, acc * rows_of(1.0 / total, acc.shape), top + jnp.log2(total))
-        return done + tiles, cursor, item_of(turn + 1)
+        return steps_before + tiles, cursor, item_of(turn + 1)
 
     first_item = item_of(jnp.int32(0))
     cursor = (jnp.int32(0), jnp.int32(0), first_item, item_of(jnp.int32(1)))
@@ -154,15 +141,10 @@ def split_kernel(
 
 
 def product(left, right, shape, interpreted):
-    """Multiplies left @ right on the tensor cores, by the calling warpgroup, and returns float32[m, n] in registers.
-    split_kernel computes scores so.
+    """left @ right on the tensor cores, float32[m, n] in registers.
 
-    Args:
-      left: [m, k] of 16 bits in registers, the queries; m is 64.
-      right: [k, n] of 16 bits in shared memory, the transposed view of a tile of keys.
-      shape: (m, n).
-      interpreted: True: Pallas' interpreter runs it, which does not support this wgmma, and jnp computes it; False on a
-        GPU.
+    left: [m = 64, k] of 16 bits in registers; right: [k, n] in shared memory.
+    interpreted: Pallas' interpreter does not support this wgmma.
     """
     if interpreted:
         return lax.dot(left, right[...], preferred_element_type=jnp.float32)
@@ -175,59 +157,54 @@ def product(left, right, shape, interpreted):
 
 
 def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, *, heads, dim):
-    """The body of the kernel that combines the results of a row's splits, in ascending order, and the heads' sinks, and
-    divides by the sum of all weights. A row without keys gets 0. A program has `heads` heads of one KV head of one row.
-    The outputs of its heads are concatenated and cut into lines of LINE numbers, each of which takes one register of
-    each thread; it reads AHEAD splits at a time.
+    """Combines a row's splits in ascending order, adds the sinks, and divides by the sum of weights; a row without keys
+    gets 0. A program has `heads` heads of one KV head of one row, cut into lines of LINE numbers, a register of every
+    thread each.
 
-    Args:
-      part_ref: float32[B, kv_heads, splits, lines, LINE], the output over each split alone, the heads of a group
-        concatenated.
-      lse_ref: float32[B, kv_heads, splits, padded heads], the splits' log-sum-exps in units of log2.
-      order_ref: int32[B, splits], the numbers of a row's splits, those with tiles first.
-      count_ref: int32[B], the number of splits with tiles; the others are not read.
-      sinks_ref: float32[kv_heads, padded heads], in units of log2; MASKED: no sink.
-      out_ref: the result, [B, kv_heads, lines, LINE], with the heads of whole programs, some of which may be padding.
-      heads: the heads of a program: all heads of the group, or MOST_HEADS of a larger group.
-      dim: size of a head.
+      part_ref: float32[B, kv_heads, splits, lines, LINE]; lse_ref: float32[B, kv_heads, splits, padded heads], in log2.
+      order_ref, count_ref: of splits.order_of.
+      sinks_ref: float32[kv_heads, padded heads], in log2; MASKED: none.
+      out_ref: [B, kv_heads, lines, LINE]; heads of whole programs, some perhaps padding.
     """
-    row, head, part = (lax.axis_index(name) for name in ("row", "kv_head", "part"))
+    row, head, head_block = (lax.axis_index(name) for name in ("row", "kv_head", "part"))
     count, lines, vector = count_ref[row], -(-heads * dim // LINE), plgpu.Layout.WG_STRIDED((LINE,), 1)
 
     def over_line(line, numbers):
-        """A vector that has, at each place of the line, the number of its head."""
-        first, last = (min(place // dim, heads - 1) for place in (line * LINE, (line + 1) * LINE - 1))
-        found = filled((LINE,), numbers[first], vector)
-        for other in range(first + 1, last + 1):
-            place = plgpu.broadcasted_iota(jnp.int32, (LINE,), 0, layout=vector)
-            found = jnp.where(place >= other * dim - line * LINE, filled((LINE,), numbers[other], vector), found)
-        return found
+        """A vector with its head's number at each position of the line."""
+        first, last = (min(position // dim, heads - 1) for position in (line * LINE, (line + 1) * LINE - 1))
+        line_numbers = filled((LINE,), numbers[first], vector)
+        for member in range(first + 1, last + 1):
+            position = plgpu.broadcasted_iota(jnp.int32, (LINE,), 0, layout=vector)
+            line_numbers = jnp.where(
+                position >= member * dim - line * LINE, filled((LINE,), numbers[member], vector), line_numbers
+            )
+        return line_numbers
 
     def partial(split, line):
-        return plgpu.load(part_ref.at[row, head, split, part * lines + line], layout=vector, optimized=False)
+        return plgpu.load(part_ref.at[row, head, split, head_block * lines + line], layout=vector, optimized=False)
 
     def add(number, state):
         accs, tops, totals = state
         splits = [order_ref[row, jnp.minimum(number * AHEAD + i, count - 1)] for i in range(AHEAD)]
-        parts = [[partial(split, line) for line in range(lines)] for split in splits]
-        lses = [[lse_ref[row, head, split, part * heads + i] for i in range(heads)] for split in splits]
+        partials = [[partial(split, line) for line in range(lines)] for split in splits]
+        lses = [[lse_ref[row, head, split, head_block * heads + i] for i in range(heads)] for split in splits]
         for ahead in range(AHEAD):
             live = number * AHEAD + ahead < count
-            new, fades, weights = [], [], []
+            new_tops, fades, weights = [], [], []
             for top, lse in zip(tops, lses[ahead], strict=True):
-                best = jnp.where(live, jnp.maximum(top, lse), top)
-                new.append(best)
-                fades.append(jnp.exp2(top - best))
-                weights.append(jnp.where(live, jnp.exp2(lse - best), 0.0))
+                new_top = jnp.where(live, jnp.maximum(top, lse), top)
+                new_tops.append(new_top)
+                fades.append(jnp.exp2(top - new_top))
+                weights.append(jnp.where(live, jnp.exp2(lse - new_top), 0.0))
             totals = [total * fade + weight for total, fade, weight in zip(totals, fades, weights, strict=True)]
             accs = [
-                acc * over_line(line, fades) + parts[ahead][line] * over_line(line, weights)
+                acc * over_line(line, fades) + partials[ahead][line] * over_line(line, weights)
                 for line, acc in enumerate(accs)
             ]
-            tops = new
+            tops = new_tops
         return accs, tops, totals
 
-    sinks = [sinks_ref[head, part * heads + i] for i in range(heads)]
+    sinks = [sinks_ref[head, head_block * heads + i] for i in range(heads)]
     begin = (
         [filled((LINE,), 0.0, vector) for _ in range(lines)],
         sinks,
@@ -236,4 +213,4 @@ def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, 
     accs, _, totals = lax.fori_loop(0, lax.div(count + (AHEAD - 1), jnp.int32(AHEAD)), add, begin)
     inverse = [1.0 / jnp.maximum(total, 1e-30) for total in totals]
     for line, acc in enumerate(accs):
-        out_ref[row, head, part * lines + line] = (acc * over_line(line, inverse)).astype(out_ref.dtype)
+        out_ref[row, head, head_block * lines + line] = (acc * over_line(line, inverse)).astype(out_ref.dtype)

@@ -1,11 +1,7 @@
-"""The lane-level parts of the Mosaic decode kernel: rows of a tensor-core tile that are loaded from global memory into
-registers (load_rows), and stored from them (store_rows).
-
-The few rows that are query heads are read from memory directly into registers, and written from registers to memory, so
-that shared memory contains only keys and values; the tile's other rows repeat them, and are not stored. A tile is 64
-rows in Layout.WGMMA: warp w has the rows 16 w to 16 w + 15, lane l the rows l / 4 and l / 4 + 8 of these, and of every
-8 columns the columns 2 (l % 4) and 2 (l % 4) + 1. The interpreter cannot run this; mosaic_kernels.py has the equivalent
-in jnp beside each call.
+"""Loads and stores rows of a tensor-core tile between global memory and registers, so that shared memory contains only
+keys and values; a tile's other rows repeat the query heads and are not stored. In Layout.WGMMA warp w has rows 16 w to
+16 w + 15, lane l rows l / 4 and l / 4 + 8 of these, and of every 8 columns 2 (l % 4) and 2 (l % 4) + 1. The interpreter
+cannot run this.
 """
 
 from __future__ import annotations
@@ -34,29 +30,22 @@ TILE = 64  # rows of a tile
 
 
 def _row(half: int):
-    """The number of one of the two rows of a tile that this lane holds in registers, an MLIR int32: the first of them
-    if half is 0, the second, 8 rows further, if half is 1. `load_rows` and `store_rows` access memory by it and by
-    `_column`."""
+    """MLIR int32: the first (half 0) or second (half 1, 8 rows on) of this lane's two rows of a tile."""
     thread = ir_thread()
-    of_warp = ir_mul(ir_shift_right(thread, 5), 16)
-    return ir_add(of_warp, ir_shift_right(arith.andi(thread, ir_const(31)), 2), ir_const(8 * half))
+    first_row = ir_mul(ir_shift_right(thread, 5), 16)
+    return ir_add(first_row, ir_shift_right(arith.andi(thread, ir_const(31)), 2), ir_const(8 * half))
 
 
 def _column():
-    """The number of the first of the two neighbouring columns that this lane holds, of every 8 columns of a tile, an
-    MLIR int32: 0, 2, 4 or 6. `load_rows` and `store_rows` access memory by it and by `_row`."""
+    """MLIR int32: the first of this lane's two neighbouring columns of every 8."""
     return ir_mul(arith.andi(ir_thread(), ir_const(3)), 2)
 
 
 def load_rows(ref, chunk, shape: tuple[int, int]):
-    """Loads a small matrix as a tile of 64 rows, by one warpgroup: [64, columns] in registers, in Layout.WGMMA and
-    ref's dtype. In this way the query heads of a KV head are loaded into a tensor-core tile without shared memory.
+    """A small matrix as a tile [64, columns] in registers (Layout.WGMMA, ref's dtype), by one warpgroup.
 
-    Args:
-      ref: the buffer in global memory, of any shape; read as a sequence of matrices [rows, columns].
-      chunk: int32[], the index of the matrix in this sequence.
-      shape: (rows, columns), at most 64 rows, and columns a multiple of 8. The other rows of the tile repeat rows of
-        the matrix.
+    ref: global memory, read as a sequence of matrices; chunk: int32[], which.
+    shape: (rows, columns), at most 64 rows, columns a multiple of 8; the tile's other rows repeat rows.
     """
     (rows, columns), dtype = shape, jnp.dtype(ref.dtype)
 
@@ -68,31 +57,26 @@ def load_rows(ref, chunk, shape: tuple[int, int]):
         element = utils.dtype_to_ir_type(dtype)
         start = ir_chunk(ref, ir_scalar(chunk), rows * columns, element)
         layout = plgpu.Layout.WGMMA.to_mgpu()
-        found = np.empty(layout.registers_shape((TILE, columns)), dtype=object)
+        registers = np.empty(layout.registers_shape((TILE, columns)), dtype=object)
         for half in (0, 1) if rows > 8 else (0,):
             row = arith.minui(_row(half), ir_const(rows - 1))
-            own = ir_add(ir_mul(row, columns), _column())
+            lane_offset = ir_add(ir_mul(row, columns), _column())
             for tile in range(columns // 8):
-                pointer = utils.getelementptr(start, [ir_add(own, ir_const(8 * tile))], element)
-                found[0, tile, 0, 0, half] = llvm.load(ir.VectorType.get((2,), element), pointer)
+                pointer = utils.getelementptr(start, [ir_add(lane_offset, ir_const(8 * tile))], element)
+                registers[0, tile, 0, 0, half] = llvm.load(ir.VectorType.get((2,), element), pointer)
         if rows <= 8:
-            found[:, :, :, :, 1] = found[:, :, :, :, 0]
-        return mgpu.FragmentedArray(_registers=found, _layout=layout, _is_signed=None)
+            registers[:, :, :, :, 1] = registers[:, :, :, :, 0]
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return load(chunk, ref)
 
 
 def store_rows(values, numbers, out_ref, numbers_ref, chunk, rows: int):
-    """Stores the first `rows` rows of a tile, and one number for each row, into two buffers in global memory, by one
-    warpgroup. The output and the log-sum-exp of a split are written so. Of a tile's other rows nothing is stored.
+    """Stores the first `rows` rows of a tile, and one number for each, into global memory, by one warpgroup.
 
-    Args:
-      values: float32[64, columns] in registers in Layout.WGMMA, stored to out_ref.
-      numbers: float32[64] in registers, one for each row, stored to numbers_ref.
-      out_ref: float32 of any shape, taken as a sequence of matrices [rows, columns].
-      numbers_ref: float32 of any shape, taken as a sequence of vectors [rows].
-      chunk: int32[], the index of the matrix, and of the vector, in these sequences.
-      rows: at most 64.
+    values: float32[64, columns] in Layout.WGMMA; numbers: float32[64].
+    out_ref, numbers_ref: float32, taken as sequences of [rows, columns] and of [rows]; chunk: int32[], the index in
+      both.
     """
     columns = values.shape[1]
 
@@ -102,16 +86,16 @@ def store_rows(values, numbers, out_ref, numbers_ref, chunk, rows: int):
     def store(_, values, numbers, out_ref, numbers_ref, chunk):
         f32 = ir.F32Type.get()
         start = ir_chunk(out_ref, ir_scalar(chunk), rows * columns, f32)
-        of_numbers = ir_chunk(numbers_ref, ir_scalar(chunk), rows, f32)
+        numbers_start = ir_chunk(numbers_ref, ir_scalar(chunk), rows, f32)
         for half in (0, 1) if rows > 8 else (0,):
             row = _row(half)
             with utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, ir_const(rows))):
-                own = ir_add(ir_mul(row, columns), _column())
+                lane_offset = ir_add(ir_mul(row, columns), _column())
                 for tile in range(columns // 8):
-                    pointer = utils.getelementptr(start, [ir_add(own, ir_const(8 * tile))], f32)
+                    pointer = utils.getelementptr(start, [ir_add(lane_offset, ir_const(8 * tile))], f32)
                     llvm.store(values.registers[0, tile, 0, 0, half].flat[0], pointer)
                 number = numbers.registers.reshape(-1)[half]
                 number = ir_item(number, 0) if isinstance(number.type, ir.VectorType) else number
-                llvm.store(number, utils.getelementptr(of_numbers, [row], f32))
+                llvm.store(number, utils.getelementptr(numbers_start, [row], f32))
 
     store(values, numbers, out_ref, numbers_ref, chunk)

@@ -1,5 +1,4 @@
-"""Shapes of decoding steps of real models, for the benchmark of decode attention: Case describes one, CASES lists
-them."""
+"""Decoding steps of real models, for the benchmark of decode attention."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One decoding step (one new token for each row) that the benchmark of decode attention times, in which the lengths
-    of rows are spread evenly from `shortest` to `longest`."""
+    """One decoding step, whose rows' lengths are spread evenly from `shortest` to `longest`."""
 
     name: str  # its name in reports
     rows: int  # rows of the batch
@@ -26,17 +24,14 @@ class Case:
     sinks: bool = False  # whether heads have sinks
 
     def lengths(self) -> np.ndarray:
-        """The length of each row, int32[rows], in random order, the same at every call: from `shortest` to `longest`
-        tokens at equal distances. The benchmark passes them to the implementations as `lengths`, the newest token
-        included; all entries of its caches are random numbers."""
+        """int32[rows] in random order, the same at every call, the newest token included."""
         spread = np.linspace(self.shortest, self.longest, self.rows).round().astype(np.int32)
         return np.random.default_rng(0).permutation(spread)
 
     def live_bytes(self) -> int:
-        """Bytes of the 16-bit keys and values that the rows see, which a kernel must read: a benchmark divides them by
-        its time."""
-        seen = np.minimum(self.lengths(), min(self.window or self.capacity, self.capacity))
-        return int(seen.sum()) * self.kv_heads * self.dim * 2 * 2
+        """Bytes of the 16-bit keys and values that the rows see, which a kernel must read."""
+        visible_tokens = np.minimum(self.lengths(), min(self.window or self.capacity, self.capacity))
+        return int(visible_tokens.sum()) * self.kv_heads * self.dim * 2 * 2
 
 
 CASES = (

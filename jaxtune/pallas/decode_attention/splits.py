@@ -1,11 +1,7 @@
-"""How the keys of a row are divided into splits, which different programs of a kernel take at the same time
-(flash-decoding), for all kernels of decode attention except Triton's kernel for short caches. `live_tiles` says which
-tiles of keys each split reads, `seen_of` and `newest_of` which keys of a row are visible, `order_of` in which order
-splits are combined, and `log2_sinks` converts sinks to the kernels' units.
+"""Division of a row's keys into splits, which different programs take at the same time (flash-decoding).
 
-The keys are divided at multiples of SPLIT, whatever the batch or the capacity, and a split is summed in one order, from
-its first tile that the row sees to its last. A row's result therefore has the same bits alone, in any batch and in any
-slot.
+Keys are divided at multiples of SPLIT, whatever the batch or capacity, and a split is summed in one order. So a row's
+result has the same bits alone, in any batch and in any slot.
 """
 
 from __future__ import annotations
@@ -18,29 +14,20 @@ MASKED = -1e30  # score of a key that is not visible
 
 
 def live_tiles(lengths, capacity: int, window: int | None, step: int):
-    """For the functions `decode` of the kernels: which tiles of keys each split of a row must read: (first, count),
-    both int32[B, splits]. A split is SPLIT consecutive entries of the cache (the last one may have fewer) and consists
-    of tiles of `step` keys. It reads the tiles from the first to the last that contain a key which the row's newest
-    token sees.
+    """Tiles of `step` keys that each split must read, (first, count), int32[B, splits] each: those from the first to
+    the last with a visible key. In a ring, some between may have none.
 
-    `first` is the number of the first of these tiles, counted from the start of the cache; `count` is how many there
-    are, 0 for a split without visible keys, whose `first` means nothing. Tiles between the first and the last of them
-    may have no visible key, in a ring.
-
-    Args:
-      lengths: int32[B], tokens of each row.
-      capacity: of the cache, in keys of a row; a multiple of step.
-      window: how many keys a token sees, of a sliding window; None: all.
-      step: keys of a tile, which divide SPLIT.
+    `first` counts tiles from the cache's start and means nothing where count is 0. The capacity is a multiple of step,
+    and step divides SPLIT.
     """
     splits, per_split = -(-capacity // SPLIT), SPLIT // step
-    seen = jnp.minimum(seen_of(lengths, window), capacity)[:, None]
+    visible_tokens = jnp.minimum(seen_of(lengths, window), capacity)[:, None]
     end = newest_of(lengths, capacity)[:, None] + 1
     begins = jnp.arange(splits * per_split, dtype=jnp.int32) * step
-    # The visible indices are [end - seen, end); those below 0 are at the end of the ring.
-    below = (begins < end) & (begins + step > end - seen)
-    above = (begins + step > capacity + end - seen) & (begins < capacity)
-    live = ((below | above) & (seen > 0)).reshape(len(lengths), splits, per_split)
+    # The visible indices are [end - visible_tokens, end); those below 0 are at the end of the ring.
+    below = (begins < end) & (begins + step > end - visible_tokens)
+    above = (begins + step > capacity + end - visible_tokens) & (begins < capacity)
+    live = ((below | above) & (visible_tokens > 0)).reshape(len(lengths), splits, per_split)
     first = jnp.argmax(live, -1).astype(jnp.int32)
     last = per_split - jnp.argmax(live[..., ::-1], -1).astype(jnp.int32)
     count = jnp.where(live.any(-1), last - first, 0)
@@ -48,31 +35,25 @@ def live_tiles(lengths, capacity: int, window: int | None, step: int):
 
 
 def seen_of(lengths, window: int | None):
-    """int32[B]: how many tokens each row's newest token may see, itself included: all of `lengths`, int32[B], or the
-    last `window` (None: all). It is not limited to the capacity, so a row longer than its cache gets more than the
-    cache has. live_tiles limits it; the kernels (mosaic_kernels.py) need not, because they only compare it with how
-    many tokens a key is older than the newest one."""
+    """int32[B]: tokens that each row's newest may see, itself included; it may exceed the capacity."""
     return lengths if window is None else jnp.minimum(lengths, window)
 
 
 def newest_of(lengths, capacity: int):
-    """int32[B]: the index of a row's newest key in the cache, a ring of `capacity` keys; 0 for an empty row. lengths:
-    int32[B], tokens of each row. Counted back from there, an index tells how old its key is, and so whether it is
-    visible."""
+    """int32[B]: index of a row's newest key in the ring; 0 for an empty row."""
     return jnp.maximum(lengths - 1, 0) % capacity
 
 
 def order_of(tiles):
-    """Returns the order in which the splits of a row are combined, so that those without keys are not read and a row's
-    sum always has the same order: (int32[B, splits], the numbers of a row's splits, those that have tiles to read in
-    ascending order before the others; int32[B], how many have). tiles: int32[B, splits], the number of tiles that each
-    split reads, the second result of live_tiles."""
+    """(a row's splits int32[B, splits], those with tiles first and ascending; how many have, int32[B]), so that a row's
+    sum always has the same order.
+
+      tiles: int32[B, splits], the counts of live_tiles.
+    """
     live = tiles > 0
     return jnp.argsort(~live, axis=1, stable=True).astype(jnp.int32), live.sum(1, dtype=jnp.int32)
 
 
 def log2_sinks(sinks, heads: int):
-    """float32[heads]: the sinks (a logit of each head that takes a share of the softmax and has no value) in units of
-    log2, in which the kernels compute scores; MASKED if `sinks` is None. sinks: float[heads], or None for none; heads:
-    the number of query heads."""
+    """float32[heads] in units of log2; MASKED where `sinks` is None."""
     return jnp.full(heads, MASKED, jnp.float32) if sinks is None else sinks.astype(jnp.float32) * LOG2E

@@ -1,9 +1,9 @@
-"""The bodies of the Triton kernels of decode attention, which triton.py describes and calls: decode_whole_kernel for
-short caches, and for longer ones decode_split_kernel and decode_combine_kernel; and insert_kernel, which copies rows of
-caches (insert.py).
+"""Bodies of the Triton kernels of decode attention, and of insert_kernel.
 
-Caches are [B, kv_heads, CAPACITY, DIM], contiguous. Scores are in units of log2. A CAP of 0 means no soft cap. GROUP
-and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM (at least 64).
+Caches are [B, KV_HEADS, CAPACITY, DIM]; token t of a row is at index t % CAPACITY, and `lengths` int32[B] are the rows'
+tokens, the newest included. Scores are in units of log2. SCALE is the factor on them, CAP the soft cap, WINDOW the
+sliding window (0: none). Tiles have STEP keys. GROUP and WIDTH are the query heads of a KV head and DIM as powers of
+two, at least 16 and 64.
 """
 
 import triton
@@ -15,9 +15,7 @@ _MASKED = tl.constexpr(-1e30)
 
 @triton.jit
 def _tile(array, first, STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Loads rows first to first + STEP - 1 of a matrix with DIM columns, such as the keys of one head, to whose first
-    row `array` points: [STEP, WIDTH], with zeros in the columns from DIM on. The kernels load the keys and values of a
-    tile so; there must be as many rows."""
+    """[STEP, WIDTH], zeros from DIM on, of a matrix with DIM columns; all rows must exist."""
     columns = tl.arange(0, WIDTH)
     pointers = array + (first + tl.arange(0, STEP))[:, None] * DIM + columns[None, :]
     if WIDTH == DIM:
@@ -27,21 +25,20 @@ def _tile(array, first, STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit
-def _scores(q, k, first, newest, seen, SCALE: tl.constexpr, CAP: tl.constexpr, CAPACITY: tl.constexpr):
-    """The scores of the queries of a new token and a tile of keys, in units of log2. Returns (float32[GROUP, STEP],
-    _MASKED where the token does not see the key, bool[STEP], whether it sees each key).
+def _scores(q, k, first, newest, visible_tokens, SCALE: tl.constexpr, CAP: tl.constexpr, CAPACITY: tl.constexpr):
+    """(float32[GROUP, STEP] in log2, _MASKED where invisible; bool[STEP], visible) of q [GROUP, WIDTH], k [STEP,
+    WIDTH].
 
-    q is [GROUP, WIDTH] and k [STEP, WIDTH], the keys from place `first` of the cache on; `newest` is the place of the
-    token's own key, and `seen` the number of keys that the token sees, its own and those before it, place CAPACITY - 1
-    being before place 0; it may be more than CAPACITY, and then all places are seen. SCALE is the factor on scores, and
-    CAP their soft cap (0: none)."""
+      first: index in the cache of k's first key; newest: of the token's own key.
+      visible_tokens: those that the token sees, counted back around the ring; more than CAPACITY means all.
+    """
     scores = tl.dot(q, tl.trans(k)) * SCALE
     if CAP > 0.0:
         # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
         scores = CAP * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / CAP * _LOG2E))))
     age = newest - (first + tl.arange(0, k.shape[0]))
     age = tl.where(age < 0, age + CAPACITY, age)
-    visible = age < seen
+    visible = age < visible_tokens
     return tl.where(visible[None, :], scores * _LOG2E, _MASKED), visible
 
 
@@ -67,15 +64,13 @@ def decode_split_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes the attention of the query heads of one KV head of one row over one split of the keys, the first of two
-    kernels. A split without tiles to read writes nothing. Grid: (SPLITS, KV_HEADS, B).
+    """Attention of the query heads of one KV head of one row over one split. A split without tiles writes nothing.
+    Grid: (SPLITS, KV_HEADS, B).
 
-    It writes float32 parts [B, KV_HEADS, SPLITS, heads of a group, DIM], normalised over the split, and lses [B,
-    KV_HEADS, SPLITS, heads of a group], the log-sum-exp of the split's scores in log2. query is [B, HEADS, DIM]; keys
-    and values are the caches [B, KV_HEADS, CAPACITY, DIM]; lengths int32[B] are the tokens of each row. firsts and
-    tiles, int32[B, SPLITS], are the number of the first tile of STEP keys that a split reads, and how many it reads
-    (splits.live_tiles). SCALE is the factor on scores, CAP their soft cap (0: none), WINDOW the sliding window (0:
-    none). GROUP and WIDTH are the query heads of a KV head and DIM, padded to powers of two (at least 16, and 64).
+      query: [B, HEADS, DIM].
+      firsts, tiles: int32[B, SPLITS] of splits.live_tiles.
+      parts: float32[B, KV_HEADS, SPLITS, heads of a group, DIM], normalised over the split; lses: log-sum-exps in log2,
+        without DIM.
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tiles + row * SPLITS + split)
@@ -83,10 +78,10 @@ def decode_split_kernel(
         OWN: tl.constexpr = HEADS // KV_HEADS
         members, columns = tl.arange(0, GROUP), tl.arange(0, WIDTH)
         real = (members < OWN)[:, None] & (columns < DIM)[None, :]
-        places = members[:, None] * DIM + columns[None, :]
-        q = tl.load(query + (row * HEADS + head * OWN) * DIM + places, mask=real, other=0.0)
+        offsets = members[:, None] * DIM + columns[None, :]
+        q = tl.load(query + (row * HEADS + head * OWN) * DIM + offsets, mask=real, other=0.0)
         length = tl.load(lengths + row)
-        seen = tl.minimum(length, WINDOW) if WINDOW > 0 else length
+        visible_tokens = tl.minimum(length, WINDOW) if WINDOW > 0 else length
         newest = (length - 1) % CAPACITY
         first = tl.load(firsts + row * SPLITS + split) * STEP
         cache = (row * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM
@@ -95,17 +90,17 @@ def decode_split_kernel(
         acc = tl.zeros([GROUP, WIDTH], tl.float32)
         for begin in range(first, first + count * STEP, STEP):
             k = _tile(keys + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
-            scores, _ = _scores(q, k, begin, newest, seen, SCALE, CAP, CAPACITY)
-            new = tl.maximum(top, tl.max(scores, 1))
-            fade = tl.exp2(top - new)
-            weights = tl.exp2(scores - new[:, None])
+            scores, _ = _scores(q, k, begin, newest, visible_tokens, SCALE, CAP, CAPACITY)
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            fade = tl.exp2(top - new_top)
+            weights = tl.exp2(scores - new_top[:, None])
             total = total * fade + tl.sum(weights, 1)
             v = _tile(values + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
             acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None])
-            top = new
-        part = ((row * KV_HEADS + head) * SPLITS + split).to(tl.int64) * OWN
-        tl.store(parts + part * DIM + places, acc / total[:, None], mask=real)
-        tl.store(lses + part + members, top + tl.log2(total), mask=members < OWN)
+            top = new_top
+        split_row = ((row * KV_HEADS + head) * SPLITS + split).to(tl.int64) * OWN
+        tl.store(parts + split_row * DIM + offsets, acc / total[:, None], mask=real)
+        tl.store(lses + split_row + members, top + tl.log2(total), mask=members < OWN)
 
 
 @triton.jit
@@ -128,44 +123,38 @@ def decode_whole_kernel(
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Computes the attention of the query heads of one KV head, for the newest token of one row, over all keys that it
-    sees, in the order of their places in the cache, and writes it to out [B, HEADS, DIM]; an empty row gets 0. It
-    serves caches that are too short to be divided into splits. Grid: (KV_HEADS, B).
+    """Attention of the query heads of one KV head of one row over all keys that it sees, in the order of the cache, to
+    out [B, HEADS, DIM]; an empty row gets 0. Grid: (KV_HEADS, B).
 
-    query is as out; keys and values are caches [B, KV_HEADS, CAPACITY, DIM], and lengths int32[B] the tokens of each
-    row, its new one included, which may be more than CAPACITY: a cache is a ring, in which token t is at place t modulo
-    CAPACITY. sinks: float32[HEADS], in units of log2; _MASKED: no sink. SCALE is the factor on scores, CAP the soft cap
-    (0: none) and WINDOW the sliding window (0: none). STEP keys are read at a time, and STAGES such tiles are on their
-    way; GROUP and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM (at least
-    64).
+      sinks: float32[HEADS] in log2; _MASKED: none. STAGES: tiles in flight.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS
     members, columns = tl.arange(0, GROUP), tl.arange(0, WIDTH)
     real = (members < OWN)[:, None] & (columns < DIM)[None, :]
-    places = (row * HEADS + head * OWN) * DIM + members[:, None] * DIM + columns[None, :]
-    q = tl.load(query + places, mask=real, other=0.0)
+    offsets = (row * HEADS + head * OWN) * DIM + members[:, None] * DIM + columns[None, :]
+    q = tl.load(query + offsets, mask=real, other=0.0)
     length = tl.load(lengths + row)
-    seen = tl.minimum(length, WINDOW) if WINDOW > 0 else length
+    visible_tokens = tl.minimum(length, WINDOW) if WINDOW > 0 else length
     newest = (length - 1) % CAPACITY
     # A row that fits the cache has its keys in order; in a longer one every key of the ring may be visible.
-    first = tl.where(length > CAPACITY, 0, (length - seen) // STEP * STEP)
+    first = tl.where(length > CAPACITY, 0, (length - visible_tokens) // STEP * STEP)
     cache = (row * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM
     top = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
     total = tl.where(top > _MASKED, 1.0, 0.0)
     acc = tl.zeros([GROUP, WIDTH], tl.float32)
     for begin in tl.range(first, tl.minimum(length, CAPACITY), STEP, num_stages=STAGES):
         k = _tile(keys + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
-        scores, visible = _scores(q, k, begin, newest, seen, SCALE, CAP, CAPACITY)
-        new = tl.maximum(top, tl.max(scores, 1))
-        fade = tl.exp2(top - new)
-        weights = tl.where(visible[None, :], tl.exp2(scores - new[:, None]), 0.0)
+        scores, visible = _scores(q, k, begin, newest, visible_tokens, SCALE, CAP, CAPACITY)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        fade = tl.exp2(top - new_top)
+        weights = tl.where(visible[None, :], tl.exp2(scores - new_top[:, None]), 0.0)
         total = total * fade + tl.sum(weights, 1)
         v = _tile(values + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None])
-        top = new
+        top = new_top
     acc = acc / tl.maximum(total, 1e-30)[:, None]
-    tl.store(out + places, acc.to(out.dtype.element_ty), mask=real)
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -183,34 +172,32 @@ def decode_combine_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Combines the results of a row's SPLITS splits in order, parts (each split's output) and lses (its log-sum-exps in
-    log2) of decode_split_kernel, to out [B, HEADS, DIM], the second of two kernels. It adds the sinks, and gives 0 for
-    a row without keys. Grid: (KV_HEADS, B).
+    """Combines a row's splits in order, adds the sinks, and writes out [B, HEADS, DIM]; a row without keys gets 0.
+    Grid: (KV_HEADS, B).
 
-    parts is float32[B, KV_HEADS, SPLITS, heads of a group, DIM], and lses is the same without DIM. order int32[B,
-    SPLITS] has the numbers of a row's splits, those that read keys first, and counts int32[B] how many of them do
-    (splits.order_of). sinks: float32[HEADS], in units of log2; _MASKED: no sink. GROUP and WIDTH are the query heads of
-    a KV head and DIM, padded to powers of two (at least 16, and 64).
+      parts, lses: from decode_split_kernel.
+      order, counts: int32[B, SPLITS] and int32[B] of splits.order_of.
+      sinks: float32[HEADS] in log2; _MASKED: none.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS
     members, columns = tl.arange(0, GROUP), tl.arange(0, WIDTH)
     real = (members < OWN)[:, None] & (columns < DIM)[None, :]
-    places = members[:, None] * DIM + columns[None, :]
+    offsets = members[:, None] * DIM + columns[None, :]
     top = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
     total = tl.where(top > _MASKED, 1.0, 0.0)
     acc = tl.zeros([GROUP, WIDTH], tl.float32)
     for number in range(tl.load(counts + row)):
         split = tl.load(order + row * SPLITS + number)
-        part = ((row * KV_HEADS + head) * SPLITS + split).to(tl.int64) * OWN
-        lse = tl.load(lses + part + members, mask=members < OWN, other=_MASKED)
-        new = tl.maximum(top, lse)
-        fade, weight = tl.exp2(top - new), tl.exp2(lse - new)
+        split_row = ((row * KV_HEADS + head) * SPLITS + split).to(tl.int64) * OWN
+        lse = tl.load(lses + split_row + members, mask=members < OWN, other=_MASKED)
+        new_top = tl.maximum(top, lse)
+        fade, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
         total = total * fade + weight
-        acc = acc * fade[:, None] + weight[:, None] * tl.load(parts + part * DIM + places, mask=real, other=0.0)
-        top = new
+        acc = acc * fade[:, None] + weight[:, None] * tl.load(parts + split_row * DIM + offsets, mask=real, other=0.0)
+        top = new_top
     acc = acc / tl.maximum(total, 1e-30)[:, None]
-    tl.store(out + (row * HEADS + head * OWN) * DIM + places, acc.to(out.dtype.element_ty), mask=real)
+    tl.store(out + (row * HEADS + head * OWN) * DIM + offsets, acc.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -227,14 +214,15 @@ def insert_kernel(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copies row rows[i] of staged [R, KV_HEADS, ROOM, DIM] into row slots[i] of cache [COUNT, KV_HEADS, CAPACITY,
-    DIM], if there is one. Each program copies BLOCK numbers of one head. Grid: (blocks of a head, KV_HEADS, rows that
-    are copied). old is the cache as an input, in the same memory; it is not read."""
-    part, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Copies row rows[i] of staged [R, KV_HEADS, ROOM, DIM] into row slots[i] of cache [COUNT, ...], if there is one.
+    `old` is the cache as an input, in the same memory. Grid: (blocks of BLOCK numbers of a head, KV_HEADS, copied
+    rows).
+    """
+    block, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + number)
     if slot >= 0 and slot < COUNT:
         row = tl.load(rows + number)
-        places = part * BLOCK + tl.arange(0, BLOCK)
-        real = places < ROOM * DIM
-        numbers = tl.load(staged + (row * KV_HEADS + head).to(tl.int64) * ROOM * DIM + places, mask=real)
-        tl.store(cache + (slot * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM + places, numbers, mask=real)
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
+        real = offsets < ROOM * DIM
+        numbers = tl.load(staged + (row * KV_HEADS + head).to(tl.int64) * ROOM * DIM + offsets, mask=real)
+        tl.store(cache + (slot * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM + offsets, numbers, mask=real)

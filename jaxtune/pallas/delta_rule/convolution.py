@@ -1,12 +1,9 @@
-"""The short causal convolution of each channel along a row, restarted with each document, and silu of it, in plain jnp:
-of whole rows (`forward`, or `in_parts` for queries, keys and values), and of the next token in generation (`step`).
+"""The short causal convolution of each channel, restarted with each document, and silu of it.
 
 out[t] = silu(sum over j of weight[k - 1 - j] x[t - j]), over those j for which t - j is a token of t's document.
 
-`in_parts` has Triton kernels for NVIDIA GPUs (convolution_kernel.py), where `refusal` does not refuse: XLA's passes for
-the forward took 0.36 ms where their bytes take 0.1 (an H200, Qwen3.5-35B-A3B), and for the gradient of x it needs one
-that joins the parts' gradients, one that stores the gradients of the sums in float32, and one that adds these up, which
-move three times as much as a kernel.
+XLA's forward took 0.36 ms where the bytes take 0.1 (H200, Qwen3.5-35B-A3B), and for x's gradient it moves three times a
+kernel's bytes; so there are Triton kernels for queries, keys and values together.
 """
 
 from __future__ import annotations
@@ -27,10 +24,9 @@ _WIDTH, _TOKENS = 256, 64  # channels and tokens of a program
 
 @jax.checkpoint
 def forward(x, weight, layout):
-    """Returns silu of the causal convolution of each channel of x [B, T, C] along its document, [B, T, C] in x's dtype,
-    0 at padding. weight [C, k]: the last column multiplies the token itself, the first the token k - 1 before it.
-    layout: the document bounds, which the convolution does not cross. The derivative stores x and weight and recomputes
-    the float32 sums, which are twice as large as a 16-bit x. short_convolution calls this."""
+    """As api.short_convolution. The derivative stores x and weight and recomputes the float32 sums, twice the size of a
+    16-bit x.
+    """
     length, taps = x.shape[1], weight.shape[1]
     index = jnp.arange(length)
     total = jnp.zeros(x.shape, jnp.float32)
@@ -42,15 +38,13 @@ def forward(x, weight, layout):
 
 
 def divided(out, parts):
-    """Divides the channels of out [B, T, C] into parts of these sizes: a tuple of arrays [B, T, size]."""
     return tuple(jnp.split(out, list(itertools.accumulate(parts))[:-1], axis=-1))
 
 
 def refusal(x, weight, parts) -> str | None:
-    """Returns the reason why the kernels cannot compute the parts of x [B, T, C] and their gradient, or None if they
-    can. They need a GPU that runs Triton kernels, jax-triton, bfloat16 or float16, four taps, and three parts whose
-    numbers of channels are multiples of 256. They are also refused if the check at first use on this GPU found that
-    their results differ from those of plain jnp."""
+    """Why the kernels cannot compute the parts of x [B, T, C] and their gradient, or None; it may run their check at
+    first use.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -64,8 +58,6 @@ def refusal(x, weight, parts) -> str | None:
 
 
 def _first_use(dtype) -> str | None:
-    """Returns the reason why this GPU must not run the kernels in `dtype`, or None. It compares a small packed case
-    with plain jnp, once; see dispatch.first_use, also for when it is None without a check."""
 
     def compare():
         runs = ((1, 70), (0, 5), (2, 1), (3, 2), (4, 64), (0, 3))
@@ -79,21 +71,19 @@ def _first_use(dtype) -> str | None:
             out, pull = jax.vjp(lambda x: function(x, weight, layout, parts), x)
             return (*out, *pull(douts))
 
-        def exactly(x, weight, layout, parts):
-            return divided(forward(x, weight, layout), parts)
+        def exactly(x, weight, layout, part_sizes):
+            return divided(forward(x, weight, layout), part_sizes)
 
         arrays = x, weight, divided(dout, parts)
-        got = jax.jit(lambda x, weight, douts: run(in_parts, x, weight, douts))(*arrays)
+        kernel_results = jax.jit(lambda x, weight, douts: run(in_parts, x, weight, douts))(*arrays)
         exact = dispatch.exactly(lambda x, weight, douts: run(exactly, x, weight, douts))
-        return got, exact(*jax.tree.map(lambda array: array.astype(jnp.float32), arrays))
+        return kernel_results, exact(*jax.tree.map(lambda array: array.astype(jnp.float32), arrays))
 
     return dispatch.first_use("short_convolution", "triton", dtype.name, compare)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def in_parts(x, weight, layout, parts):
-    """Returns `forward` of x [B, T, C] divided into three `parts` along the channels, by the kernels, with a custom
-    derivative. `refusal` says which calls are supported."""
 
     def run(x, start, end, weight):
         return tuple(_call("convolution_kernel", x, start, end, weight, (), parts, parts))
@@ -101,48 +91,38 @@ def in_parts(x, weight, layout, parts):
     return meshes.on_each_device(run, rows=3)(x, layout.doc_start, layout.doc_end, weight)
 
 
-def _in_parts_fwd(x, weight, layout, parts):
-    """The forward rule of `in_parts`: (its result, the residuals (x, weight, layout))."""
-    return in_parts(x, weight, layout, parts), (x, weight, layout)
+def _in_parts_fwd(x, weight, layout, part_sizes):
+    return in_parts(x, weight, layout, part_sizes), (x, weight, layout)
 
 
-def _in_parts_bwd(parts, residuals, douts):
-    """The backward rule of `in_parts`. From the gradients of the parts, `douts`, it computes (the gradient of x, the
-    gradient of weight, None for the layout). If weight is frozen, XLA removes the computation of its gradient."""
+def _in_parts_bwd(part_sizes, residuals, douts):
+    """If weight is frozen, XLA removes the computation of its gradient."""
     x, weight, layout = residuals
 
     def run(x, start, end, douts, weight):
-        return _call("convolution_gradient_kernel", x, start, end, weight, douts, parts, (sum(parts),))[0]
+        return _call("convolution_gradient_kernel", x, start, end, weight, douts, part_sizes, (sum(part_sizes),))[0]
 
     dx = meshes.on_each_device(run, rows=4)(x, layout.doc_start, layout.doc_end, douts, weight)
     (dweight,) = jax.vjp(lambda weight: forward(x, weight, layout), weight)[1](jnp.concatenate(douts, axis=-1))
     return dx, dweight, None
 
 
-def _call(kernel: str, x, start, end, weight, others, parts, sizes) -> list[jax.Array]:
-    """Calls a kernel of convolution_kernel.py, and returns its outputs.
-
-    Args:
-      kernel: its name.
-      x, weight, parts: as in `in_parts`.
-      start, end: int32[B, T], the bounds of each token's document.
-      others: further arrays that it takes.
-      sizes: the channels of each output, [B, T, channels] in x's dtype.
-    """
+def _call(kernel: str, x, start, end, weight, extra_arrays, part_sizes, sizes) -> list[jax.Array]:
+    """Outputs [B, T, size] in x's dtype, for each of `sizes`, of a kernel of convolution_kernel.py."""
     from jaxtune.pallas.delta_rule import convolution_kernel
 
     rows, length, channels = x.shape
     return compat.triton_call(
         getattr(convolution_kernel, kernel),
-        (x, weight, start, end, *others),
+        (x, weight, start, end, *extra_arrays),
         [jax.ShapeDtypeStruct((rows, length, size), x.dtype) for size in sizes],
         (channels // _WIDTH, -(-length // _TOKENS), rows),
         warps=2,
         stages=1,
         LENGTH=length,
         CHANNELS=channels,
-        FIRST=parts[0],
-        SECOND=parts[1],
+        FIRST=part_sizes[0],
+        SECOND=part_sizes[1],
         TOKENS=_TOKENS,
         WIDTH=_WIDTH,
     )
@@ -152,10 +132,6 @@ in_parts.defvjp(_in_parts_fwd, _in_parts_bwd)
 
 
 def step(x, weight, window):
-    """Returns (out [B, 1, C] in x's dtype, silu of the convolution; the next window [B, k - 1, C]) for one more token x
-    [B, 1, C] of each row in generation. weight [C, k]: the last column multiplies the token itself. window [B, k - 1,
-    C]: the k - 1 tokens before it, in order, 0 where there were none; the next one ends with x. short_convolution_step
-    calls this."""
-    seen = jnp.concatenate([window, x], axis=1)
-    total = (seen.astype(jnp.float32) * weight.T.astype(jnp.float32)).sum(1, keepdims=True)
-    return jax.nn.silu(total).astype(x.dtype), seen[:, 1:]
+    tokens = jnp.concatenate([window, x], axis=1)
+    total = (tokens.astype(jnp.float32) * weight.T.astype(jnp.float32)).sum(1, keepdims=True)
+    return jax.nn.silu(total).astype(x.dtype), tokens[:, 1:]

@@ -1,10 +1,8 @@
-"""The bodies of the Triton kernels of the short convolution before the gated delta rule: convolution_kernel, and
-convolution_gradient_kernel for the gradient of its input. convolution.py describes and calls them.
+"""Triton kernels of the short convolution, and of the gradient of its input.
 
-Each program walks along tokens of a row, for some channels, four tokens at a time, and keeps in registers what it needs
-of the three tokens before or after those. x and dx are [B, LENGTH, CHANNELS], weight [CHANNELS, 4], doc_start and
-doc_end int32[B, LENGTH]. The result and its gradient are in three parts by channels (queries, keys and values), of
-FIRST, SECOND and the remaining ones, each [B, LENGTH, its channels].
+A program walks along tokens of a row for some channels, four at a time, and keeps in registers what it needs of the
+three tokens before or after. x and dx are [B, LENGTH, CHANNELS], weight [CHANNELS, 4], doc_start and doc_end int32[B,
+LENGTH]. The result and its gradient are in three parts of FIRST, SECOND and the remaining channels.
 """
 
 import triton
@@ -12,11 +10,11 @@ import triton.language as tl
 
 
 @triton.jit
-def _sum(now, back1, back2, back3, w0, w1, w2, w3, token, start):
-    """A token's sum, float32[WIDTH]. now, back1, back2, back3: x of the token and of the three before it. w0 to w3: the
-    weights that multiply these. token: its number in the row; start: the first token of its document, before which x
-    does not count."""
-    total = now.to(tl.float32) * w0
+def _sum(current, back1, back2, back3, w0, w1, w2, w3, token, start):
+    """A token's sum, float32[WIDTH], of x of itself and the three before; x before `start`, its document's first token,
+    does not count.
+    """
+    total = current.to(tl.float32) * w0
     total += tl.where(token - 1 >= start, back1.to(tl.float32), 0.0) * w1
     total += tl.where(token - 2 >= start, back2.to(tl.float32), 0.0) * w2
     total += tl.where(token - 3 >= start, back3.to(tl.float32), 0.0) * w3
@@ -25,25 +23,25 @@ def _sum(now, back1, back2, back3, w0, w1, w2, w3, token, start):
 
 @triton.jit
 def _silu(total, token, end):
-    """The result of a token, float32[WIDTH], from its sum; 0 for a token from `end` on, which is padding."""
+    """A token's result from its sum; 0 from `end` on."""
     return tl.where(token < end, total * tl.sigmoid(total), 0.0)
 
 
 @triton.jit
-def _of_sum(dout, now, back1, back2, back3, w0, w1, w2, w3, token, start, end):
-    """The gradient of a token's sum, float32[WIDTH], from that of its silu: dout [WIDTH], 0 past the row. The other
-    arguments are those of `_sum` and `_silu`. 0 at padding."""
-    total = _sum(now, back1, back2, back3, w0, w1, w2, w3, token, start)
+def _of_sum(dout, current, back1, back2, back3, w0, w1, w2, w3, token, start, end):
+    """Gradient of a token's sum, float32[WIDTH], 0 at padding. dout: [WIDTH], of its silu; 0 past the row."""
+    total = _sum(current, back1, back2, back3, w0, w1, w2, w3, token, start)
     share = tl.sigmoid(total)
     return tl.where(token < end, dout.to(tl.float32) * (share * (1.0 + total * (1.0 - share))), 0.0)
 
 
 @triton.jit
-def _of_token(token, own, after1, after2, after3, w0, w1, w2, w3, start1, start2, start3):
-    """The gradient of x of a token, float32[WIDTH], from those of the sums of the token and of the three after it, of
-    which those of its document count. w0 to w3: the weights that multiply x in them; start1 to start3: where the
-    documents of the three begin. token: its number in the row."""
-    total = own * w0
+def _of_token(token, dsum, after1, after2, after3, w0, w1, w2, w3, start1, start2, start3):
+    """Gradient of x of a token, float32[WIDTH], from those of the sums of itself and of the three after it.
+
+    start1, start2, start3: where the documents of these three begin.
+    """
+    total = dsum * w0
     total += tl.where(token >= start1, after1, 0.0) * w1
     total += tl.where(token >= start2, after2, 0.0) * w2
     return total + tl.where(token >= start3, after3, 0.0) * w3
@@ -51,8 +49,7 @@ def _of_token(token, own, after1, after2, after3, w0, w1, w2, w3, start1, start2
 
 @triton.jit
 def _load(array, token, stride, LENGTH: tl.constexpr, columns):
-    """Loads a token's channels, [WIDTH]; 0 for a token outside of the row. `array` points to the first token's, which
-    are `stride` numbers before the next one's."""
+    """A token's channels [WIDTH]; 0 outside of the row. `array` points to the row's first token."""
     tokens = token + columns * 0
     inside = (tokens >= 0) & (tokens < LENGTH)
     return tl.load(array + tl.cast(token, tl.int64) * stride, mask=inside, other=0.0)
@@ -60,31 +57,29 @@ def _load(array, token, stride, LENGTH: tl.constexpr, columns):
 
 @triton.jit
 def _store(array, values, token, stride, LENGTH: tl.constexpr, columns):
-    """Stores a token's channels, values [WIDTH], in the dtype of `array`, unless the token is past the row."""
     pointers = array + tl.cast(token, tl.int64) * stride
     tl.store(pointers, values.to(array.dtype.element_ty), mask=token + columns * 0 < LENGTH)
 
 
 @triton.jit
 def _bounds(doc_start, doc_end, token, LENGTH: tl.constexpr):
-    """The bounds of a token's document, int32[] each. A token past the row has none: (LENGTH, 0)."""
-    there = tl.minimum(token, LENGTH - 1)
-    start = tl.load(doc_start + there)
-    end = tl.load(doc_end + there)
+    """A token's document bounds; (LENGTH, 0) past the row."""
+    row_token = tl.minimum(token, LENGTH - 1)
+    start = tl.load(doc_start + row_token)
+    end = tl.load(doc_end + row_token)
     return tl.where(token < LENGTH, start, LENGTH), tl.where(token < LENGTH, end, 0)
 
 
 @triton.jit
 def _part(first, second, third, begin, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):
-    """The part that has the channels from `begin` on: (a pointer to the number before which it has `begin` channels,
-    its number of channels). first, second, third: pointers to a row of the parts."""
+    """(pointer to the part that has the channels from `begin` on, minus the channels before the part; its channels)."""
     stride = tl.where(begin < FIRST, FIRST, tl.where(begin < FIRST + SECOND, SECOND, THIRD))
-    part = third - FIRST - SECOND
+    pointer = third - FIRST - SECOND
     if begin < FIRST:
-        part = first
+        pointer = first
     elif begin < FIRST + SECOND:
-        part = second - FIRST
-    return part, stride
+        pointer = second - FIRST
+    return pointer, stride
 
 
 @triton.jit
@@ -103,8 +98,7 @@ def convolution_kernel(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes the parts of the result, forward along TOKENS tokens, with x of the three tokens before those that it is
-    at."""
+    """Writes the parts of the result, forward along TOKENS tokens."""
     THIRD: tl.constexpr = CHANNELS - FIRST - SECOND
     begin = tl.program_id(0) * WIDTH
     first = tl.program_id(1) * TOKENS
@@ -127,23 +121,23 @@ def convolution_kernel(
     b2 = _load(x, first - 2, CHANNELS, LENGTH, columns)
     b3 = _load(x, first - 3, CHANNELS, LENGTH, columns)
     for group in range(TOKENS // 4):
-        at = first + 4 * group
-        x0 = _load(x, at, CHANNELS, LENGTH, columns)
-        x1 = _load(x, at + 1, CHANNELS, LENGTH, columns)
-        x2 = _load(x, at + 2, CHANNELS, LENGTH, columns)
-        x3 = _load(x, at + 3, CHANNELS, LENGTH, columns)
-        start0, end0 = _bounds(doc_start, doc_end, at, LENGTH)
-        start1, end1 = _bounds(doc_start, doc_end, at + 1, LENGTH)
-        start2, end2 = _bounds(doc_start, doc_end, at + 2, LENGTH)
-        start3, end3 = _bounds(doc_start, doc_end, at + 3, LENGTH)
-        o0 = _silu(_sum(x0, b1, b2, b3, w0, w1, w2, w3, at, start0), at, end0)
-        o1 = _silu(_sum(x1, x0, b1, b2, w0, w1, w2, w3, at + 1, start1), at + 1, end1)
-        o2 = _silu(_sum(x2, x1, x0, b1, w0, w1, w2, w3, at + 2, start2), at + 2, end2)
-        o3 = _silu(_sum(x3, x2, x1, x0, w0, w1, w2, w3, at + 3, start3), at + 3, end3)
-        _store(out, o0, at, stride, LENGTH, columns)
-        _store(out, o1, at + 1, stride, LENGTH, columns)
-        _store(out, o2, at + 2, stride, LENGTH, columns)
-        _store(out, o3, at + 3, stride, LENGTH, columns)
+        token = first + 4 * group
+        x0 = _load(x, token, CHANNELS, LENGTH, columns)
+        x1 = _load(x, token + 1, CHANNELS, LENGTH, columns)
+        x2 = _load(x, token + 2, CHANNELS, LENGTH, columns)
+        x3 = _load(x, token + 3, CHANNELS, LENGTH, columns)
+        start0, end0 = _bounds(doc_start, doc_end, token, LENGTH)
+        start1, end1 = _bounds(doc_start, doc_end, token + 1, LENGTH)
+        start2, end2 = _bounds(doc_start, doc_end, token + 2, LENGTH)
+        start3, end3 = _bounds(doc_start, doc_end, token + 3, LENGTH)
+        o0 = _silu(_sum(x0, b1, b2, b3, w0, w1, w2, w3, token, start0), token, end0)
+        o1 = _silu(_sum(x1, x0, b1, b2, w0, w1, w2, w3, token + 1, start1), token + 1, end1)
+        o2 = _silu(_sum(x2, x1, x0, b1, w0, w1, w2, w3, token + 2, start2), token + 2, end2)
+        o3 = _silu(_sum(x3, x2, x1, x0, w0, w1, w2, w3, token + 3, start3), token + 3, end3)
+        _store(out, o0, token, stride, LENGTH, columns)
+        _store(out, o1, token + 1, stride, LENGTH, columns)
+        _store(out, o2, token + 2, stride, LENGTH, columns)
+        _store(out, o3, token + 3, stride, LENGTH, columns)
         b1, b2, b3 = x3, x2, x1
 
 
@@ -164,9 +158,9 @@ def convolution_gradient_kernel(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes dx, backward along TOKENS tokens, with x and the gradients of the sums of the three tokens after those
-    that it is at. A program begins with the four tokens after its own, from which its last ones have a part of their
-    gradients."""
+    """Writes dx, backward along TOKENS tokens. A program begins with the four tokens after its own, from which its last
+    ones have a share of their gradients.
+    """
     THIRD: tl.constexpr = CHANNELS - FIRST - SECOND
     begin = tl.program_id(0) * WIDTH
     first = tl.program_id(1) * TOKENS
@@ -198,32 +192,32 @@ def convolution_gradient_kernel(
     start6 = last * 0 + LENGTH
     for group in range(TOKENS // 4 + 1):
         # The four tokens at 0 to 3; before them -3 to -1, which the next group has at 1 to 3.
-        at = last - 4 * group
-        b3 = _load(x, at - 3, CHANNELS, LENGTH, columns)
-        b2 = _load(x, at - 2, CHANNELS, LENGTH, columns)
-        b1 = _load(x, at - 1, CHANNELS, LENGTH, columns)
-        x0 = _load(x, at, CHANNELS, LENGTH, columns)
-        g0 = _load(dout, at, stride, LENGTH, columns)
-        g1 = _load(dout, at + 1, stride, LENGTH, columns)
-        g2 = _load(dout, at + 2, stride, LENGTH, columns)
-        g3 = _load(dout, at + 3, stride, LENGTH, columns)
-        start0, end0 = _bounds(doc_start, doc_end, at, LENGTH)
-        start1, end1 = _bounds(doc_start, doc_end, at + 1, LENGTH)
-        start2, end2 = _bounds(doc_start, doc_end, at + 2, LENGTH)
-        start3, end3 = _bounds(doc_start, doc_end, at + 3, LENGTH)
-        d3 = _of_sum(g3, x7, x6, x5, x0, w0, w1, w2, w3, at + 3, start3, end3)
-        d2 = _of_sum(g2, x6, x5, x0, b1, w0, w1, w2, w3, at + 2, start2, end2)
-        d1 = _of_sum(g1, x5, x0, b1, b2, w0, w1, w2, w3, at + 1, start1, end1)
-        d0 = _of_sum(g0, x0, b1, b2, b3, w0, w1, w2, w3, at, start0, end0)
-        o3 = _of_token(at + 3, d3, d4, d5, d6, w0, w1, w2, w3, start4, start5, start6)
-        o2 = _of_token(at + 2, d2, d3, d4, d5, w0, w1, w2, w3, start3, start4, start5)
-        o1 = _of_token(at + 1, d1, d2, d3, d4, w0, w1, w2, w3, start2, start3, start4)
-        o0 = _of_token(at, d0, d1, d2, d3, w0, w1, w2, w3, start1, start2, start3)
-        if at < last:  # the tokens after the program's own are another's
-            _store(dx, o0, at, CHANNELS, LENGTH, columns)
-            _store(dx, o1, at + 1, CHANNELS, LENGTH, columns)
-            _store(dx, o2, at + 2, CHANNELS, LENGTH, columns)
-            _store(dx, o3, at + 3, CHANNELS, LENGTH, columns)
+        token = last - 4 * group
+        b3 = _load(x, token - 3, CHANNELS, LENGTH, columns)
+        b2 = _load(x, token - 2, CHANNELS, LENGTH, columns)
+        b1 = _load(x, token - 1, CHANNELS, LENGTH, columns)
+        x0 = _load(x, token, CHANNELS, LENGTH, columns)
+        g0 = _load(dout, token, stride, LENGTH, columns)
+        g1 = _load(dout, token + 1, stride, LENGTH, columns)
+        g2 = _load(dout, token + 2, stride, LENGTH, columns)
+        g3 = _load(dout, token + 3, stride, LENGTH, columns)
+        start0, end0 = _bounds(doc_start, doc_end, token, LENGTH)
+        start1, end1 = _bounds(doc_start, doc_end, token + 1, LENGTH)
+        start2, end2 = _bounds(doc_start, doc_end, token + 2, LENGTH)
+        start3, end3 = _bounds(doc_start, doc_end, token + 3, LENGTH)
+        d3 = _of_sum(g3, x7, x6, x5, x0, w0, w1, w2, w3, token + 3, start3, end3)
+        d2 = _of_sum(g2, x6, x5, x0, b1, w0, w1, w2, w3, token + 2, start2, end2)
+        d1 = _of_sum(g1, x5, x0, b1, b2, w0, w1, w2, w3, token + 1, start1, end1)
+        d0 = _of_sum(g0, x0, b1, b2, b3, w0, w1, w2, w3, token, start0, end0)
+        o3 = _of_token(token + 3, d3, d4, d5, d6, w0, w1, w2, w3, start4, start5, start6)
+        o2 = _of_token(token + 2, d2, d3, d4, d5, w0, w1, w2, w3, start3, start4, start5)
+        o1 = _of_token(token + 1, d1, d2, d3, d4, w0, w1, w2, w3, start2, start3, start4)
+        o0 = _of_token(token, d0, d1, d2, d3, w0, w1, w2, w3, start1, start2, start3)
+        if token < last:  # the tokens after the program's own are another's
+            _store(dx, o0, token, CHANNELS, LENGTH, columns)
+            _store(dx, o1, token + 1, CHANNELS, LENGTH, columns)
+            _store(dx, o2, token + 2, CHANNELS, LENGTH, columns)
+            _store(dx, o3, token + 3, CHANNELS, LENGTH, columns)
         x5, x6, x7 = b3, b2, b1
         d4, d5, d6 = d0, d1, d2
         start4, start5, start6 = start0, start1, start2

@@ -1,25 +1,17 @@
-"""The gated delta rule as Triton kernels, for NVIDIA GPUs since Ampere (compute capability 8.0), 16-bit operands and
-head dims of 128: `forward`, with its derivative, and `refusal`, which says what they cannot compute. gated_delta_rule
-in api.py calls both.
+"""The gated delta rule as Triton kernels, from compute capability 8.0 on, for 16-bit operands and head dims of 128.
 
-Chunks have 64 tokens, as in chunked.py, but the error is defined without beta, so that nothing is divided by it: the
-error z solves (1 + B) z = v - d k S with B[i, j] = (k_i . k_j) D[i, j] beta_j, and beta z is what is written. S is the
-state before the chunk, d its decay up to a token (0 if the token's document began in the chunk), and D[i, j] the decay
-from token j to a later token i of its document, otherwise 0. (B is also the number of rows in shapes such as [B, T].)
-Queries and keys are not normalised in memory; their inverse lengths are factors per token.
+Chunks have 64 tokens, as in chunked.py, but the error is defined without beta, so that nothing is divided by it: z
+solves (1 + B) z = v - d k S with B[i, j] = (k_i . k_j) D[i, j] beta_j, and beta z is written. S is the state before the
+chunk, d its decay up to a token, D[i, j] the decay from token j to a later token i, each 0 across documents. Queries
+and keys are not normalised in memory; their inverse lengths are factors per token.
 
-The forward has three kernels. Two process all chunks in parallel: the first computes, for each token, the factors
-(decay, beta and inverse lengths) with which its key and query read the state before the chunk and its error enters the
-state after the chunk; the second the inverse of 1 + B, and the weights with which queries read the chunk's own tokens,
-both in 16 bits (`Made` lists all these values). The third walks along a row, with a program for some columns of a
-head's state, which stays in registers in float32; products get it rounded to 16 bits. For the backward it stores the
-state before each chunk, and z, both in 16 bits.
+The forward has three kernels. Two process all chunks in parallel: the factors of tokens, then the inverse of 1 + B and
+the weights with which queries read the chunk's own tokens (see Made). The third walks along a row, with a program for
+some columns of a head's state, in registers in float32; products get it rounded to 16 bits. For the backward it stores
+z and the state before each chunk, in 16 bits.
 
-The backward has five kernels. The first walks back with the gradients of the states, and stores the gradient after each
-chunk and dvalue. The others compute, chunk by chunk, the gradients of the two matrices, dquery, dkey, and ddecay with
-dbeta. No inverse is differentiated, as d(1 + B) = -dv z^T. Every sum has a fixed order.
-
-The kernels are in triton_kernels.py, which imports triton and is therefore imported only where it is used.
+The backward has five. The first walks back with the states' gradients, and stores the gradient after each chunk and
+dvalue; the others compute by chunks. No inverse is differentiated, as d(1 + B) = -dv z^T. Every sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -53,10 +45,9 @@ _ROOMY = ((8, 0), (8, 7), (9, 0))  # compute capabilities whose shared memory ha
 
 
 def _tile(kernel: str) -> tuple[int, int, int]:
-    """(warps of a program, columns of a head dim that it takes at a time, Triton's num_stages: steps of its loop that
-    are loaded ahead), with which `_call` compiles the kernel of this name: its entry of _TILES, adapted to the GPU that
-    is compiled for: on Hopper "reverse" has a larger one, and GPUs of other compute capabilities than 8.0, 8.7 and 9.0,
-    which may have less shared memory than an A100, load one step only."""
+    """(warps, columns of a head dim at a time, num_stages) of a kernel on the GPU compiled for. GPUs other than _ROOMY
+    load one step only, as they may have less shared memory than an A100.
+    """
     capability = dispatch.compute_capability()
     if kernel == "reverse" and capability == (9, 0):
         return 8, DIM, 3  # 210 KB
@@ -65,10 +56,9 @@ def _tile(kernel: str) -> tuple[int, int, int]:
 
 
 def refusal(key, value) -> str | None:
-    """Returns the reason why these kernels cannot compute a call with key [B, T, key_heads, K] and value [B, T, heads,
-    V], or None: no GPU that runs Triton kernels, or no jax-triton; a dtype other than bfloat16 and float16, head dims K
-    and V other than 128, or a difference from the reference in the check at first use on this GPU, which may take some
-    seconds now. Only shapes and dtypes are used."""
+    """Why these kernels cannot compute a call, or None; it may run their check at first use. Only shapes and dtypes are
+    read.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -81,11 +71,7 @@ def refusal(key, value) -> str | None:
 
 
 def _first_use(dtype, group: int) -> str | None:
-    """Returns the reason why this GPU must not run the kernels in `dtype` with `group` value heads for each key head,
-    or None. It compares a small packed case, with its gradients, with the reference, once for each such call; a pass is
-    stored in the user's cache. It is None without a check if there is no GPU, while compiling for another GPU, or if
-    the check is only queued and is done later (within dispatch.built or dispatch.unchecked). `refusal` calls it:
-    released versions of Triton have compiled such kernels wrongly."""
+    """Released versions of Triton have compiled such kernels wrongly."""
 
     def compare():
         runs = ((1, 70), (0, 5), (2, 1), (3, 130), (4, 64), (0, 27))
@@ -103,83 +89,54 @@ def _first_use(dtype, group: int) -> str | None:
             return (out, *pull(dout.astype(out.dtype)))
 
         arrays = query, key, value, decay, beta
-        got = jax.jit(lambda *arrays: run(forward, *arrays, dout=dout))(*arrays)
+        kernel_results = jax.jit(lambda *arrays: run(forward, *arrays, dout=dout))(*arrays)
         exact = dispatch.exactly(lambda *arrays: run(reference.forward, *arrays, dout=dout))
-        return got, exact(*(array.astype(jnp.float32) for array in arrays))
+        return kernel_results, exact(*(array.astype(jnp.float32) for array in arrays))
 
     call = f"{dtype.name}, {group} heads of a key head"
     return dispatch.first_use("gated_delta_rule", "triton", call, compare)
 
 
 def forward(query, key, value, decay, beta, layout: PackedLayout):
-    """Returns the output [B, T, heads, V] of the gated delta rule over packed documents, computed by the Triton
-    kernels, in value's dtype; padding gives 0. It is differentiable with respect to all arguments but the layout.
-    Queries and keys are normalised here, and the output is divided by sqrt(K). `refusal` says which calls are
-    supported.
-
-    query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
-    beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; layout: the document bounds.
-    """
     return _rule(query, key, value, decay, beta, layout)
 
 
 @jax.custom_vjp
 def _rule(query, key, value, decay, beta, layout):
-    """Returns the output of the gated delta rule, [B, T, heads, V], in value's dtype, with a custom derivative, whose
-    backward has kernels of its own. If no derivative is taken, the forward kernel stores neither errors nor states.
-
-    query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
-    beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; layout: the document bounds.
-    """
-    made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
-    return _by_rows(functools.partial(_states, save=False), 4)(query, key, value, made)[0]
+    """The rule with a derivative by kernels. Without a derivative, neither errors nor states are stored."""
+    factors = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
+    return _by_rows(functools.partial(_states, save=False), 4)(query, key, value, factors)[0]
 
 
 def _rule_fwd(query, key, value, decay, beta, layout):
-    """The forward rule of `_rule` for jax.custom_vjp, with its arguments: returns (out [B, T, heads, V], residuals).
-    The residuals are (query, key, layout, made, error, states): the Made that `_chunks` returned, and from `_states`
-    the errors that tokens write into the state and the state before each chunk. value, decay and beta are not kept,
-    because the backward needs them only in these forms."""
-    made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
-    out, error, states = _by_rows(functools.partial(_states, save=True), 4)(query, key, value, made)
-    return out, (query, key, layout, made, error, states)
+    """value, decay and beta are no residuals: the backward needs them only in Made's forms."""
+    factors = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
+    out, error, states = _by_rows(functools.partial(_states, save=True), 4)(query, key, value, factors)
+    return out, (query, key, layout, factors, error, states)
 
 
 def _rule_bwd(residuals, dout):
-    """The backward rule of `_rule` for jax.custom_vjp: returns (gradients of query, key, value, decay and beta, None
-    for the layout), in the arguments' shapes and dtypes, 0 at padding. residuals is what `_rule_fwd` saved; dout [B, T,
-    heads, V] is the gradient of the output, which is set to zero at padding first, unless the layout guarantees that
-    there is none (`full`); it may be anything there, even NaN."""
-    query, key, layout, made, error, states = residuals
+    """Gradients of query, key, value, decay and beta, 0 at padding, where dout may be anything."""
+    query, key, layout, factors, error, states = residuals
     if not layout.full:  # padding may have any gradient, even NaN
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[..., None, None], dout, 0)
-    return (*_by_rows(_backward, 7)(query, key, dout, error, states, layout, made), None)
+    return (*_by_rows(_backward, 7)(query, key, dout, error, states, layout, factors), None)
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)
 
 
 def _by_rows(function, rows: int):
-    """Returns a function that calls `function` on each device of a mesh with the device's own rows of the batch,
-    because XLA cannot divide a kernel; if the mesh's axis "data" does not divide the number of rows, each device gets
-    all rows. `_rule` and its forward and backward rules call all kernels so. `rows` is the number of its first
-    arguments that have the batch's rows as their leading axis and are divided; all of its results have. Without a mesh
-    of several devices, or within a shard_map over it, `function` gets the arrays as they are."""
+    """`function` on each device with its rows of the batch, as XLA cannot divide a kernel; all results have rows.
+
+    rows: number of leading arguments that have rows as first axis.
+    """
     return meshes.on_each_device(function, rows=rows)
 
 
 def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any):
-    """Calls one of the kernels of triton_kernels.py and returns its outputs, a list in the order of out_types. The
-    compile-time constants that all kernels have come from its tile (`_tile`) and from the shapes of key and value.
-
-    Args:
-      kernel: the kernel's name in _TILES, such as "forward" for triton_kernels.forward_kernel.
-      arguments: the input arrays.
-      out_types: shapes and dtypes of the outputs.
-      grid: number of programs along each axis.
-      key: [B, T, key_heads, K]; only its shape is used.
-      value: value or another array of its shape, [B, T, heads, V]; only its shape is used.
-      constants: further compile-time constants, those that only this kernel has: SAVE of "forward".
+    """Outputs of the kernel of this name in _TILES. Of key and value (or an array of value's shape) only shapes are
+    read.
     """
     from jaxtune.pallas.delta_rule import triton_kernels
 
@@ -206,11 +163,10 @@ def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any)
 
 
 class Made(NamedTuple):
-    """What the first two kernels compute, the values of chunks that do not depend on a state; the forward and the
-    backward use it. It consists of two matrices of each chunk in key's dtype, eight numbers of each token and value
-    head (`total` to `reach`), each float32[B, heads, tokens] with tokens padded to whole chunks of 64, and a number of
-    each chunk. Factors of queries and keys are for those in memory, which are not normalised, so they contain unit_q or
-    unit_k."""
+    """What the first two kernels compute, which depends on no state: two matrices of each chunk in key's dtype; from
+    `total` to `reach` float32[B, heads, tokens padded to whole chunks of 64]; and a number of each chunk. Factors are
+    for queries and keys as they are in memory, so they contain unit_q or unit_k.
+    """
 
     inverse: jax.Array  # [B, heads, chunks, CHUNK, CHUNK]: the inverse of 1 + B, which maps v - d k S to the errors z
     weights: jax.Array  # of the same shape: with which queries read the errors z of the chunk's tokens, beta included
@@ -228,18 +184,13 @@ class Made(NamedTuple):
 
 
 def _chunks(query, key, decay, beta, value, layout) -> Made:
-    """Runs the first two kernels, "numbers" and "chunk", which process all chunks in parallel, and returns what they
-    compute: the factors of tokens and the matrices of chunks, which do not depend on a state.
-
-    query and key are [B, T, key_heads, K], decay (the logarithm of the factor on the state) and beta float32[B, T,
-    heads]; of value [B, T, heads, V] only the shape is used. layout: the document bounds.
-    """
+    """Runs the first two kernels. Of value only the shape is read."""
     rows, length, heads = value.shape[:3]
     chunks = math.ceil(length / CHUNK)
     numbers = jax.ShapeDtypeStruct((rows, heads, chunks * CHUNK), jnp.float32)
     faded = jax.ShapeDtypeStruct((rows, heads, chunks), jnp.float32)
     bounds = layout.doc_start, layout.doc_end
-    found = _call(
+    token_factors = _call(
         "numbers",
         (query, key, decay, beta, *bounds),
         (*(numbers,) * 8, faded),
@@ -247,7 +198,7 @@ def _chunks(query, key, decay, beta, value, layout) -> Made:
         key,
         value,
     )
-    total, share, unit_q, unit_k = found[:4]
+    total, share, unit_q, unit_k = token_factors[:4]
     matrices = jax.ShapeDtypeStruct((rows, heads, chunks, CHUNK, CHUNK), key.dtype)
     inverse, weights = _call(
         "chunk",
@@ -257,18 +208,14 @@ def _chunks(query, key, decay, beta, value, layout) -> Made:
         key,
         value,
     )
-    return Made(inverse, weights, *found)
+    return Made(inverse, weights, *token_factors)
 
 
-def _states(query, key, value, made: Made, *, save: bool):
-    """Runs the third kernel, which walks along the rows. Returns (out [B, T, heads, V], the errors z of tokens, which
-    are written into the state times beta, of value's shape and dtype, and the states before each chunk, [B, heads,
-    chunks, V, K] in key's dtype).
+def _states(query, key, value, factors: Made, *, save: bool):
+    """(out [B, T, heads, V], errors z in value's shape and dtype, states before each chunk [B, heads, chunks, V, K] in
+    key's dtype).
 
-    query and key are [B, T, key_heads, K], value [B, T, heads, V]; made: the factors and matrices that `_chunks`
-    returned. save: True: errors and states are stored for the backward; False, when no derivative is taken: in their
-    place come two arrays of B numbers, one for each row as `_by_rows` requires, that are not written and have no
-    meaning.
+      save: False: the last two are placeholders of B numbers, one a row as `_by_rows` requires, and not written.
     """
     rows, length, heads, value_dim = value.shape
     chunks = math.ceil(length / CHUNK)
@@ -277,7 +224,17 @@ def _states(query, key, value, made: Made, *, save: bool):
     nothing = jax.ShapeDtypeStruct((rows,), key.dtype)
     return _call(
         "forward",
-        (query, key, value, made.inverse, made.weights, made.kept, made.read, made.written, made.faded),
+        (
+            query,
+            key,
+            value,
+            factors.inverse,
+            factors.weights,
+            factors.kept,
+            factors.read,
+            factors.written,
+            factors.faded,
+        ),
         (like_value, *((like_value, states) if save else (nothing, nothing))),
         (value_dim // _tile("forward")[1], heads, rows),
         key,
@@ -286,15 +243,25 @@ def _states(query, key, value, made: Made, *, save: bool):
     )
 
 
-def _reverse(query, key, dout, made: Made):
-    """Runs the kernel that walks back along the rows. Returns (dvalue [B, T, heads, V], the gradients of the states
-    after each chunk, [B, heads, chunks, V, K] in key's dtype). query and key are [B, T, key_heads, K]; dout [B, T,
-    heads, V] is the gradient of the output, 0 at padding; made: the factors and matrices that `_chunks` returned."""
+def _reverse(query, key, dout, factors: Made):
+    """(dvalue [B, T, heads, V], gradients of the states after each chunk, [B, heads, chunks, V, K] in key's dtype);
+    dout is 0 at padding.
+    """
     rows, length, heads, value_dim = dout.shape
     states = (rows, heads, math.ceil(length / CHUNK), value_dim, key.shape[-1])
     return _call(
         "reverse",
-        (query, key, dout, made.inverse, made.weights, made.kept, made.read, made.written, made.faded),
+        (
+            query,
+            key,
+            dout,
+            factors.inverse,
+            factors.weights,
+            factors.kept,
+            factors.read,
+            factors.written,
+            factors.faded,
+        ),
         (jax.ShapeDtypeStruct(dout.shape, dout.dtype), jax.ShapeDtypeStruct(states, key.dtype)),
         (value_dim // _tile("reverse")[1], heads, rows),
         key,
@@ -302,49 +269,38 @@ def _reverse(query, key, dout, made: Made):
     )
 
 
-def _backward(query, key, dout, error, states, layout, made: Made):
-    """Runs the five kernels of the backward: returns (dquery, dkey, dvalue, ddecay, dbeta), in the shapes of query,
-    key, value, decay and beta; ddecay and dbeta are float32, the others in the operands' dtype. `_rule_bwd` calls it,
-    through `_by_rows` because it runs kernels.
-
-    Args:
-      query, key: [B, T, key_heads, K], the operands of the forward.
-      dout: the gradient of the output, [B, T, heads, V], 0 at padding.
-      error: [B, T, heads, V], each token's value minus what the decayed state predicts at its key; `_states` stored it.
-      states: [B, heads, chunks, V, K], the state before each chunk, which `_states` stored too.
-      layout: the document bounds.
-      made: the values of the forward that do not depend on a state, which `_chunks` returned: two matrices for each
-        chunk (the inverse that maps values to errors, and the weights with which queries read errors), factors of each
-        token, and the decay of the state over each chunk.
+def _backward(query, key, dout, error, states, layout, factors: Made):
+    """(dquery, dkey, dvalue, ddecay, dbeta); the last two float32. dout is 0 at padding; error and states are those of
+    `_states`.
     """
-    dvalue, dstates = _reverse(query, key, dout, made)
+    dvalue, dstates = _reverse(query, key, dout, factors)
     bounds = layout.doc_start, layout.doc_end
-    matrices = jax.ShapeDtypeStruct(made.inverse.shape, made.inverse.dtype)
-    numbers = jax.ShapeDtypeStruct(made.total.shape, made.total.dtype)
-    fading = jax.ShapeDtypeStruct(made.faded.shape, made.faded.dtype)
+    matrices = jax.ShapeDtypeStruct(factors.inverse.shape, factors.inverse.dtype)
+    numbers = jax.ShapeDtypeStruct(factors.total.shape, factors.total.dtype)
+    fading = jax.ShapeDtypeStruct(factors.faded.shape, factors.faded.dtype)
     like_query = jax.ShapeDtypeStruct(query.shape, query.dtype)
     rows, length, heads = dout.shape[:3]
     rates = jax.ShapeDtypeStruct((rows, length, heads), jnp.float32)
     chunks, key_heads = math.ceil(length / CHUNK), key.shape[2]
     to_weights, to_system, flow, dbeta = _call(
         "pairs",
-        (query, key, *bounds, error, dvalue, dout, made.total, made.share, made.unit_q, made.unit_k),
+        (query, key, *bounds, error, dvalue, dout, factors.total, factors.share, factors.unit_q, factors.unit_k),
         (matrices, matrices, numbers, numbers),
         (heads, chunks, rows),
         key,
         dout,
     )
-    dquery, asked = _call(
+    dquery, query_flow = _call(
         "dquery",
-        (query, key, dout, states, made.read, to_weights),
+        (query, key, dout, states, factors.read, to_weights),
         (like_query, numbers),
         (key_heads, chunks, rows),
         key,
         dout,
     )
-    dkey, *of_states = _call(
+    dkey, *state_flows = _call(
         "dkey",
-        (query, key, error, dvalue, states, dstates, made.kept, made.written, to_weights, to_system),
+        (query, key, error, dvalue, states, dstates, factors.kept, factors.written, to_weights, to_system),
         (like_query, numbers, numbers, fading),
         (key_heads, chunks, rows),
         key,
@@ -352,7 +308,7 @@ def _backward(query, key, dout, error, states, layout, made: Made):
     )
     ddecay, dbeta = _call(
         "rates",
-        (made.share, *bounds, made.kept, made.faded, made.reach, flow, dbeta, asked, *of_states),
+        (factors.share, *bounds, factors.kept, factors.faded, factors.reach, flow, dbeta, query_flow, *state_flows),
         (rates, rates),
         (heads, chunks, rows),
         key,

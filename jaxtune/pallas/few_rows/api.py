@@ -1,13 +1,10 @@
-"""The public functions of decoding steps (one new token for each sequence that is being sampled), except those of
-experts (experts.py), and the choice of their implementations.
+"""Public functions of decoding steps, except those of experts. All raise TypeError or ValueError for wrong arguments or
+an implementation that refuses.
 
-A decoding step of some dozen rows (sequences) is bound by the bytes of the weights, and next by the number of its
-kernels: each costs some microseconds whatever it computes. Here each function is one kernel where "triton" supports the
-call, and a layer consists of few of them: `products` (query, key and value, or one other product), `placed` (norms,
-rotation and the caches before the attention), `added_norm` (after a product), and `gated_product` (of an MLP). A call
-of `products` whose weights have few rows is divided into splits: ranges of the columns that are summed over, whose
-partial sums different programs compute. The partial sums are not added by the product but by the function that takes
-them, `added_norm` or `placed`.
+A step of some dozen rows is bound by the bytes of the weights, then by the number of its kernels: each costs some
+microseconds whatever it computes. So each function is one kernel. A product whose weights have few rows is divided into
+splits, ranges of the summed columns; the function that takes the result, `added_norm` or `placed`, adds their partial
+sums.
 """
 
 from __future__ import annotations
@@ -28,52 +25,20 @@ IMPLEMENTATIONS = {"triton": triton, "reference": reference}
 
 
 def _chosen(op: str, refusal, first_use, implementation: str | None) -> str:
-    """Chooses the implementation that runs a call, and returns its name: the requested one, or else "triton" if neither
-    `refusal` nor `first_use` has a reason against it, else "reference" (plain JAX). If "reference" runs on an NVIDIA
-    GPU without being requested, a warning says why, once. The functions of this module use it; experts.py calls
-    dispatch.choose itself.
-
-    Args:
-      op: the operation's name, for messages.
-      refusal: a function without arguments that returns the reason why the kernel does not support the call, or None.
-      first_use: a function without arguments that compares the kernel with the reference on this GPU, and returns the
-        reason why it must not run, or None.
-      implementation: the name that the caller requests, for which ValueError is raised if it does not support the call;
-        None: the first that does.
-    """
     return dispatch.choose(op, {"triton": lambda: refusal() or first_use(), "reference": lambda: None}, implementation)
 
 
 def _chosen_product(op: str, x, most: int, refusal, first_use, implementation: str | None) -> str:
-    """Chooses the implementation of a call of `products` or `gated_product` with x [N, in], and returns its name,
-    "triton" or "reference". For an N that the kernel does not support it is "reference" if none is requested, without a
-    warning, because XLA's product is the right choice there. Raises ValueError if the requested one does not support
-    the call.
-
-    Args:
-      op: the operation's name, for messages.
-      x: the rows.
-      most: the most rows that the kernel supports.
-      refusal: a function without arguments that returns the reason why the kernel does not support the call, or None.
-      first_use: a function without arguments that compares the kernel with the reference on this GPU, and returns the
-        reason why it must not run, or None.
-      implementation: the name that the caller requests; None: the first that supports the call.
-    """
+    """Chooses "reference" for more than `most` rows, without a warning: XLA's product is right there."""
     few = x.shape[0] <= most
     return _chosen(op, refusal, first_use, implementation if few or implementation else "reference")
 
 
 def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes: Sequence[str]) -> None:
-    """Checks the adapters (LoRA) of a product's weights: that of an [out, in] weight consists of a [r, in] and b [out,
-    r].
+    """Checks the adapters a [r, in], b [out, r] of a product's weights. ValueError for a row_scale (DoRA), which these
+    kernels do not compute.
 
-    Args:
-      check: the Arguments of the operation, which knows the sizes `in` and those named by `sizes`.
-      loras: the adapter of each weight, or None for a weight without one; an empty sequence if no weight has one.
       sizes: the name of each weight's number of rows, such as "out_0".
-    Raises:
-      TypeError, ValueError: the number of adapters, a shape or a dtype does not fit, or an adapter has a row_scale
-        (DoRA), which these kernels do not compute.
     """
     if loras:
         check.sequence("loras", loras, "one for each weight, or None in its place", len(sizes))
@@ -88,9 +53,7 @@ def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes
 
 
 def _adapters_text(loras: Sequence[LoraWeights | None]) -> str:
-    """The part of a call's description, in the messages of a kernel's check at its first use, that names the padded
-    rank of its adapters: such as ", adapters of rank 16", or "" without adapters. Calls with the same description share
-    one check."""
+    """Such as ", adapters of rank 16", or "": calls with the same description share a check at first use."""
     rank = triton.padded_rank(loras)
     return f", adapters of rank {rank}" if rank else ""
 
@@ -98,9 +61,6 @@ def _adapters_text(loras: Sequence[LoraWeights | None]) -> str:
 def _small_adapters(
     loras: Sequence[LoraWeights | None], sizes: Sequence[int], columns: int, dtype
 ) -> list[LoraWeights | None]:
-    """Adapters of the small case on which a kernel is compared with the reference: with the ranks and scales of
-    `loras`, for weights of these numbers of rows and columns, in `dtype`. None stands for a weight without one; empty
-    if `loras` is."""
     return [
         lora
         and LoraWeights(
@@ -119,27 +79,19 @@ def products(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Multiplies a few rows by the transposes of one to three weights in one kernel, such as those of query, key and
-    value, with their LoRA adapters. The kernel has no derivative.
+    """Multiplies a few rows by the transposes of one to three weights, with their adapters, in one kernel. Not
+    differentiable.
 
-    Args:
-      x: [N, in], the rows; "triton" supports N up to 128, and to 256 without adapters for several weights or one of at
-        most 25 million numbers.
-      weights: each [out_i, in], in x's dtype.
-      loras: the adapter of each weight, or None for a weight without one; empty if no weight has one. An adapter adds
-        scale * (x a^T) b^T to its weight's product. "triton" supports ranks up to 64. Arrays in another dtype than x's
-        are cast to it in each call.
-      implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 128 columns),
-        "reference" (plain JAX), or None for the first that supports the call; for a larger N that is
-        "reference", without a warning.
-    Returns:
-      partial sums [splits, N, sum of out_i], in float32, or in x's dtype if there is one split. Their sum over the
-        splits, rounded to x's dtype, is x times the transposed weights, adapters included, side by side in the order of
-        `weights`. "reference" gives one split if it is requested. The function that takes the result (`added_norm`,
-        `placed`) adds them up.
-    Raises:
-      TypeError, ValueError: an argument does not fit this description, an adapter has a row_scale (DoRA), or the named
-        implementation does not support the call.
+    Returns partial sums [splits, N, sum of out_i], in float32, or in x's dtype for one split. Their sum over splits,
+    rounded to x's dtype, is the weights' products side by side.
+
+      x: [N, in]; "triton" supports N up to 128, and to 256 without adapters for several weights, or one of at most 25
+        million numbers.
+      weights: [out_i, in] each, in x's dtype.
+      loras: an adapter or None for each weight, or empty. It adds scale * (x a^T) b^T; "triton" supports ranks up to
+        64. Arrays in another dtype are cast in each call. ValueError for DoRA.
+      implementation: "triton" (16-bit floats on Hopper, multiples of 64 rows and 128 columns), "reference" (jnp; one
+        split if requested), or None: the first that supports the call.
     """
     check = Arguments("products")
     check.array("x", x, "N in", FLOATS)
@@ -152,9 +104,9 @@ def products(
     def compare():
         rows, columns, sizes = triton.padded(len(x)), 2048, (tile.rows, 2 * tile.rows, tile.rows)
         weights = [drawn(i, size, columns, dtype=x.dtype) for i, size in enumerate(sizes, 1)]
-        given = drawn(0, rows, columns, dtype=x.dtype), weights
-        given = *given, _small_adapters([*loras, None, None][:3] if loras else [], sizes, columns, x.dtype)
-        return [jax.jit(triton.products)(*given).sum(0)], [dispatch.exactly(reference.products)(*wide(given))[0]]
+        operands = drawn(0, rows, columns, dtype=x.dtype), weights
+        operands = *operands, _small_adapters([*loras, None, None][:3] if loras else [], sizes, columns, x.dtype)
+        return [jax.jit(triton.products)(*operands).sum(0)], [dispatch.exactly(reference.products)(*wide(operands))[0]]
 
     def first_use():
         call = f"{x.dtype}, {triton.padded(len(x))} rows{_adapters_text(loras)}, {tile}"
@@ -165,8 +117,8 @@ def products(
     def refusal():
         return triton.products_refusal(x, weights, loras, most)
 
-    chosen = _chosen_product("products", x, most, refusal, first_use, implementation)
-    if chosen == "triton":
+    implementation_name = _chosen_product("products", x, most, refusal, first_use, implementation)
+    if implementation_name == "triton":
         return triton.products(x, weights, loras)
     return reference.products(x, weights, loras, 1 if implementation else triton.splits_of_many(x, weights, loras))
 
@@ -180,27 +132,14 @@ def gated_product(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Computes activation(x gate^T) * (x up^T) for a few rows in one kernel: the part of a gated MLP before the down
-    projection. The kernel has no derivative.
+    """activation(x gate^T) * (x up^T) for a few rows in one kernel: [N, out] in x's dtype. Not differentiable.
 
-    Args:
-      x: [N, in], the rows; "triton" supports N up to 128.
-      gate, up: the weights, [out, in], in x's dtype.
-      activation: a key of gated.ACTIVATIONS, such as "silu". Its argument, its result and x up^T are rounded to x's
-        dtype.
-      loras: the adapters of gate and up, each may be None; empty if there are none. An adapter adds scale * (x a^T) b^T
-        to its weight's product. "triton" supports ranks up to 64.
-      implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 128 columns, "silu"
-        or "gelu_tanh"), "reference" (plain JAX), or None for the first that supports the call. For a larger N, None
-        means the kernel of gated_mosaic.py where it supports the call (Hopper, multiples of 8 rows up to 256, no
-        adapters); otherwise XLA multiplies, without a warning, and a kernel computes the activation times up, where
-        there is one.
-    Returns:
-      [N, out] in x's dtype.
-    Raises:
-      TypeError, ValueError: an array does not fit this description, an adapter has a row_scale (DoRA), or the named
-        implementation does not support the call.
-      KeyError: `activation` is unknown, and "triton" is not requested.
+    x: [N, in]; "triton" supports N up to 128.
+    activation: a key of gated.ACTIVATIONS. Its argument, its result and x up^T are rounded to x's dtype.
+    loras: of gate and up, as in `products`.
+    implementation: "triton" (as in `products`; "silu" or "gelu_tanh"), "reference", or None: the first that supports
+      the call. For a larger N, None takes the kernel of gated_mosaic.py where it can, else XLA's product and a kernel
+      for the activation.
     """
     check = Arguments("gated_product")
     check.array("x", x, "N in", FLOATS)
@@ -214,13 +153,16 @@ def gated_product(
     tile = triton.gated_tile(size)
 
     def compare():
-        given = drawn(0, rows, columns, dtype=x.dtype), *(0.02 * drawn(i, size, columns, dtype=x.dtype) for i in (1, 2))
-        adapters = jax.tree.map(lambda array: 0.1 * array, _small_adapters(loras, (128, 128), columns, x.dtype))
-        got, want = (
-            lambda x, gate, up, loras, own=own: own.gated_product(x, gate, up, activation, loras)
-            for own in (triton, reference)
+        operands = (
+            drawn(0, rows, columns, dtype=x.dtype),
+            *(0.02 * drawn(i, size, columns, dtype=x.dtype) for i in (1, 2)),
         )
-        return [jax.jit(got)(*given, adapters)], [dispatch.exactly(want)(*wide((*given, adapters)))]
+        adapters = jax.tree.map(lambda array: 0.1 * array, _small_adapters(loras, (128, 128), columns, x.dtype))
+        kernel, plain = (
+            lambda x, gate, up, loras, module=module: module.gated_product(x, gate, up, activation, loras)
+            for module in (triton, reference)
+        )
+        return [jax.jit(kernel)(*operands, adapters)], [dispatch.exactly(plain)(*wide((*operands, adapters)))]
 
     def first_use():
         call = f"{x.dtype}, {activation}, {rows} rows{_adapters_text(loras)}, {tile}"
@@ -229,52 +171,50 @@ def gated_product(
     def refusal():
         return triton.gated_refusal(x, (gate, up), loras, activation)
 
-    chosen = _chosen_product("gated_product", x, triton.MOST_ROWS, refusal, first_use, implementation)
-    if chosen == "reference" and not implementation and len(x) > triton.MOST_ROWS:
+    implementation_name = _chosen_product("gated_product", x, triton.MOST_ROWS, refusal, first_use, implementation)
+    if implementation_name == "reference" and not implementation and len(x) > triton.MOST_ROWS:
         if not triton.padded_rank(loras) and _by_mosaic(x, gate, activation):
             return gated_mosaic.gated_product(x, gate, up, activation)
         gate, up = reference.each_product(x, (gate, up), loras)
         return _activated(gate, up, activation)
-    return IMPLEMENTATIONS[chosen].gated_product(x, gate, up, activation, loras)
+    return IMPLEMENTATIONS[implementation_name].gated_product(x, gate, up, activation, loras)
 
 
 def _by_mosaic(x, gate, activation: str) -> bool:
-    """Whether the kernel of gated_mosaic.py computes a call of `gated_product` with more than 128 rows and no adapters.
-    x: [N, in]. gate: [out, in]. activation: its name."""
 
     def compare():
         # One pair of programs has fewer tiles than the others, there are more steps than are loaded ahead, and the
         # halves of the rows overlap.
         sizes = 200, 67 * (gated_mosaic.columns_of(gate.shape[0]) or 0), 1024
-        given = [drawn(0, sizes[0], sizes[2], dtype=x.dtype)]
-        given += [0.03 * drawn(i, *sizes[1:], dtype=x.dtype) for i in (1, 2)]
-        got, want = (functools.partial(each.gated_product, activation=activation) for each in (gated_mosaic, reference))
-        return [jax.jit(got)(*given)], [dispatch.exactly(want)(*wide(given))]
+        operands = [drawn(0, sizes[0], sizes[2], dtype=x.dtype)]
+        operands += [0.03 * drawn(i, *sizes[1:], dtype=x.dtype) for i in (1, 2)]
+        kernel, exact = (
+            functools.partial(module.gated_product, activation=activation) for module in (gated_mosaic, reference)
+        )
+        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*wide(operands))]
 
     def first_use():
         call = f"{x.dtype}, {activation}, tiles of {gated_mosaic.columns_of(gate.shape[0])}"
         return dispatch.first_use("gated_product", "mosaic", call, compare)
 
     plain = "reference" if gated_mosaic.refusal(x, gate, activation) else None
-    ways = {"mosaic": first_use, "reference": lambda: None}
-    return dispatch.choose("gated_product", ways, plain) == "mosaic"
+    table = {"mosaic": first_use, "reference": lambda: None}
+    return dispatch.choose("gated_product", table, plain) == "mosaic"
 
 
 def _activated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
-    """Computes activation(gate) * up, each [N, out], for `gated_product` with more rows than its kernel supports, whose
-    products XLA multiplies: by a kernel where one supports the call, and in plain JAX else."""
 
     def compare():
-        given = drawn(0, 33, 200, dtype=gate.dtype), drawn(1, 33, 200, dtype=gate.dtype)
-        got, want = (functools.partial(each.activated, activation=activation) for each in (triton, reference))
-        return [jax.jit(got)(*given)], [dispatch.exactly(want)(*wide(given))]
+        operands = drawn(0, 33, 200, dtype=gate.dtype), drawn(1, 33, 200, dtype=gate.dtype)
+        kernel, exact = (functools.partial(module.activated, activation=activation) for module in (triton, reference))
+        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*wide(operands))]
 
     def first_use():
         return dispatch.first_use("activated", "triton", f"{gate.dtype}, {activation}", compare)
 
     plain = "reference" if triton.activated_refusal(gate, activation) else None
-    chosen = dispatch.choose("activated", {"triton": first_use, "reference": lambda: None}, plain)
-    return (triton if chosen == "triton" else reference).activated(gate, up, activation)
+    implementation_name = dispatch.choose("activated", {"triton": first_use, "reference": lambda: None}, plain)
+    return (triton if implementation_name == "triton" else reference).activated(gate, up, activation)
 
 
 def added_norm(
@@ -287,25 +227,14 @@ def added_norm(
     float32: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds a product, given as partial sums, to the residual stream, and computes the RMS norm of the result, which the
-    next mixer or feed-forward takes, in one kernel. The kernel has no derivative.
+    """(x plus a product, the RMS norm of that), [N, hidden] each in x's dtype, in one kernel. Not differentiable.
 
-    Args:
-      x: [N, hidden], the residual stream of N rows.
-      parts: [splits, N, hidden], the partial sums of the product, as `products` returns them (or `experts_down`, of
-        whose result the choices are the splits). Their sum is rounded to x's dtype before it is added to x.
-      weight: [hidden], that of the RMS norm, in any floating dtype.
-      eps: the number that is added to the mean square.
-      offset: the number that is added to the weight, such as 1 for Gemma; it is ignored if float32 is False.
-      float32: True: the normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers and
-        the weight are rounded to x's dtype before they are multiplied, and the product again.
-      implementation: "triton" (x of 16 bits, at most 16,384 columns), "reference" (plain JAX), or None for the first
-        that supports the call.
-    Returns:
-      (x plus the product, its norm), both [N, hidden] in x's dtype.
-    Raises:
-      TypeError, ValueError: an array does not fit this description, or the named implementation does not support the
-        call.
+    x: [N, hidden], the residual stream.
+    parts: [splits, N, hidden], partial sums of `products` or `experts_down`; their sum is rounded to x's dtype first.
+    weight: [hidden], any floating dtype.
+    offset: added to the weight, such as 1 for Gemma; ignored unless float32.
+    float32: the normed numbers times the weight are rounded once; otherwise both are rounded first, and the product.
+    implementation: "triton" (x of 16 bits, at most 16,384 columns), "reference", or None.
     """
     check = Arguments("added_norm")
     check.array("x", x, "N hidden", FLOATS)
@@ -314,15 +243,15 @@ def added_norm(
     options = dict(eps=eps, offset=offset, float32=float32)
 
     def compare():
-        given = drawn(0, 5, 768, dtype=x.dtype), drawn(1, 3, 5, 768, dtype=jnp.float32), drawn(2, 768, dtype=x.dtype)
-        got, want = (functools.partial(each.added_norm, **options) for each in (triton, reference))
-        return list(jax.jit(got)(*given)), list(dispatch.exactly(want)(*wide(given)))
+        operands = drawn(0, 5, 768, dtype=x.dtype), drawn(1, 3, 5, 768, dtype=jnp.float32), drawn(2, 768, dtype=x.dtype)
+        kernel, exact = (functools.partial(module.added_norm, **options) for module in (triton, reference))
+        return list(jax.jit(kernel)(*operands)), list(dispatch.exactly(exact)(*wide(operands)))
 
     def first_use():
         return dispatch.first_use("added_norm", "triton", f"{x.dtype}, {options}", compare)
 
-    chosen = _chosen("added_norm", lambda: triton.added_norm_refusal(x), first_use, implementation)
-    return IMPLEMENTATIONS[chosen].added_norm(x, parts, weight, **options)
+    implementation_name = _chosen("added_norm", lambda: triton.added_norm_refusal(x), first_use, implementation)
+    return IMPLEMENTATIONS[implementation_name].added_norm(x, parts, weight, **options)
 
 
 def placed(
@@ -338,34 +267,19 @@ def placed(
     float32: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Norms and rotates the queries and keys of one new token in each of N sequences, and writes its keys and values
-    into the caches, in one kernel: what a decoding step does between the products of query, key and value and the
-    attention. The kernel has no derivative.
+    """Norms and rotates queries and keys of one new token in each of N sequences, and writes its keys and values into
+    the caches, in one kernel. Not differentiable.
 
-    Args:
-      parts: [splits, N, (heads + 2 kv_heads) D], the partial sums of query, key and value side by side, as `products`
-        returns them.
-      keys, values: the caches, [N, kv_heads, capacity, D] (decode_attention/cache.py). A token is written at its
-        position modulo capacity.
-      positions: int32[N], the position of each new token in its sequence. If it is negative, nothing is written for the
-        row, and its query has no meaning.
-      table: (cos, sin) of the angles at these positions, float32[N, D / 2], by which the two halves of each query and
-        key are rotated (RoPE); None: they are not rotated.
-      norms: the weights [D] of the RMS norms of each head's query and key, which come before the rotation; None: no
-        norms.
-      eps: the number that the norms add to the mean square.
-      offset: the number that they add to their weight; it is ignored if float32 is False.
-      float32: True: normed numbers times the weight are rounded once, to the caches' dtype. False: the normed numbers
-        and the weight are rounded to it before they are multiplied, and the product again.
-      implementation: "triton" (caches of 16 bits, D a power of two from 32 to 512), "reference" (plain JAX), or None
-        for the first that supports the call.
-    Returns:
-      (query [N, heads, D] in the caches' dtype, the cache of keys, the cache of values). XLA lets the kernel change the
-        caches in place, unless the program reads the old ones again, or they are arguments of the jitted function that
-        are not donated; it copies them then.
-    Raises:
-      TypeError, ValueError: an array does not fit this description, or the named implementation does not support the
-        call.
+    Returns (query [N, heads, D] in the caches' dtype, keys, values). XLA changes the caches in place, unless the
+    program reads the old ones again or they are arguments that are not donated.
+
+      parts: [splits, N, (heads + 2 kv_heads) D], partial sums of query, key and value side by side.
+      keys, values: caches [N, kv_heads, capacity, D]; a token goes to its position modulo capacity.
+      positions: int32[N]; for a negative one nothing is written, and the row's query means nothing.
+      table: (cos, sin) at these positions, float32[N, D / 2] (RoPE); None: no rotation.
+      norms: weights [D] of the query's and key's RMS norms, before the rotation; None: no norms.
+      eps, offset, float32: as in `added_norm`.
+      implementation: "triton" (16-bit caches, D a power of two from 32 to 512), "reference", or None.
     """
     check = Arguments("placed")
     check.array("parts", parts, "splits N width", FLOATS)
@@ -373,8 +287,8 @@ def placed(
     check.array("values", values, "N kv_heads capacity D", keys.dtype)
     check.array("positions", positions, "N", INTEGERS)
     check.sizes["D/2"] = keys.shape[3] // 2, ""
-    for name, given, shape in (("table", table, "N D/2"), ("norms", norms, "D")):
-        for index, array in enumerate(given or ()):
+    for name, pair, shape in (("table", table, "N D/2"), ("norms", norms, "D")):
+        for index, array in enumerate(pair or ()):
             check.array(f"{name}[{index}]", array, shape, FLOATS)
     positions = jnp.asarray(positions, jnp.int32)
     options = dict(eps=eps, offset=offset, float32=float32)
@@ -386,15 +300,15 @@ def placed(
         angles = drawn(3, 5, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(drawn(i, dim, dtype=norms[0].dtype) for i in (4, 5))
-        given = drawn(0, 2, 5, 7 * dim, dtype=jnp.float32), *caches, rows, tables, weights
-        got, want = (functools.partial(each.placed, **options) for each in (triton, reference))
-        got, want = list(jax.jit(got)(*given)), list(dispatch.exactly(want)(*wide(given)))
+        operands = drawn(0, 2, 5, 7 * dim, dtype=jnp.float32), *caches, rows, tables, weights
+        kernel, exact = (functools.partial(module.placed, **options) for module in (triton, reference))
+        kernel, exact = list(jax.jit(kernel)(*operands)), list(dispatch.exactly(exact)(*wide(operands)))
         live = rows[:, None, None] >= 0
-        return [jnp.where(live, got[0], 0), *got[1:]], [jnp.where(live, want[0], 0), *want[1:]]
+        return [jnp.where(live, kernel[0], 0), *kernel[1:]], [jnp.where(live, exact[0], 0), *exact[1:]]
 
     def first_use():
         call = f"{dtype}, head dim {dim}, {options}, {table is not None}, {norms is not None}"
         return dispatch.first_use("placed", "triton", call, compare)
 
-    chosen = _chosen("placed", lambda: triton.placed_refusal(keys), first_use, implementation)
-    return IMPLEMENTATIONS[chosen].placed(parts, keys, values, positions, table, norms, **options)
+    implementation_name = _chosen("placed", lambda: triton.placed_refusal(keys), first_use, implementation)
+    return IMPLEMENTATIONS[implementation_name].placed(parts, keys, values, positions, table, norms, **options)

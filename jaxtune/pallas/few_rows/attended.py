@@ -1,9 +1,7 @@
-"""`attended` computes the attention of a decoding step, from the product of query, key and value to the input of the
-output projection. It norms and rotates the new token's heads, writes its key and value into the caches, and attends to
-the keys in them. `placed` and decode_attention do the same in two operations. For short caches one kernel does all of
-it, so that one kernel fewer starts and ends, and the queries are not written to memory. That kernel is
-attended_kernels.py, or attended_gluon.py where many rows decode. For all other calls `attended` runs the two
-operations."""
+"""A decoding step from the product of query, key and value to the input of the output projection. For short caches one
+kernel does what `placed` and decode_attention do, so that one kernel fewer starts and ends, and no queries are written:
+attended_kernels.py, or attended_gluon.py where many rows decode.
+"""
 
 from __future__ import annotations
 
@@ -56,24 +54,17 @@ def attended(
     batch_invariant: bool = True,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Norms and rotates the queries and keys of one new token in each of N sequences, writes its keys and values into
-    the caches, and computes its attention over them. The kernel has no derivative.
+    """Norms and rotates queries and keys of one new token in each of N sequences, writes its keys and values into the
+    caches, and attends to them. Not differentiable. Arguments are those of `placed` and decode_attention.
 
-    Args:
-      parts, keys, values, positions, table, norms, eps, offset, float32: as for `placed`.
-      scale, window, soft_cap, sinks: as for decode_attention.
-      batch_invariant: False: the kernel may sum the keys in other tiles, by several programs if N is small, and by the
-        kernel in Gluon if it is large.
-      implementation: "triton" (one kernel; caches of 16 bits with at most 1,024 keys, or 3,072 if it is the kernel in
-        Gluon and N is large, D of 64, 128, 256 or 512), "apart" (`placed` and decode_attention, each by the
-        implementation that it chooses), or None for the first that supports the call.
-    Returns:
-      (the attention [N, heads, D] in the caches' dtype, zeros for a row at a negative position; the cache of keys; the
-        cache of values). Caches are changed in place as by `placed`. With the kernel, a row's result has the same bits
-        in any slot, and with batch_invariant also in any batch.
-    Raises:
-      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
-        call.
+    Returns (attention [N, heads, D] in the caches' dtype, 0 for a row at a negative position; keys; values). Caches
+    change in place as in `placed`. With the kernel, a row's result has the same bits in any slot, and with
+    batch_invariant in any batch.
+
+      batch_invariant: False: the kernel may sum keys in other tiles, by several programs if N is small, or in Gluon if
+        it is large.
+      implementation: "triton" (one kernel; 16-bit caches of at most 1,024 keys, or 3,072 in Gluon with a large N; D of
+        64, 128, 256 or 512), "apart" (`placed` and decode_attention), or None: the first that supports the call.
     """
     check = Arguments("attended")
     check.array("parts", parts, "splits N width", FLOATS)
@@ -81,8 +72,8 @@ def attended(
     check.array("values", values, "N kv_heads capacity D", keys.dtype)
     check.array("positions", positions, "N", INTEGERS)
     check.sizes["D/2"] = keys.shape[3] // 2, ""
-    for name, given, shape in (("table", table, "N D/2"), ("norms", norms, "D")):
-        for index, array in enumerate(given or ()):
+    for name, pair, shape in (("table", table, "N D/2"), ("norms", norms, "D")):
+        for index, array in enumerate(pair or ()):
             check.array(f"{name}[{index}]", array, shape, FLOATS)
     positions = jnp.asarray(positions, jnp.int32)
     rounding = dict(eps=eps, offset=offset, float32=float32)
@@ -96,8 +87,8 @@ def attended(
         return _first_use(parts, keys, table, norms, window, soft_cap, rounding, tile, _shares(keys, tile))
 
     reasons = {"triton": lambda: reason or first_use()}
-    chosen = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
-    if chosen == "triton":
+    implementation_name = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
+    if implementation_name == "triton":
         tile = _tile(parts, keys, batch_invariant)
         how: dict = dict(tile=tile, shares=_shares(keys, tile), rounding=rounding, masking=masking)
         return _by_kernel(parts, keys, values, positions, table, norms, **how)
@@ -109,9 +100,7 @@ def attended(
 
 
 def refusal(parts, keys, batch_invariant: bool) -> str | None:
-    """The reason why the kernels of `attended` do not support a call on this GPU, or None: one of placed_refusal,
-    caches that are longer than they read in one pass, or a head dim or capacity that has no tiles. parts: [splits, N,
-    (heads + 2 kv_heads) D]. keys: the cache of keys, [N, kv_heads, capacity, D]. batch_invariant: of `attended`."""
+    """Why the kernels of `attended` do not support a call on this GPU, or None."""
     reason = placed_refusal(keys)
     if reason is not None:
         return reason
@@ -127,12 +116,10 @@ def refusal(parts, keys, batch_invariant: bool) -> str | None:
     return None
 
 
-def _tile(parts, keys, batch_invariant: bool) -> Tile:
-    """The tile of keys, the warps and the stages of the kernel. parts: [splits, N, (heads + 2 kv_heads) D]. keys: the
-    cache of keys, [N, kv_heads, capacity, D]. batch_invariant: of `attended`; the bits of a result depend on the keys
-    of a tile and the warps, not on stages."""
+def _tile(partial_sums, keys, batch_invariant: bool) -> Tile:
+    """Tile, warps and stages of the kernel. A result's bits depend on the tile and the warps, not on the stages."""
     rows, kv_heads, capacity, dim = keys.shape
-    if _by_single_warps(parts, keys, batch_invariant):
+    if _by_single_warps(partial_sums, keys, batch_invariant):
         return _MANY_TILE
     tile = WHOLE_TILES[dim]
     if dispatch.compute_capability() != (9, 0):
@@ -141,25 +128,22 @@ def _tile(parts, keys, batch_invariant: bool) -> Tile:
     tile = dataclasses.replace(tile, stages=3) if dim == 128 else tile
     if batch_invariant or rows * kv_heads > _CORES:
         return tile
-    other = _FEW_TILES.get(dim, tile)
-    return tile if capacity % other.step else other
+    few_tile = _FEW_TILES.get(dim, tile)
+    return tile if capacity % few_tile.step else few_tile
 
 
-def _by_single_warps(parts, keys, batch_invariant: bool) -> bool:
-    """Whether the kernel in Gluon computes a call, whose programs are single warps. parts: [splits, N, (heads + 2
-    kv_heads) D]. keys: the cache of keys, [N, kv_heads, capacity, D]. batch_invariant: of `attended`."""
+def _by_single_warps(partial_sums, keys, batch_invariant: bool) -> bool:
     rows, kv_heads, capacity, dim = keys.shape
     if batch_invariant or dim != _MANY_DIM or dispatch.compute_capability() != (9, 0):
         return False
     programs = rows * kv_heads
     longest = _MANY_CAPACITY if programs > 2 * _CORES else WHOLE
-    group = parts.shape[2] // dim // kv_heads - 2
-    fits = group <= _MANY_GROUP and capacity <= longest and not capacity % _MANY_TILE.step
-    return fits and programs > _CORES and _has_gluon()
+    group = partial_sums.shape[2] // dim // kv_heads - 2
+    supported = group <= _MANY_GROUP and capacity <= longest and not capacity % _MANY_TILE.step
+    return supported and programs > _CORES and _has_gluon()
 
 
 def _has_gluon() -> bool:
-    """Whether the installed Triton has what attended_gluon.py imports."""
     try:
         from jaxtune.pallas.few_rows import attended_gluon  # noqa: F401
     except (ImportError, AttributeError):
@@ -168,22 +152,21 @@ def _has_gluon() -> bool:
 
 
 def _shares(keys, tile: Tile) -> int:
-    """How many programs share the keys of each key/value head of each row. With the tiles for few programs (_FEW_TILES)
-    they are as many as there are tiles, but all programs at most as many as multiprocessors; otherwise one. keys: the
-    cache of keys, [N, kv_heads, capacity, D]. tile: how they are read."""
+    """Programs that share the keys of each key/value head of each row: with _FEW_TILES as many as tiles, all at most as
+    many as multiprocessors; else one.
+    """
     rows, kv_heads, capacity, _ = keys.shape
     return min(capacity // tile.step, _CORES // (rows * kv_heads)) if tile in _FEW_TILES.values() else 1
 
 
-def _first_use(parts, keys, table, norms, window, soft_cap, rounding: dict, tile: Tile, shares: int) -> str | None:
-    """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with the
-    reference, once for each kind of call. The case has rows without a token, rows that end within and at the end of a
-    tile, rows longer than the cache, and for each program that shares a head four tiles of keys, more than it reads
-    ahead. If the call has a window, so has the case, and it begins within a tile. parts, keys, table, norms, window,
-    soft_cap: of the call. rounding: its settings of norms. tile: how its keys are read. shares: how many programs share
-    a head."""
+def _first_use(
+    partial_sums, keys, table, norms, window, soft_cap, rounding: dict, tile: Tile, shares: int
+) -> str | None:
+    """The case has rows without a token, rows that end within and at the end of a tile, and rows longer than the cache;
+    each program that shares a head has four tiles, more than it reads ahead; a window begins within a tile.
+    """
     dim, dtype, kv_heads = keys.shape[3], keys.dtype, keys.shape[1]
-    group = parts.shape[2] // dim // kv_heads - 2
+    group = partial_sums.shape[2] // dim // kv_heads - 2
 
     def compare():
         capacity = max(128, 4 * shares * tile.step)
@@ -193,20 +176,20 @@ def _first_use(parts, keys, table, norms, window, soft_cap, rounding: dict, tile
         angles = drawn(3, count, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(drawn(i, dim, dtype=norms[0].dtype) for i in (4, 5))
-        given = drawn(0, 2, count, 2 * (group + 2) * dim, dtype=jnp.float32), *caches, rows, tables, weights
+        operands = drawn(0, 2, count, 2 * (group + 2) * dim, dtype=jnp.float32), *caches, rows, tables, weights
         masking = dict(scale=dim**-0.5, window=window and capacity - 28, soft_cap=soft_cap)
         masking["sinks"] = jnp.linspace(-1, 1, 2 * group)
 
-        def wanted(parts, keys, values, positions, table, norms):
-            query, keys, values = reference.placed(parts, keys, values, positions, table, norms, **rounding)
+        def reference_run(partial_sums, keys, values, positions, table, norms):
+            query, keys, values = reference.placed(partial_sums, keys, values, positions, table, norms, **rounding)
             return attention_reference.decode(query, keys, values, positions + 1, **masking), keys, values
 
         how: dict = dict(tile=tile, shares=shares, rounding=rounding, masking=masking)
-        got = jax.jit(functools.partial(_by_kernel, **how))(*given)
-        return each_row(*got), each_row(*dispatch.exactly(wanted)(*wide(given)))
+        kernel_results = jax.jit(functools.partial(_by_kernel, **how))(*operands)
+        return each_row(*kernel_results), each_row(*dispatch.exactly(reference_run)(*wide(operands)))
 
     def each_row(out, keys, values):
-        """A list of the results in which each row of many keys stands alone, because its numbers are small."""
+        """Each row of many keys stands alone, because its numbers are small."""
         return [out[:2], *out[2:], keys, values]
 
     call = f"{dtype}, head dim {dim}, {group} heads a key/value head, {tile}, {shares}, {rounding}, {table is not None}"
@@ -214,22 +197,22 @@ def _first_use(parts, keys, table, norms, window, soft_cap, rounding: dict, tile
     return dispatch.first_use("attended", "triton", call, compare)
 
 
-def _by_kernel(parts, keys, values, positions, table, norms, *, tile: Tile, shares: int, rounding: dict, masking: dict):
-    """Runs the kernel of `attended`, and returns what that returns. tile: how the keys are read. shares: how many
-    programs share the keys of a head. rounding: its eps, offset and float32. masking: its scale, window, soft_cap and
-    sinks. The other arguments are those of `attended`; `refusal` says which calls are supported."""
-    splits, count, width = parts.shape
+def _by_kernel(
+    partial_sums, keys, values, positions, table, norms, *, tile: Tile, shares: int, rounding: dict, masking: dict
+):
+    """rounding: eps, offset, float32. masking: scale, window, soft_cap, sinks."""
+    splits, count, width = partial_sums.shape
     kv_heads, capacity, dim = keys.shape[1:]
     heads = width // dim - 2 * kv_heads
-    weights = (parts, parts) if norms is None else norms
+    weights = (partial_sums, partial_sums) if norms is None else norms
     # cos and sin, and behind them zeros, in which programs count. Each call leaves zeros there, so that one kernel of
     # XLA's makes the array for all layers of a step.
     turns = [] if table is None else [jnp.concatenate(table, axis=-1).reshape(-1)]
     turns += [jnp.zeros(count * kv_heads, jnp.float32)] if shares > 1 else []
-    turns = jnp.concatenate(turns) if turns else parts
+    turns = jnp.concatenate(turns) if turns else partial_sums
     # No sinks are no array, which XLA would fill in each step.
     sinks = () if masking["sinks"] is None else (log2_sinks(masking["sinks"], heads),)
-    before = parts, *weights, turns, positions, *sinks
+    before = partial_sums, *weights, turns, positions, *sinks
     results = [jax.ShapeDtypeStruct((count, heads, dim), keys.dtype)]
     results += [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
     constants: dict = {} if sinks else {"sinks": None}

@@ -1,5 +1,6 @@
-"""The body of the kernel of `attended` (attended.py) for many rows of head dim 128, in Gluon, the language of Triton in
-which the layout of each tensor is chosen. One warp computes one key/value head of one row."""
+"""Kernel of `attended` for many rows of head dim 128, in Gluon, in which one chooses each tensor's layout. One warp
+computes one key/value head of one row.
+"""
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -24,9 +25,9 @@ _RING = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))  # 8 rows of 16 b
 
 @gluon.jit
 def _transposed(x, ROWS: gl.constexpr):
-    """Returns x, 16-bit [ROWS, 8], in the layout of a right operand (_RIGHT). x has the layout of an accumulator
-    (_SUMS). The instruction movmatrix transposes blocks of 8 x 8 numbers between the threads of the warp. After it each
-    thread already has the numbers that it needs as a part of a right operand, so nothing else is moved."""
+    """16-bit x [ROWS, 8] from an accumulator's layout (_SUMS) to a right operand's (_RIGHT). After movmatrix, which
+    transposes blocks of 8 x 8 between threads, each thread has its numbers already; nothing else moves.
+    """
     x = gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
     )
@@ -36,9 +37,9 @@ def _transposed(x, ROWS: gl.constexpr):
 
 @gluon.jit
 def _tile_places(STEP: gl.constexpr):
-    """Returns the indices i, j and column of the numbers of a tile of STEP rows and 128 columns, arranged as [STEP / 2,
-    2, 128]: a number is in row 2 i + j. A thread copies numbers of all i, but of only one j and 8 columns, so that the
-    addresses of a thread differ by constants only."""
+    """Indices i, j, column of a tile's numbers as [STEP / 2, 2, 128]; a number is in row 2 i + j. A thread copies all i
+    of one j and 8 columns, so that its addresses differ by constants only.
+    """
     PARTS: gl.constexpr = gl.BlockedLayout([STEP // 2, 1, 8], [1, 2, 16], [1, 1, 1], [2, 1, 0])
     i = gl.arange(0, STEP // 2, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))[:, None, None]
     j = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))[None, :, None]
@@ -48,15 +49,11 @@ def _tile_places(STEP: gl.constexpr):
 
 @gluon.jit
 def _copied(key_lines, value_lines, key_ring, value_ring, slot, begin, end, STEP: gl.constexpr, MASKS: gl.constexpr):
-    """Starts to copy a tile of STEP keys and values into shared memory, and does not wait for it.
+    """Starts to copy a tile of STEP keys and values into shared memory, without a wait.
 
-    Args:
-      key_lines, value_lines: pointers [1, 2, 128] to the numbers of the first two keys and values of the head.
-      key_ring, value_ring: shared memory [STAGES, STEP, 128], in which each tile has a slot.
-      slot: the index of the slot that gets the tile.
-      begin: the index of the tile's first key in the cache.
-      end: the number of keys in the cache that have been written; it is only used with MASKS.
-      MASKS: 1: keys and values from `end` on are not read, and the tile has zeros there. 0: all are read.
+    key_lines, value_lines: pointers [1, 2, 128] to the head's first two keys and values.
+    key_ring, value_ring: [STAGES, STEP, 128]; begin: index in the cache of the tile's first key.
+    end: with MASKS, keys that have been written; the tile has zeros from there on.
     """
     i, j, column = _tile_places(STEP)
     # The offset of i is constant in each register, and becomes a part of the instruction.
@@ -84,23 +81,20 @@ def _seen(
     acc,
     begin,
     newest,
-    seen,
+    visible_tokens,
     SCALE: gl.constexpr,
     CAP: gl.constexpr,
     CAPACITY: gl.constexpr,
     STEP: gl.constexpr,
     MASKS: gl.constexpr,
 ):
-    """Adds a tile of keys and values to the attention, and returns top, total and acc.
+    """Adds a tile of keys and values to the attention; returns top, total, acc.
 
-    Args:
-      keys, values: the tile in shared memory, [STEP, 128].
-      query: [128, 8], a right operand.
-      top: float32[8], about the largest score so far, in log2, which is subtracted from all scores.
-      total: float32[STEP, 8], the sums of weights, not yet added over the first axis.
-      acc: float32[128, 8], the weighted sum of values.
-      begin: the place of the first key in the cache; newest: that of the new token; seen: how many tokens it sees.
-      MASKS: 0: all keys are visible.
+    keys, values: [STEP, 128] in shared memory; query: [128, 8], a right operand.
+    top: float32[8], about the largest score so far in log2, subtracted from all.
+    total: float32[STEP, 8], sums of weights, not yet added over the first axis; acc: float32[128, 8].
+    begin, newest: indices in the cache of the first key and of the new token, which sees `visible_tokens`.
+    MASKS: 0: all keys are visible.
     """
     scores = mma_v2(keys.load(_LEFT), query, gl.full([STEP, 8], 0.0, gl.float32, _SUMS))
     if CAP > 0.0:
@@ -110,17 +104,17 @@ def _seen(
     if MASKS:
         age = newest - begin - gl.arange(0, STEP, gl.SliceLayout(1, _SUMS))
         age = gl.where(age < 0, age + CAPACITY, age)
-        scores = gl.where((age < seen)[:, None], scores, _MASKED)
+        scores = gl.where((age < visible_tokens)[:, None], scores, _MASKED)
     above = scores - top[None, :]
     # The largest number of all threads is found by one instruction if they are integers.
     if gl.max(above.to(gl.int32, bitcast=True).reshape([STEP * 8]), 0) > _LAZY:
-        new = gl.maximum(top, gl.max(scores, 0))
-        fade = gl.exp2(top - new)[None, :]
-        total, acc, top = total * fade, acc * fade, new
+        new_top = gl.maximum(top, gl.max(scores, 0))
+        fade = gl.exp2(top - new_top)[None, :]
+        total, acc, top = total * fade, acc * fade, new_top
         above = scores - top[None, :]
     weights = gl.exp2(above)
     if MASKS:  # a head without visible keys so far has _MASKED as its maximum
-        weights = gl.where((age < seen)[:, None], weights, 0.0)
+        weights = gl.where((age < visible_tokens)[:, None], weights, 0.0)
     total += weights
     weights = _transposed(weights.to(query.dtype), STEP)
     return top, total, mma_v2(values.permute([1, 0]).load(_LEFT), weights, acc)
@@ -128,7 +122,7 @@ def _seen(
 
 @gluon.jit
 def _own_parts(
-    parts,
+    partial_sums,
     q_weight,
     k_weight,
     turns,
@@ -149,9 +143,9 @@ def _own_parts(
     FLOAT32: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """For many_kernel, whose arguments these are: norms and rotates the new token's heads that belong to one key/value
-    head of one row, and writes its key and value into the caches at the place `newest`. Returns the queries as a right
-    operand, [128, 8], in DTYPE; query heads that there are not are 0."""
+    """Norms and rotates the new token's heads of one key/value head of one row, and writes its key and value into the
+    caches at `newest`. Returns the queries as a right operand [128, 8] in DTYPE, 0 for heads that there are not.
+    """
     ALL: gl.constexpr = HEADS + 2 * KV_HEADS
     OWN: gl.constexpr = HEADS // KV_HEADS
     stride: gl.constexpr = COUNT * ALL * 128
@@ -160,26 +154,26 @@ def _own_parts(
     q_half = gl.arange(0, 64, gl.SliceLayout(1, _RIGHT))[:, None]
     member = gl.arange(0, 8, gl.SliceLayout(0, _RIGHT))[None, :]
     real = (member < OWN) & (q_half < 64)
-    places = (row * ALL + head * OWN + member) * 128 + q_half
-    own = (row * ALL + HEADS + head) * 128
+    offsets = (row * ALL + head * OWN + member) * 128 + q_half
+    key_offset = (row * ALL + HEADS + head) * 128
 
     # All is read before anything that threads exchange, as a program waits for memory only once then.
     k_turn = _loaded(turns, turns + 64, row * 128 + half, ROTATES)
     q_turn = _loaded(turns, turns + 64, row * 128 + q_half, ROTATES)
     k_norm = _loaded(k_weight, k_weight + 64, half, NORMS)
     q_norm = _loaded(q_weight, q_weight + 64, q_half, NORMS)
-    k_low = _sum(parts, own + half, half < 64, stride, SPLITS, DTYPE)
-    k_high = _sum(parts, own + 64 + half, half < 64, stride, SPLITS, DTYPE)
-    value = _sum(parts, own + KV_HEADS * 128 + column, column < 128, stride, SPLITS, DTYPE)
-    q_low = _sum(parts, places, real, stride, SPLITS, DTYPE)
-    q_high = _sum(parts, places + 64, real, stride, SPLITS, DTYPE)
+    k_low = _sum(partial_sums, key_offset + half, half < 64, stride, SPLITS, DTYPE)
+    k_high = _sum(partial_sums, key_offset + 64 + half, half < 64, stride, SPLITS, DTYPE)
+    value = _sum(partial_sums, key_offset + KV_HEADS * 128 + column, column < 128, stride, SPLITS, DTYPE)
+    q_low = _sum(partial_sums, offsets, real, stride, SPLITS, DTYPE)
+    q_high = _sum(partial_sums, offsets + 64, real, stride, SPLITS, DTYPE)
 
     inverse = gl.rsqrt((gl.sum(k_low * k_low, 0) + gl.sum(k_high * k_high, 0)) / 128 + EPS)
     k_low, k_high = _turned(k_low, k_high, inverse, k_norm, k_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
-    place = ((row * KV_HEADS + head).to(gl.int64) * CAPACITY + newest) * 128
-    gl.store(keys + place + half, k_low.to(DTYPE))
-    gl.store(keys + place + 64 + half, k_high.to(DTYPE))
-    gl.store(values + place + column, value.to(DTYPE))
+    cache_offset = ((row * KV_HEADS + head).to(gl.int64) * CAPACITY + newest) * 128
+    gl.store(keys + cache_offset + half, k_low.to(DTYPE))
+    gl.store(keys + cache_offset + 64 + half, k_high.to(DTYPE))
+    gl.store(values + cache_offset + column, value.to(DTYPE))
     inverse = gl.rsqrt((gl.sum(q_low * q_low, 0) + gl.sum(q_high * q_high, 0)) / 128 + EPS)[None, :]
     q_low, q_high = _turned(q_low, q_high, inverse, q_norm, q_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
     query = gl.join(q_low.to(DTYPE), q_high.to(DTYPE)).permute([2, 0, 1]).reshape([128, 8])
@@ -215,16 +209,13 @@ def many_kernel(
     STEP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Computes what attended_kernel computes, for head dim 128 and at most 8 query heads for each key/value head. Each
-    program is one warp. Grid: (KV_HEADS, COUNT). The arguments are those of attended_kernel.
+    """attended_kernel for head dim 128 and at most 8 query heads a key/value head, with its arguments. A program is one
+    warp. Grid: (KV_HEADS, COUNT).
 
-    The left operands of the two products are keys and values, and the right ones are queries and weights. A tensor core
-    multiplies by at least 8 columns on the right, but by 16 rows on the left, so that 8 query heads suffice in place of
-    16. The weights are also moved to the second product within registers.
-
-    The last tile is the one with the place of the new token. The program writes the new key and value into the caches
-    before it starts to copy this tile, and so reads them from there. Only this tile needs masks, unless there is a
-    window."""
+    Keys and values are the left operands, queries and weights the right ones: a tensor core multiplies at least 16 rows
+    on the left, but 8 columns on the right. The last tile has the new token, whose key and value are written before its
+    copy starts; only this tile needs masks, unless there is a window.
+    """
     DTYPE: gl.constexpr = out.dtype.element_ty
     OWN: gl.constexpr = HEADS // KV_HEADS
     head, row = gl.program_id(0), gl.program_id(1)
@@ -239,12 +230,12 @@ def many_kernel(
     else:
         newest = position % CAPACITY
         length = position + 1
-        seen = gl.minimum(length, WINDOW) if WINDOW > 0 else length
+        visible_tokens = gl.minimum(length, WINDOW) if WINDOW > 0 else length
         end = gl.minimum(length, CAPACITY)
         # A row that fits the cache has its keys in order. In a longer one every key of the ring may be visible; the
         # oldest ones come first, and those in the tile of the new token last.
         last = newest // STEP * STEP
-        first = (length - seen) // STEP * STEP
+        first = (length - visible_tokens) // STEP * STEP
         before = (last - first) // STEP
         if length > CAPACITY:
             first = gl.where(last + STEP == CAPACITY, 0, last + STEP)
@@ -300,12 +291,12 @@ def many_kernel(
         slot, begin = 0, first
         for index in range(before):
             async_copy.wait_group(STAGES - 2)  # all groups but those of tiles after this one
-            into = gl.where(slot == 0, STAGES - 1, slot - 1)
+            free_slot = gl.where(slot == 0, STAGES - 1, slot - 1)
             if index + (STAGES - 1) < before:
-                _copied(key_lines, value_lines, key_ring, value_ring, into, ahead, end, STEP, 0)
+                _copied(key_lines, value_lines, key_ring, value_ring, free_slot, ahead, end, STEP, 0)
             else:
                 if index + (STAGES - 1) == before:
-                    _copied(key_lines, value_lines, key_ring, value_ring, into, last, end, STEP, 1)
+                    _copied(key_lines, value_lines, key_ring, value_ring, free_slot, last, end, STEP, 1)
             async_copy.commit_group()
             top, total, acc = _seen(
                 key_ring.index(slot),
@@ -316,7 +307,7 @@ def many_kernel(
                 acc,
                 begin,
                 newest,
-                seen,
+                visible_tokens,
                 SCALE,
                 CAP,
                 CAPACITY,
@@ -336,7 +327,7 @@ def many_kernel(
             acc,
             last,
             newest,
-            seen,
+            visible_tokens,
             SCALE,
             CAP,
             CAPACITY,

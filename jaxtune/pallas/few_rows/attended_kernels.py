@@ -1,6 +1,4 @@
-"""The body of the Triton kernel of `attended` (attended.py): a new token's heads are normed and rotated, its key and
-value written into the caches, and its attention computed over the caches of short rows, all in one program for each
-key/value head of each row, or in several where few rows decode."""
+"""Triton kernel of `attended`, one program for each key/value head of each row, or several where few rows decode."""
 
 import triton
 import triton.language as tl
@@ -13,8 +11,7 @@ _MASKED = tl.constexpr(-1e30)
 
 @triton.jit
 def _in_log2(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """Scales scores, products of queries and keys in float32, caps them at CAP (0: no cap) and returns them in units of
-    log2."""
+    """Float32 products of queries and keys, scaled, capped (CAP 0: not) and in units of log2."""
     scores = scores * SCALE
     if CAP > 0.0:
         # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
@@ -24,7 +21,7 @@ def _in_log2(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 @triton.jit
 def _own_parts(
-    parts,
+    partial_sums,
     q_weight,
     k_weight,
     turns,
@@ -54,17 +51,14 @@ def _own_parts(
     DTYPE: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """For attended_kernel, whose arguments these are: norms and rotates the new token's heads that belong to one
-    key/value head of one row, and writes its key and value into the caches. Returns the halves of its queries, in
-    DTYPE, and what the attention to its own key and the sink has added up: the largest score, the sum of weights, and
-    the weighted sum of values. Of several programs that share the head, only the first one writes them and attends to
-    the own key and the sink.
+    """Norms and rotates the new token's heads of one key/value head of one row, and writes its key and value into the
+    caches.
 
-    Args:
-      row, head: of the token, and the key/value head.
-      later: 0, which the compiler does not know (attended_kernel).
-      share: which of the SHARES programs of this head this one is.
-      position, newest: of the new token, and its place in the cache.
+    Returns its queries' halves in DTYPE, and top, total and acc of its own key and the sink. Of several programs of a
+    head only the first (share 0) writes, and attends to these two.
+
+      later: 0 that the compiler does not know (attended_kernel).
+      position, newest: of the new token, and its index in the cache.
     """
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     OWN: tl.constexpr = HEADS // KV_HEADS
@@ -72,8 +66,8 @@ def _own_parts(
     stride: tl.constexpr = COUNT * ALL * DIM
     half, columns, members = tl.arange(0, HALF), tl.arange(0, DIM), tl.arange(0, GROUP)
     real = (members < OWN)[:, None] & (half < HALF)[None, :]
-    places = (row * ALL + head * OWN + members)[:, None] * DIM + half[None, :]
-    own = (row * ALL + HEADS + head) * DIM
+    offsets = (row * ALL + head * OWN + members)[:, None] * DIM + half[None, :]
+    key_offset = (row * ALL + HEADS + head) * DIM
 
     # All is read before anything that threads exchange, as a program waits for memory only once then.
     if sinks is None:
@@ -86,11 +80,11 @@ def _own_parts(
     q_weight, k_weight = q_weight + later, k_weight + later
     q_norm = _loaded(q_weight, q_weight + HALF, half[None, :], NORMS)
     k_norm = _loaded(k_weight, k_weight + HALF, half, NORMS)
-    q_low = _sum(parts, places, real, stride, SPLITS, DTYPE)
-    q_high = _sum(parts, places + HALF, real, stride, SPLITS, DTYPE)
-    k_low = _sum(parts, own + half, half < HALF, stride, SPLITS, DTYPE)
-    k_high = _sum(parts, own + HALF + half, half < HALF, stride, SPLITS, DTYPE)
-    value = _sum(parts, own + KV_HEADS * DIM + columns, columns < DIM, stride, SPLITS, DTYPE)
+    q_low = _sum(partial_sums, offsets, real, stride, SPLITS, DTYPE)
+    q_high = _sum(partial_sums, offsets + HALF, real, stride, SPLITS, DTYPE)
+    k_low = _sum(partial_sums, key_offset + half, half < HALF, stride, SPLITS, DTYPE)
+    k_high = _sum(partial_sums, key_offset + HALF + half, half < HALF, stride, SPLITS, DTYPE)
+    value = _sum(partial_sums, key_offset + KV_HEADS * DIM + columns, columns < DIM, stride, SPLITS, DTYPE)
 
     inverse = tl.rsqrt((tl.sum(q_low * q_low, 1) + tl.sum(q_high * q_high, 1)) / DIM + EPS)[:, None]
     q_low, q_high = _turned(q_low, q_high, inverse, q_norm, q_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
@@ -99,10 +93,10 @@ def _own_parts(
     q_low, q_high = q_low.to(DTYPE), q_high.to(DTYPE)
     k_low, k_high = k_low.to(DTYPE), k_high.to(DTYPE)
     if (position >= 0) & (share == 0):
-        place = ((row * KV_HEADS + head).to(tl.int64) * CAPACITY + newest) * DIM
-        tl.store(keys + place + half, k_low)
-        tl.store(keys + place + HALF + half, k_high)
-        tl.store(values + place + columns, value.to(DTYPE))
+        cache_offset = ((row * KV_HEADS + head).to(tl.int64) * CAPACITY + newest) * DIM
+        tl.store(keys + cache_offset + half, k_low)
+        tl.store(keys + cache_offset + HALF + half, k_high)
+        tl.store(values + cache_offset + columns, value.to(DTYPE))
 
     score = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32)[None, :], 1)
     score += tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32)[None, :], 1)
@@ -124,41 +118,37 @@ def _added_shares(
     acc,
     sums,
     arrived,
-    at,
+    head_index,
     share,
     DIM: tl.constexpr,
     OWN: tl.constexpr,
     GROUP: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """For attended_kernel: adds up the sums of the SHARES programs of one head, always in the same order. The program
-    that comes last does so, whichever it is. Returns the sum of weights, the weighted sum of values, and whether this
-    is that program; the others get no results.
+    """Adds up the sums of a head's SHARES programs, always in one order; the last program to arrive does so. Returns
+    (sum of weights, weighted sum of values, whether this is that program; the others get no results).
 
-    Args:
-      top, total, acc: this program's largest score, sum of weights and weighted sum of values.
-      sums: float32[heads of all rows, SHARES, OWN, DIM + 2], memory through which programs hand over acc, top, total.
-      arrived: float32[heads of all rows], how many programs of a head have written their sums: 0 before and after.
-      at: the index of the head among those of all rows.
-      share: which of the SHARES programs this one is.
+      sums: float32[heads of all rows, SHARES, OWN, DIM + 2], global memory for acc, top, total.
+      arrived: float32[heads of all rows], programs that have written their sums: 0 before and after.
+      head_index: among all rows' heads.
     """
     columns, members = tl.arange(0, DIM), tl.arange(0, GROUP)
     real, row = members < OWN, DIM + 2
-    lines = sums + (at * SHARES * OWN + members) * row
-    mine = lines + share * OWN * row
-    tl.store(mine[:, None] + columns[None, :], acc, mask=real[:, None])
-    tl.store(mine + DIM, top, mask=real)
-    tl.store(mine + DIM + 1, total, mask=real)
+    lines = sums + (head_index * SHARES * OWN + members) * row
+    share_lines = lines + share * OWN * row
+    tl.store(share_lines[:, None] + columns[None, :], acc, mask=real[:, None])
+    tl.store(share_lines + DIM, top, mask=real)
+    tl.store(share_lines + DIM + 1, total, mask=real)
     tl.debug_barrier()  # all threads have written before one of them counts; the last program reads after it counted
-    last = tl.atomic_add(arrived + at, 1.0, sem="acq_rel") == SHARES - 1
+    last = tl.atomic_add(arrived + head_index, 1.0, sem="acq_rel") == SHARES - 1
     if last:
-        tl.store(arrived + at, 0.0)
+        tl.store(arrived + head_index, 0.0)
         top = tl.full([GROUP], _MASKED, tl.float32)
-        for other in tl.static_range(SHARES):
-            top = tl.maximum(top, tl.load(lines + other * OWN * row + DIM, mask=real, other=_MASKED))
+        for peer in tl.static_range(SHARES):
+            top = tl.maximum(top, tl.load(lines + peer * OWN * row + DIM, mask=real, other=_MASKED))
         total, acc = tl.full([GROUP], 0.0, tl.float32), tl.full([GROUP, DIM], 0.0, tl.float32)
-        for other in tl.static_range(SHARES):
-            line = lines + other * OWN * row
+        for peer in tl.static_range(SHARES):
+            line = lines + peer * OWN * row
             fade = tl.exp2(tl.load(line + DIM, mask=real, other=_MASKED) - top)
             total += tl.load(line + DIM + 1, mask=real, other=0.0) * fade
             acc += tl.load(line[:, None] + columns[None, :], mask=real[:, None], other=0.0) * fade[:, None]
@@ -198,30 +188,17 @@ def attended_kernel(
     STAGES: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Computes the attention of the query heads of one key/value head of one row, and writes it to out [COUNT, HEADS,
-    DIM]; a row without a token gets 0. Grid: (KV_HEADS, COUNT, SHARES). Where few rows decode, several programs share a
-    head, each of which reads some of the tiles of its keys.
+    """Attention of the query heads of one key/value head of one row, to out [COUNT, HEADS, DIM]; a row without a token
+    gets 0. Grid: (KV_HEADS, COUNT, SHARES). Where few rows decode, SHARES programs share a head, each reading every
+    SHARES-th tile.
 
-    The new token's own key and value are taken from registers, because the caches get them in this kernel; the older
-    keys are read in the order of their places in the cache, STEP at a time, with STAGES such tiles on their way. Halves
-    of a head, which the rotation needs apart, are multiplied apart.
+    The new token's key and value come from registers, as this kernel writes them; older keys are read in the cache's
+    order, STEP at a time, STAGES tiles in flight.
 
-    Args:
-      parts: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM], the partial sums of queries, keys and values.
-      q_weight, k_weight: [DIM], those of the norms; not read if NORMS is 0.
-      turns: float32[COUNT, DIM], cos of the rotation's angles and then sin, if ROTATES is 1; behind them, if SHARES is
-        not 1, `arrived` of _added_shares.
-      positions: int32[COUNT], of the new tokens; negative for a row without one.
-      sinks: float32[HEADS], in units of log2; None: there are none.
-      sums: of _added_shares; None if SHARES is 1.
-      old_keys, old_values: the caches as inputs, in the same memory as keys and values; not read.
-      keys, values: the caches, [COUNT, KV_HEADS, CAPACITY, DIM], rings in which a token is at its position modulo
-        CAPACITY.
-      NORMS, ROTATES, EPS, OFFSET, FLOAT32: as for placed_kernel.
-      WINDOW: how many tokens the new one sees, itself included; 0: all.
-      SCALE, CAP: the factor on scores, and their soft cap (0: none).
-      GROUP: the query heads of a key/value head, rounded up to a power of two of at least 16.
-      SHARES: how many programs share a head. Each reads every SHARES-th tile of its keys.
+      turns: float32[COUNT, DIM], cos then sin, if ROTATES; behind them, unless SHARES is 1, `arrived` of _added_shares.
+      sinks: float32[HEADS] in log2, or None. sums: of _added_shares; None if SHARES is 1.
+      WINDOW, CAP: 0: none. GROUP: query heads of a key/value head as a power of two of at least 16.
+      Others: as for placed_kernel.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     OWN: tl.constexpr = HEADS // KV_HEADS
@@ -232,9 +209,9 @@ def attended_kernel(
     cache = (row * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM
     newest = tl.maximum(position, 0) % CAPACITY
     length = position + 1
-    seen = tl.minimum(length, WINDOW) if WINDOW > 0 else length
+    visible_tokens = tl.minimum(length, WINDOW) if WINDOW > 0 else length
     # A row that fits the cache has its keys in order; in a longer one every key of the ring may be visible.
-    first = tl.where(length > CAPACITY, 0, (length - seen) // STEP * STEP) if WINDOW > 0 else 0
+    first = tl.where(length > CAPACITY, 0, (length - visible_tokens) // STEP * STEP) if WINDOW > 0 else 0
     end = tl.where(length > CAPACITY, CAPACITY, position)
     share = 0
     if SHARES > 1:
@@ -298,24 +275,24 @@ def attended_kernel(
         scores = tl.dot(q_high, tl.trans(high), tl.dot(q_low, tl.trans(low)))
         age = newest - tokens
         age = tl.where(age < 0, age + CAPACITY, age)
-        visible = ((age > 0) & (age < seen))[None, :]
+        visible = ((age > 0) & (age < visible_tokens))[None, :]
         if SHARES > 1:  # a share's first tile may begin after the row's end
             visible &= (tokens < end)[None, :]
         scores = tl.where(visible, _in_log2(scores, SCALE, CAP), _MASKED)
-        new = tl.maximum(top, tl.max(scores, 1))
-        fade = tl.exp2(top - new)
-        weights = tl.where(visible, tl.exp2(scores - new[:, None]), 0.0)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        fade = tl.exp2(top - new_top)
+        weights = tl.where(visible, tl.exp2(scores - new_top[:, None]), 0.0)
         total = total * fade + tl.sum(weights, 1)
         value = tl.load(values + lines + columns[None, :], mask=written, other=0.0)
         acc = tl.dot(weights.to(DTYPE), value, acc * fade[:, None])
-        top = new
+        top = new_top
         later = 16  # a multiple of a vector's numbers, by which the compiler knows that loads are aligned
     last = True
     if SHARES > 1:
-        at = row * KV_HEADS + head
+        head_index = row * KV_HEADS + head
         arrived = turns + COUNT * DIM * ROTATES
-        total, acc, last = _added_shares(top, total, acc, sums, arrived, at, share, DIM, OWN, GROUP, SHARES)
+        total, acc, last = _added_shares(top, total, acc, sums, arrived, head_index, share, DIM, OWN, GROUP, SHARES)
     if last:
         acc = acc / tl.maximum(total, 1e-30)[:, None]
-        places = (row * HEADS + head * OWN + members)[:, None] * DIM + columns[None, :]
-        tl.store(out + places, acc.to(DTYPE), mask=(members < OWN)[:, None] & (columns < DIM)[None, :])
+        offsets = (row * HEADS + head * OWN + members)[:, None] * DIM + columns[None, :]
+        tl.store(out + offsets, acc.to(DTYPE), mask=(members < OWN)[:, None] & (columns < DIM)[None, :])

@@ -1,7 +1,6 @@
-"""`chosen_token`: the token that each row gets by its logits, the most likely one or one that is drawn, and its
-log-probability, by two kernels (drawing_kernels.py) that read the logits once, where XLA makes some fifteen that read
-them three times. `block_sums` and `looked_up` are the steps of the definition, which draws of filtered logits take
-too."""
+"""The token that each row gets by its logits, drawn or most likely, and its log-probability, by two kernels that read
+the logits once, where XLA makes some fifteen that read them three times.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +18,10 @@ _CHUNK = 4096  # tokens that a program of the first kernel reads
 
 
 def block_sums(scores: jax.Array, top: jax.Array) -> jax.Array:
-    """Sums exp(scores - top) over blocks of 256 consecutive tokens of the vocabulary: float32[B, blocks]. `looked_up`
-    finds the block of the drawn token by these sums. The sum over all blocks is the normaliser of the softmax, by which
-    log-probabilities are computed.
+    """float32[B, blocks]: sums of exp(scores - top) over blocks of 256 tokens; over all blocks it is the softmax's
+    normaliser.
 
-    Args:
-      scores: float32[B, V].
-      top: float32[B], the largest score of each row, subtracted so that the exponential does not overflow.
+      scores: float32[B, V]; top: float32[B], each row's largest, so that the exponential does not overflow.
     """
     padding = -scores.shape[1] % _BLOCK
     weights = jnp.exp(scores - top[:, None])
@@ -33,15 +29,12 @@ def block_sums(scores: jax.Array, top: jax.Array) -> jax.Array:
 
 
 def looked_up(scores: jax.Array, likeliest: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Draws a token for each row from the probabilities softmax(scores), by inverting their cumulative sum at a given
-    number: int32[B]. The number is first looked up in the cumulative sums of blocks of the vocabulary. Then it is
-    looked up within the block that was found. This takes one pass over the vocabulary.
+    """int32[B]: a token of each row, drawn from softmax(scores) by inverting the cumulative sum at `uniform`, first
+    over blocks, then within one: one pass over the vocabulary.
 
-    Args:
       scores: float32[B, V], -inf for tokens that must not be drawn.
-      likeliest: int32[B], the token with the largest score of each row; it is also taken where rounding would lead to a
-        token of probability 0.
-      uniform: float32[B], the number of each row, drawn uniformly from [0, 1).
+      likeliest: int32[B], tokens of the largest scores; taken where rounding would lead to one of probability 0.
+      uniform: float32[B] from [0, 1).
     """
     top = jnp.take_along_axis(scores, likeliest[:, None], axis=1)[:, 0]
     cumulative = jnp.cumsum(block_sums(scores, top), axis=1)
@@ -52,10 +45,10 @@ def looked_up(scores: jax.Array, likeliest: jax.Array, uniform: jax.Array) -> ja
     real = tokens < scores.shape[1]
     weights = jnp.exp(jnp.take_along_axis(scores, jnp.minimum(tokens, scores.shape[1] - 1), axis=1) - top[:, None])
     weights = jnp.where(real, weights, 0.0)
-    place = jnp.minimum((before + jnp.cumsum(weights, axis=1) <= target).sum(1, keepdims=True), _BLOCK - 1)
+    offset = jnp.minimum((before + jnp.cumsum(weights, axis=1) <= target).sum(1, keepdims=True), _BLOCK - 1)
     # Where rounding leads past the last token that has a probability, the likeliest one is taken.
-    possible = jnp.take_along_axis(weights, place, axis=1)[:, 0] > 0
-    return jnp.where(possible, (block * _BLOCK + place)[:, 0], likeliest).astype(jnp.int32)
+    possible = jnp.take_along_axis(weights, offset, axis=1)[:, 0] > 0
+    return jnp.where(possible, (block * _BLOCK + offset)[:, 0], likeliest).astype(jnp.int32)
 
 
 def chosen_token(
@@ -67,23 +60,14 @@ def chosen_token(
     *,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Chooses a token of each row by its logits, and computes its log-probability.
+    """A token of each row and its log-probability: (tokens int32[N], log-probabilities, largest logits, logarithms of
+    the sum of exp((logit - largest) / logprob_temperature), float32[N] each). With the kernels, a row's results have
+    the same bits beside any other rows.
 
-    Args:
       logits: [N, V or more]; columns from vocab_size on are padding.
-      vocab_size: V, the tokens of the vocabulary.
-      temperature: float32[N], by which logits are divided before a token is drawn.
-      logprob_temperature: float32[N], by which they are divided before its log-probability is computed.
-      uniform: float32[N], the random number from 0 to 1 by which a row's token is drawn (`looked_up`); negative: the
-        row takes its most likely token, the first of several. None: all rows do.
-      implementation: "triton", "reference" (plain JAX), or None for the first that supports the call.
-    Returns:
-      (int32[N], the tokens; float32[N], their log-probabilities; float32[N], the largest logit of each row; float32[N],
-        the logarithm of the sum of exp((logit - largest) / logprob_temperature), by which other tokens'
-        log-probabilities are computed). With the kernels, a row's results have the same bits beside any other rows.
-    Raises:
-      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
-        call.
+      temperature, logprob_temperature: float32[N], divide logits before the draw, and before the log-probability.
+      uniform: float32[N] from 0 to 1, decides the draw; negative or None: the most likely token, the first of several.
+      implementation: "triton", "reference", or None: the first that supports the call.
     """
     check = Arguments("chosen_token")
     check.array("logits", logits, "N width", FLOATS)
@@ -96,48 +80,48 @@ def chosen_token(
     def compare():
         rows, size = 5, 9000
         numbers = jnp.asarray([0.0, 0.3, -1.0, 0.7, 0.99])
-        heat = jnp.asarray([1.0, 0.7, 1.0, 1.5, 0.2])
-        case = drawn(0, rows, size + 8, dtype=logits.dtype), size, heat, jnp.ones(rows), numbers
+        temperatures = jnp.asarray([1.0, 0.7, 1.0, 1.5, 0.2])
+        case = drawn(0, rows, size + 8, dtype=logits.dtype), size, temperatures, jnp.ones(rows), numbers
         if uniform is None:
             case = *case[:4], None
-        got, want = (
-            jax.jit(lambda logits, own=own: own(logits, *case[1:])) for own in (_by_kernels, reference_chosen_token)
+        kernel, exact = (
+            jax.jit(lambda logits, function=function: function(logits, *case[1:]))
+            for function in (_by_kernels, reference_chosen_token)
         )
-        return list(got(case[0])), list(want(case[0]))
+        return list(kernel(case[0])), list(exact(case[0]))
 
     def reason():
         call = f"{logits.dtype}, {uniform is not None}"
         return compat.triton_refusal() or dispatch.first_use("chosen_token", "triton", call, compare)
 
     table = {"triton": reason, "reference": lambda: None}
-    chosen = dispatch.choose("chosen_token", table, implementation)
-    run = _by_kernels if chosen == "triton" else reference_chosen_token
+    implementation_name = dispatch.choose("chosen_token", table, implementation)
+    run = _by_kernels if implementation_name == "triton" else reference_chosen_token
     token, logprob, peak, total = run(logits, vocab_size, temperature, logprob_temperature, uniform)
     return token, logprob, peak, total
 
 
 def reference_chosen_token(logits, vocab_size: int, temperature, logprob_temperature, uniform):
-    """The definition of chosen_token, in plain JAX, with the same arguments."""
+    """chosen_token in plain JAX, which defines it."""
     logits = logits[:, :vocab_size].astype(jnp.float32)
     token = likeliest = logits.argmax(-1).astype(jnp.int32)
     if uniform is not None:
         token = looked_up(logits / temperature[:, None], likeliest, jnp.maximum(uniform, 0.0))
         token = jnp.where(uniform >= 0, token, likeliest)
-    peak, chosen = (jnp.take_along_axis(logits, place[:, None], axis=1)[:, 0] for place in (likeliest, token))
+    peak, token_logit = (jnp.take_along_axis(logits, column[:, None], axis=1)[:, 0] for column in (likeliest, token))
     total = jnp.log(block_sums(logits / logprob_temperature[:, None], peak / logprob_temperature).sum(-1))
-    return token, (chosen - peak) / logprob_temperature - total, peak, total
+    return token, (token_logit - peak) / logprob_temperature - total, peak, total
 
 
 def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, uniform) -> Sequence[jax.Array]:
-    """Runs the kernels of chosen_token, and returns what that returns; its arguments are the same."""
     from jaxtune.pallas.few_rows import drawing_kernels
 
     count, width = logits.shape
-    chunks, of_chunk = -(-vocab_size // _CHUNK), _CHUNK // _BLOCK
+    chunks, blocks_a_chunk = -(-vocab_size // _CHUNK), _CHUNK // _BLOCK
     draws = int(uniform is not None)
     shape = jax.ShapeDtypeStruct((count, chunks), jnp.float32)
-    blocks = jax.ShapeDtypeStruct((count, chunks * of_chunk if draws else 1), jnp.float32)
-    tops, places, sums, blocks = compat.triton_graph_call(
+    blocks = jax.ShapeDtypeStruct((count, chunks * blocks_a_chunk if draws else 1), jnp.float32)
+    tops, top_tokens, sums, blocks = compat.triton_graph_call(
         drawing_kernels.chunk_kernel,
         (logits, temperature, logprob_temperature),
         [shape, jax.ShapeDtypeStruct(shape.shape, jnp.int32), shape, blocks],
@@ -154,14 +138,14 @@ def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, unifo
     numbers = jax.ShapeDtypeStruct((count,), jnp.float32)
     return compat.triton_graph_call(
         drawing_kernels.token_kernel,
-        (logits, temperature, logprob_temperature, uniform if draws else temperature, tops, places, sums, blocks),
+        (logits, temperature, logprob_temperature, uniform if draws else temperature, tops, top_tokens, sums, blocks),
         [jax.ShapeDtypeStruct((count,), jnp.int32), numbers, numbers, numbers],
         (count,),
         warps=4,
         stages=1,
         CHUNKS_PADDED=1 << (chunks - 1).bit_length(),
-        BLOCKS=chunks * of_chunk,
-        BLOCKS_PADDED=1 << (chunks * of_chunk - 1).bit_length(),
+        BLOCKS=chunks * blocks_a_chunk,
+        BLOCKS_PADDED=1 << (chunks * blocks_a_chunk - 1).bit_length(),
         STRIDE=width,
         VOCAB=vocab_size,
         CHUNKS=chunks,

@@ -1,8 +1,6 @@
-"""The bodies of the two Triton kernels that choose a token by its logits (drawing.py): sums over chunks of the
-vocabulary, and what a row makes of these.
-
-A chunk is CHUNK tokens, in blocks of BLOCK. Exponentials are relative to the largest logit of a chunk, and the second
-kernel makes them relative to that of the row. A row's programs read nothing of other rows.
+"""Triton kernels that choose a token by its logits: sums over chunks of CHUNK tokens, in blocks of BLOCK, and what a
+row makes of them. Exponentials are relative to the chunk's largest logit; the second kernel makes them relative to the
+row's. A row's programs read nothing of other rows.
 """
 
 import triton
@@ -29,34 +27,31 @@ def chunk_kernel(
 ):
     """Reads one chunk of a row's logits. Grid: (CHUNKS, rows).
 
-    Args:
-      logits: [rows, STRIDE], of which the first VOCAB of a row are the vocabulary's.
-      temperature, logprob_temperature: float32[rows].
-      tops: float32[rows, CHUNKS]: the chunk's largest logit. places: int32, the first token that has it.
-      sums: float32[rows, CHUNKS]: the sum of exp((logit - top) / logprob_temperature).
-      blocks: float32[rows, CHUNKS * CHUNK / BLOCK]: the same of each block, with temperature; not written if DRAWS is
-        0.
+    logits: [rows, STRIDE], the first VOCAB of a row being the vocabulary's.
+    tops, places: [rows, CHUNKS], the chunk's largest logit, and the first token that has it.
+    sums: float32[rows, CHUNKS], of exp((logit - top) / logprob_temperature).
+    blocks: float32[rows, CHUNKS * CHUNK / BLOCK], the same of each block with temperature, if DRAWS.
     """
     chunk, row = tl.program_id(0), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    wide = tl.load(logits + row.to(tl.int64) * STRIDE + tokens, mask=tokens < VOCAB, other=float("-inf"))
-    wide = wide.to(tl.float32)
-    top = tl.max(wide, 0)
-    place = tl.min(tl.where(wide == top, tokens, VOCAB - 1), 0)  # a token even where all numbers are NaN
+    chunk_logits = tl.load(logits + row.to(tl.int64) * STRIDE + tokens, mask=tokens < VOCAB, other=float("-inf"))
+    chunk_logits = chunk_logits.to(tl.float32)
+    top = tl.max(chunk_logits, 0)
+    top_token = tl.min(tl.where(chunk_logits == top, tokens, VOCAB - 1), 0)  # a token even where all numbers are NaN
     least = tl.where(top == float("-inf"), 0.0, top)
-    at = row * CHUNKS + chunk
-    tl.store(tops + at, top)
-    tl.store(places + at, place)
+    cell = row * CHUNKS + chunk
+    tl.store(tops + cell, top)
+    tl.store(places + cell, top_token)
     # Instructions decide here beside memory: a division for each number would cost as much as all else.
-    own = tl.load(logprob_temperature + row)
-    weights = tl.exp2((wide - least) * (_LOG2E / own))
-    tl.store(sums + at, tl.sum(weights, 0))
+    logprob_temp = tl.load(logprob_temperature + row)
+    weights = tl.exp2((chunk_logits - least) * (_LOG2E / logprob_temp))
+    tl.store(sums + cell, tl.sum(weights, 0))
     if DRAWS:
         count: tl.constexpr = CHUNK // BLOCK
-        heat = tl.load(temperature + row)
-        if heat != own:
-            weights = tl.exp2((wide - least) * (_LOG2E / heat))
-        tl.store(blocks + at * count + tl.arange(0, count), tl.sum(tl.reshape(weights, [count, BLOCK]), 1))
+        temp = tl.load(temperature + row)
+        if temp != logprob_temp:
+            weights = tl.exp2((chunk_logits - least) * (_LOG2E / temp))
+        tl.store(blocks + cell * count + tl.arange(0, count), tl.sum(tl.reshape(weights, [count, BLOCK]), 1))
 
 
 @triton.jit
@@ -82,15 +77,11 @@ def token_kernel(
     BLOCK: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
-    """Chooses a row's token, int32[rows], from what chunk_kernel wrote, and computes its log-probability, the largest
-    logit, and the logarithm of the sum of all exp((logit - peak) / logprob_temperature), float32[rows] each. Grid:
-    (rows,).
+    """A row's token, its log-probability, the largest logit, and the logarithm of the sum of exp((logit - peak) /
+    logprob_temperature). Grid: (rows,).
 
-    Args:
-      uniform: float32[rows], a random number from 0 to 1 by which the token is drawn; negative: the most likely one is
-        taken. Not read if DRAWS is 0.
-      CHUNKS_PADDED, BLOCKS_PADDED: CHUNKS, and BLOCKS, all blocks of a row, rounded up to powers of two.
-      The others are those of chunk_kernel.
+      uniform: float32[rows], decides the draw, if DRAWS; negative: the most likely token.
+      CHUNKS_PADDED, BLOCKS_PADDED: CHUNKS and BLOCKS, all of a row, as powers of two.
     """
     row = tl.program_id(0)
     line = row.to(tl.int64) * STRIDE
@@ -99,30 +90,36 @@ def token_kernel(
     highs = tl.load(tops + row * CHUNKS + chunks, mask=real, other=float("-inf"))
     top, chunk = tl.max(highs, 0, return_indices=True)
     likeliest = tl.minimum(tl.load(places + row * CHUNKS + chunk), VOCAB - 1)
-    own = tl.load(logprob_temperature + row)
-    whole = tl.sum(tl.load(sums + row * CHUNKS + chunks, mask=real, other=0.0) * tl.exp((highs - top) / own), 0)
-    chosen = likeliest
+    logprob_temp = tl.load(logprob_temperature + row)
+    total_weight = tl.sum(
+        tl.load(sums + row * CHUNKS + chunks, mask=real, other=0.0) * tl.exp((highs - top) / logprob_temp), 0
+    )
+    next_token = likeliest
     if DRAWS:
         target = tl.load(uniform + row)
         if target >= 0.0:
-            heat = tl.load(temperature + row)
+            temp = tl.load(temperature + row)
             numbers = tl.arange(0, BLOCKS_PADDED)
             exists = numbers < BLOCKS
             high = tl.load(tops + row * CHUNKS + numbers // (BLOCKS // CHUNKS), mask=exists, other=float("-inf"))
-            parts = tl.load(blocks + row * BLOCKS + numbers, mask=exists, other=0.0) * tl.exp((high - top) / heat)
-            cumulative = tl.cumsum(parts, 0)
+            block_weights = tl.load(blocks + row * BLOCKS + numbers, mask=exists, other=0.0) * tl.exp(
+                (high - top) / temp
+            )
+            cumulative = tl.cumsum(block_weights, 0)
             target = target * tl.max(cumulative, 0)
             block = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), BLOCKS - 1)
             before = tl.sum(tl.where(numbers == block - 1, cumulative, 0.0), 0)
             tokens = block * BLOCK + tl.arange(0, BLOCK)
-            wide = tl.load(logits + line + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32)
-            weights = tl.exp((wide - top) / heat)
-            place = tl.sum((before + tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
-            place = tl.minimum(place, BLOCK - 1)
+            block_logits = tl.load(logits + line + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32)
+            weights = tl.exp((block_logits - top) / temp)
+            offset = tl.sum((before + tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
+            offset = tl.minimum(offset, BLOCK - 1)
             # Where rounding leads past the last token that has a probability, the likeliest one is taken.
-            possible = tl.sum(tl.where(tl.arange(0, BLOCK) == place, weights, 0.0), 0) > 0.0
-            chosen = tl.where(possible, block * BLOCK + place, likeliest)
-    tl.store(token + row, chosen)
-    tl.store(logprob + row, (tl.load(logits + line + chosen).to(tl.float32) - top) / own - tl.log(whole))
+            possible = tl.sum(tl.where(tl.arange(0, BLOCK) == offset, weights, 0.0), 0) > 0.0
+            next_token = tl.where(possible, block * BLOCK + offset, likeliest)
+    tl.store(token + row, next_token)
+    tl.store(
+        logprob + row, (tl.load(logits + line + next_token).to(tl.float32) - top) / logprob_temp - tl.log(total_weight)
+    )
     tl.store(peak + row, top)
-    tl.store(total + row, tl.log(whole))
+    tl.store(total + row, tl.log(total_weight))

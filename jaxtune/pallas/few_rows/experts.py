@@ -1,10 +1,7 @@
-"""The public functions of a decoding step's mixture of experts, `experts_gated` and `experts_down`, and the choice of
-their implementation.
-
-A step of some dozen tokens gives each expert a handful of them. These functions need no sort of tokens by expert, as
-jaxtune.pallas.routing makes it, and no buffer of padded rows. Their plain implementation multiplies every token by
-every expert, which serves for comparison and on the CPU; a caller that has another way first asks
-`experts_have_kernels`.
+"""Public functions of a decoding step's mixture of experts, which need no sort of tokens by expert
+(jaxtune.pallas.routing) and no padded rows. The plain implementation multiplies every token by every expert; a caller
+with another way first asks `experts_have_kernels`. All raise TypeError or ValueError for wrong arguments or an
+implementation that refuses.
 """
 
 from __future__ import annotations
@@ -24,20 +21,17 @@ _CASE = 256  # the hidden size of the case on which kernels are compared with th
 
 
 def _case(count: int, choices: int, experts: int, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The case on which kernels are compared with the reference: (x [count, 256], choice int32[count, choices], the
-    router's weights float32[count, choices]), whose numbers from 0 to `experts` - 1 are experts. The first token has
-    the number `experts` only, which is no expert. All others have expert 0, so that its matrix multiplies nearly all
-    tokens (at once, or in parts if they are more than experts_triton.slots), and further experts, if there are any, in
-    turn."""
-    tokens, places = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(choices, dtype=jnp.int32)
-    turn = 1 + (tokens + places) % max(experts - 1, 1)
-    choice = jnp.where(tokens == 0, experts, jnp.where(places == choices - 1, 0, turn))
+    """(x [count, 256], choice int32[count, choices], router's weights float32[count, choices]) of the comparison. The
+    first token has no expert; all others have expert 0, whose matrix multiplies nearly all tokens, perhaps in several
+    passes, and further experts in turn.
+    """
+    tokens, choice_index = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(choices, dtype=jnp.int32)
+    turn = 1 + (tokens + choice_index) % max(experts - 1, 1)
+    choice = jnp.where(tokens == 0, experts, jnp.where(choice_index == choices - 1, 0, turn))
     return drawn(0, count, _CASE, dtype=dtype), choice, jax.nn.softmax(drawn(1, count, choices, dtype=jnp.float32))
 
 
 def _case_adapters(lora: GroupedLora | None, matrices: jax.Array, dtype) -> GroupedLora | None:
-    """Adapters of the case on which kernels are compared with the reference, for its `matrices` [E, rows, columns]:
-    with the rank and the scale of `lora`, in `dtype`; None if `lora` is."""
     if lora is None:
         return None
     (experts, rows, columns), rank = matrices.shape, lora.a.shape[1]
@@ -46,35 +40,25 @@ def _case_adapters(lora: GroupedLora | None, matrices: jax.Array, dtype) -> Grou
 
 
 def _call_text(count: int, dtype, weight, choices: int, lora: GroupedLora | None) -> str:
-    """The part of a call's description, in the messages of a kernel's check at its first use, that both kernels have:
-    dtype, padded number of tokens, number of choices and of experts, and rank of the adapters. `_gated_refusal` adds
-    the activation and `_down_refusal` the tile. Calls with the same description share one check.
-
-    Args:
-      count: the number of tokens.
-      dtype: of their rows.
-      weight: the experts' matrices, [E, rows, columns].
-      choices: the number of experts of a token.
-      lora: their adapters, or None.
-    """
     text = f"{dtype}, {triton.padded(count)} rows, {choices} of {len(weight)} experts"
     return text if lora is None else f"{text}, adapters of rank {lora.a.shape[1]}"
 
 
 def _gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora | None) -> str | None:
-    """The reason why the kernel of `experts_gated` must not run a call, or None: it does not support it, or its result
-    on a small case was wrong. The arguments are those of experts_triton.gated_refusal."""
+    """Why the kernel must not run a call, its check at first use included, or None."""
 
     def compare():
         experts = len(gate_up)
         rows, choice, weights = _case(triton.padded(len(x)), choices, experts, x.dtype)
         matrices = 0.1 * drawn(2, experts, _CASE, _CASE, dtype=x.dtype)
-        given = rows, matrices, jax.tree.map(lambda side: 0.3 * side, _case_adapters(lora, matrices, x.dtype))
-        got, want = (
-            lambda x, matrices, lora, own=own: own.experts_gated(x, matrices, choice, weights, activation, lora)
-            for own in (experts_triton, reference)
+        operands = rows, matrices, jax.tree.map(lambda side: 0.3 * side, _case_adapters(lora, matrices, x.dtype))
+        kernel, exact = (
+            lambda x, matrices, lora, module=module: module.experts_gated(
+                x, matrices, choice, weights, activation, lora
+            )
+            for module in (experts_triton, reference)
         )
-        return [jax.jit(got)(*given)], [dispatch.exactly(want)(*wide(given))]
+        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*wide(operands))]
 
     reason = experts_triton.gated_refusal(x, gate_up, choices, activation, lora)
     call = f"{_call_text(len(x), x.dtype, gate_up, choices, lora)}, {activation}"
@@ -82,8 +66,7 @@ def _gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora 
 
 
 def _down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | None) -> str | None:
-    """The reason why the kernel of `experts_down` must not run a call, or None: it does not support it, or its result
-    on a small case was wrong. The arguments are those of experts_triton.down_refusal."""
+    """As _gated_refusal, of experts_down."""
     tile = experts_triton.down_tile(down.shape[1])
 
     def compare():
@@ -91,12 +74,12 @@ def _down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | Non
         rows, choice, _ = _case(triton.padded(count), choices, experts, dtype)
         rows = jnp.repeat(rows[:, : _CASE // 2], choices, axis=0)
         matrices = drawn(2, experts, 3 * tile.rows, _CASE // 2, dtype=dtype)
-        given = rows, matrices, _case_adapters(lora, matrices, dtype)
-        got, want = (
-            lambda rows, matrices, lora, own=own: own.experts_down(rows, matrices, choice, lora)
-            for own in (experts_triton, reference)
+        operands = rows, matrices, _case_adapters(lora, matrices, dtype)
+        kernel, exact = (
+            lambda rows, matrices, lora, module=module: module.experts_down(rows, matrices, choice, lora)
+            for module in (experts_triton, reference)
         )
-        return [jax.jit(got)(*given)], [dispatch.exactly(want)(*wide(given))]
+        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*wide(operands))]
 
     reason = experts_triton.down_refusal(count, dtype, down, choices, lora)
     call = f"{_call_text(count, dtype, down, choices, lora)}, tiles of {tile.rows}"
@@ -104,11 +87,6 @@ def _down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | Non
 
 
 def _check_adapters(check: Arguments, lora: GroupedLora | None, rows: str, columns: str) -> None:
-    """Checks the adapters of experts' matrices, whose sizes `check` knows by the names `rows` and `columns`.
-
-    Raises:
-      TypeError, ValueError: they are no GroupedLora, or an array has another shape or dtype than they need.
-    """
     if lora is not None:
         check.is_a("lora", lora, GroupedLora, "a GroupedLora or None")
         check.array("lora.a", lora.a, f"E r {columns}", FLOATS)
@@ -122,17 +100,11 @@ def experts_have_kernels(
     activation: str,
     loras: tuple[GroupedLora | None, GroupedLora | None] = (None, None),
 ) -> bool:
-    """Whether both `experts_gated` and `experts_down` run as kernels here for such arguments. If not,
-    generation/plain_layer.py sorts the tokens by expert (jaxtune.pallas.routing), which takes fewer multiplications
-    than the plain implementation. At the first use on a GPU it compares the kernels with the plain implementation,
-    which takes seconds.
+    """Whether both `experts_gated` and `experts_down` run as kernels here. The first use on a GPU compares them with
+    the plain implementation, which takes seconds.
 
-    Args:
-      x: [N, hidden], the tokens.
-      matrices: the experts' (gate_up, down), [E, 2 * inner, hidden] and [E, hidden, inner].
-      choices: the number of experts of a token.
-      activation: its name.
-      loras: the adapters of gate_up and of down, each may be None.
+      matrices: (gate_up [E, 2 * inner, hidden], down [E, hidden, inner]); loras: their adapters.
+      choices: experts of a token.
     """
     reason = _gated_refusal(x, matrices[0], choices, activation, loras[0])
     return (reason or _down_refusal(len(x), x.dtype, matrices[1], choices, loras[1])) is None
@@ -148,29 +120,18 @@ def experts_gated(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Computes activation(x gate^T) * (x up^T) * weight for a few tokens and each of their experts in one kernel: the
-    part of a mixture of experts between the router and the down projection. The kernel does not read the matrices of
-    experts that no token chose, and has no derivative.
+    """activation(x gate^T) * (x up^T) * weight for a few tokens and each of their experts, in one kernel that does not
+    read the matrices of experts without tokens: [N * k, inner] in x's dtype, token t's j-th expert at t * k + j, zeros
+    for no expert. Not differentiable.
 
-    Args:
-      x: [N, hidden], the tokens; "triton" supports N from 2 to 128.
-      gate_up: [E, 2 * inner, hidden], the matrices of gate, and below them those of up, in x's dtype.
-      choice: int32[N, k], the numbers of each token's experts, all different. Another number than 0 to E - 1 is no
-        expert: rows that do not decode have E.
-      weights: float32[N, k], the router's weights.
-      activation: a key of gated.ACTIVATIONS, such as "silu". x gate^T and x up^T are rounded to x's dtype; what follows
-        is computed in float32 and rounded once.
-      lora: the adapters of gate_up, or None. "triton" supports ranks up to 64. Arrays in another dtype than x's are
-        cast to it in each call.
-      implementation: "triton" (16-bit floats on a Hopper GPU, hidden and inner multiples of 64, k up to 16, "silu" or
-        "gelu_tanh"), "reference" (plain JAX, which multiplies every token by every expert), or None for the first that
-        supports the call.
-    Returns:
-      [N * k, inner] in x's dtype: the result of token t and its j-th expert at t * k + j, and zeros where `choice` has
-        no expert.
-    Raises:
-      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
-        call.
+      x: [N, hidden]; "triton" supports N from 2 to 128.
+      gate_up: [E, 2 * inner, hidden], gate's rows before up's, in x's dtype.
+      choice: int32[N, k], each token's experts, all different; numbers outside of 0 to E - 1 are none.
+      weights: float32[N, k], the router's.
+      activation: a key of gated.ACTIVATIONS. x gate^T and x up^T are rounded to x's dtype; the rest is float32.
+      lora: adapters; "triton" supports ranks up to 64. Arrays in another dtype are cast in each call.
+      implementation: "triton" (16-bit floats on Hopper, hidden and inner multiples of 64, k up to 16, "silu" or
+        "gelu_tanh"), "reference", or None: the first that supports the call.
     """
     check = Arguments("experts_gated")
     check.array("x", x, "N hidden", FLOATS)
@@ -185,8 +146,8 @@ def experts_gated(
         "triton": lambda: _gated_refusal(x, gate_up, choice.shape[1], activation, lora),
         "reference": lambda: None,
     }
-    chosen = dispatch.choose("experts_gated", refusals, implementation)
-    return _IMPLEMENTATIONS[chosen].experts_gated(x, gate_up, choice, weights, activation, lora)
+    implementation_name = dispatch.choose("experts_gated", refusals, implementation)
+    return _IMPLEMENTATIONS[implementation_name].experts_gated(x, gate_up, choice, weights, activation, lora)
 
 
 def experts_down(
@@ -197,27 +158,14 @@ def experts_down(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Multiplies the rows of few tokens' experts by the experts' matrices of the down projection in one kernel. The
-    kernel does not read the matrices of experts that no token chose, and has no derivative.
+    """Multiplies the rows of few tokens' experts by the experts' down matrices, as `experts_gated` does. Not
+    differentiable.
 
-    Args:
-      h: [N * k, inner], as `experts_gated` returns it: the row of token t and its j-th expert at t * k + j; "triton"
-        supports N from 2 to 128.
-      down: [E, hidden, inner], the matrices, in h's dtype.
-      choice: int32[N, k], the numbers of each token's experts, all different. Another number than 0 to E - 1 is no
-        expert, and its row of h has no influence.
-      lora: the adapters of down, or None. "triton" supports ranks up to 64. Arrays in another dtype than h's are cast
-        to it in each call.
-      implementation: "triton" (16-bit floats on a Hopper GPU, hidden and inner multiples of 64, k up to 16),
-        "reference" (plain JAX, which multiplies every row by every expert), or None for the first that supports the
-        call.
-    Returns:
-      float32[k, N, hidden], partial sums: the product of token t and its j-th expert at [j, t], and zeros where
-        `choice` has no expert. `added_norm` adds them up, in the order of the choices, and rounds once. (The
-        matmul_to_tokens of jaxtune.pallas.routing adds in the same order, but rounds each product to h's dtype first.)
-    Raises:
-      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
-        call.
+    Returns partial sums float32[k, N, hidden], the product of token t and its j-th expert at [j, t], zeros for no
+    expert; `added_norm` adds them in order and rounds once. (routing.matmul_to_tokens rounds each product first.)
+
+      h: [N * k, inner] of `experts_gated`.
+      down: [E, hidden, inner] in h's dtype.
     """
     check = Arguments("experts_down")
     check.array("choice", choice, "N k", jnp.int32)
@@ -229,5 +177,5 @@ def experts_down(
         "triton": lambda: _down_refusal(len(choice), h.dtype, down, choice.shape[1], lora),
         "reference": lambda: None,
     }
-    chosen = dispatch.choose("experts_down", refusals, implementation)
-    return _IMPLEMENTATIONS[chosen].experts_down(h, down, choice, lora)
+    implementation_name = dispatch.choose("experts_down", refusals, implementation)
+    return _IMPLEMENTATIONS[implementation_name].experts_down(h, down, choice, lora)

@@ -1,5 +1,4 @@
-"""The body of the Triton kernel that multiplies few tokens by the matrices of their experts, which experts_triton.py
-calls."""
+"""Product of few tokens with the matrices of their experts."""
 
 import triton
 import triton.language as tl
@@ -32,70 +31,54 @@ def expert_kernel(
     A_RANK: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """The kernel of experts_gated and experts_down: the products of tokens with the matrices of the experts that they
-    chose. Grid: (SIZE / ROWS, EXPERTS + 1). A program of expert e multiplies ROWS rows of its matrix by the tokens that
-    chose e; it finds them itself, and returns without reading the matrix if there are none. The programs behind the
-    last expert's write zeros for the choices that are no expert.
+    """Products of tokens with the matrices of the experts that they chose. Grid: (SIZE / ROWS, EXPERTS + 1).
 
-    If ACTIVATION is 0, x has the rows [COUNT * CHOICES, INNER] of pairs of token and choice, weight is [EXPERTS, SIZE,
-    INNER], and out float32[CHOICES, COUNT, SIZE]. Otherwise x has the tokens [COUNT, INNER], weight is [EXPERTS, 2 *
-    SIZE, INNER] with the rows of gate before those of up, and out [COUNT * CHOICES, SIZE] is activation(gate) * up *
-    factor, where gate and up are rounded to x's dtype, and the rest is float32 until the result is rounded.
+    A program of expert e finds the tokens that chose e and multiplies ROWS rows of its matrix by them, without a read
+    if there are none. The programs behind the last expert write zeros for choices that are no expert. A token is one
+    column of the tensor cores' product, so its bits depend on no other token.
 
-    If RANK is not 0, W + SCALE B A is multiplied in place of each expert's matrix W. Each program multiplies its tokens
-    by its expert's A too, and at the end adds this times its rows of B to its sum, in float32.
-
-    A token's numbers are one column of the tensor cores' product, so their bits depend neither on the other tokens nor
-    on the column.
-
-    Args:
-      choice: int32[COUNT, CHOICES], the experts of each token, all different; any other number than 0 to EXPERTS - 1 is
-        no expert.
-      factors: float32[COUNT, CHOICES], the router's weights; not read if ACTIVATION is 0.
-      a: [EXPERTS, A_RANK, INNER], in x's dtype; None if RANK is 0.
-      b: [EXPERTS, SIZE, A_RANK], in x's dtype, with an activation 2 * SIZE rows as weight has; None if RANK is 0.
-      INNER: the number of columns that are summed over, a multiple of DEPTH.
-      SIZE: the number of rows of a matrix (of gate, or of up), a multiple of ROWS.
-      DEPTH: the columns that are read in one step.
-      TOKENS, PLACES: COUNT and CHOICES, rounded up to powers of two, TOKENS to at least 16.
-      SLOTS: how many tokens are multiplied at once, at least 16. If more tokens chose the expert, its matrix is read
-        again for each further SLOTS of them.
-      ACTIVATION: 0: none; 1: silu; 2: the tanh approximation of gelu.
-      STAGES: how many steps are read ahead.
-      RANK: 0: there are no adapters; otherwise 64, the rows that a warp group multiplies; those from A_RANK on are 0.
-      SCALE: the factor on x A^T, before it is rounded to x's dtype.
+      x, weight, out: ACTIVATION 0: [COUNT * CHOICES, INNER], [EXPERTS, SIZE, INNER], float32[CHOICES, COUNT, SIZE]. 1
+        (silu) or 2 (gelu_tanh): [COUNT, INNER], [EXPERTS, 2 * SIZE, INNER] (gate before up), [COUNT * CHOICES, SIZE] =
+        activation(gate) * up * factor, gate and up rounded to x's dtype, the rest float32.
+      choice: int32[COUNT, CHOICES], a token's experts, all different; numbers outside of 0 to EXPERTS - 1 are none.
+      factors: float32[COUNT, CHOICES]; not read if ACTIVATION is 0.
+      a, b: [EXPERTS, A_RANK, INNER], [EXPERTS, SIZE or 2 * SIZE, A_RANK] in x's dtype, for W + SCALE B A in place of
+        each matrix W; SCALE A x is rounded to x's dtype. None if RANK is 0.
+      TOKENS, PLACES: COUNT and CHOICES as powers of two, TOKENS at least 16.
+      SLOTS: tokens multiplied at once; the matrix is read again for each further SLOTS.
+      RANK: 0 or 64, the rows that a warp group multiplies; those from A_RANK on are 0.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     begin, expert = tl.program_id(0) * ROWS, tl.program_id(1)
     rows = begin + tl.arange(0, ROWS)
-    tokens, places = tl.arange(0, TOKENS), tl.arange(0, PLACES)
+    tokens, choice_index = tl.arange(0, TOKENS), tl.arange(0, PLACES)
     if expert == EXPERTS:
         for index in range(CHOICES):
-            one = tl.load(choice + tokens * CHOICES + index, mask=tokens < COUNT, other=0)
-            none = (one < 0) | (one >= EXPERTS)
+            experts_at_index = tl.load(choice + tokens * CHOICES + index, mask=tokens < COUNT, other=0)
+            none = (experts_at_index < 0) | (experts_at_index >= EXPERTS)
             empty = tokens * CHOICES + index if ACTIVATION else index * COUNT + tokens
             zeros = tl.zeros([TOKENS, ROWS], out.dtype.element_ty)
             tl.store(out + empty[:, None] * SIZE + rows[None, :], zeros, mask=none[:, None])
     else:
         # The pair of token and choice of each token that chose this expert, and its number among them.
-        real = (tokens < COUNT)[:, None] & (places < CHOICES)[None, :]
-        chosen = tl.load(choice + tokens[:, None] * CHOICES + places[None, :], mask=real, other=-1)
-        place = tl.max(tl.where(chosen == expert, places[None, :], -1), axis=1)
-        member = (place >= 0).to(tl.int32)
+        real = (tokens < COUNT)[:, None] & (choice_index < CHOICES)[None, :]
+        experts_of_tokens = tl.load(choice + tokens[:, None] * CHOICES + choice_index[None, :], mask=real, other=-1)
+        choice_of_token = tl.max(tl.where(experts_of_tokens == expert, choice_index[None, :], -1), axis=1)
+        member = (choice_of_token >= 0).to(tl.int32)
         count, number = tl.sum(member), tl.cumsum(member) - 1
         SIDES: tl.constexpr = 2 if ACTIVATION else 1
-        wide = expert.to(tl.int64)
-        matrix = weight + wide * (SIDES * SIZE * INNER)
+        expert64 = expert.to(tl.int64)
+        matrix = weight + expert64 * (SIDES * SIZE * INNER)
         if RANK > 0:
             ranks = tl.arange(0, RANK)
-            thin_lines = a + wide * (A_RANK * INNER) + ranks[:, None] * INNER
-            sides = b + wide * (SIDES * SIZE * A_RANK) + rows[:, None] * A_RANK + ranks[None, :]
+            thin_lines = a + expert64 * (A_RANK * INNER) + ranks[:, None] * INNER
+            b_pointers = b + expert64 * (SIDES * SIZE * A_RANK) + rows[:, None] * A_RANK + ranks[None, :]
             exists = ranks < A_RANK
         for first in range(0, count, SLOTS):
             slots = first + tl.arange(0, SLOTS)
-            found = (member > 0)[:, None] & (number[:, None] == slots[None, :])
-            pairs = tl.sum(tl.where(found, (tokens * CHOICES + place)[:, None], 0), axis=0)
-            filled = slots < count
+            in_slot = (member > 0)[:, None] & (number[:, None] == slots[None, :])
+            pairs = tl.sum(tl.where(in_slot, (tokens * CHOICES + choice_of_token)[:, None], 0), axis=0)
+            occupied = slots < count
             lines = pairs // CHOICES if ACTIVATION else pairs
             total = tl.zeros([ROWS, SLOTS], tl.float32)
             up = tl.zeros([ROWS, SLOTS], tl.float32)
@@ -103,25 +86,25 @@ def expert_kernel(
                 inner = tl.zeros([RANK, SLOTS], tl.float32)
             for step in tl.range(0, INNER // DEPTH, num_stages=STAGES):
                 columns = step * DEPTH + tl.arange(0, DEPTH)
-                part = tl.load(x + lines[None, :] * INNER + columns[:, None], mask=filled[None, :], other=0.0)
+                token_block = tl.load(x + lines[None, :] * INNER + columns[:, None], mask=occupied[None, :], other=0.0)
                 tile = matrix + rows[:, None] * INNER + columns[None, :]
-                total = tl.dot(tl.load(tile, eviction_policy="evict_first"), part, total)
+                total = tl.dot(tl.load(tile, eviction_policy="evict_first"), token_block, total)
                 if ACTIVATION:
-                    up = tl.dot(tl.load(tile + SIZE * INNER, eviction_policy="evict_first"), part, up)
+                    up = tl.dot(tl.load(tile + SIZE * INNER, eviction_policy="evict_first"), token_block, up)
                 if RANK > 0:
                     thin = tl.load(thin_lines + columns[None, :], mask=exists[:, None], other=0.0)
-                    inner = tl.dot(thin, part, inner)
+                    inner = tl.dot(thin, token_block, inner)
             if RANK > 0:
                 scaled = (inner * SCALE).to(DTYPE)
-                total = tl.dot(tl.load(sides, mask=exists[None, :], other=0.0), scaled, total)
+                total = tl.dot(tl.load(b_pointers, mask=exists[None, :], other=0.0), scaled, total)
                 if ACTIVATION:
-                    side = tl.load(sides + SIZE * A_RANK, mask=exists[None, :], other=0.0)
-                    up = tl.dot(side, scaled, up)
+                    up_b = tl.load(b_pointers + SIZE * A_RANK, mask=exists[None, :], other=0.0)
+                    up = tl.dot(up_b, scaled, up)
             line = pairs % CHOICES * COUNT + pairs // CHOICES
             if ACTIVATION:
                 line = pairs
                 gate = _activated(total.to(DTYPE).to(tl.float32), ACTIVATION)
-                factor = tl.load(factors + pairs, mask=filled, other=0.0)
+                factor = tl.load(factors + pairs, mask=occupied, other=0.0)
                 total = gate * up.to(DTYPE).to(tl.float32) * factor[None, :]
             result = tl.trans(total).to(out.dtype.element_ty)
-            tl.store(out + line[:, None] * SIZE + rows[None, :], result, mask=filled[:, None])
+            tl.store(out + line[:, None] * SIZE + rows[None, :], result, mask=occupied[:, None])

@@ -1,14 +1,9 @@
-"""activation(x gate^T) * (x up^T) for 129 to 256 rows of x, as a Pallas Mosaic GPU kernel for Hopper (wgmma, TMA,
-clusters). `refusal` says which calls it supports, and `gated_product` runs it.
+"""activation(x gate^T) * (x up^T) for 129 to 256 rows of x, as a Pallas Mosaic GPU kernel for Hopper.
 
-A product of this many rows is bound by multiplications, and these by the GPU's power. Two programs, a cluster, multiply
-the two halves of the rows by the same tile of the weights, which one read from memory brings to both. A tile consists
-of `columns` rows of gate and as many of up, so that a warpgroup has both numbers of each result in its registers, and
-no product is written. The tile's size is chosen so that the tiles occupy the multiprocessors evenly: other than those
-of the vendor's products it need not be a power of two (112 and 112 for the 14,336 of Llama-3.1-8B).
-
-In each program one warpgroup loads 64 columns of x and of the weights at a time, as many steps ahead as fit, and goes
-on with the next tile while the two others, each with 64 rows, multiply or store the last one.
+Such a product is bound by multiplications, and these by the GPU's power. Two programs, a cluster, multiply the halves
+of the rows by the same tile of the weights, which one read brings to both. A tile has `columns` rows of gate and as
+many of up, so a warpgroup has both numbers of each result in registers, and no product is written. Its size makes the
+tiles occupy the multiprocessors evenly (112 + 112 for the 14,336 of Llama-3.1-8B).
 """
 
 from __future__ import annotations
@@ -37,23 +32,16 @@ _MOST_STAGES = 6
 
 
 def columns_of(out: int) -> int | None:
-    """The number of rows of gate (and of up) in a tile, for weights of `out` rows: of 64, 80, 96, 112 and 128 that
-    divide `out`, the one with which the program that has the most tiles has the fewest rows. None if none divides
-    it."""
+    """Rows of gate (and of up) in a tile: the divisor of `out` among 64, 80, 96, 112 and 128 that leaves the busiest
+    program the fewest rows, or None.
+    """
     pairs = persistent.cores() // _HALVES
     fitting = [columns for columns in _COLUMNS if out % columns == 0]
     return min(fitting, key=lambda columns: -(-(out // columns) // pairs) * columns, default=None)
 
 
 def refusal(x, gate, activation: str) -> str | None:
-    """The reason why the kernel does not support a call on this GPU, or None: no Hopper GPU (where the kernel is not
-    interpreted), another dtype than 16-bit floats, fewer than 129 or more than 256 rows or no multiple of 8, weights
-    whose rows or columns tiles do not divide, or another activation than "silu" and "gelu_tanh".
-
-    Args:
-      x: [N, in]. gate: [out, in], as up; arrays or shapes.
-      activation: its name.
-    """
+    """Why the kernel does not support a call on this GPU, or None. x [N, in], gate [out, in] are arrays or shapes."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
@@ -66,8 +54,9 @@ def refusal(x, gate, activation: str) -> str | None:
 
 
 def _activated(gate, activation: str, dtype):
-    """The activation of `gate`, float32 numbers that `dtype` can represent, with each step rounded to `dtype`, as the
-    Triton kernel of gated products and training round it (triton_kernels._activated_in_steps)."""
+    """The activation of float32 `gate`, each step rounded to `dtype`, as triton_kernels._activated_in_steps and
+    training do.
+    """
 
     def rounded(number):
         return number.astype(dtype).astype(jnp.float32)
@@ -83,27 +72,22 @@ def _activated(gate, activation: str, dtype):
 
 
 def _kernel(x_ref, gate_ref, up_ref, out_ref, x_smem, w_smem, out_smem, full, free, *, pairs, stages, activation):
-    """The kernel's body: out [N, out] = activation(x [N, in] gate [out, in]^T) * (x up [out, in]^T), in global memory.
-    The two programs of pair p compute tiles p, p + pairs, ... of the columns, each for 128 rows; those of the second
-    program end with the last row, and may overlap the first one's, for which both store the same values.
+    """out [N, out] = activation(x gate^T) * (x up^T). The two programs of pair p compute tiles p, p + pairs, ..., each
+    for 128 rows; the second's end with the last row and may overlap the first's, with the same values.
 
-    Args:
-      x_smem, w_smem, out_smem: [stages, 128, STEP], [stages, 2 * columns, STEP] (gate's rows first) and [warpgroups,
-        64, columns], in shared memory.
-      full, free: barriers of each stage: both operands are there; all that read them have done so.
-      pairs: the number of pairs of programs.
-      stages: the number of steps of which shared memory has the operands.
-      activation: "silu" or "gelu_tanh".
+      x_smem, w_smem, out_smem: [stages, 128, STEP], [stages, 2 * columns, STEP] (gate first), [warpgroups, 64,
+        columns].
+      full, free: barriers of each stage: both operands are there; all readers are done.
     """
     wg, pair, half = lax.axis_index("wg"), lax.axis_index("pair"), lax.axis_index("half")
     (rows, width), columns = x_ref.shape, out_smem.shape[2]
     steps, dtype = width // STEP, out_ref.dtype
-    mine = lax.div(out_ref.shape[1] // columns - pair + (pairs - 1), jnp.int32(pairs))
+    tile_count = lax.div(out_ref.shape[1] // columns - pair + (pairs - 1), jnp.int32(pairs))
     first_row = half * (rows - ROWS)
     sharing = None if gpu_kernel.interpreter() is not None else "half"
 
-    def slot_of(at):
-        return lax.rem(at, jnp.int32(stages))
+    def slot_of(counter):
+        return lax.rem(counter, jnp.int32(stages))
 
     def column_of(index):
         return (pair + index * pairs) * columns
@@ -111,46 +95,46 @@ def _kernel(x_ref, gate_ref, up_ref, out_ref, x_smem, w_smem, out_smem, full, fr
     def bring():
         plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
 
-        def item(index, at):
-            here = pl.ds(column_of(index), columns)
+        def item(index, counter):
+            weight_rows = pl.ds(column_of(index), columns)
 
-            def step(number, at):
-                slot, along = slot_of(at), pl.ds(number * STEP, STEP)
-                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            def step(number, counter):
+                slot, along = slot_of(counter), pl.ds(number * STEP, STEP)
+                pl.when(counter >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(first_row, ROWS), along], x_smem.at[slot], full.at[slot])
-                for place, ref in ((0, gate_ref), (columns, up_ref)):
-                    part = w_smem.at[slot, pl.ds(place, columns)]
-                    plgpu.copy_gmem_to_smem(ref.at[here, along], part, full.at[slot], collective_axes=sharing)
-                return at + 1
+                for first_row_of_weight, ref in ((0, gate_ref), (columns, up_ref)):
+                    target = w_smem.at[slot, pl.ds(first_row_of_weight, columns)]
+                    plgpu.copy_gmem_to_smem(ref.at[weight_rows, along], target, full.at[slot], collective_axes=sharing)
+                return counter + 1
 
-            return lax.fori_loop(0, steps, step, at)
+            return lax.fori_loop(0, steps, step, counter)
 
-        total = lax.fori_loop(0, mine, item, jnp.int32(0))
+        total = lax.fori_loop(0, tile_count, item, jnp.int32(0))
         # Every arrival is waited for: a barrier must not be left in the middle of a phase, nor may a program end that
         # the other one of its cluster still writes to.
         last = jnp.maximum(total - stages, 0)
-        lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
+        lax.fori_loop(last, total, lambda counter, _: plgpu.barrier_wait(free.at[slot_of(counter)]), None)
 
     def compute():
         plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-        own = pl.ds(wg * _OWN, _OWN)
+        row_slice = pl.ds(wg * _OWN, _OWN)
 
-        def item(index, at):
+        def item(index, counter):
             def accumulate(acc):
-                def step(number, at):
-                    slot = slot_of(at)
+                def step(number, counter):
+                    slot = slot_of(counter)
                     plgpu.barrier_wait(full.at[slot])
-                    plgpu.wgmma(acc, x_smem.at[slot, own], w_smem.at[slot].transpose((1, 0)))
+                    plgpu.wgmma(acc, x_smem.at[slot, row_slice], w_smem.at[slot].transpose((1, 0)))
                     plgpu.wgmma_wait(1)  # the previous product is done
-                    pl.when(number > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(at - 1)]))
-                    return at + 1
+                    pl.when(number > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(counter - 1)]))
+                    return counter + 1
 
-                lax.fori_loop(0, steps, step, at)
+                lax.fori_loop(0, steps, step, counter)
                 plgpu.wgmma_wait(0)
                 return acc[...]
 
             total = pl.run_scoped(accumulate, plgpu.ACC((_OWN, 2 * columns), jnp.float32))
-            plgpu.barrier_arrive(free.at[slot_of(at + steps - 1)])
+            plgpu.barrier_arrive(free.at[slot_of(counter + steps - 1)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy of the last tile has been read
             for first in range(0, columns, _STORED):
                 gate, up = (
@@ -160,20 +144,18 @@ def _kernel(x_ref, gate_ref, up_ref, out_ref, x_smem, w_smem, out_smem, full, fr
                 stored = out_smem.at[wg, :, pl.ds(first, _STORED)]
                 stored[...] = (_activated(gate, activation, dtype) * up).astype(dtype)
             plgpu.commit_smem()
-            place = out_ref.at[pl.ds(first_row + wg * _OWN, _OWN), pl.ds(column_of(index), columns)]
-            plgpu.copy_smem_to_gmem(out_smem.at[wg], place)
-            return at + steps
+            target = out_ref.at[pl.ds(first_row + wg * _OWN, _OWN), pl.ds(column_of(index), columns)]
+            plgpu.copy_smem_to_gmem(out_smem.at[wg], target)
+            return counter + steps
 
-        lax.fori_loop(0, mine, item, jnp.int32(0))
+        lax.fori_loop(0, tile_count, item, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     lax.cond(wg < _WARPGROUPS, compute, bring)
 
 
 def gated_product(x, gate, up, activation: str):
-    """Computes activation(x gate^T) * (x up^T), [N, out] in x's dtype, by the kernel. x is [N, in], and gate and up are
-    [out, in]. gate's product, each step of the activation, and up's product are rounded to x's dtype, as in plain JAX.
-    `refusal` says which calls are supported."""
+    """[N, out] in x's dtype. Both products and each step of the activation are rounded to it, as in plain JAX."""
     rows, out = len(x), gate.shape[0]
     columns, interpret = columns_of(out), gpu_kernel.interpreter()
     assert columns is not None

@@ -1,11 +1,8 @@
-"""The bodies of the Triton kernels of a decoding step, which triton.py calls (that of experts is in
-experts_kernels.py): product_kernel (products and gated products), activated_kernel, added_norm_kernel, and
-placed_kernel, which norms, rotates and writes into the caches.
+"""Bodies of the Triton kernels of a decoding step.
 
-The result of `products` is given as partial sums: float32 [SPLITS, COUNT, ...], or if SPLITS is 1 the product itself in
-the compute dtype. The kernel that reads partial sums adds the splits in ascending order and rounds the result to the
-compute dtype. FLOAT32 says where a norm rounds: 1: after the product with its weight only; 0: before and after it.
-OFFSET is added to the weight if FLOAT32 is 1.
+A product is partial sums float32[SPLITS, COUNT, ...], or in the compute dtype for one split; its reader adds the splits
+in ascending order and rounds. FLOAT32 1: a norm rounds only after the product with its weight, to which OFFSET is
+added; 0: before and after it. ACTIVATION: 0 none, 1 silu, 2 the tanh approximation of gelu.
 """
 
 import triton
@@ -14,8 +11,6 @@ import triton.language as tl
 
 @triton.jit
 def _activated(gate, ACTIVATION: tl.constexpr):
-    """For expert_kernel: returns the activation of a gated MLP, applied to `gate`, in float32 as `gate` is: silu if
-    ACTIVATION is 1, and the tanh approximation of gelu if it is 2."""
     if ACTIVATION == 1:
         return gate / (1.0 + tl.exp(-gate))
     else:
@@ -25,19 +20,13 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
-    """Returns x, float32, rounded to DTYPE, as float32."""
     return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
 def _activated_in_steps(gate, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """For product_kernel: returns the activation of a gated MLP, applied to `gate`, with the rounding of training,
-    where XLA rounds each step to DTYPE. So tokens are sampled from the model that is trained.
-
-    Args:
-      gate: float32 numbers that DTYPE can represent, as the result's are.
-      ACTIVATION: 1: silu. 2: the tanh approximation of gelu, whose constants are rounded too.
-      DTYPE: the compute dtype.
+    """The activation of `gate`, float32 numbers that DTYPE can represent, each step rounded to DTYPE as XLA does in
+    training, so that tokens are sampled from the model that is trained.
     """
     if ACTIVATION == 1:
         share = _rounded(1.0 / _rounded(1.0 + _rounded(tl.exp(-gate), DTYPE), DTYPE), DTYPE)
@@ -54,10 +43,9 @@ def _activated_in_steps(gate, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _rows_of_b(b, rows, ranks, rank):
-    """For product_kernel: loads rows of an adapter's B, to whose first row `b` points and which has `rank` columns, for
-    the tensor cores: [rows, ranks], the numbers at the indices `rows` and `ranks`, with zeros in the columns `ranks`
-    that are negative or not below `rank`. In a gated product the columns of x A^T for gate come before those for up, so
-    that the indices for up are negative at gate's."""
+    """[rows, ranks] of an adapter's B, whose first row `b` points to; 0 where `ranks` is negative or not below `rank`.
+    In a gated product gate's columns of x A^T come before up's, so up's indices are negative there.
+    """
     real = (ranks >= 0) & (ranks < rank)
     return tl.load(b + rows[:, None] * rank + ranks[None, :], mask=real[None, :], other=0.0)
 
@@ -94,59 +82,43 @@ def product_kernel(
     SECOND_SCALE: tl.constexpr,
     THIRD_SCALE: tl.constexpr,
 ):
-    """The kernel of products and gated_product: out = x W^T. W consists of the weights first, second and third, [FIRST,
-    INNER], [SECOND, INNER] and [THIRD, INNER], one below the other; a weight that is not used has 0 rows. out has the
-    partial sums [SPLITS, COUNT, FIRST + SECOND + THIRD], float32, or with one split the product in x's dtype. Grid:
-    (rows of W / ROWS, SPLITS, COUNT / TOKENS rounded up).
+    """out = x W^T, W being first [FIRST, INNER], second and third one below the other (0 rows if unused): partial sums
+    float32[SPLITS, COUNT, FIRST + SECOND + THIRD], or x's dtype for one split. Grid: (rows of W / ROWS, SPLITS, COUNT /
+    TOKENS rounded up).
 
-    If ACTIVATION is not 0, first and second are the weights of gate and up, and out [1, COUNT, FIRST] is
-    activation(gate) * up, gate and up being x times the weights; both, and each step of the activation, are rounded to
-    x's dtype before they are multiplied. SPLITS is 1 and the grid has FIRST / ROWS programs.
+    ACTIVATION not 0: out [1, COUNT, FIRST] is activation(gate) * up, with first and second as gate's and up's weights;
+    both, and each step of the activation, are rounded to x's dtype.
 
-    If RANK is not 0, W + scale B A is multiplied in place of each weight W. Each program multiplies its columns of x by
-    those of A too, [TOKENS, RANK] (of both A if ACTIVATION is not 0, [TOKENS, 2 * RANK]), and adds this times its rows
-    of B to its sum. So every partial sum has its share of the adapter's product, and A is read by each program that
-    multiplies rows of its weight. x A^T is rounded to x's dtype as in training. So is the product of that with B if it
-    is neither divided into splits nor that of a gated product, for which the registers do not suffice.
+    RANK not 0: W + scale B A in place of each W. Each program multiplies its columns of x by those of A too, so every
+    partial sum has its share of the adapter. x A^T is rounded to x's dtype before and after its scale, as in training;
+    so is its product with B, unless in splits or a gated product, for which the registers do not suffice.
 
-    Args:
-      x: [COUNT, INNER], of which the tensor cores multiply TOKENS rows, the further ones being 0.
-      first_a, second_a, third_a: A of each weight's adapter, [its rank, INNER], in x's dtype; None if RANK is 0.
-      first_b, second_b, third_b: B of each, [rows of the weight, its rank], in x's dtype; None if RANK is 0.
-      COUNT: the number of rows of x.
-      INNER: the number of columns that are summed over, a multiple of DEPTH * SPLITS.
-      FIRST, SECOND, THIRD: the number of rows of each weight, multiples of ROWS.
-      ROWS: the rows of W of a program.
-      DEPTH: the columns that are read in one step.
-      TOKENS: the rows of x of a program: COUNT, rounded up to a power of two of at least 16, or less.
-      ACTIVATION: 0: none; 1: silu; 2: the tanh approximation of gelu.
-      SPLITS: the ranges of columns that different programs sum over.
-      STAGES: how many steps are read ahead.
-      RANK: the largest rank, rounded up to a power of two of at least 16; 0 if no weight has an adapter.
-      FIRST_RANK, SECOND_RANK, THIRD_RANK: the ranks; 0 for a weight without an adapter, whose A and B are not read.
-      FIRST_SCALE, SECOND_SCALE, THIRD_SCALE: the factors on x A^T, which is rounded to x's dtype before and after.
+      first_a, first_b, ...: [its rank, INNER] and [rows, its rank] in x's dtype; None if RANK is 0.
+      INNER: summed columns, a multiple of DEPTH (columns of a step) * SPLITS.
+      ROWS, TOKENS: rows of W, and of x (a power of two of at least 16), of a program.
+      RANK: the largest rank as a power of two of at least 16. FIRST_RANK, ...: 0: no adapter.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
     begin = tl.program_id(0) * ROWS
     split = tl.program_id(1)
-    weight, own = first, begin
+    weight, first_row = first, begin
     a, b = first_a, first_b
     rank, scale = tl.full([], FIRST_RANK, tl.int32), tl.full([], FIRST_SCALE, tl.float32)
     if not ACTIVATION:
         if SECOND > 0:
             if begin >= FIRST:
-                weight, own = second, begin - FIRST
+                weight, first_row = second, begin - FIRST
                 if RANK > 0:
                     a, b = second_a, second_b
                     rank, scale = tl.full([], SECOND_RANK, tl.int32), tl.full([], SECOND_SCALE, tl.float32)
         if THIRD > 0:
             if begin >= FIRST + SECOND:
-                weight, own = third, begin - FIRST - SECOND
+                weight, first_row = third, begin - FIRST - SECOND
                 if RANK > 0:
                     a, b = third_a, third_b
                     rank, scale = tl.full([], THIRD_RANK, tl.int32), tl.full([], THIRD_SCALE, tl.float32)
-    rows = own + tl.arange(0, ROWS)
+    rows = first_row + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     if COUNT > TOKENS:
         tokens += tl.program_id(2) * TOKENS
@@ -167,64 +139,56 @@ def product_kernel(
         inner = tl.zeros([TOKENS, THIN], tl.float32)
     for step in tl.range(split * steps, (split + 1) * steps, num_stages=STAGES):
         columns = step * DEPTH + tl.arange(0, DEPTH)
-        part = tl.load(x + tokens[None, :] * INNER + columns[:, None], mask=real, other=0.0)
-        total = tl.dot(tl.load(weight + lines + columns[None, :], eviction_policy="evict_first"), part, total)
+        x_tile = tl.load(x + tokens[None, :] * INNER + columns[:, None], mask=real, other=0.0)
+        total = tl.dot(tl.load(weight + lines + columns[None, :], eviction_policy="evict_first"), x_tile, total)
         if ACTIVATION:
-            up = tl.dot(tl.load(second + lines + columns[None, :], eviction_policy="evict_first"), part, up)
+            up = tl.dot(tl.load(second + lines + columns[None, :], eviction_policy="evict_first"), x_tile, up)
         if RANK > 0:
             thin = tl.load(thin_lines[:, None] + columns[None, :], mask=exists[:, None], other=0.0)
-            inner = tl.dot(tl.trans(part), tl.trans(thin), inner)
+            inner = tl.dot(tl.trans(x_tile), tl.trans(thin), inner)
     if RANK > 0:
         inner = tl.trans((_rounded(inner, DTYPE) * scale).to(DTYPE))
-        side = _rows_of_b(b, rows, ranks, rank)
+        b_rows = _rows_of_b(b, rows, ranks, rank)
         if ACTIVATION:  # read at the same time
-            up_side = _rows_of_b(second_b, rows, ranks - RANK, SECOND_RANK)
+            up_b_rows = _rows_of_b(second_b, rows, ranks - RANK, SECOND_RANK)
         if SPLITS == 1 and not ACTIVATION:
-            total += _rounded(tl.dot(side, inner), DTYPE)
+            total += _rounded(tl.dot(b_rows, inner), DTYPE)
         else:
-            total = tl.dot(side, inner, total)
+            total = tl.dot(b_rows, inner, total)
         if ACTIVATION:
-            up = tl.dot(up_side, inner, up)
+            up = tl.dot(up_b_rows, inner, up)
     if ACTIVATION:
         total = _activated_in_steps(_rounded(total, DTYPE), ACTIVATION, DTYPE) * _rounded(up, DTYPE)
-    places = (split * COUNT + tokens[:, None]) * WIDTH + begin + tl.arange(0, ROWS)[None, :]
-    tl.store(out + places, tl.trans(total).to(out.dtype.element_ty), mask=(tokens < COUNT)[:, None])
+    offsets = (split * COUNT + tokens[:, None]) * WIDTH + begin + tl.arange(0, ROWS)[None, :]
+    tl.store(out + offsets, tl.trans(total).to(out.dtype.element_ty), mask=(tokens < COUNT)[:, None])
 
 
 @triton.jit
 def activated_kernel(gate, up, out, BLOCK: tl.constexpr, SIZE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The kernel of activated: writes activation(gate) * up to out, each of SIZE numbers, rounded as product_kernel
-    rounds them. Each program computes BLOCK numbers. ACTIVATION: 1: silu. 2: the tanh approximation of gelu."""
+    """Writes activation(gate) * up, SIZE numbers, BLOCK a program, rounded as product_kernel rounds."""
     DTYPE: tl.constexpr = out.dtype.element_ty
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = places < SIZE
-    wide = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
-    factor = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
-    wide = _activated_in_steps(wide, ACTIVATION, DTYPE) * factor
-    tl.store(out + places, wide.to(DTYPE), mask=real)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = offsets < SIZE
+    result = tl.load(gate + offsets, mask=real, other=0.0).to(tl.float32)
+    factor = tl.load(up + offsets, mask=real, other=0.0).to(tl.float32)
+    result = _activated_in_steps(result, ACTIVATION, DTYPE) * factor
+    tl.store(out + offsets, result.to(DTYPE), mask=real)
 
 
 @triton.jit
-def _sum(parts, places, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Loads the partial sums of a product and adds them, for added_norm_kernel and placed_kernel: for each of `places`,
-    offsets from `parts`, the sum of the numbers at that offset over SPLITS splits, rounded to DTYPE and returned as
-    float32; 0 where the mask `real` is False. STRIDE: the distance of two splits, in numbers."""
-    total = tl.load(parts + places, mask=real, other=0.0).to(tl.float32)
+def _sum(partial_sums, offsets, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr):
+    """float32 sum over SPLITS splits, STRIDE numbers apart, at `offsets` from `partial_sums`, rounded to DTYPE; 0 where
+    `real` is False.
+    """
+    total = tl.load(partial_sums + offsets, mask=real, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(parts + split * STRIDE + places, mask=real, other=0.0)
+        total += tl.load(partial_sums + split * STRIDE + offsets, mask=real, other=0.0)
     return total.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
 def _times_weight(wide, weight, OFFSET: tl.constexpr, FLOAT32: tl.constexpr, DTYPE: tl.constexpr):
-    """The product of a norm with its weight, the last step of an RMS norm, rounded to DTYPE and returned as float32.
-
-    Args:
-      wide: the normed numbers, float32.
-      weight: in any float dtype.
-      OFFSET: the number that is added to the weight if FLOAT32 is 1.
-      FLOAT32: 1: only the product is rounded. 0: both factors are rounded to DTYPE first.
-    """
+    """Product of the normed float32 `wide` with its norm's weight, rounded to DTYPE, as float32."""
     if FLOAT32:
         scaled = wide * (OFFSET + weight.to(tl.float32))
     else:
@@ -245,33 +209,27 @@ def _turned(
     FLOAT32: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Norms and rotates heads of queries or keys, for placed_kernel and attended_kernel. Returns their two halves,
-    float32; each step is rounded to DTYPE, but the rotation is not.
+    """Norms and rotates heads of queries or keys: float32 halves, each step but the rotation rounded to DTYPE.
 
-    Args:
-      low, high: the halves of one head, [HALF], or of several, [heads, HALF], float32.
-      inverse: the norm's factor, the reciprocal root of the mean square; one number, or [heads, 1].
-      weights: the halves of the norm's weight, [HALF] or [1, HALF] each; not used if NORMS is 0.
-      turn: cos and sin of the rotation's angles, float32, of the same shape; not used if ROTATES is 0.
-      NORMS, ROTATES: 1: the heads are normed, rotated; 0: they are not.
-      OFFSET, FLOAT32: of the norm (_times_weight).
+    low, high: [HALF] or [heads, HALF], float32.
+    inverse: reciprocal root of the mean square.
+    weights: halves of the norm's weight, if NORMS. turn: (cos, sin) in the heads' shape, if ROTATES.
     """
     if NORMS:
         low = _times_weight(low * inverse, weights[0], OFFSET, FLOAT32, DTYPE)
         high = _times_weight(high * inverse, weights[1], OFFSET, FLOAT32, DTYPE)
     if ROTATES:
-        turned = low * turn[0] - high * turn[1]
+        rotated_low = low * turn[0] - high * turn[1]
         high = high * turn[0] + low * turn[1]
-        low = turned
+        low = rotated_low
     return low, high
 
 
 @triton.jit
-def _loaded(low, high, places, READS: tl.constexpr):
-    """For placed_kernel and attended_kernel: a pair of the numbers at `places`, offsets from the pointers low and high;
-    if READS is 0 nothing is read, and both are 0."""
+def _loaded(low, high, offsets, READS: tl.constexpr):
+    """The numbers at `offsets` from the pointers low and high; zeros, without a read, if READS is 0."""
     if READS:
-        return tl.load(low + places), tl.load(high + places)
+        return tl.load(low + offsets), tl.load(high + offsets)
     else:
         return 0.0, 0.0
 
@@ -291,34 +249,23 @@ def added_norm_kernel(
     OFFSET: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):
-    """The kernel of added_norm: writes added = x + the sum of parts over the splits, where that sum is rounded to x's
-    dtype first, and normed = the RMS norm of added as rounded. Grid: (COUNT,): each program computes one row of SIZE
-    numbers.
-
-    Args:
-      x: [COUNT, SIZE], the residual stream.
-      parts: [SPLITS, COUNT, SIZE], the partial sums of a product.
-      weight: [SIZE], that of the norm.
-      added, normed: the results, [COUNT, SIZE].
-      WIDTH: SIZE, rounded up to a power of two.
-      EPS: the number that is added to the mean square.
-      OFFSET: the number that is added to the weight if FLOAT32 is 1.
-      FLOAT32: 1: the norm is rounded only after the product with the weight. 0: before and after it.
+    """added = x + the sum of parts, which is rounded first; normed = the RMS norm of added as rounded. Grid: (COUNT,).
+    WIDTH: SIZE as a power of two.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0)
     columns = tl.arange(0, WIDTH)
     real = columns < SIZE
-    places = row * SIZE + columns
+    offsets = row * SIZE + columns
     # Read before the sum over the row, for which a program waits.
     factors = tl.load(weight + columns, mask=real, other=0.0)
-    wide = tl.load(x + places, mask=real, other=0.0).to(tl.float32)
-    wide += _sum(parts, places, real, COUNT * SIZE, SPLITS, DTYPE)
-    wide = wide.to(DTYPE).to(tl.float32)
-    tl.store(added + places, wide.to(DTYPE), mask=real)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide) / SIZE + EPS)
-    wide = _times_weight(wide, factors, OFFSET, FLOAT32, DTYPE)
-    tl.store(normed + places, wide.to(DTYPE), mask=real)
+    stream = tl.load(x + offsets, mask=real, other=0.0).to(tl.float32)
+    stream += _sum(parts, offsets, real, COUNT * SIZE, SPLITS, DTYPE)
+    stream = stream.to(DTYPE).to(tl.float32)
+    tl.store(added + offsets, stream.to(DTYPE), mask=real)
+    stream = stream * tl.rsqrt(tl.sum(stream * stream) / SIZE + EPS)
+    stream = _times_weight(stream, factors, OFFSET, FLOAT32, DTYPE)
+    tl.store(normed + offsets, stream.to(DTYPE), mask=real)
 
 
 @triton.jit
@@ -346,24 +293,14 @@ def placed_kernel(
     OFFSET: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):
-    """The kernel of placed. Each program computes one head of one new token: a query is normed, rotated and written to
-    `query`; a key is normed, rotated and written to `keys` at the token's position; a value is written to `values`
-    there, as it is. The sums over the splits, and the results of norm and rotation, are rounded to the caches' dtype.
-    Grid: (HEADS + 2 KV_HEADS, COUNT).
+    """One head of one new token: a query is normed, rotated and written to `query` [COUNT, HEADS, DIM]; a key, too, to
+    `keys` [COUNT, KV_HEADS, CAPACITY, DIM] at its position modulo CAPACITY; a value as it is to `values`. Sums over
+    splits, and results of norm and rotation, are rounded to the caches' dtype. Grid: (HEADS + 2 KV_HEADS, COUNT).
 
-    Args:
-      parts: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM], the partial sums of queries, keys and values.
-      q_weight, k_weight: [DIM], those of the norms; not read if NORMS is 0.
-      cos, sin: float32[COUNT, DIM / 2], of the rotation's angles; not read if ROTATES is 0.
-      positions: int32[COUNT]; a key and a value are written at the position modulo CAPACITY, none for a negative one.
-      old_keys, old_values: the caches as inputs, in the same memory as keys and values; not read.
-      query: [COUNT, HEADS, DIM].
-      keys, values: the caches, [COUNT, KV_HEADS, CAPACITY, DIM].
-      NORMS: 1: queries and keys are normed; 0: they are not.
-      ROTATES: 1: they are rotated; 0: they are not.
-      EPS: the number that the norms add to the mean square.
-      OFFSET: the number that they add to their weights if FLOAT32 is 1.
-      FLOAT32: 1: a norm is rounded only after the product with its weight. 0: before and after it.
+      parts: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM].
+      q_weight, k_weight: [DIM], if NORMS. cos, sin: float32[COUNT, DIM / 2], if ROTATES.
+      positions: int32[COUNT]; nothing is written to the caches for a negative one.
+      old_keys, old_values: the caches as inputs, in the same memory; not read.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
@@ -371,9 +308,9 @@ def placed_kernel(
     head, row = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, HALF)
     real = columns < HALF
-    places = (row * ALL + head) * DIM + columns
-    low = _sum(parts, places, real, COUNT * ALL * DIM, SPLITS, DTYPE)
-    high = _sum(parts, places + HALF, real, COUNT * ALL * DIM, SPLITS, DTYPE)
+    offsets = (row * ALL + head) * DIM + columns
+    low = _sum(parts, offsets, real, COUNT * ALL * DIM, SPLITS, DTYPE)
+    high = _sum(parts, offsets + HALF, real, COUNT * ALL * DIM, SPLITS, DTYPE)
     if head < HEADS + KV_HEADS:
         inverse = tl.rsqrt((tl.sum(low * low) + tl.sum(high * high)) / DIM + EPS)
         weight = q_weight
@@ -383,16 +320,16 @@ def placed_kernel(
         turn = _loaded(cos, sin, row * HALF + columns, ROTATES)
         low, high = _turned(low, high, inverse, weights, turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
     if head < HEADS:
-        to = query + (row * HEADS + head) * DIM + columns
-        tl.store(to, low.to(DTYPE))
-        tl.store(to + HALF, high.to(DTYPE))
+        target = query + (row * HEADS + head) * DIM + columns
+        tl.store(target, low.to(DTYPE))
+        tl.store(target + HALF, high.to(DTYPE))
     else:
         position = tl.load(positions + row)
         if position >= 0:
-            own = (head - HEADS) % KV_HEADS
-            place = ((row * KV_HEADS + own).to(tl.int64) * CAPACITY + position % CAPACITY) * DIM
+            kv_head = (head - HEADS) % KV_HEADS
+            cache_offset = ((row * KV_HEADS + kv_head).to(tl.int64) * CAPACITY + position % CAPACITY) * DIM
             cache = keys
             if head >= HEADS + KV_HEADS:
                 cache = values
-            tl.store(cache + place + columns, low.to(DTYPE))
-            tl.store(cache + place + HALF + columns, high.to(DTYPE))
+            tl.store(cache + cache_offset + columns, low.to(DTYPE))
+            tl.store(cache + cache_offset + HALF + columns, high.to(DTYPE))

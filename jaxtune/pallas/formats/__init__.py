@@ -1,13 +1,7 @@
 """Quantised weights: the formats in which they are stored, encoded and decoded.
 
 A format is a file of this folder with a subclass of `Stored` and a declaration `FORMAT`, and an entry in
-jaxtune/pallas/format_names.py. FORMATS is the table of all formats, {name: Format}, which the reading and writing of
-models, precision maps, the planner, exports, quantisation-aware training, `jaxtune sensitivity` and jaxtune.compat use.
-Functions look things up in it: `layouts` returns the layouts in checkpoints of all formats, `load_in` the names of the
-formats in which a loaded model can have weights, `kept_layout` the layout of weights that stay as files have them,
-`exports` the formats to which a model can be exported, and `format_of` the format of a weight. The package also exports
-the classes of weights (NF4, FP4 and their base FourBit, FP8, MXFP4, NVFP4, their interface Stored), Format and the
-classes of which it consists (Layout, Export), and `dense`, which returns the array of a weight that may be quantised.
+jaxtune/pallas/format_names.py; FORMATS is the table of all.
 """
 
 import importlib
@@ -28,48 +22,41 @@ FORMATS: dict[str, Format] = {
 
 
 def layouts() -> list[Layout]:
-    """The layouts of all formats, in the order of FORMATS, in which the loader of checkpoints asks each of them whether
-    it is the one that config.json names, and which of the tensors are stored in it. A layout describes how files store
-    a format's weights; a format may have several."""
-    return [layout for each in FORMATS.values() for layout in each.layouts]
+    """The layouts of all formats, in the order in which the loader asks them; a format may have several."""
+    return [layout for entry in FORMATS.values() for layout in entry.layouts]
 
 
 def load_in() -> list[str]:
-    """The values that the option model.load_in accepts beside None: the names of the formats to which weights can be
-    quantised when a model is loaded, such as "nf4", and of those in which weights stay if files store them so
-    (format_names.KEPT). The loader checks the option by it, and the reader of adapters the format that they record."""
+    """The values of model.load_in beside None: formats to which loading quantises, and format_names.KEPT, in which
+    weights only stay if files store them so.
+    """
     return list(FORMATS)
 
 
 def kept_layout(name: str) -> Layout | None:
-    """The layout in checkpoints whose weights stay quantised in a model if model.load_in names their format, `name`,
-    although loading decodes them otherwise (Layout.kept_on_request); None for formats to which loading quantises. Plans
-    of models that are not loaded make the weights' shapes by it, and errors name it."""
-    return next((each for each in FORMATS[name].layouts if each.kept_on_request), None)
+    """The layout whose weights loading decodes unless model.load_in is `name`; None: loading quantises to this."""
+    return next((layout for layout in FORMATS[name].layouts if layout.kept_on_request), None)
 
 
 def exports() -> dict[str, Format]:
-    """{name, a value of the option --to of `jaxtune export`: format} for all formats to which a model can be exported.
-    The table of targets in jaxtune/export has the same names and others; it takes from here those to which loading
-    quantises too, and has functions of its own for MXFP4."""
-    return {each.export.name: each for each in FORMATS.values() if each.export is not None}
+    """{value of the option --to of `jaxtune export`: format}, for the formats to which a model can be exported."""
+    return {entry.export.name: entry for entry in FORMATS.values() if entry.export is not None}
 
 
 def format_of(weight: Stored | type[Stored] | Layout) -> Format:
-    """Returns the format to which a quantised weight, a class of quantised weights, or a layout belongs, an entry of
-    FORMATS. Its callers read the format's name, or choose the layout in which a weight is written.
+    """The format of a quantised weight, of a class of weights, or of a layout (an object of `layouts`).
 
     Raises:
       ValueError: a class, or the class of a weight, that belongs to no format.
-      StopIteration: a layout that belongs to no format. It must be an object of `layouts`, not another of its class.
+      StopIteration: a layout that belongs to no format.
     """
     if isinstance(weight, Layout):
-        return next(each for each in FORMATS.values() if weight in each.layouts)
+        return next(entry for entry in FORMATS.values() if weight in entry.layouts)
     kind = weight if isinstance(weight, type) else type(weight)
-    found = next((each for each in FORMATS.values() if kind in each.kinds), None)
-    if found is None:
+    owner = next((entry for entry in FORMATS.values() if kind in entry.kinds), None)
+    if owner is None:
         raise ValueError(f"{kind.__name__} belongs to no format of jaxtune.pallas.formats.FORMATS")
-    return found
+    return owner
 
 
 __all__ = [

@@ -1,14 +1,10 @@
 """NF4 (QLoRA, arXiv 2305.14314) as bitsandbytes stores it, and its FP4, to which jaxtune does not quantise.
 
-The tensor is flattened row by row and divided into blocks of 64, the last of which may be shorter. A block has its
-absmax (the largest magnitude, float32), and each element the index of the table entry nearest to element / absmax. Two
-indices make a byte, the first in the high nibble. Double quantisation stores absmax minus their mean in 8 bits, in
-blocks of 256, as indices into a signed dynamic map (arXiv 2110.02861). Codes and float32 absmax equal those of
-bitsandbytes byte for byte; with double quantisation the offset and nested absmax may differ by rounding errors, and
-then a few of the 8-bit indices.
-
-NF4 and FP4 are the classes of weights, and FourBit is their base; `NF4.encode` quantises a tensor. BitsAndBytes
-describes how checkpoints store them, and FORMAT declares the format to jaxtune.pallas.formats.
+The tensor is flattened row by row and divided into blocks of 64; the last may be shorter. A block has its absmax (the
+largest magnitude, float32), and each element the index of the table entry nearest to element / absmax. Two indices make
+a byte, the first in the high nibble. Double quantisation stores absmax minus their mean in 8 bits, in blocks of 256, as
+indices into a signed dynamic map (arXiv 2110.02861). Codes and float32 absmax equal bitsandbytes' byte for byte; with
+double quantisation the offset and nested absmax may differ by rounding errors, and then a few of the 8-bit indices.
 """
 
 from __future__ import annotations
@@ -52,12 +48,9 @@ _TINY = 1e-38  # bitsandbytes' absmax for a last, short block of zeros
 
 @dataclasses.dataclass(frozen=True)
 class FourBit(Stored):
-    """A tensor of n elements in four bits, with the largest magnitude (absmax) of each block of 64 elements: the base
-    of NF4 and FP4, which differ in the table of 16 numbers. An element is the table's entry times the absmax of its
-    block. It implements the interface of quantised weights, Stored. NF4.encode and BitsAndBytes.read make such weights.
+    """A tensor of n elements in four bits: an element is an entry of a table of 16 numbers times its block's absmax.
 
-    With double quantisation, the absmax are quantised too, to 8 bits in blocks of 256: an absmax is nested_map[index] *
-    nested_absmax + offset. Without it nested_absmax, nested_map and offset are None.
+    With double quantisation an absmax is nested_map[index] * nested_absmax + offset; without it these three are None.
     """
 
     codes: jax.Array  # uint8[ceil(n / 2)], two table indices each, the first in the high four bits
@@ -76,29 +69,26 @@ class FourBit(Stored):
     table: ClassVar[np.ndarray]  # float32[16], the numbers that the indices stand for
 
     def problem(self) -> str | None:
-        """Returns the reason why the arrays cannot belong to one tensor, or None. The reason is a wrong dtype or a size
-        that does not fit `shape`, or that only some of the arrays of double quantisation are there. `decode` and the
-        operations refuse such a weight."""
         blocks = -(-self.size // BLOCK)
         double = {name: getattr(self, name) for name in ("nested_absmax", "nested_map", "offset")}
-        if len({part is None for part in double.values()}) != 1:
+        if len({array is None for array in double.values()}) != 1:
             return "of nested_absmax, nested_map and offset some are there and some are None"
         quantised = self.offset is not None
-        wanted = {"codes": ("uint8", (-(-self.size // 2),)), "absmax": ("uint8" if quantised else "float32", (blocks,))}
+        expected = {
+            "codes": ("uint8", (-(-self.size // 2),)),
+            "absmax": ("uint8" if quantised else "float32", (blocks,)),
+        }
         if quantised:
             shapes = ((-(-blocks // NESTED_BLOCK),), (256,), ())
-            wanted |= {name: ("float32", shape) for name, shape in zip(double, shapes, strict=True)}
-        for name, (dtype, shape) in wanted.items():
-            part = getattr(self, name)
-            if (str(part.dtype), tuple(part.shape)) != (dtype, shape):
-                return f"{name} is {describe(part)}; shape {self.shape} asks for {dtype}{list(shape)}"
+            expected |= {name: ("float32", shape) for name, shape in zip(double, shapes, strict=True)}
+        for name, (dtype, shape) in expected.items():
+            array = getattr(self, name)
+            if (str(array.dtype), tuple(array.shape)) != (dtype, shape):
+                return f"{name} is {describe(array)}; shape {self.shape} asks for {dtype}{list(shape)}"
         return None
 
     def block_absmax(self) -> jax.Array:
-        """The absmax of each block, float32[ceil(n / 64)]: those that are stored, or, with double quantisation, decoded
-        from their indices, nested absmax and offset, and rounded as bitsandbytes does, so that decoded numbers are the
-        same. `decode` multiplies by them, and `joined` stores them if matrices cannot keep their double
-        quantisation."""
+        """The absmax of each block, float32[ceil(n / 64)], decoded and rounded as bitsandbytes does."""
         if self.nested_absmax is None or self.nested_map is None or self.offset is None:
             return self.absmax
         values = jnp.asarray(self.nested_map).at[self.absmax].get(mode="promise_in_bounds")
@@ -107,29 +97,17 @@ class FourBit(Stored):
 
     @property
     def kind(self) -> str:
-        """A phrase that names the format and, if the absmax are not quantised, "float32 absmax". Kernels that decode
-        are compared with plain JAX once for each phrase (dispatch.first_use), at their first use on a GPU."""
         return type(self).__name__ + (", float32 absmax" if self.nested_absmax is None else "")
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> FourBit:
-        """Makes a weight of this shape with random numbers, in the format of this weight and with quantised absmax if
-        this weight has them. A kernel that decodes the format is compared with plain JAX on it, at its first use. draw:
-        numpy's generator, from which the numbers come."""
         like = NF4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16), self.nested_absmax is not None)
         # FP4 has other entries for the same codes.
         return type(self)(*(getattr(like, field.name) for field in dataclasses.fields(like)))
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
-        """Makes one tensor of experts from quantised matrices that a checkpoint stores one by one. The values are
-        exactly those of the matrices. Each matrix must be whole blocks of 64 (BitsAndBytes.joining checks it). Double
-        quantisation is kept if all matrices have the same offset and are whole groups of 256 blocks; otherwise, as for
-        matrices that were quantised separately, the result has float32 absmax. The loader of checkpoints calls it.
-
-        Args:
-          pieces: the matrices [., columns], one or several (gate, then up) for each expert, whose rows in this order
-            are those of expert 0, expert 1, ...; all have the same shape.
-          shape: the result's, [E, rows, columns].
+        """As Stored.joined, for matrices of whole blocks of 64. Double quantisation stays if all matrices have one
+        offset and whole groups of 256 blocks; otherwise (matrices quantised separately) the result has float32 absmax.
         """
         first, nested = pieces[0], (None, None, None)
         whole_groups = first.size % (BLOCK * NESTED_BLOCK) == 0
@@ -146,41 +124,33 @@ class FourBit(Stored):
         return cls(*leaves, shape=shape, dtype_name=first.dtype_name)
 
     def piece(self, index: int, start: int, rows: int) -> Self:
-        """Cuts the rows from `start` to before `start + rows` out of the matrix number `index` of this tensor of
-        experts [E, ., columns], and returns them as a tensor [rows, columns], which is written to a file by itself.
-
-        The values are exactly those of the rows, which must be whole blocks of 64 (BitsAndBytes.splitting checks it).
-        With double quantisation the absmax stay quantised if the rows begin and end with whole groups of 256 blocks,
-        which share a nested absmax; otherwise the result has float32 absmax.
+        """As Stored.piece, for rows that are whole blocks of 64. The absmax stay quantised if the rows begin and end
+        with whole groups of 256 blocks; otherwise the result has float32 absmax.
         """
         columns = self.shape[2]
         first, size = (index * self.shape[1] + start) * columns, rows * columns
         blocks = slice(first // BLOCK, (first + size) // BLOCK)
-        cut: dict[str, Any] = dict(codes=self.codes[first // 2 : (first + size) // 2], absmax=self.absmax[blocks])
+        fields: dict[str, Any] = dict(codes=self.codes[first // 2 : (first + size) // 2], absmax=self.absmax[blocks])
         if self.nested_absmax is not None and self.nested_map is not None and self.offset is not None:
             group = BLOCK * NESTED_BLOCK
             if size % group == 0 and first % group == 0:
-                cut["nested_absmax"] = self.nested_absmax[first // group : (first + size) // group]
+                fields["nested_absmax"] = self.nested_absmax[first // group : (first + size) // group]
             else:
                 nested = self.nested_absmax[np.arange(blocks.start, blocks.stop) // NESTED_BLOCK]
-                values = jnp.asarray(self.nested_map)[cut["absmax"]]
+                values = jnp.asarray(self.nested_map)[fields["absmax"]]
                 absmax = jax.lax.optimization_barrier(values * nested) + self.offset
-                cut |= dict(absmax=absmax, nested_absmax=None, nested_map=None, offset=None)
-        return dataclasses.replace(self, **cut, shape=(rows, columns))
+                fields |= dict(absmax=absmax, nested_absmax=None, nested_map=None, offset=None)
+        return dataclasses.replace(self, **fields, shape=(rows, columns))
 
     def cut(self, axis: int) -> int | None:
-        """The number of consecutive indices along `axis` (counted from 0) that must stay in one part when the tensor is
-        divided over devices (Stored.divided). Along the first axis it is the smallest number of indices whose elements
-        are whole blocks of 64, or, with double quantisation, whole groups of 256 blocks, which share a nested absmax.
-        None for every other axis: codes and absmax are flat and in row-major order, so a part along such an axis would
-        not be contiguous. `piece` does not call it: it can cut groups, but not blocks."""
-        row, whole = math.prod(self.shape[1:]), BLOCK * (1 if self.offset is None else NESTED_BLOCK)
-        return math.lcm(row, whole) // row if axis == 0 and row else None
+        """As Stored.cut: along the first axis whole blocks of 64 or, with double quantisation, groups of 256 blocks;
+        None for other axes, because codes are flat in row-major order. `piece` can cut groups.
+        """
+        row, unit_size = math.prod(self.shape[1:]), BLOCK * (1 if self.offset is None else NESTED_BLOCK)
+        return math.lcm(row, unit_size) // row if axis == 0 and row else None
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """The decoded tensor in `dtype`, or in that of dtype_name if it is None: each table entry times the absmax of
-        its block in float32, then cast."""
         with jax.named_scope("dequantise"):
             nibbles = (self.codes[:, None] >> jnp.array([4, 0], jnp.uint8)) & 15
             values = jnp.asarray(self.table).at[nibbles.reshape(-1)[: self.size]].get(mode="promise_in_bounds")
@@ -188,27 +158,23 @@ class FourBit(Stored):
 
 
 def _blocks(values: jax.Array, block: int, scales: jax.Array) -> jax.Array:
-    """Multiplies a flat array block by block: each `block` consecutive numbers of `values` [n] by one entry of `scales`
-    [ceil(n / block)]. It decodes codes (blocks of 64 and their absmax) and quantised absmax (blocks of 256 and their
-    nested absmax)."""
+    """Multiplies each `block` consecutive numbers of `values` [n] by one entry of `scales` [ceil(n / block)]."""
     size = values.size
     values = _padded(values, block).reshape(-1, block) * scales[:, None]
     return values.reshape(-1)[:size]
 
 
 def _padded(values: jax.Array, block: int) -> jax.Array:
-    """A flat array values [n] with zeros appended, so that its size is a multiple of `block`: the last block of a
-    tensor may be incomplete, and codes are made and read for whole blocks. `_blocks` and `_encode_nf4` call it."""
-    short = -values.size % block
-    return jnp.pad(values, (0, short)) if short else values
+    padding = -values.size % block
+    return jnp.pad(values, (0, padding)) if padding else values
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NF4(FourBit):
-    """A tensor in NF4, 4-bit NormalFloat (QLoRA), whose table has quantiles of the normal distribution, because the
-    weights of models are distributed about normally. It stores a code of four bits for each element and the largest
-    magnitude (absmax) of each 64, as FourBit, its base, explains; `encode` quantises to it."""
+    """A tensor in NF4, 4-bit NormalFloat (QLoRA): the table has quantiles of the normal distribution, as models'
+    weights are distributed about normally.
+    """
 
     quant_type = "nf4"
     table = np.array(
@@ -236,17 +202,12 @@ class NF4(FourBit):
     @staticmethod
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray, double_quant: bool = True) -> NF4:
-        """Quantises a tensor of any shape in bfloat16, float16 or float32 on its device; the bytes are equal on every
-        device. Codes and float32 absmax equal those of bitsandbytes; quantised absmax decode to nearly the same
-        numbers, because bitsandbytes adds their mean in another order. Loading a model with model.load_in "nf4" and
-        exports call it, by Format.encode.
+        """Quantises a tensor of any shape in bfloat16, float16 or float32; the bytes are equal on every device.
 
-        Elements are converted to float32. Values that are not finite make their block meaningless, and with double
-        quantisation the whole tensor, whose `offset` is then not finite either.
+        Quantised absmax decode to nearly bitsandbytes' numbers, as bitsandbytes adds their mean in another order. A
+        number that is not finite makes its block meaningless, and with double quantisation the whole tensor.
 
-        Args:
-          array: the tensor.
-          double_quant: True: the absmax are quantised too, to 8 bits. False: they are float32.
+          double_quant: whether the absmax are quantised too, to 8 bits.
         Raises:
           TypeError: another dtype, or double_quant is not a bool.
           ValueError: an empty array.
@@ -262,10 +223,9 @@ class NF4(FourBit):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FP4(FourBit):
-    """A tensor in FP4, the 4-bit float of older bitsandbytes checkpoints: sign, two exponent bits, one fraction bit.
-    It stores a code of four bits for each element and the largest magnitude (absmax) of each 64, as FourBit, its base,
-    explains. Checkpoints in it are read, trained over and written again, as the format "nf4" of FORMATS, which has both
-    classes; jaxtune does not quantise weights to it."""
+    """A tensor in FP4, the 4-bit float of older bitsandbytes checkpoints: sign, two exponent bits, one fraction bit. It
+    is read, trained over and written again, as the format "nf4"; jaxtune does not quantise to it.
+    """
 
     quant_type = "fp4"
     table = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
@@ -273,8 +233,6 @@ class FP4(FourBit):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
-    """Quantises an array of any shape to NF4. It is the jitted computation of NF4.encode, which checks its arguments
-    before. double_quant, which is static: True: the absmax are quantised too, to 8 bits. False: they are float32."""
     size, shape, dtype = array.size, array.shape, array.dtype
     blocks = _padded(array.reshape(-1), BLOCK).reshape(-1, BLOCK).astype(jnp.float32)
     absmax = jnp.abs(blocks).max(axis=1)
@@ -305,9 +263,7 @@ def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
 
 
 def _mean(values: jax.Array) -> jax.Array:
-    """The mean of float32[n] as a scalar: the offset of double quantisation. The values are added by halves (the first
-    half to the second, again and again), so that the order, and with it the result, is the same on every device.
-    `_encode_nf4` calls it."""
+    """The mean of float32[n]; halves are added to each other, so the order and result are the same on every device."""
     count = values.size
     values = jnp.pad(values, (0, (1 << (count - 1).bit_length()) - count))
     while values.size > 1:
@@ -326,8 +282,7 @@ _KINDS: dict[str, type[FourBit]] = {"nf4": NF4, "fp4": FP4}
 
 
 class _State(NamedTuple):
-    """What bitsandbytes' quant_state, a JSON object that is stored as a tensor beside a weight, says in addition to the
-    headers. BitsAndBytes.describe reads it, and BitsAndBytes.read uses it."""
+    """What bitsandbytes' quant_state, a JSON object stored as a tensor beside a weight, says beyond the headers."""
 
     quant_type: str  # "nf4" or "fp4"
     dtype_name: str  # the dtype that the weight was quantised from
@@ -335,13 +290,11 @@ class _State(NamedTuple):
 
 
 class BitsAndBytes(Layout):
-    """The layout of bitsandbytes' Linear4bit, the class of linears in NF4 or FP4, by which jaxtune/models/files reads
-    and writes checkpoints.
+    """The layout of bitsandbytes' Linear4bit, in NF4 or FP4.
 
     Beside `X.weight` (the codes, as bytes of any dtype) there are `X.weight.absmax`, `.quant_map`, with double
     quantisation `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4` (or `__fp4`), the bytes
-    of a JSON object with shape, dtype, block sizes and, with double quantisation, the offset. The attributes and
-    methods are explained in Layout.
+    of a JSON object with shape, dtype, block sizes and, with double quantisation, the offset.
     """
 
     title = "bitsandbytes' in four bits"
@@ -356,43 +309,28 @@ class BitsAndBytes(Layout):
     )
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "bitsandbytes", and load_in_4bit, or where it is missing _load_in_4bit, is true. The
-        planner learns a checkpoint's format by it; the loader finds weights by `claims` (Layout.recognises)."""
         four_bit = settings.get("load_in_4bit", settings.get("_load_in_4bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(four_bit)
 
     def key_of(self, name: str) -> tuple[str, str] | None:
-        """Divides the name of a tensor in a file into (module, key), such as ("model.layers.0.mlp.up_proj",
-        ".weight.absmax"). Returns None for a name that no tensor of this layout has. A plain weight's name, X.weight,
-        is divided too; `claims` tells them apart. It matches by a pattern, because the key of quant_state ends in the
-        name of the type, nf4 or fp4. The loader collects the tensors of one weight with it."""
+        """As Layout.key_of, by a pattern, because quant_state's key ends in nf4 or fp4. A plain weight's X.weight has a
+        key too; `claims` tells them apart.
+        """
         match = _PART.fullmatch(name)
         return None if match is None else (match[1], match[2])
 
     def claims(self, tensors: Headers) -> bool:
-        """Whether a module's tensors, {key: header}, store a weight in this layout: there is at least one tensor
-        besides `.weight`. If the codes themselves are missing, `describe` raises. The loader calls it to find the
-        quantised weights among a checkpoint's tensors."""
+        """As Layout.claims: there is a tensor besides `.weight`. If the codes are missing, `describe` raises."""
         return any(key != self.codes for key in tensors)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """Describes the weight that a module's tensors store, from their headers and the quant_state. Returns a Found
-        whose `details` is a _State (quant_type, dtype_name, offset). The loader calls it before it reads the tensors'
-        content.
-
-        Args:
-          name: the weight's name in the model.
-          tensors: {key, such as ".weight.absmax": header}.
-          read: a function that takes a tensor's key and returns its bytes; the quant_state is read with it.
-        Raises:
-          ValueError: a tensor is missing, or has another dtype (the codes may have any) or size than the shape in
-            quant_state needs, or quant_state is damaged or names a type, a dtype or block sizes that are not supported.
+        """As Layout.describe, with a _State as `details`. ValueError, too, for a quant_state that is damaged or names a
+        type, dtype or block sizes that are not supported.
         """
         codes = tensors.get(self.codes)
         if codes is None:
-            part = next(iter(tensors.values()))
-            raise ValueError(f"{part.file}: {part.name} is there, but {name} is missing")
+            header = next(iter(tensors.values()))
+            raise ValueError(f"{header.file}: {header.name} is there, but {name} is missing")
         where = f"{codes.file}: {name}"
         keys = [key for key in tensors if key.startswith(_STATE)]
         if len(keys) != 1:
@@ -413,31 +351,27 @@ class BitsAndBytes(Layout):
         if dtype_name not in FLOATS:
             raise ValueError(f"{where}: quantised from {dtype_name}, which is not supported")
         blocks = -(-math.prod(shape) // BLOCK)
-        wanted = {".weight.absmax": ("U8", blocks) if nested else ("F32", 4 * blocks), ".weight.quant_map": ("F32", 64)}
+        expected = {
+            ".weight.absmax": ("U8", blocks) if nested else ("F32", 4 * blocks),
+            ".weight.quant_map": ("F32", 64),
+        }
         if nested:
             groups = -(-blocks // NESTED_BLOCK)
-            wanted |= {".weight.nested_absmax": ("F32", 4 * groups), ".weight.nested_quant_map": ("F32", 4 * 256)}
-        wanted[self.codes] = (codes.dtype, -(-math.prod(shape) // 2))
-        for key, (dtype, size_bytes) in wanted.items():
-            part = tensors.get(key)
-            if part is None or (part.dtype, part.size_bytes) != (dtype, size_bytes):
-                got = "is missing" if part is None else f"has {part.size_bytes} bytes of {part.dtype}"
+            expected |= {".weight.nested_absmax": ("F32", 4 * groups), ".weight.nested_quant_map": ("F32", 4 * 256)}
+        expected[self.codes] = (codes.dtype, -(-math.prod(shape) // 2))
+        for key, (dtype, size_bytes) in expected.items():
+            header = tensors.get(key)
+            if header is None or (header.dtype, header.size_bytes) != (dtype, size_bytes):
+                flaw = "is missing" if header is None else f"has {header.size_bytes} bytes of {header.dtype}"
                 raise ValueError(
-                    f"{where}{key.removeprefix(self.codes)} {got}; a four-bit tensor {shape} needs {size_bytes} bytes "
+                    f"{where}{key.removeprefix(self.codes)} {flaw}; a four-bit tensor {shape} needs {size_bytes} bytes "
                     f"of {dtype}"
                 )
         return Found(name, tensors, shape, _State(quant_type, dtype_name, offset))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FourBit:
-        """Makes the quantised weight of one tensor, NF4 or FP4, with numpy arrays as leaves, from the content of its
-        tensors. The loader of checkpoints calls it.
-
-        Args:
-          found: what `describe` returned for the weight.
-          arrays: {key: array}, the content of the tensors in `found`.
-          dtype_name: not used, because the quant_state has the dtype that the weight was quantised from.
-        Raises:
-          ValueError: the table beside the codes is not that of the type.
+        """As Layout.read; dtype_name is not used, because quant_state has the dtype. ValueError if quant_map is not the
+        type's table.
         """
         state = found.details
         assert isinstance(state, _State)
@@ -450,15 +384,6 @@ class BitsAndBytes(Layout):
         return kind(*leaves, shape=found.shape, dtype_name=state.dtype_name)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
-        """The reason why the matrices of a layer's experts, which a checkpoint stores one by one, cannot become one
-        tensor [E, out, in], or None if they can. The reason is that some are in NF4 and others in FP4, or that the
-        first matrix, whose shape all have, is not whole blocks of 64 elements. The loader refuses the checkpoint with
-        this reason.
-
-        Args:
-          pieces: the matrices, as `describe` found them, in the order of their rows in the tensor.
-          per_expert: how many consecutive ones are the rows of one expert, such as 2 for gate and up; not used.
-        """
         first = pieces[0]
         if len({piece.details.quant_type for piece in pieces if isinstance(piece.details, _State)}) > 1:
             return "of its experts' matrices some are in four bits of another type"
@@ -470,74 +395,49 @@ class BitsAndBytes(Layout):
         return None
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
-        """(label, key) of each tensor of the weight `found`, in the order in which the digest of the base model, by
-        which adapters recognise it, includes them. The label is the name that enters the digest: the weight's name for
-        the codes, and for the others, in alphabetical order, the key without ".weight."."""
-        others = sorted(key for key in found.tensors if key != self.codes)
-        return [(found.name, self.codes), *((key.removeprefix(".weight."), key) for key in others)]
+        """As Layout.digested: the weight's name labels the codes; the others follow in alphabetical order, without
+        ".weight.".
+        """
+        companion_keys = sorted(key for key in found.tensors if key != self.codes)
+        return [(found.name, self.codes), *((key.removeprefix(".weight."), key) for key in companion_keys)]
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
-        """The reason why `weight`, experts [E, out, in], cannot be written as separate matrices of `rows` rows each, or
-        None if it can. The reason is that such a matrix would not be whole blocks of 64 elements. Writing a checkpoint
-        then fails with this reason."""
         if rows * weight.shape[2] % BLOCK == 0:
             return None
         return f"is in four bits, and its pieces of {rows} x {weight.shape[2]} are not whole blocks of {BLOCK}"
 
     def header_number(self, weight: Stored, make: Callable[[], Stored]) -> float | None:
-        """Returns the offset of double quantisation, the mean of the absmax, or None without double quantisation.
-        quant_state contains it in decimal digits, so the size of that tensor, which the file's header gives, depends on
-        it.
-
-        Args:
-          weight: the weight, or the same object with shapes (jax.ShapeDtypeStruct) in place of its arrays.
-          make: a function that quantises the weight, for experts the whole tensor, and returns it; it is called only if
-            `weight` has double quantisation and no jax.Array as offset, so that an offset is not computed twice.
+        """The offset of double quantisation, or None: quant_state has it in decimal digits, so that tensor's size
+        depends on it. `make` is called only where `weight.offset` is no jax.Array.
         """
         assert isinstance(weight, FourBit)
         if weight.offset is None:
             return None
-        known = weight if isinstance(weight.offset, jax.Array) else make()
-        assert isinstance(known, FourBit) and known.offset is not None
-        return float(jax.device_get(known.offset))
+        quantised = weight if isinstance(weight.offset, jax.Array) else make()
+        assert isinstance(quantised, FourBit) and quantised.offset is not None
+        return float(jax.device_get(quantised.offset))
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """Describes the tensors of a file that store `weight`, {key, such as ".weight.absmax": FileTensor}. A
-        FileTensor has a shape, a dtype, and a function that later takes the same weight with its arrays and returns the
-        array to write. A file's header is written before the weights have been quantised, so `weight` may contain
-        shapes and dtypes (jax.ShapeDtypeStruct) instead of arrays.
-
-        number: the offset of double quantisation, from `header_number`, which quant_state contains; None without double
-        quantisation.
-        """
         assert isinstance(weight, FourBit)
         table = type(weight).table
         state: dict[str, Any] = {"quant_type": weight.quant_type, "blocksize": BLOCK, "dtype": weight.dtype_name}
         state["shape"] = list(weight.shape)
         codes = FileTensor((weight.codes.size, 1), np.dtype(weight.codes.dtype), lambda w: w.codes.reshape(-1, 1))
-        found = {
+        entries = {
             self.codes: codes,
             ".weight.absmax": file_tensor(weight.absmax, lambda w: w.absmax),
             ".weight.quant_map": file_tensor(table, lambda w: table),
         }
         if weight.offset is not None:
-            found[".weight.nested_absmax"] = file_tensor(weight.nested_absmax, lambda w: w.nested_absmax)
-            found[".weight.nested_quant_map"] = file_tensor(weight.nested_map, lambda w: w.nested_map)
+            entries[".weight.nested_absmax"] = file_tensor(weight.nested_absmax, lambda w: w.nested_absmax)
+            entries[".weight.nested_quant_map"] = file_tensor(weight.nested_map, lambda w: w.nested_map)
             state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": number}
         content = np.frombuffer(json.dumps(state).encode(), np.uint8)
-        found[f"{_STATE}{weight.quant_type}"] = file_tensor(content, lambda w: content)
-        return found
+        entries[f"{_STATE}{weight.quant_type}"] = file_tensor(content, lambda w: content)
+        return entries
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
-        layout. The entry is written with a model that is saved or exported.
-
-        Args:
-          weights: the weights in four bits; the first one decides which type the entry names, and whether absmax are
-            quantised.
-          plain: the names of the linears that are not quantised.
-          dtype: the name of the dtype that the model computes in.
-        """
+        """As Layout.config; the first weight decides the type that the entry names and whether absmax are quantised."""
         first = weights[0]
         assert isinstance(first, FourBit)
         return {

@@ -1,11 +1,8 @@
 """int8 with a scale per row: the weights of LLM.int8() (arXiv 2208.07339), as bitsandbytes stores them.
 
-A weight is its code times the largest magnitude of its row, divided by 127. In its forward pass LLM.int8() also
-quantises activations, and multiplies columns with outliers in 16 bits. That is not done here: weights are decoded for
-each product, forward and backward, as bitsandbytes does for gradients.
-
-Int8 is the class of weights, with `Int8.encode`. LLMInt8 describes how checkpoints store them, and FORMAT declares the
-format to jaxtune.pallas.formats.
+A weight is its code times its row's largest magnitude / 127. In its forward pass LLM.int8() also quantises activations,
+and multiplies columns with outliers in 16 bits. Here weights are decoded for each product instead, forward and
+backward, as bitsandbytes does for gradients.
 """
 
 from __future__ import annotations
@@ -42,8 +39,7 @@ _BY_ROWS = np.zeros((), np.uint8)  # bitsandbytes' weight_format for codes in ro
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8(Stored):
-    """A weight tensor [..., out, in] in int8 with a scale for each row: a number is code * absmax / 127, absmax being
-    the largest magnitude of its row. It implements the interface of quantised weights, Stored."""
+    """A tensor [..., out, in] in int8 with a scale for each row: a number is code * absmax / 127."""
 
     codes: jax.Array  # int8[..., out, in]
     absmax: jax.Array  # float32[..., out], the largest magnitude of each row, which bitsandbytes calls SCB
@@ -53,70 +49,52 @@ class Int8(Stored):
 
     @staticmethod
     def encode(array: jax.Array) -> Int8:
-        """Quantises an array [..., out, in] of floats to an Int8, whose `decode` returns the array's dtype by default.
-        Numbers are rounded to float16 first, and then to the nearest code, with the largest magnitude of each row at
-        127; a row of zeros has absmax 0. The bytes equal those of bitsandbytes on a CPU. Loading with model.load_in
-        "int8", exports, and quantisation-aware training in int8 by rows call it.
+        """Quantises an array [..., out, in] of floats; the bytes equal bitsandbytes' on a CPU.
 
-        Rows with numbers beyond float16's range, for which bitsandbytes stores infinity, are quantised from float32.
+        Numbers are rounded to float16 first, and then to the nearest code, with the largest magnitude of each row at
+        127; a row of zeros has absmax 0. Rows with numbers beyond float16's range, for which bitsandbytes stores
+        infinity, are quantised from float32.
         """
         codes, absmax = _encode(jnp.asarray(array))
         return Int8(codes, absmax, str(array.dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the decoded tensor, [..., out, in], which is also that of its codes."""
         return tuple(self.codes.shape)
 
     def problem(self) -> str | None:
-        """Returns the reason why the arrays cannot belong to one tensor (absmax has not one number for each row of the
-        codes), or None. Dtypes are not checked. `decode` and the operations refuse such a weight with this reason."""
+        """As Stored.problem; dtypes are not checked."""
         if self.absmax.shape == self.shape[:-1]:
             return None
         return f"absmax is {list(self.absmax.shape)}; codes of {list(self.shape)} need {list(self.shape[:-1])}"
 
     def cut(self, axis: int) -> int:
-        """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over
-        devices or written in pieces: 1 along every axis, because a part of a row can be decoded by the scale of the
-        whole row. Stored.piece calls it; `divided` of this class does not."""
+        """As Stored.cut: 1, because a part of a row is decoded by the whole row's scale."""
         return 1
 
     def rescaled(self, factor: np.ndarray) -> Int8:
-        """The same codes with the largest magnitudes, absmax, multiplied by `factor`, float64[..., out, 1]. An export
-        calls it so that weights which training rounded to this format decode to exactly the same 16-bit numbers,
-        although `encode` computes slightly different scales from them (Stored.rescaled)."""
         return dataclasses.replace(self, absmax=jnp.asarray(np.float32(np.float64(self.absmax) * factor[..., 0])))
 
     def largest(self) -> jax.Array:
-        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's
-        shape. Quantisation-aware training with clipped gradients compares weights with it (Stored.largest)."""
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, _LARGEST)).decode("float32")
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
-        """The axes along which (codes, absmax) are divided if the tensor is divided into `parts` equal parts along
-        `axis`, for the sharding of a model's weights.
-
-        Along `out` or a leading axis both are divided. Along `in`, which cuts every row, only the codes are, and each
-        part keeps all of absmax: (axis, None). Returns None instead of the tuple if the size of the axis is not a
-        multiple of `parts`.
-        """
+        """As Stored.divided; along `in`, which cuts every row, each device keeps all of absmax: (axis, None)."""
         if self.shape[axis] % parts:
             return None
         axis = axis % self.ndim
         return (axis, None if axis == self.ndim - 1 else axis)
 
     def _decode(self, dtype) -> jax.Array:
-        """The decoded tensor [..., out, in] in `dtype`, or in that of dtype_name if it is None: (code * absmax) * (1 /
-        127) in float32, the order of bitsandbytes, so that the result is the same, then cast."""
         numbers = self.codes * self.absmax[..., None] * np.float32(1 / _LARGEST)  # in bitsandbytes' order
         return numbers.astype(dtype or self.dtype)
 
 
 @jax.jit
 def _encode(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantises an array [..., out, in] and returns (codes int8[..., out, in], absmax float32[..., out], the largest
-    magnitude of each row). The numbers of a row are rounded to float16 first, if none of that row is beyond float16's
-    range. It is the jitted computation of Int8.encode."""
+    """(codes int8[..., out, in], absmax float32[..., out]). A row is rounded to float16 unless a number is beyond its
+    range.
+    """
     exact = array.astype(jnp.float32)
     half = as_float16(exact)  # bitsandbytes quantises weights that were rounded so
     numbers = jnp.where(jnp.isfinite(half).all(-1, keepdims=True), half, exact)
@@ -126,12 +104,10 @@ def _encode(array: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class LLMInt8(Layout):
-    """The layout of bitsandbytes' checkpoints with `load_in_8bit`, by which jaxtune/models/files reads and writes them.
+    """The layout of bitsandbytes' checkpoints with `load_in_8bit`.
 
     The tensors are `X.weight` int8[out, in], `X.SCB` float32[out], the largest magnitudes of the rows, and
-    `X.weight_format` uint8[], the order of the codes: 0 for row-major order, which is assumed if it is missing.
-    `recognises` decides by a config.json, and `claims` by the tensors of one module. The attributes and methods are
-    explained in Layout.
+    `X.weight_format` uint8[], the order of the codes: 0, or missing, for row-major order.
     """
 
     title = "bitsandbytes' in eight bits (LLM.int8)"
@@ -144,39 +120,23 @@ class LLMInt8(Layout):
     )
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "bitsandbytes", and load_in_8bit, or where it is missing _load_in_8bit, is true. The
-        planner learns a checkpoint's format by it; the loader finds weights by `claims` (Layout.recognises)."""
         eight_bit = settings.get("load_in_8bit", settings.get("_load_in_8bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(eight_bit)
 
     def claims(self, tensors: Headers) -> bool:
-        """Whether a module's tensors, {key: header}, are a weight of this layout: `.weight` has the dtype I8, and
-        `.SCB` or `.weight_format` is beside it. A plain weight has neither of the two. The loader calls it to find the
-        quantised weights among a checkpoint's tensors."""
+        """As Layout.claims; `.SCB` or `.weight_format`, which a plain weight lacks, must be beside the codes."""
         return super().claims(tensors) and any(key in tensors for key in self.others)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """Describes the weight that a module's tensors store, from their headers and the one byte of `.weight_format`.
-        Returns a Found with its name, headers and shape [out, in]. The loader calls it before it reads the tensors'
-        content.
-
-        Args:
-          name: the weight's name in the model.
-          tensors: {key, such as ".SCB": header}.
-          read: takes a tensor's key and returns its bytes.
-        Raises:
-          ValueError: SCB is missing or does not fit the codes, the codes are no matrix, or they are not in row-major
-            order.
-        """
+        """As Layout.describe. ValueError, too, for codes that are no matrix or not in row-major order."""
         codes, absmax, order = (tensors.get(key) for key in (self.codes, *self.others))
         assert codes is not None
         module, rows = name.removesuffix(self.weight), list(codes.shape[:1])
         if len(codes.shape) != 2:
             raise ValueError(f"{codes.file}: {name} is I8{list(codes.shape)}; it must be a matrix")
         if absmax is None or (absmax.dtype, list(absmax.shape)) != ("F32", rows):
-            got = "is missing" if absmax is None else f"is {absmax.dtype}{list(absmax.shape)}"
-            raise ValueError(f"{codes.file}: {module}.SCB {got}; {name} needs F32{rows}: fetch or save it again")
+            flaw = "is missing" if absmax is None else f"is {absmax.dtype}{list(absmax.shape)}"
+            raise ValueError(f"{codes.file}: {module}.SCB {flaw}; {name} needs F32{rows}: fetch or save it again")
         if order is not None and read(".weight_format").tobytes() != _BY_ROWS.tobytes():
             raise ValueError(
                 f"{codes.file}: {module}.weight_format is not 0 in one byte: the codes are in a GPU's own order, which "
@@ -185,16 +145,6 @@ class LLMInt8(Layout):
         return Found(name, tensors, codes.shape)
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Int8:
-        """Makes the quantised weight of one matrix, with numpy arrays as leaves, from the content of its tensors. The
-        loader of checkpoints calls it.
-
-        Args:
-          found: what `describe` returned for the weight.
-          arrays: {key: array}, the content of the tensors in `found`.
-          dtype_name: the dtype that the model computes in, to which the weight is decoded by default.
-        Raises:
-          ValueError: a largest magnitude is negative.
-        """
         absmax = arrays[".SCB"]
         if (absmax < 0).any():
             raise ValueError(f"{found.where}: SCB has {absmax.min():.4g}; magnitudes are not negative: fetch it again")
@@ -202,11 +152,6 @@ class LLMInt8(Layout):
         return Int8(*leaves, dtype_name=dtype_name)
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """Describes the tensors of a file that store `weight`, {key, such as ".SCB": FileTensor}. A FileTensor has a
-        shape, a dtype, and a function that later takes the same weight with its arrays and returns the array to write.
-        A file's header is written before the weights have been quantised, so `weight` may contain shapes and dtypes
-        (jax.ShapeDtypeStruct) instead of arrays. number: the number that some layouts put into the header, from
-        `header_number`; this layout has none and ignores it."""
         assert isinstance(weight, Int8)
         return {
             self.codes: file_tensor(weight.codes, lambda w: w.codes),
@@ -215,14 +160,6 @@ class LLMInt8(Layout):
         }
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
-        layout. The entry is written with a model that is saved or exported.
-
-        Args:
-          weights: all weights in this format; the entry does not depend on them.
-          plain: the names of the linears that are not quantised.
-          dtype: not used.
-        """
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": False,

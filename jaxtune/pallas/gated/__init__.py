@@ -1,10 +1,4 @@
-"""Gated activations, such as an MLP's activation(gate) * up, and their backward.
-
-`gated_backward` computes the gradients of gate and up. Its kernel writes them over the memory of gate and up.
-`gated_thin` computes the activation and its product with the A of the down projection's adapter; `thin_of_gated`
-computes that product alone; `gated_thin_backward` computes the gradients of gate, up and A. `gated_rows` and
-`gated_rows_backward` are the forward and the backward of experts, whose rows have weights; a RowGate says how their
-rows are gated. ACTIVATIONS is {name: the activation as a JAX function}."""
+"""Gated activations, such as an MLP's activation(gate) * up, and their backward, of MLPs and of experts."""
 
 from jaxtune.pallas.gated.api import gated_backward, gated_rows_backward, in_place
 from jaxtune.pallas.gated.reference import ACTIVATIONS, RowGate, gated_rows

@@ -1,6 +1,6 @@
-"""The backward of gated activations: the public functions `gated_backward`, of an MLP, and `gated_rows_backward`, of
-experts, and the choice of their implementations (`implementations` and `row_implementations`). `_first_use` checks the
-MLP's kernel before a GPU uses it."""
+"""Backward of gated activations, of an MLP and of experts. Public functions raise TypeError or ValueError for wrong
+arguments or an implementation that refuses.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +19,15 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "reference": reference}
 def gated_backward(
     gate: jax.Array, up: jax.Array, dgated: jax.Array, activation: str, *, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The backward of an MLP's gated activation. Returns (activation(gate) * up, the gradient of gate, the gradient of
-    up), all in the shape and dtype of the arguments. The first is computed again, so that a forward need not keep it
-    for the down projection's gradient. The kernel writes over its arguments if nothing else reads them, so that three
-    arrays of this size are live and not six, at what is otherwise the peak of a training step's memory. The backward of
-    the MLP (models/layers/mlp.py) calls it.
+    """(activation(gate) * up, gradient of gate, gradient of up), in the arguments' shape and dtype. The first is
+    computed again, so a forward need not keep it. The kernel writes over its arguments if nothing else reads them:
+    three arrays are live, not six, at what is otherwise the peak of a training step's memory.
 
-    Args:
-      gate, up: the arrays of the forward, of one shape and one dtype: bfloat16, float16 or float32.
-      dgated: the gradient of activation(gate) * up, in the same shape and dtype.
+      gate, up: of one shape and dtype, bfloat16, float16 or float32.
+      dgated: gradient of activation(gate) * up.
       activation: "silu", "gelu_tanh" or "gelu".
-      implementation: "mosaic" (the kernel), "reference" (plain JAX), or None for the first that supports the call.
-        "mosaic" needs a Hopper GPU, bfloat16, "silu" or "gelu_tanh", and a multiple of 1,024 elements, fewer than 2^32;
-        on several devices this is asked for the whole arrays and for the part of each device.
-    Raises:
-      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
-        call.
+      implementation: "mosaic" (Hopper, bfloat16, "silu" or "gelu_tanh", a multiple of 1,024 elements below 2^32, also
+        of each device's shard), "reference", or None: the first that supports the call.
     """
     check = Arguments("gated_backward")
     check.array("gate", gate, "...", FLOATS)
@@ -43,26 +36,19 @@ def gated_backward(
     check.array("dgated", dgated, shape, gate.dtype)
     check.choice("activation", activation, tuple(reference.ACTIVATIONS))
 
-    def chosen(gate):
+    def implementation_name(gate):
         return dispatch.choose("gated_backward", implementations(gate.dtype, gate.size, activation), implementation)
 
     def run(gate, up, dgated):
-        return IMPLEMENTATIONS[chosen(gate)].gated_backward(gate, up, dgated, activation)
+        return IMPLEMENTATIONS[implementation_name(gate)].gated_backward(gate, up, dgated, activation)
 
     # XLA divides the reference by itself.
-    return (run if chosen(gate) == "reference" else meshes.on_each_device(run, rows=3))(gate, up, dgated)
+    return (run if implementation_name(gate) == "reference" else meshes.on_each_device(run, rows=3))(gate, up, dgated)
 
 
 def implementations(dtype, size: int, activation: str) -> dispatch.Table:
-    """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
-    reason why the implementation refuses the call, or None}, in the order in which they are tried: "mosaic", then
-    "reference", which refuses nothing. The function of "mosaic" may compare the kernel with the reference on this GPU,
-    which takes seconds. `gated_backward` chooses from the table, and `jaxtune info` prints why implementations refuse.
-
-    Args:
-      dtype: of the arrays.
-      size: the number of elements of each.
-      activation: a key of ACTIVATIONS, such as "silu".
+    """{name: why it refuses a call, or None}, in the order of trial. "mosaic" may first compare its kernel with the
+    reference on this GPU, which takes seconds. size: elements of an array.
     """
 
     def refusal():
@@ -72,16 +58,12 @@ def implementations(dtype, size: int, activation: str) -> dispatch.Table:
 
 
 def _first_use(activation: str) -> str | None:
-    """Compares the Mosaic kernel with the plain JAX implementation on a small random case, once for each activation on
-    a kind of GPU; a pass is stored in the user's cache. Returns the reason why this GPU must not run the kernel for
-    `activation`, "silu" or "gelu_tanh", or None, also without a check if there is no GPU, or if the check is not done
-    in this call (dispatch.first_use). `implementations` asks it after mosaic.refusal."""
 
     def compare():
         gate, up, dgated = (4 * jax.random.normal(jax.random.key(0), (3, 7, mosaic.CHUNK))).astype(jnp.bfloat16)
-        got = jax.jit(mosaic.gated_backward, static_argnums=3)(gate, up, dgated, activation)
-        gate, up, dgated = (each.astype(jnp.float32) for each in (gate, up, dgated))
-        return got, reference.gated_backward(gate, up, dgated, activation)
+        kernel_results = jax.jit(mosaic.gated_backward, static_argnums=3)(gate, up, dgated, activation)
+        gate, up, dgated = (array.astype(jnp.float32) for array in (gate, up, dgated))
+        return kernel_results, reference.gated_backward(gate, up, dgated, activation)
 
     return dispatch.first_use("gated_backward", "mosaic", activation, compare)
 
@@ -90,21 +72,14 @@ def _first_use(activation: str) -> str | None:
 def gated_rows_backward(
     gate_up: jax.Array, weights: jax.Array, dgated: jax.Array, gate: RowGate, *, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The backward of experts' gated activation (gated_rows). Returns (the inner rows times their weights, computed
-    again [rows, I]; the gradient of gate_up [rows, 2 I]; the gradient of weights, float32[rows]). The kernel computes
-    the three in one pass over memory, and writes the first two over its arguments if nothing else reads these. The
-    backward of a layer of experts (models/layers/experts.py) calls it.
+    """Backward of experts' gated activation: (inner rows times their weights, computed again, [rows, I]; gradient of
+    gate_up; gradient of weights, float32[rows]). The kernel takes one pass, and writes the first two over its arguments
+    if nothing else reads these.
 
-    Args:
-      gate_up: [rows, 2 I] bfloat16, float16 or float32, gate and up of each row.
-      weights: float32[rows], the router's weight of each row.
-      dgated: [rows, I] in gate_up's dtype, the gradient of the inner rows times their weights.
-      gate: how an inner row is computed from gate and up.
-      implementation: "triton" (the kernel: 16 bits, and an activation that is "silu" or "gelu_tanh", or clipped),
-        "reference" (plain JAX), or None for the first that supports the call.
-    Raises:
-      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
-        call.
+      gate_up: [rows, 2 I] bfloat16, float16 or float32.
+      weights: float32[rows], the router's.
+      dgated: [rows, I] in gate_up's dtype, gradient of the weighted inner rows.
+      implementation: "triton" (16 bits, "silu", "gelu_tanh" or clipped), "reference", or None.
     """
     check = Arguments("gated_rows_backward")
     check.array("dgated", dgated, "rows I", FLOATS)
@@ -118,18 +93,10 @@ def gated_rows_backward(
 
 
 def row_implementations(gate_up, gate: RowGate) -> dispatch.Table:
-    """The table from which dispatch.choose takes the implementation of a call of `gated_rows_backward`: {name: a
-    function that returns the reason why the implementation refuses the call, or None}, in the order in which they are
-    tried. `gated_rows_backward` chooses from the table, and `jaxtune info --kernels` prints it.
-
-    Args:
-      gate_up: [rows, 2 I], gate and up of each row, as an array or as a jax.ShapeDtypeStruct.
-      gate: how an inner row is computed from gate and up.
-    """
+    """As `implementations`, of gated_rows_backward. gate_up: an array or a shape."""
     return {"triton": lambda: triton.refusal(gate_up, gate), "reference": lambda: None}
 
 
 def in_place(dtype, gate: RowGate) -> bool:
-    """Whether a kernel of gated_rows_backward, which writes over its arguments, supports rows of this dtype and gate on
-    the GPUs for which there is one. The planner asks it."""
+    """Whether a kernel of gated_rows_backward, which writes over its arguments, supports such rows on some GPU."""
     return triton.unsupported(dtype, gate) is None

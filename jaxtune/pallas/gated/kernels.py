@@ -1,5 +1,4 @@
-"""The body of the Triton kernel that `gated_rows_backward` of triton.py calls, gated_rows_gradient_kernel, and
-`share_of`, which other kernels of gated activations call too."""
+"""Triton kernel of experts' gated backward, and the device functions of gated activations."""
 
 import triton
 import triton.language as tl
@@ -19,7 +18,6 @@ _SIGMOID = tl.constexpr("""{
 
 @triton.jit
 def _sigmoid(x, FAST: tl.constexpr):
-    """The sigmoid of x, float32. FAST: share_of's."""
     if FAST == 0 or INTERPRETED:
         return tl.sigmoid(x)
     # Not pure, so that it is computed once where the result is needed in two layouts of registers.
@@ -28,9 +26,11 @@ def _sigmoid(x, FAST: tl.constexpr):
 
 @triton.jit
 def share_of(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, FAST: tl.constexpr):
-    """(s(x), its derivative s'(x)) of x, float32; the activation is x s(x). ACTIVATION 0: s is the sigmoid of ALPHA x
-    (silu, if ALPHA is 1). 1: s is the tanh approximation of the normal distribution function (gelu_tanh). FAST 0: the
-    sigmoid is Triton's; else it takes four instructions, whose error is below 2^-21."""
+    """(s(x), s'(x)) of float32 x; the activation is x s(x).
+
+    ACTIVATION: 0: sigmoid of ALPHA x (silu if ALPHA is 1); 1: tanh approximation of the normal distribution function.
+    FAST: 0: Triton's sigmoid; else four instructions with an error below 2^-21.
+    """
     if ACTIVATION == 0:
         share = _sigmoid(ALPHA * x, FAST)
         slope = ALPHA * share * (1.0 - share)
@@ -43,15 +43,15 @@ def share_of(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, FAST: tl.constexp
 
 @triton.jit
 def within(x, LIMIT: tl.constexpr):
-    """The derivative of min(x, LIMIT): 1 below the limit, half at it, as JAX has it, and 0 above."""
+    """Derivative of min(x, LIMIT): 1 below the limit, half at it, as JAX has it, 0 above."""
     return tl.where(x < LIMIT, 1.0, tl.where(x == LIMIT, 0.5, 0.0))
 
 
 @triton.jit
 def clipped(x, y, CLIPPED: tl.constexpr, LIMIT: tl.constexpr):
-    """Returns what an expert's activation takes as gate and up. If CLIPPED is 0, these are x and y. If it is 1, gate is
-    min(x, LIMIT), and up is y, clipped to the range from -LIMIT to LIMIT, plus 1. x, y: float32, the products with the
-    weights of gate and up."""
+    """gate and up of an expert's activation: with CLIPPED min(x, LIMIT), and y clipped to +-LIMIT, plus 1; else x and
+    y.
+    """
     if CLIPPED:
         x, y = tl.minimum(x, LIMIT), tl.minimum(tl.maximum(y, -LIMIT), LIMIT) + 1.0
     return x, y
@@ -69,8 +69,9 @@ def row_gradients(
     ALPHA: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Returns (an expert's inner rows, the gradient of gate, that of up), float32, from gate x, up y, the rows' weights
-    and dout, the gradient of the inner rows times their weights. The constants are those of clipped and share_of."""
+    """(an expert's inner rows, gradients of gate and of up), float32, of gate x, up y, the rows' weights and dout, the
+    gradient of the weighted inner rows.
+    """
     dx_within, dy_within = 1.0, 1.0
     if CLIPPED:
         dx_within = within(x, LIMIT)
@@ -100,41 +101,30 @@ def gated_rows_gradient_kernel(
     ALPHA: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Computes the backward of experts' gated activation for BLOCK_ROWS rows, in float32. The results are the inner
-    rows, which the forward did not keep, and the gradients of gate, up and the rows' weights. Grid: (ROWS / BLOCK_ROWS,
-    rounded up,).
+    """Backward of experts' gated activation for BLOCK_ROWS rows, in float32. Grid: (ROWS / BLOCK_ROWS, rounded up,).
+    dgate_up may be gate_up's memory, and gated dgated's: a program reads a block before it writes it.
 
-    dgate_up may be the same memory as gate_up, and gated the same as dgated: each program reads a block of columns
-    before it writes it, and no other program reads these rows.
-
-    Args:
-      gate_up: [ROWS, 2 SIZE]. The first SIZE columns are gate, and the others up. If INTERLEAVED is 1, the even columns
-        are gate, and the odd ones up.
-      weights: float32[ROWS].
-      dgated: [ROWS, SIZE], the gradient of the inner rows.
-      dgate_up: the gradient of gate_up. gated: the inner rows times the weights, [ROWS, SIZE].
-      dweights: float32[ROWS], the gradient of the weights.
-      BLOCK: the number of columns of gate, and of up, that are computed at once.
-      ACTIVATION, ALPHA: of the activation (share_of).
-      CLIPPED, LIMIT: 1: gate and up are clipped at LIMIT, and 1 is added to up.
+      gate_up, dgate_up: [ROWS, 2 SIZE], gate before up; INTERLEAVED: gate in the even columns, up in the odd ones.
+      dgated: [ROWS, SIZE], gradient of gated, the inner rows times the weights.
+      BLOCK: columns of gate, and of up, computed at once.
     """
     DTYPE: tl.constexpr = gated.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    there = rows < ROWS
-    weight = tl.load(weights + rows, mask=there, other=0.0)[:, None]
+    row_mask = rows < ROWS
+    weight = tl.load(weights + rows, mask=row_mask, other=0.0)[:, None]
     # Added up over the columns at the end only, as threads must wait for each other to do so.
     sums = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
     for start in range(0, SIZE, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        real = there[:, None] & (columns < SIZE)[None, :]
+        real = row_mask[:, None] & (columns < SIZE)[None, :]
         inner = rows[:, None] * SIZE + columns[None, :]
         pairs = 2 * start + tl.arange(0, 2 * BLOCK)
         paired = rows[:, None] * (2 * SIZE) + pairs[None, :]
-        real_pairs = there[:, None] & (pairs < 2 * SIZE)[None, :]
+        real_pairs = row_mask[:, None] & (pairs < 2 * SIZE)[None, :]
         first = rows[:, None] * (2 * SIZE) + columns[None, :]
         if INTERLEAVED:
-            both = tl.load(gate_up + paired, mask=real_pairs, other=0.0)
-            x, y = tl.split(tl.reshape(both, [BLOCK_ROWS, BLOCK, 2]))
+            gate_up_pairs = tl.load(gate_up + paired, mask=real_pairs, other=0.0)
+            x, y = tl.split(tl.reshape(gate_up_pairs, [BLOCK_ROWS, BLOCK, 2]))
         else:
             x = tl.load(gate_up + first, mask=real, other=0.0)
             y = tl.load(gate_up + SIZE + first, mask=real, other=0.0)
@@ -148,4 +138,4 @@ def gated_rows_gradient_kernel(
         else:
             tl.store(dgate_up + first, dx.to(DTYPE), mask=real)
             tl.store(dgate_up + SIZE + first, dy.to(DTYPE), mask=real)
-    tl.store(dweights + rows, tl.sum(sums, 1), mask=there)
+    tl.store(dweights + rows, tl.sum(sums, 1), mask=row_mask)

@@ -1,10 +1,6 @@
-"""The backward of a gated activation as a Pallas Mosaic GPU kernel for Hopper, `gated_backward`: from gate, up and the
-gradient of activation(gate) * up it computes activation(gate) * up and the gradients of gate and up, and writes these
-over its three inputs. `refusal` says which calls it cannot compute on this GPU, `unsupported` which on any GPU. In the
-kernel's body, `_kernel`, `_results` computes the results of a chunk, from the `_share` of the activation.
-
-Its time is that of reading and writing memory. A lane reads 16 bytes of each array and writes 16 bytes of each result
-to the same address. As a lane needs few registers, many warps run on each multiprocessor and keep the memory busy.
+"""Backward of a gated activation as a Pallas Mosaic GPU kernel for Hopper, which writes its three results over its
+three inputs. A lane reads 16 bytes of each array and writes 16 bytes to the same address; it needs few registers, so
+many warps run on each multiprocessor and keep the memory busy.
 """
 
 from __future__ import annotations
@@ -25,15 +21,7 @@ MOST = 2**32  # arrays of this number of elements or more are refused
 
 
 def refusal(dtype, size: int, activation: str) -> str | None:
-    """The reason why the kernel cannot compute a call on this GPU, or None; the choice of an implementation asks it.
-    Reasons are a GPU that is not Hopper (where the kernel is not interpreted), another activation than "silu" and
-    "gelu_tanh", another dtype than bfloat16, a size that is no multiple of CHUNK, or an array of 2^32 elements or more.
-
-    Args:
-      dtype: of the arrays.
-      size: the number of elements of each.
-      activation: its name, such as "silu".
-    """
+    """Why the kernel cannot compute a call on this GPU, or None. size: elements of an array."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     reason = unsupported(dtype, size, activation)
@@ -45,15 +33,8 @@ def refusal(dtype, size: int, activation: str) -> str | None:
 
 
 def unsupported(dtype, size: int, activation: str) -> str | None:
-    """The reason why the kernel cannot compute a call on any GPU, or None: another activation than "silu" and
-    "gelu_tanh", another dtype than bfloat16, or a size that is no multiple of CHUNK. The planner asks this and not
-    `refusal`, because it forecasts memory also for a GPU that this machine does not have; the largest size is not
-    tested.
-
-    Args:
-      dtype: of the arrays.
-      size: the number of elements of each.
-      activation: its name, such as "silu".
+    """Why the kernel cannot compute a call on any GPU, or None; for plans of a GPU that this machine lacks. It does not
+    test the largest size.
     """
     if activation not in ("silu", "gelu_tanh"):
         return f"activation {activation}: Mosaic has no erf"
@@ -65,16 +46,15 @@ def unsupported(dtype, size: int, activation: str) -> str | None:
 
 
 def _sigmoid(z):
-    """The sigmoid of z, float32 in registers, as the square of 1 / sqrt(1 + exp(-z)), whose approximate instruction is
-    fast; Pallas has no approximate division. The error is 2^-21. `_share` needs it for both activations."""
+    """Sigmoid of float32 z as the square of 1 / sqrt(1 + exp(-z)), as Pallas has no approximate division; its error is
+    2^-21.
+    """
     root = lax.rsqrt(1.0 + jnp.exp(-z))
     return root * root
 
 
 def _share(x, activation: str):
-    """Returns (s(x), its derivative s'(x)) for x, float32 in registers. The activation is x s(x): s is the sigmoid for
-    "silu", and the tanh approximation of the normal distribution function for "gelu_tanh". `activation` is one of these
-    two. `_results` makes the activation and its derivative of these."""
+    """(s(x), s'(x)) of float32 x in registers; the activation is x s(x)."""
     if activation == "silu":
         share = _sigmoid(x)
         return share, share * (1.0 - share)
@@ -85,20 +65,16 @@ def _share(x, activation: str):
 
 
 def _results(values, activation: str):
-    """For `_kernel`: returns (gated, dgate, dup) of one chunk, float32 in registers: gated is activation(gate) * up,
-    and the others are the gradients of gate and up. values: (gate, up, dgated) of the chunk in registers, dgated being
-    the gradient of gated. activation: "silu" or "gelu_tanh"."""
-    gate, up, dgated = (each.astype(jnp.float32) for each in values)
+    gate, up, dgated = (value.astype(jnp.float32) for value in values)
     share, slope = _share(gate, activation)
     active = gate * share
     return active * up, dgated * up * (share + gate * slope), dgated * active
 
 
 def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
-    """The kernel's body: replaces the contents of gate_ref, up_ref and dgated_ref, bfloat16[chunks, CHUNK] in global
-    memory, by activation(gate) * up, the gradient of gate and the gradient of up. dgated is the gradient of
-    activation(gate) * up. Each program, which is one warpgroup, computes one row, a chunk of CHUNK elements.
-    activation: "silu" or "gelu_tanh"."""
+    """Replaces gate, up and dgated, bfloat16[chunks, CHUNK], by the results; a program is a warpgroup and computes one
+    chunk.
+    """
     refs = (gate_ref, up_ref, dgated_ref)
     layout = plgpu.Layout.WG_STRIDED((CHUNK,), _VECTOR)
     number = lax.axis_index("chunk")
@@ -108,16 +84,8 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
 
 
 def gated_backward(gate, up, dgated, activation: str):
-    """Computes (activation(gate) * up, the gradient of gate, the gradient of up) by the kernel, all bfloat16 in the
-    shape of the arguments, with float32 inside. The results are written over the arguments' memory if nothing else
-    reads it; otherwise XLA copies the arguments first. api.gated_backward calls it on each device.
-
-    Args:
-      gate, up: bfloat16 arrays of one shape.
-      dgated: bfloat16, the gradient of activation(gate) * up.
-      activation: "silu" or "gelu_tanh"; `refusal` says which calls are supported.
-    """
-    refs = [jax.new_ref(each.reshape(-1, CHUNK)) for each in (gate, up, dgated)]
+    """As api.gated_backward, with float32 inside. XLA copies arguments first that something else reads."""
+    refs = [jax.new_ref(array.reshape(-1, CHUNK)) for array in (gate, up, dgated)]
     gpu_kernel.kernel(
         functools.partial(_kernel, activation=activation),
         "gated_backward",

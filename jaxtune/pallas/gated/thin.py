@@ -1,6 +1,6 @@
-"""A gated activation and the thin products with it that the adapter of an MLP's down projection needs: `gated_thin`
-forward, `thin_of_gated` for the product alone, `gated_thin_backward` backward, and the choice of their
-implementation."""
+"""A gated activation and the thin products that the adapter of an MLP's down projection needs. Public functions raise
+TypeError or ValueError for wrong arguments or an implementation that refuses.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +19,14 @@ _TOKENS, _SIZE = 2048, 512  # fewer tokens and smaller activations are left to X
 def gated_thin(
     gate: jax.Array, up: jax.Array, a: jax.Array, activation: str, *, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes an MLP's inner activation and the input of its down projection's adapter: (activation(gate) * up, that
-    times a^T). The kernel multiplies by a^T what it has just computed, where XLA reads it again for the product.
-    gated_matmul calls it in the forward.
+    """(activation(gate) * up [tokens, I], that times a^T [tokens, r]), in gate's dtype. The kernel multiplies what it
+    has just computed, where XLA reads it again. The product has float32 sums of the rounded activation.
 
-    Args:
-      gate, up: [tokens, I] of one dtype: bfloat16, float16 or float32.
-      a: float[r, I], the adapter's A; it is rounded to gate's dtype.
+      gate, up: [tokens, I], bfloat16, float16 or float32.
+      a: float[r, I], rounded to gate's dtype.
       activation: "silu", "gelu_tanh" or "gelu".
-      implementation: "triton" (the kernel: 16 bits, "silu" or "gelu_tanh", a rank of at most 32), "reference"
-        (plain JAX), or None: "triton" if it supports the call and there are at least 2,048 tokens and 512 numbers of
-        each, else "reference".
-    Returns:
-      ([tokens, I], [tokens, r]) in gate's dtype. The product has float32 sums of the rounded activation.
-    Raises:
-      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
-        call.
+      implementation: "triton" (16 bits, "silu" or "gelu_tanh", a rank of at most 32), "reference", or None: "triton" if
+        it supports the call and there are at least 2,048 tokens and I is at least 512.
     """
     check = _checked("gated_thin", gate, up, activation)
     check.array("a", a, "r I", FLOATS)
@@ -48,8 +40,7 @@ def gated_thin(
 def thin_of_gated(
     gate: jax.Array, up: jax.Array, a: jax.Array, activation: str, *, implementation: str | None = None
 ) -> jax.Array:
-    """The second result of `gated_thin`, with the same arguments, where the first is not needed: the kernel does not
-    write it."""
+    """The second result of `gated_thin` alone; the kernel does not write the first."""
     check = _checked("thin_of_gated", gate, up, activation)
     check.array("a", a, "r I", FLOATS)
     if chosen("thin_of_gated", gate, len(a), activation, implementation) == "reference":
@@ -59,8 +50,7 @@ def thin_of_gated(
 
 
 def by_kernel(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ...]:
-    """What thin_triton.gated_thin returns, on each device. `a` is rounded to gate's dtype. fp8_product calls it too,
-    for a result in e4m3."""
+    """thin_triton.gated_thin on each device, with `a` rounded to gate's dtype."""
     return meshes.on_each_device(thin_triton.gated_thin, rows=2)(gate, up, a.astype(gate.dtype), activation, result)
 
 
@@ -74,25 +64,13 @@ def gated_thin_backward(
     *,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The backward of an MLP's gated activation where its down projection has an adapter and is not trained itself.
-    Returns (the gradient of gate, the gradient of up, dinner^T (activation(gate) * up), which is the gradient of the
-    adapter's A). The kernel writes the first two over gate and up if nothing else reads these. It computes
-    activation(gate) * up again for the third, and neither writes nor reads it; its results have the same bits in each
-    run. The backward of gated_matmul calls it.
+    """Backward of an MLP's gated activation whose down projection has an adapter and is not trained: (gradients of gate
+    and up [tokens, I] in gate's dtype, dinner^T (activation(gate) * up) float32[r, I], the gradient of A). The kernel
+    writes the first two over gate and up if nothing else reads these. Its results have the same bits in each run.
 
-    Args:
-      gate, up: [tokens, I] of one dtype, bfloat16, float16 or float32: the arrays of the forward.
-      dgated: [tokens, I] in gate's dtype, the gradient of activation(gate) * up.
-      dinner: [tokens, r] in gate's dtype, the gradient of the adapter's low-rank input (x A^T).
-      activation: "silu", "gelu_tanh" or "gelu".
-      implementation: "triton" (the kernel: 16 bits, "silu" or "gelu_tanh", a rank of at most 32), "reference"
-        (`gated_backward` and a product), or None: "triton" if it supports the call and there are at least 2,048 tokens
-        and 512 numbers of each, else "reference".
-    Returns:
-      ([tokens, I], [tokens, I] in gate's dtype, float32[r, I]). The third has float32 sums of the rounded activation.
-    Raises:
-      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
-        call.
+      gate, up, activation, implementation: as in `gated_thin`.
+      dgated: [tokens, I] in gate's dtype, gradient of activation(gate) * up.
+      dinner: [tokens, r] in gate's dtype, gradient of the adapter's low-rank input (x A^T).
     """
     check = _checked("gated_thin_backward", gate, up, activation)
     check.array("dgated", dgated, "tokens I", gate.dtype)
@@ -106,13 +84,11 @@ def gated_thin_backward(
 
 
 def rounded_gradients(gate, up, dgated, dinner, inners, bs, activation: str) -> tuple:
-    """What thin_triton.rounded_gradients returns, on each device; fp8_product calls it."""
     run = meshes.on_each_device(thin_triton.rounded_gradients, rows=5, results=2)
     return run(gate, up, dgated, dinner, inners, bs, activation, thin_triton.rounded_tile())
 
 
 def _checked(op: str, gate, up, activation: str) -> Arguments:
-    """The Arguments of an operation `op`, after checks of the arguments that both have."""
     check = Arguments(op)
     check.array("gate", gate, "tokens I", FLOATS)
     check.array("up", up, "tokens I", gate.dtype)
@@ -121,33 +97,23 @@ def _checked(op: str, gate, up, activation: str) -> Arguments:
 
 
 def chosen(op: str, gate, rank: int, activation: str, implementation: str | None) -> str:
-    """The name of the implementation that runs a call of an operation `op` of this module: "reference" for small calls
-    without a requested one. The arguments are those of the operations and of `implementations`."""
     if implementation is None and not is_large(*gate.shape):
         implementation = "reference"
     return dispatch.choose(op, implementations(gate, rank, activation), implementation)
 
 
 def is_large(tokens: float, size: int) -> bool:
-    """Returns True if a kernel is faster than XLA for gate [tokens, size]: from 2,048 tokens and 512 numbers on."""
+    """Whether a kernel is faster than XLA for gate [tokens, size]."""
     return tokens >= _TOKENS and size >= _SIZE
 
 
 def in_place(dtype, tokens: float, size: int, rank: int, activation: str) -> bool:
-    """Whether the kernel of `gated_thin_backward`, which writes over its arguments, runs such a call on the GPUs for
-    which there is one. The planner asks it. dtype, tokens, size: of gate, and its axes. rank, activation: those of the
-    call."""
+    """Whether the kernel of `gated_thin_backward`, which writes over its arguments, runs such a call on some GPU. size:
+    gate's columns.
+    """
     return is_large(tokens, size) and thin_triton.unsupported(dtype, size, rank, activation) is None
 
 
 def implementations(gate, rank: int, activation: str) -> dispatch.Table:
-    """The table from which dispatch.choose takes the implementation of a call of either operation: {name: a function
-    that returns the reason why the implementation refuses the call, or None}, in the order in which they are tried.
-    `jaxtune info` prints why implementations refuse.
-
-    Args:
-      gate: [tokens, I], as an array or as a shape.
-      rank: of the thin array.
-      activation: a key of ACTIVATIONS, such as "silu".
-    """
+    """{name: why it refuses a call, or None}, in the order of trial. gate: an array or a shape."""
     return {"triton": lambda: thin_triton.refusal(gate, rank, activation), "reference": lambda: None}

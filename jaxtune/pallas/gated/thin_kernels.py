@@ -1,5 +1,7 @@
-"""The bodies of the Triton kernels of `gated_thin`, `gated_thin_backward` and `rounded_gradients` (thin_triton.py):
-what they compute is multiplied by thin arrays before it leaves the multiprocessor."""
+"""Triton kernels of gated activations that multiply what they compute by thin arrays before it leaves the
+multiprocessor. Thin arrays are multiplied with WIDTH columns, a power of two of at least 16 and RANK. A program has
+STEPS tiles of BLOCK rows.
+"""
 
 import triton
 import triton.language as tl
@@ -10,8 +12,9 @@ from jaxtune.pallas.triton_parts import INTERPRETED, inverse_of, larger, scale_o
 
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
-    """Rounds float32 numbers to DTYPE, two in one instruction. The compiler itself would round numbers that are also
-    needed in float32 one by one, which takes longer."""
+    """Rounds float32 to DTYPE, two numbers an instruction; the compiler would round one by one what is also needed in
+    float32.
+    """
     if INTERPRETED or tl.float16 == DTYPE:
         return x.to(DTYPE)
     two: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
@@ -19,19 +22,16 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _store_rounded(x, codes, scales, places, real, places_of_scales, there):
-    """Rounds a tile of 128 columns to e4m3, each row by its own scale (scale_of).
+def _store_rounded(x, codes, scales, code_offsets, real, scale_offsets, row_mask):
+    """Rounds a tile x [BLOCK, 128] of 16 bits to e4m3, each row by its own scale (scale_of).
 
-    Args:
-      x: [BLOCK, 128], of 16 bits.
-      codes, scales: where codes and scales are written.
-      places, real: for each number, the place of its code, and whether it is written.
-      places_of_scales, there: [BLOCK, 1], for each row, the place of its scale, and whether it is written.
+    code_offsets, real: of each number's code, where to write and whether.
+    scale_offsets, row_mask: [BLOCK, 1], the same of each row's scale.
     """
-    number = x.to(tl.float32)
-    scale = scale_of(tl.reduce(tl.abs(number), 1, larger, keep_dims=True))
-    tl.store(scales + places_of_scales, scale, mask=there)
-    tl.store(codes + places, (number * inverse_of(scale)).to(codes.dtype.element_ty), mask=real)
+    x32 = x.to(tl.float32)
+    scale = scale_of(tl.reduce(tl.abs(x32), 1, larger, keep_dims=True))
+    tl.store(scales + scale_offsets, scale, mask=row_mask)
+    tl.store(codes + code_offsets, (x32 * inverse_of(scale)).to(codes.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -51,42 +51,37 @@ def gated_thin_kernel(
     ACTIVATION: tl.constexpr,
     RESULT: tl.constexpr,
 ):
-    """Computes activation(gate) * up of BLOCK rows in float32, rounds it once, to gate's dtype, writes it as RESULT
-    says, and multiplies it by a^T. Grid: (ROWS / BLOCK, rounded up,).
+    """activation(gate) * up of BLOCK rows, in float32, rounded once to gate's dtype, and times a^T. Grid: (ROWS /
+    BLOCK, rounded up,).
 
-    Args:
-      gate, up: [ROWS, SIZE], of 16 bits.
-      a: [RANK, SIZE], like gate.
-      result: with RESULT 1 activation(gate) * up, like gate. With 2 its codes, e4m3[ROWS, SIZE], of which each 128 of
-        a row have a scale (scale_of); COLUMNS is 128. With 0 it is not written.
-      scales: with RESULT 2 float32[SIZE / 128, rounded up, ROWS], the scales of the codes; else it is not written.
-      inner: [ROWS, RANK], like gate: activation(gate) * up times a^T, rounded once from float32 sums.
-      WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16.
-      COLUMNS: the number of columns that are computed at once.
-      ACTIVATION: of gate (share_of).
+      gate, up: [ROWS, SIZE] of 16 bits; a: [RANK, SIZE].
+      result: RESULT 1: activation(gate) * up. 2: its codes e4m3[ROWS, SIZE], a scale for each 128 of a row; COLUMNS is
+        128.
+      scales: RESULT 2: float32[SIZE / 128, rounded up, ROWS].
+      inner: [ROWS, RANK], rounded once from float32 sums.
     """
     DTYPE: tl.constexpr = gate.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     ranks = tl.arange(0, WIDTH)
-    there = rows < ROWS
+    row_mask = rows < ROWS
     sums = tl.zeros([BLOCK, WIDTH], tl.float32)
     for start in range(0, SIZE, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)[None, :]
-        places, real = rows * SIZE + columns, there & (columns < SIZE)
-        x = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
-        y = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
-        sides, real_sides = ranks[:, None] * SIZE + columns, (ranks < RANK)[:, None] & (columns < SIZE)
-        side = tl.load(a + sides, mask=real_sides, other=0.0)
+        offsets, real = rows * SIZE + columns, row_mask & (columns < SIZE)
+        x = tl.load(gate + offsets, mask=real, other=0.0).to(tl.float32)
+        y = tl.load(up + offsets, mask=real, other=0.0).to(tl.float32)
+        a_offsets, a_mask = ranks[:, None] * SIZE + columns, (ranks < RANK)[:, None] & (columns < SIZE)
+        a_tile = tl.load(a + a_offsets, mask=a_mask, other=0.0)
         share, _ = share_of(x, ACTIVATION, 1.0, 1)
         product = _rounded(x * share * y, DTYPE)
         if RESULT == 1:
-            tl.store(result + places, product, mask=real)
+            tl.store(result + offsets, product, mask=real)
         if RESULT == 2:
             # As many codes a thread as it has numbers of gate, which it would read in halves of sectors otherwise.
-            coded, scaled = tl.max_contiguous(places, [1, 8]), (start // 128) * ROWS + rows
-            _store_rounded(product, result, scales, coded, real, scaled, there)
-        sums = tl.dot(product, tl.trans(side), sums)
-    tl.store(inner + rows * RANK + ranks[None, :], sums.to(DTYPE), mask=there & (ranks < RANK)[None, :])
+            coded, scaled = tl.max_contiguous(offsets, [1, 8]), (start // 128) * ROWS + rows
+            _store_rounded(product, result, scales, coded, real, scaled, row_mask)
+        sums = tl.dot(product, tl.trans(a_tile), sums)
+    tl.store(inner + rows * RANK + ranks[None, :], sums.to(DTYPE), mask=row_mask & (ranks < RANK)[None, :])
 
 
 @triton.jit
@@ -107,42 +102,34 @@ def gated_thin_backward_kernel(
     STEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Computes the gradients of gate and up in COLUMNS columns of STEPS tiles of BLOCK rows, in float32, and what these
-    rows add to dinner^T gated, where gated is activation(gate) * up, rounded to gate's dtype. Grid: (blocks of columns,
-    ranges of rows): (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded up.
+    """Gradients of gate and up in COLUMNS columns of STEPS tiles, in float32, and these rows' share of dinner^T times
+    the rounded activation(gate) * up. Grid: (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded up. dgate may be gate's
+    memory, and dup up's: a tile is read before it is written.
 
-    dgate may be the same memory as gate, and dup the same as up: a tile is read before it is written, and no other
-    program reads it.
-
-    Args:
-      gate, up, dgated: [ROWS, SIZE], of 16 bits; dgated is the gradient of gated.
-      dinner: [ROWS, RANK], like gate.
-      dgate, dup: the gradients of gate and up, like gate.
-      da: float32[ranges of rows, RANK, SIZE], what each range of rows adds to dinner^T gated.
-      WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16.
-      ACTIVATION: of gate (share_of).
+      gate, up, dgated, dgate, dup: [ROWS, SIZE] of 16 bits; dinner: [ROWS, RANK].
+      da: float32[ranges of rows, RANK, SIZE], each range's sum.
     """
     DTYPE: tl.constexpr = gate.dtype.element_ty
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, WIDTH)[None, :]
-    within, real_ranks = columns < SIZE, ranks < RANK
+    column_mask, real_ranks = columns < SIZE, ranks < RANK
     sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
     number = tl.arange(0, BLOCK)[:, None]
     for step in range(STEPS):
         first = (tl.program_id(1).to(tl.int64) * STEPS + step) * BLOCK
-        there = number < ROWS - first
-        places, real = first * SIZE + number * SIZE + columns[None, :], there & within[None, :]
-        dout = tl.load(dgated + places, mask=real, other=0.0).to(tl.float32)
-        x = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
-        y = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
-        thin = tl.load(dinner + first * RANK + number * RANK + ranks, mask=there & real_ranks, other=0.0)
+        row_mask = number < ROWS - first
+        offsets, real = first * SIZE + number * SIZE + columns[None, :], row_mask & column_mask[None, :]
+        dout = tl.load(dgated + offsets, mask=real, other=0.0).to(tl.float32)
+        x = tl.load(gate + offsets, mask=real, other=0.0).to(tl.float32)
+        y = tl.load(up + offsets, mask=real, other=0.0).to(tl.float32)
+        thin = tl.load(dinner + first * RANK + number * RANK + ranks, mask=row_mask & real_ranks, other=0.0)
         share, slope = share_of(x, ACTIVATION, 1.0, 1)
         active = x * share
         sums = tl.dot(tl.trans((active * y).to(DTYPE)), thin, sums)
-        tl.store(dgate + places, (dout * y * (share + x * slope)).to(DTYPE), mask=real)
-        tl.store(dup + places, (dout * active).to(DTYPE), mask=real)
-    part = da + tl.program_id(1).to(tl.int64) * RANK * SIZE
-    tl.store(part + ranks * SIZE + columns[:, None], sums, mask=within[:, None] & real_ranks)
+        tl.store(dgate + offsets, (dout * y * (share + x * slope)).to(DTYPE), mask=real)
+        tl.store(dup + offsets, (dout * active).to(DTYPE), mask=real)
+    range_sums = da + tl.program_id(1).to(tl.int64) * RANK * SIZE
+    tl.store(range_sums + ranks * SIZE + columns[:, None], sums, mask=column_mask[:, None] & real_ranks)
 
 
 @triton.jit
@@ -167,34 +154,24 @@ def rounded_gradients_kernel(
     STEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Computes the gradients of gate and up in 128 columns of STEPS tiles of BLOCK rows, in float32, rounded to gate's
-    dtype. They are not written so, but rounded once more, to e4m3, and multiplied by the thin arrays of the adapters of
-    gate and up. activation(gate) * up, rounded to gate's dtype, is multiplied by that of the adapter of down. Grid:
-    (blocks of columns, ranges of rows): (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded up. COLUMNS is 128.
+    """Gradients of gate and up in 128 columns of STEPS tiles, in float32, rounded to gate's dtype, then once more to
+    e4m3, and multiplied by the thin arrays of gate's and up's adapters; activation(gate) * up, rounded, times that of
+    down's. Grid: (SIZE / COLUMNS, ROWS / (STEPS BLOCK)), rounded up.
 
-    Args:
-      gate, up, dgated: [ROWS, SIZE], of 16 bits; dgated is the gradient of activation(gate) * up.
-      thins: [3, RANK, ROWS], like gate: of the adapters of down, gate and up. The first is the gradient of a low-rank
-        input, the others are low-rank inputs.
-      sides: [2, RANK, SIZE], like gate: the B's of gate and up, transposed.
-      codes: e4m3[ROWS, 2 width], where width is SIZE, rounded up to a multiple of 128: the codes of gate's gradient
-        begin at column 0, those of up's at `width`. Columns that fill up are zeros.
+      gate, up, dgated: [ROWS, SIZE] of 16 bits.
+      thins: [3, RANK, ROWS], gradient of down's low-rank input, low-rank inputs of gate and up.
+      sides: [2, RANK, SIZE], the B's of gate and up, transposed.
+      codes: e4m3[ROWS, 2 width], width = SIZE rounded up to 128s; up's begin at `width`. Further columns are zeros.
       scales: float32[2 width / 128, ROWS].
-      parts: float32[blocks of columns, ROWS, 2, RANK], what each block adds to the products of the gradients of gate
-        and up with `sides`.
-      da: float32[ranges of rows, RANK, SIZE], what each range adds to the product of the first of `thins` with
-        activation(gate) * up.
-      db_gate, db_up: float32[ranges of rows, SIZE, RANK], what each range adds to the products of the transposed
-        gradients of gate and up with the others.
-      WIDTH: the ranks with which is multiplied, at least RANK: a power of two of at least 16.
-      ACTIVATION: of gate (share_of).
+      parts: float32[blocks of columns, ROWS, 2, RANK], each block's share of the gradients times `sides`.
+      da, db_gate, db_up: float32[ranges of rows, RANK, SIZE] and [ranges of rows, SIZE, RANK], each range's shares.
     """
     DTYPE: tl.constexpr = gate.dtype.element_ty
     FILLED: tl.constexpr = (SIZE + 127) // 128 * 128
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     ranks = tl.arange(0, WIDTH)[:, None]
-    within, real_ranks = columns < SIZE, ranks < RANK
-    wide, real_wide = ranks * SIZE + columns, real_ranks & within
+    column_mask, real_ranks = columns < SIZE, ranks < RANK
+    wide, real_wide = ranks * SIZE + columns, real_ranks & column_mask
     side_gate = tl.load(sides + wide, mask=real_wide, other=0.0)
     side_up = tl.load(sides + RANK * SIZE + wide, mask=real_wide, other=0.0)
     sums_down = tl.zeros([WIDTH, COLUMNS], tl.float32)
@@ -203,11 +180,11 @@ def rounded_gradients_kernel(
     number, row = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     for step in range(STEPS):
         first = (tl.program_id(1).to(tl.int64) * STEPS + step) * BLOCK
-        there = number < ROWS - first
-        places, real = first * SIZE + number * SIZE + columns, there & within
-        dout = tl.load(dgated + places, mask=real, other=0.0).to(tl.float32)
-        x = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
-        y = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
+        row_mask = number < ROWS - first
+        offsets, real = first * SIZE + number * SIZE + columns, row_mask & column_mask
+        dout = tl.load(dgated + offsets, mask=real, other=0.0).to(tl.float32)
+        x = tl.load(gate + offsets, mask=real, other=0.0).to(tl.float32)
+        y = tl.load(up + offsets, mask=real, other=0.0).to(tl.float32)
         long, real_long = first + ranks * ROWS + row, real_ranks & (row < ROWS - first)
         thin_down = tl.load(thins + long, mask=real_long, other=0.0)
         thin_gate = tl.load(thins + RANK * ROWS + long, mask=real_long, other=0.0)
@@ -215,21 +192,21 @@ def rounded_gradients_kernel(
         share, slope = share_of(x, ACTIVATION, 1.0, 1)
         active = x * share
         product = _rounded(active * y, DTYPE)
-        of_gate, of_up = _rounded(dout * y * (share + x * slope), DTYPE), _rounded(dout * active, DTYPE)
+        dgate, dup = _rounded(dout * y * (share + x * slope), DTYPE), _rounded(dout * active, DTYPE)
         # As many codes a thread as it reads numbers of gate, which it would read in halves of sectors otherwise.
         coded = tl.max_contiguous(first * (2 * FILLED) + number * (2 * FILLED) + columns, [1, 8])
-        further = tl.max_contiguous(coded + FILLED, [1, 8])
+        up_coded = tl.max_contiguous(coded + FILLED, [1, 8])
         scaled = tl.program_id(0) * ROWS + first + number
-        part = parts + (tl.program_id(0).to(tl.int64) * ROWS + first) * (2 * RANK) + number * (2 * RANK)
-        part, real_part = part + tl.trans(ranks), there & tl.trans(real_ranks)
+        block_products = parts + (tl.program_id(0).to(tl.int64) * ROWS + first) * (2 * RANK) + number * (2 * RANK)
+        block_products, real_part = block_products + tl.trans(ranks), row_mask & tl.trans(real_ranks)
         # The products of `sides` are the first: Triton divides the warps for all products as for the last one, whose
         # columns are enough for them.
-        _store_rounded(of_gate, codes, scales, coded, there, scaled, there)
-        tl.store(part, tl.trans(tl.dot(side_gate, tl.trans(of_gate))), mask=real_part)
-        _store_rounded(of_up, codes, scales, further, there, scaled + FILLED // 128 * ROWS, there)
-        tl.store(part + RANK, tl.trans(tl.dot(side_up, tl.trans(of_up))), mask=real_part)
-        sums_gate = tl.dot(thin_gate, of_gate, sums_gate)
-        sums_up = tl.dot(thin_up, of_up, sums_up)
+        _store_rounded(dgate, codes, scales, coded, row_mask, scaled, row_mask)
+        tl.store(block_products, tl.trans(tl.dot(side_gate, tl.trans(dgate))), mask=real_part)
+        _store_rounded(dup, codes, scales, up_coded, row_mask, scaled + FILLED // 128 * ROWS, row_mask)
+        tl.store(block_products + RANK, tl.trans(tl.dot(side_up, tl.trans(dup))), mask=real_part)
+        sums_gate = tl.dot(thin_gate, dgate, sums_gate)
+        sums_up = tl.dot(thin_up, dup, sums_up)
         sums_down = tl.dot(thin_down, product, sums_down)
     added = tl.program_id(1).to(tl.int64) * (RANK * SIZE)
     tl.store(da + added + wide, sums_down, mask=real_wide)

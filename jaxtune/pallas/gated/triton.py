@@ -1,9 +1,7 @@
-"""The backward of experts' gated activation by a Triton kernel: `gated_rows_backward`. `refusal` says which calls it
-cannot compute on this GPU.
+"""Backward of experts' gated activation by a Triton kernel.
 
-Its time is that of reading and writing memory. XLA reads gate, up and the gradient twice, because it computes the inner
-rows with the gradient of the weights, which is a sum over columns, in one pass, and the gradients of gate and up, which
-it writes side by side, in another.
+Its time is that of memory. XLA reads gate, up and the gradient twice: one pass computes the inner rows and the weights'
+gradient, a sum over columns, another the gradients of gate and up.
 """
 
 from __future__ import annotations
@@ -31,18 +29,12 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 def refusal(gate_up, gate: RowGate) -> str | None:
-    """The reason why the kernel cannot compute a call, or None if it can. It needs a GPU that runs Triton kernels,
-    jax-triton, bfloat16 or float16, and "silu" or "gelu_tanh" where nothing is clipped. It is also refused if the check
-    at first use on this GPU found that its results differ from those of plain JAX. gate_up: [rows, 2 I]."""
+    """Why the kernel cannot compute a call, or None; it may run its check at first use."""
     reason = compat.triton_refusal() or unsupported(gate_up.dtype, gate)
     return reason or _first_use(jnp.dtype(gate_up.dtype), gate)
 
 
 def unsupported(dtype, gate: RowGate) -> str | None:
-    """The reason why no GPU can run the kernel for such a call, or None. It does not look at this machine, so that the
-    planner can ask it (api.in_place) when it plans for another GPU.
-
-    dtype: of the rows. gate: how an inner row is computed from gate and up."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
     if gate.limit is None and gate.activation not in ACTIVATIONS:
@@ -51,26 +43,26 @@ def unsupported(dtype, gate: RowGate) -> str | None:
 
 
 def _first_use(dtype, gate: RowGate) -> str | None:
-    """The reason why this GPU must not run the kernel for such rows, or None: it compares a small case with plain JAX
-    in float32, once for each kind of call (dispatch.first_use)."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 3)
         gate_up, dgated = (3 * jax.random.normal(key, (37, size)) for key, size in zip(keys, (832, 416)))
         weights = jax.random.uniform(keys[2], (37,))
         arrays = gate_up.astype(dtype), weights, dgated.astype(dtype)
-        got = jax.jit(gated_rows_backward, static_argnums=3)(*arrays, gate)
-        wide = (array.astype(jnp.float32) for array in arrays)
-        exact = dispatch.exactly(lambda gate_up, by, dout: reference.gated_rows_backward(gate_up, by, dout, gate))
-        return got, exact(*wide)
+        kernel_results = jax.jit(gated_rows_backward, static_argnums=3)(*arrays, gate)
+        float32_operands = (array.astype(jnp.float32) for array in arrays)
+        exact = dispatch.exactly(
+            lambda gate_up, row_weights, dout: reference.gated_rows_backward(gate_up, row_weights, dout, gate)
+        )
+        return kernel_results, exact(*float32_operands)
 
     return dispatch.first_use("gated_rows_backward", "triton", f"{dtype}, {gate}", compare)
 
 
 def gated_rows_backward(gate_up, weights, dgated, gate: RowGate):
-    """Computes what reference.gated_rows_backward does, by the kernel, in float32 and rounded once. The first two
-    results take the memory of dgated and gate_up if nothing else reads them; otherwise XLA copies these first.
-    `refusal` says which calls are supported."""
+    """As reference.gated_rows_backward, in float32 and rounded once. The first two results take dgated's and gate_up's
+    memory; XLA copies these first if something else reads them.
+    """
     from jaxtune.pallas.gated import kernels
 
     clipped = gate.limit is not None

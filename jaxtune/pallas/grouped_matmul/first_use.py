@@ -1,6 +1,6 @@
-"""The small case on which a kernel of the grouped product is compared with the reference at its first use on a GPU
-(dispatch.first_use), so that a kernel that gives wrong results there is refused and not used. `refusal` makes the
-comparison."""
+"""The small case on which a kernel of the grouped product is compared with plain JAX at its first use on a GPU, so that
+a kernel that gives wrong results there is refused.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +22,12 @@ _TOKENS = 150
 
 
 def refusal(name: str, product: Callable, weight, *, gathering: bool = False) -> str | None:
-    """Compares `product` with the plain JAX implementation (reference.product) on a small random case, once on each
-    kind of GPU: a pass is stored in the user's cache. Returns the reason why this GPU must not run it (a computation
-    failed, or a result differs by more than dispatch.first_use allows), or None, also if nothing is compared in this
-    call, as without a GPU or where dispatch.first_use only queues the check. `implementations` and `gathers` of api.py
-    ask it.
+    """The reason why this GPU must not run `product` (an error, or a difference from reference.product); None if it
+    agrees or nothing is compared, as without a GPU.
 
-    The case is computed with an adapter, in bfloat16: with contract = 2, as the forward needs it, and with contract =
-    1, the product with the transposed weight, which the gradient of x needs.
-
-    Args:
-      name: the implementation's name.
-      product: a function with the arguments and the result of reference.product; if `gathering`, it takes as another
-        argument tokens, int32[rows], the row of x for each sorted row.
-      weight: a quantised weight: the case has a random weight in the same format. None: the case has a bfloat16 array.
-      gathering: True: the case is also computed with rows that `product` gathers from tokens while it multiplies, and
-        so are narrow products, as with an adapter's A. False: with sorted rows only.
+      product: as reference.product; if `gathering`, with another argument, tokens.
+      weight: a quantised weight, whose format a random weight gets; None: an array.
+      gathering: also compare rows gathered from tokens, and narrow products.
     """
 
     def compare():
@@ -54,34 +44,36 @@ def refusal(name: str, product: Callable, weight, *, gathering: bool = False) ->
 
         values = jnp.asarray(draw.standard_normal(_SHAPE), jnp.bfloat16)
         stored: Any = values if weight is None else weight.random_like(_SHAPE, draw)
-        got, cases = [], []
+        results, cases = [], []
         for contract in (2, 1):
             x, u = rows(_SHAPE[contract]), rows(_RANK)
             sides = (_SHAPE[0], _SHAPE[3 - contract], _RANK)
             side = jnp.asarray(
                 draw.standard_normal(sides if contract == 2 else (sides[0], *sides[:0:-1])), jnp.bfloat16
             )
-            got.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side)))
+            results.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side)))
             cases.append((x, stored, contract, (u, side), None))
             if gathering:
                 x = x[:_TOKENS]
-                got.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side), tokens))
+                results.append(jax.jit(product, static_argnums=3)(x, stored, groups, contract, (u, side), tokens))
                 cases.append((x, stored, contract, (u, side), tokens))
                 for columns in (64, 128) if contract == 2 else ():  # as thin products have, in other tiles
                     narrow = values[:, :columns]
-                    got.append(jax.jit(product, static_argnums=3)(x, narrow, groups, 2, None, tokens))
+                    results.append(jax.jit(product, static_argnums=3)(x, narrow, groups, 2, None, tokens))
                     cases.append((x, narrow, 2, None, tokens))
 
         def exact(case, contract):
-            x, weight, extra, of = case
+            x, weight, extra, row_tokens = case
             wide = (weight if isinstance(weight, jax.Array) else weight.decode(jnp.float32)).astype(jnp.float32)
-            thin = None if extra is None else tuple(part.astype(jnp.float32) for part in extra)
-            return reference.product(reference.rows_of(x, of).astype(jnp.float32), wide, groups, contract, thin)
+            thin = None if extra is None else tuple(operand.astype(jnp.float32) for operand in extra)
+            return reference.product(reference.rows_of(x, row_tokens).astype(jnp.float32), wide, groups, contract, thin)
 
         contracts = [contract for _, _, contract, _, _ in cases]
-        arrays = [(x, weight, extra, of) for x, weight, _, extra, of in cases]
-        want = dispatch.exactly(lambda arrays: [exact(*case) for case in zip(arrays, contracts, strict=True)])(arrays)
-        return got, want
+        arrays = [(x, weight, extra, row_tokens) for x, weight, _, extra, row_tokens in cases]
+        expected = dispatch.exactly(lambda arrays: [exact(*case) for case in zip(arrays, contracts, strict=True)])(
+            arrays
+        )
+        return results, expected
 
     call = ("arrays" if weight is None else weight.kind) + (", gathering" if gathering else "")
     return dispatch.first_use("grouped_matmul", name, call, compare)

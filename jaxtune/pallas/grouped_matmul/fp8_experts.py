@@ -1,18 +1,14 @@
-"""Products of rows sorted by expert with experts' weights in FP8, which are multiplied without decoding them:
-`product`, which grouped_matmul and the products of jaxtune.pallas.routing call with `fp8`.
+"""Products of rows sorted by expert with experts' weights in FP8, multiplied without decoding them: e4m3 times e4m3,
+summed in float32.
 
-As in quant_matmul/fp8_product.py, both operands are e4m3 and sums are float32. A weight is [E, A, B], and a product
-sums along B in the forward, along A for the gradient of the rows (or the reverse). If each row of an expert's matrix,
-an index along A, or the whole matrix has a scale, the scales multiply the result of a sum along B. In a sum along A
-they are factors of the summed axis; each sorted row belongs to one expert and is multiplied by them before it is
-rounded. Scales of 128 x 128 numbers are inside both sums. Tensor cores accept e4m3 with the summed axis contiguous
-only, so for a sum along A the codes are transposed first, in each product (two bytes per weight), unless the weight has
-them transposed beside it (FP8.transposed).
+A weight is [E, A, B], and a product sums along B in the forward, along A for the gradient of the rows (or the reverse).
+Scales of rows (indices along A) or of the whole matrix multiply the result of a sum along B. In a sum along A they are
+factors of the summed axis; a sorted row belongs to one expert and is multiplied by them before it is rounded. Scales of
+128 x 128 numbers are inside both sums. Tensor cores accept e4m3 with the summed axis contiguous only, so for a sum
+along A each product transposes the codes first, unless the weight has them transposed (FP8.transposed).
 
-fp8_rounding.py rounds the rows, which it can gather from the tokens; where it refuses, XLA does. On Hopper
-fp8_mosaic.py multiplies. On other GPUs that multiply in FP8, and where that kernel refuses, fp8_triton.py does.
-Elsewhere, and if that refuses too, rows are rounded all the same, and their decoded values are multiplied in x's dtype.
-The results then differ only by the rounding to that dtype, without a gain in speed.
+Where no FP8 kernel can multiply, rows are rounded all the same, and their decoded values are multiplied in x's dtype,
+without a gain in speed.
 """
 
 from __future__ import annotations
@@ -42,22 +38,11 @@ def product(
     plain: Callable,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The grouped product in FP8: x, rounded to e4m3 here, times each expert's weight -> [rows, n] in x's dtype.
-    api._product calls it with `fp8`: in the forward, and for the gradient of x, with the result's gradient as x.
+    """`reference.product` of x, rounded to e4m3 here; an adapter (`extra`) is not rounded.
 
-    Args:
-      x: rows [rows, K] sorted as `groups` says, or [T, K] with `tokens`.
-      weight: the experts' weights, [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
-      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
-      contract: the axis of the weight that is summed over, 1 or 2.
-      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's, whose scale is in u
-        and which is not rounded to e4m3.
-      tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
-      plain: a function with the arguments and the result of reference.product, which multiplies arrays in 16 or 32
-        bits; it is used if no FP8 kernel supports the call, or "reference" is requested.
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
-    Raises:
-      ValueError: the requested implementation is unknown or refuses the call.
+    x: sorted rows [rows, K], or [T, K] with `tokens`.
+    plain: as reference.product; multiplies if no FP8 kernel does.
+    implementation: "mosaic", "triton", "reference" (ValueError if it refuses) or None.
     """
     blocks, sizes = fp8_product.in_blocks(weight), (weight.shape[contract], weight.shape[3 - contract])
     rank = 0 if extra is None else extra[1].shape[contract]
@@ -79,13 +64,8 @@ def product(
 
 
 def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | None]:
-    """Says where the scales of `weight` [E, A, B] enter a product that sums over its axis `contract`. Returns (factors
-    float32[E, K], by which rows of x are multiplied before they are rounded, or None; scales float32, by which the
-    kernel multiplies its sums, or None). `_by_kernel` and `_by_reference` call it.
-
-    Scales of rows or of whole matrices are one of the two. If the sum is along B (contract = 2), they multiply the
-    results, as scales [E, n]; if it is along A (contract = 1), they are the factors. Scales of 128 x 128 numbers are
-    always returned as scales, [E, ceil(n / 128), ceil(K / 128)], which the kernel applies within its sum.
+    """(factors float32[E, K] of the rows, or None; scales of the sums, or None). Scales of 128 x 128 numbers are always
+    scales, [E, ceil(n / 128), ceil(K / 128)]; others are scales [E, n] for contract = 2, factors for 1.
     """
     scales = weight.scales.astype(jnp.float32)
     if fp8_product.in_blocks(weight):
@@ -95,17 +75,8 @@ def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | N
 
 
 def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Array, jax.Array]:
-    """Rounds rows of x to FP8 in plain JAX. Returns (codes e4m3[rows, K], float32 scales by which the codes are
-    multiplied again, [rows, 1], or [rows, ceil(K / 128)] with `blocks`). `_by_reference` calls it, and so does
-    `_by_kernel` where the kernels of fp8_rounding.py refuse.
-
-    Args:
-      x: the sorted rows [rows, K], or [T, K] with `tokens`.
-      factors: float32[E, K], by which rows of each expert are multiplied first: the scales of the weights along K,
-        which cannot be applied after a sum along K (from `_scales`). None: by nothing.
-      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
-      tokens: int32[rows], the row of x for each sorted row; None: x is sorted.
-      blocks: True: each 128 numbers of a row get a scale. False: each row gets one scale.
+    """(codes e4m3[rows, K], float32 scales [rows, 1], or [rows, ceil(K / 128)] with `blocks`), in plain JAX, of the
+    rows times their expert's `factors` float32[E, K].
     """
     rows = reference.rows_of(x, tokens)
     if factors is not None:
@@ -115,20 +86,8 @@ def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Arra
 
 
 def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, plain: Callable = reference.product):
-    """The grouped product in FP8 in plain JAX: used if no FP8 kernel supports the call or "reference" is requested, and
-    compared with such a kernel at its first use. Rows are rounded to FP8 all the same, and their decoded values, in x's
-    dtype, are multiplied by the decoded weight, or by its codes alone if its scales are factors of the rows
-    (`_scales`). The results, [rows, n] in x's dtype, differ from those of the kernels only by the rounding to that
-    dtype. It is slower than they are.
-
-    Args:
-      x: rows [rows, K] sorted as `groups` says, or [T, K] with `tokens`.
-      weight: the experts' weights, [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
-      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
-      contract: the axis of the weight that is summed over, 1 or 2.
-      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
-      tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
-      plain: a function with the arguments and the result of reference.product, which multiplies.
+    """`product` in plain JAX. The decoded values of rounded rows are multiplied by the decoded weight, or by its codes
+    alone if its scales are factors of the rows.
     """
     blocks, (factors, _) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
@@ -154,18 +113,7 @@ _exact = jax.jit(
 
 
 def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, name: str):
-    """The grouped product by an FP8 kernel: [rows, n] in x's dtype. It rounds the rows first, and copies the weight's
-    codes transposed if contract is 1 and the weight has no such copy, because the kernels sum over the last axis.
-
-    Args:
-      x: rows [rows, K] sorted as `groups` says, or [T, K] with `tokens`.
-      weight: the experts' weights, [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
-      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
-      contract: the axis of the weight that is summed over, 1 or 2.
-      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
-      tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
-      name: the kernel's name, "mosaic" or "triton".
-    """
+    """`product` by an FP8 kernel, which sums over the last axis: for contract = 1 the codes are transposed first."""
     blocks, (factors, scales) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
         if fp8_product.by_rounding_kernel(groups.rows, [x.shape[1]], x.dtype, blocks):
@@ -186,23 +134,12 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
     return fp8_product.by_kernel(codes, scale, u, add, (side,), scales, x.dtype, blocks, name, tiles)
 
 
-def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """Compares an FP8 kernel with plain JAX on a small random case, once on each kind of GPU. `product` asks it.
-    Returns the reason why this GPU must not run it, or None, also if nothing is compared in this call, as without a GPU
-    (dispatch.first_use). The case is computed with contract = 2, as the forward needs it, and with contract = 1, as the
-    gradient of x does; with sorted rows and with rows gathered from tokens; and with an adapter unless `rank` is 0.
-
-    Args:
-      name: the kernel's name, "mosaic" or "triton".
-      blocks: True: the weight has a scale for each 128 x 128 numbers. False: one for each row; kernels take a
-        scale for the whole matrix as one for each row too.
-      dtype: the compute dtype, in which rows are before they are rounded.
-      rank: the adapter's; the case has as many columns as the kernel pads it to. 0: no adapter.
-      whole: True: the length of the summed axis is a multiple of 128. False: it is not, and the kernel's steps along it
-        are shorter, in another layout in shared memory.
+def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> str | None:
+    """The reason why this GPU must not run an FP8 kernel, or None. whole: whether 128 divides the summed axis;
+    otherwise the kernel's steps are shorter, in another layout.
     """
-    filled = fp8_mosaic.filled_rank(rank) if rank else 0
-    sizes, shape, count = (200, 0, 1, 128), (4, 512, 768) if whole else (4, 576, 960), 150
+    padded_rank = fp8_mosaic.filled_rank(rank) if rank else 0
+    sizes, shape, count = (200, 0, 1, 128), (4, 512, 768) if whole_steps else (4, 576, 960), 150
 
     def compare():
         draw = np.random.default_rng(0)
@@ -211,21 +148,23 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
         occupied = np.pad(occupied, (0, groups.rows - occupied.size))
         tokens = jnp.asarray(np.where(occupied, draw.integers(0, count, groups.rows), count), jnp.int32)
         weight = FP8.encode(draw.standard_normal(shape).astype(np.float32), TILE if blocks else ROW)
-        got, want = [], []
+        results, expected = [], []
         for contract in (2, 1):
             x = jnp.asarray(draw.standard_normal((count, shape[contract])), dtype)
             extra = exact = None
-            if filled:
-                u = jnp.asarray(draw.standard_normal((groups.rows, filled)) * occupied[:, None], dtype)
-                side = draw.standard_normal((shape[0], shape[3 - contract], filled))
+            if padded_rank:
+                u = jnp.asarray(draw.standard_normal((groups.rows, padded_rank)) * occupied[:, None], dtype)
+                side = draw.standard_normal((shape[0], shape[3 - contract], padded_rank))
                 extra = (u, jnp.asarray(side if contract == 2 else side.swapaxes(1, 2), dtype))
-                exact = tuple(part.astype(jnp.float32) for part in extra)
-            for rows, their in ((x, tokens), (reference.rows_of(x, tokens), None)):
+                exact = tuple(operand.astype(jnp.float32) for operand in extra)
+            for rows, row_tokens in ((x, tokens), (reference.rows_of(x, tokens), None)):
                 run = jax.jit(_by_kernel, static_argnums=(3, 6))
-                got.append(run(rows, weight, groups, contract, extra, their, name))
+                results.append(run(rows, weight, groups, contract, extra, row_tokens, name))
                 wide = rows.astype(jnp.float32)
-                want.append(_exact(wide, weight, groups, contract, exact, their))
-        return got, want
+                expected.append(_exact(wide, weight, groups, contract, exact, row_tokens))
+        return results, expected
 
-    call = f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}, {filled} columns of an adapter, K of {shape[1:]}"
+    call = (
+        f"{'blocks' if blocks else 'rows'}, {jnp.dtype(dtype)}, {padded_rank} columns of an adapter, K of {shape[1:]}"
+    )
     return dispatch.first_use("fp8_matmul of experts", name, call, compare)

@@ -1,5 +1,4 @@
-"""The bodies of the Triton kernels of gated_thin.py: the inner rows of experts are multiplied by a thin array of their
-expert while they are in registers."""
+"""Triton kernels that multiply experts' inner rows by a thin array of their expert while they are in registers."""
 
 import triton
 import triton.language as tl
@@ -8,12 +7,12 @@ from jaxtune.pallas.gated.kernels import clipped, row_gradients, share_of
 
 
 @triton.jit
-def _loaded(gate_up, number, there, start, SIZE: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """COLUMNS columns of gate and up, from column `start` on, both in float32, of the rows `number` [BLOCK, 1] counted
-    from the row to which gate_up points, of 2 SIZE columns; zeros where `there` is false or a column is past the
-    end."""
+def _loaded(gate_up, number, inside, start, SIZE: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """COLUMNS columns of gate and of up in float32, of the rows `number` [BLOCK, 1] of gate_up [., 2 SIZE]; zeros where
+    `inside` is false or a column is past the end.
+    """
     columns = start + tl.arange(0, COLUMNS)[None, :]
-    real = there & (columns < SIZE)
+    real = inside & (columns < SIZE)
     if INTERLEAVED:
         # A pair is read as one number, so that nothing moves between threads.
         DTYPE: tl.constexpr = gate_up.dtype.element_ty
@@ -21,9 +20,9 @@ def _loaded(gate_up, number, there, start, SIZE: tl.constexpr, COLUMNS: tl.const
         x = (pairs & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
         y = (pairs >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
     else:
-        places = number * (2 * SIZE) + columns
-        x = tl.load(gate_up + places, mask=real, other=0.0)
-        y = tl.load(gate_up + SIZE + places, mask=real, other=0.0)
+        offsets = number * (2 * SIZE) + columns
+        x = tl.load(gate_up + offsets, mask=real, other=0.0)
+        y = tl.load(gate_up + SIZE + offsets, mask=real, other=0.0)
     return x.to(tl.float32), y.to(tl.float32)
 
 
@@ -51,22 +50,13 @@ def gated_rows_thin_kernel(
     INTERLEAVED: tl.constexpr,
     STORES: tl.constexpr,
 ):
-    """Computes the inner rows of BLOCK rows, times their weights, in float32, rounds them once and multiplies them by
-    a^T of their expert; if STORES is 1, it writes them too. Empty rows get zeros. Grid: (ROWS / BLOCK,); BLOCK divides
-    TILE_ROWS.
+    """Computes BLOCK inner rows, times their weights, in float32, rounds them once and multiplies them by a^T of their
+    expert. Empty rows get zeros. Grid: (ROWS / BLOCK,); BLOCK divides TILE_ROWS.
 
-    Args:
-      gate_up: [ROWS, 2 SIZE], of 16 bits. The first SIZE columns are gate, and the others up. If INTERLEAVED is 1, the
-        even columns are gate, and the odd ones up.
-      weights: float32[ROWS], the router's.
-      a: [EXPERTS, RANK, SIZE], like gate_up.
-      tile_expert, tile_sizes: int32[ROWS / TILE_ROWS], the expert of each tile and the number of its rows that are not
-        empty, which come first.
-      gated: [ROWS, SIZE], the inner rows times their weights; not written if STORES is 0.
+      gate_up: [ROWS, 2 SIZE], 16 bits; gate, then up, or with INTERLEAVED in even and odd columns.
+      gated: [ROWS, SIZE]; not written if STORES is 0.
       inner: [ROWS, INNER], gated a^T, rounded once from float32 sums; zeros from column RANK on.
-      WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16, which
-        divides INNER.
-      ACTIVATION, ALPHA: of the activation (share_of).
+      WIDTH: a power of two, at least 16 and RANK, that divides INNER.
       CLIPPED, LIMIT: 1: gate and up are clipped at LIMIT, and 1 is added to up.
     """
     DTYPE: tl.constexpr = gated.dtype.element_ty
@@ -75,8 +65,8 @@ def gated_rows_thin_kernel(
     size = tl.load(tile_sizes + tile) - first % TILE_ROWS
     expert = tl.minimum(tl.load(tile_expert + tile), EXPERTS - 1).to(tl.int64)
     number, ranks = tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH)
-    there = number < size
-    weight = tl.load(weights + first + number, mask=there, other=0.0)
+    inside = number < size
+    weight = tl.load(weights + first + number, mask=inside, other=0.0)
     gate_up += first.to(tl.int64) * (2 * SIZE)
     gated += first.to(tl.int64) * SIZE
     inner += first.to(tl.int64) * INNER
@@ -84,7 +74,7 @@ def gated_rows_thin_kernel(
     sums = tl.zeros([BLOCK, WIDTH], tl.float32)
     for start in range(0, SIZE, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)[None, :]
-        x, y = _loaded(gate_up, number, there, start, SIZE, COLUMNS, INTERLEAVED)
+        x, y = _loaded(gate_up, number, inside, start, SIZE, COLUMNS, INTERLEAVED)
         x, y = clipped(x, y, CLIPPED, LIMIT)
         real_sides = (ranks < RANK)[:, None] & (columns < SIZE)
         side = tl.load(a + (ranks[:, None] * SIZE + columns), mask=real_sides, other=0.0)
@@ -95,8 +85,8 @@ def gated_rows_thin_kernel(
         sums = tl.dot(product, tl.trans(side), sums)
     thin = sums.to(DTYPE)
     tl.store(inner + (number * INNER + ranks[None, :]), thin)
-    for more in range(WIDTH, INNER, WIDTH):
-        tl.store(inner + (number * INNER + more + ranks[None, :]), tl.zeros([BLOCK, WIDTH], DTYPE))
+    for column in range(WIDTH, INNER, WIDTH):
+        tl.store(inner + (number * INNER + column + ranks[None, :]), tl.zeros([BLOCK, WIDTH], DTYPE))
 
 
 @triton.jit
@@ -124,23 +114,17 @@ def gated_rows_thin_backward_kernel(
     ALPHA: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Computes the backward of experts' gated activation in COLUMNS columns of a chunk of rows, whole tiles of one
-    expert, in float32, and what these rows add to dinner^T gated, where gated are the inner rows times their weights,
-    rounded to gate_up's dtype. Rows are read BLOCK at a time. Grid: (SIZE / COLUMNS, rounded up; chunks).
+    """The backward of the gated activation in COLUMNS columns of a chunk of rows (whole tiles of one expert), in
+    float32, and what these rows add to dinner^T gated. Grid: (SIZE / COLUMNS, rounded up; chunks).
 
-    dgate_up may be the same memory as gate_up: each program reads a block before it writes it, and no other program
-    reads it. Empty rows of a chunk get zeros; rows of tiles without an expert are not written.
+    dgate_up may be gate_up's memory: each program reads a block before it writes it, and no other program reads it.
+    Empty rows of a chunk get zeros; rows of tiles without an expert are not written.
 
-    Args:
-      gate_up, weights: as for gated_rows_thin_kernel, and so are ACTIVATION, CLIPPED, LIMIT, ALPHA and INTERLEAVED.
-      dgated: [ROWS, SIZE], the gradient of gated.
-      dinner: [ROWS, INNER], like gate_up, of which the first RANK columns are used.
-      chunk_first, chunk_rows: int32[chunks], each chunk's first row, and how many rows from there on are not empty; 0
-        for a chunk that is not needed.
-      dgate_up: the gradient of gate_up.
-      dweights: float32[blocks of columns, ROWS], what each block of columns adds to the gradient of the weights.
-      da: float32[chunks, RANK, SIZE], what each chunk adds to dinner^T gated.
-      WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16.
+      gate_up, WIDTH: as for gated_rows_thin_kernel.
+      dinner: [ROWS, INNER], of which RANK columns are used.
+      chunk_first, chunk_rows: int32[chunks], the first row, and how many from there on are not empty.
+      dweights: float32[blocks of columns, ROWS], a share of the weights' gradient from each block.
+      da: float32[chunks, RANK, SIZE].
     """
     DTYPE: tl.constexpr = dgated.dtype.element_ty
     chunk = tl.program_id(1)
@@ -154,11 +138,11 @@ def gated_rows_thin_backward_kernel(
     sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
     for step in range((size + TILE_ROWS - 1) // TILE_ROWS * (TILE_ROWS // BLOCK)):
         row = first + step * BLOCK
-        there = line < size - step * BLOCK
-        x, y = _loaded(gate_up + row.to(tl.int64) * (2 * SIZE), line, there, start, SIZE, COLUMNS, INTERLEAVED)
-        dout = tl.load(dgated + row.to(tl.int64) * SIZE + (line * SIZE + columns), mask=there & within_size, other=0.0)
-        weight = tl.load(weights + row + line, mask=there, other=0.0)
-        thin = tl.load(dinner + row.to(tl.int64) * INNER + (line * INNER + ranks), mask=there & real_ranks, other=0.0)
+        inside = line < size - step * BLOCK
+        x, y = _loaded(gate_up + row.to(tl.int64) * (2 * SIZE), line, inside, start, SIZE, COLUMNS, INTERLEAVED)
+        dout = tl.load(dgated + row.to(tl.int64) * SIZE + (line * SIZE + columns), mask=inside & within_size, other=0.0)
+        weight = tl.load(weights + row + line, mask=inside, other=0.0)
+        thin = tl.load(dinner + row.to(tl.int64) * INNER + (line * INNER + ranks), mask=inside & real_ranks, other=0.0)
         dout = dout.to(tl.float32)
         product, dx, dy = row_gradients(x, y, dout, weight, CLIPPED, LIMIT, ACTIVATION, ALPHA, 1)
         sums = tl.dot(tl.trans((product * weight).to(DTYPE)), thin, sums)
@@ -173,5 +157,5 @@ def gated_rows_thin_backward_kernel(
         else:
             tl.store(result + (line * (2 * SIZE) + columns), dx, mask=within_size)
             tl.store(result + SIZE + (line * (2 * SIZE) + columns), dy, mask=within_size)
-    places = chunk.to(tl.int64) * (RANK * SIZE) + (ranks * SIZE + tl.trans(columns))
-    tl.store(da + places, sums, mask=tl.trans(within_size) & real_ranks)
+    offsets = chunk.to(tl.int64) * (RANK * SIZE) + (ranks * SIZE + tl.trans(columns))
+    tl.store(da + offsets, sums, mask=tl.trans(within_size) & real_ranks)

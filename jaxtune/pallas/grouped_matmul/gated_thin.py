@@ -1,11 +1,9 @@
 """The gated activation of a layer of experts and the thin products that the adapters of its down projection need, by
-Triton kernels on Hopper: `gated_rows_thin` forward, `gated_rows_thin_backward` backward. It is pallas/gated/thin.py for
-rows sorted by expert. `refusal` says which calls they cannot compute; routing/gated.py calls them.
+Triton kernels on Hopper: pallas/gated/thin.py for rows sorted by expert.
 
-Their time is that of reading and writing memory, and neither reads the inner rows again for a thin product. In the
-forward a program has some rows of one expert, and all columns. In the backward it has a block of columns and a chunk of
-rows of one expert, so that it can keep the sums over rows in registers. mosaic_sums.py adds up what chunks wrote, and
-XLA what blocks of columns did, each in one order.
+Their time is that of memory, and neither reads the inner rows again for a thin product. In the forward a program has
+some rows of one expert, and all columns; in the backward a block of columns and a chunk of rows of one expert, whose
+sums stay in registers. Chunks and blocks are added in one order.
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ _CHUNK = 8  # tiles of rows that a program of the backward has, at most
 
 
 class Tile(NamedTuple):
-    """How a kernel divides its work."""
-
     rows: int  # of a tile of gate and up that a program reads at once
     columns: int  # of such a tile
     warps: int  # of a program
@@ -41,10 +37,9 @@ _INTERLEAVED = Tile(rows=32, columns=32, warps=2, stages=4)  # of the backward, 
 
 
 def refusal(gate_up, rank: int, gate: RowGate) -> str | None:
-    """Returns the reason, in words, why the kernels cannot compute a call, or None if they can. They need a Hopper GPU,
-    jax-triton, bfloat16 or float16, "silu" or "gelu_tanh" where nothing is clipped, inner rows of a multiple of 8
-    numbers, and a rank of at most 16. A call is also refused if the check at first use found that results on this GPU
-    differ from those of plain JAX. gate_up: [rows, 2 I]. rank: of the adapters. gate: how inner rows are computed."""
+    """The reason why the kernels cannot compute a call (gate_up [rows, 2 I]), or differ from plain JAX; None if they
+    can.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -61,8 +56,7 @@ def refusal(gate_up, rank: int, gate: RowGate) -> str | None:
 
 
 def _first_use(dtype, gate: RowGate, rank: int) -> str | None:
-    """The reason why this GPU must not run the kernels for such calls, or None: it compares a small case of unequal
-    experts with plain JAX in float32, once for each kind of call (dispatch.first_use)."""
+    """Compares a small case of unequal experts with plain JAX in float32."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1500)  # with tiles that no expert needs
@@ -75,32 +69,32 @@ def _first_use(dtype, gate: RowGate, rank: int) -> str | None:
         gate_up, dgated, dinner = (rows(key, size) for key, size in zip(keys, (832, 416, rank)))
         weights = jnp.abs(rows(keys[3], 1, jnp.float32))[:, 0]
         a = jax.random.normal(keys[4], (groups.num_experts, rank, 416)).astype(dtype)
-        got = jax.jit(_both, static_argnums=6)(gate_up, weights, a, dgated, mosaic.filled(dinner, 1), groups, gate)
+        results = jax.jit(_both, static_argnums=6)(gate_up, weights, a, dgated, mosaic.filled(dinner, 1), groups, gate)
 
         def exact(gate_up, weights, a, dgated, dinner):
             inner = gated_rows(gate_up, weights, gate)
-            again, dgate_up, dweights = gated_rows_backward(gate_up, weights, dgated, gate)
-            da = reference.contract_rows(dinner, again, groups, jnp.float32)
+            inner_again, dgate_up, dweights = gated_rows_backward(gate_up, weights, dgated, gate)
+            da = reference.contract_rows(dinner, inner_again, groups, jnp.float32)
             return inner, mosaic.filled(reference.thin(inner, a, groups, 2), 1), dgate_up, dweights, da
 
         wide = (array.astype(jnp.float32) for array in (gate_up, weights, a, dgated, dinner))
-        return got, dispatch.exactly(exact)(*wide)
+        return results, dispatch.exactly(exact)(*wide)
 
     return dispatch.first_use("gated_rows_thin", "triton", f"{dtype}, {gate}, rank {rank}", compare)
 
 
 def _both(gate_up, weights, a, dgated, dinner, groups: Groups, gate: RowGate):
-    """What both operations return, for the check at first use: five arrays. Rows of gate_up's gradient that no expert
-    has are zero, where the kernel leaves them as they are in memory."""
+    """Results of both operations; rows of gate_up's gradient that no expert has are zero, where the kernel does not
+    write.
+    """
     inner = gated_rows_thin(gate_up, weights, a, groups, gate)
-    dgate_up, *others = gated_rows_thin_backward(gate_up, weights, dgated, dinner, a.shape[1], groups, gate)
+    dgate_up, *gradients = gated_rows_thin_backward(gate_up, weights, dgated, dinner, a.shape[1], groups, gate)
     inside = (jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]).reshape(-1, 1)
-    return *inner, jnp.where(inside, dgate_up, 0), *others
+    return *inner, jnp.where(inside, dgate_up, 0), *gradients
 
 
 def _called(kernel, arrays, out_types, grid, tile: Tile, gate: RowGate, aliases: dict[int, int], **sizes: int):
-    """Calls a kernel with the constants that both have: how an inner row is computed, and the tile. The other arguments
-    are those of compat.triton_call; sizes: the kernel's other constants."""
+    """Calls a kernel with the constants that both have."""
     clipped = gate.limit is not None
     return compat.triton_call(
         kernel,
@@ -125,16 +119,13 @@ def _called(kernel, arrays, out_types, grid, tile: Tile, gate: RowGate, aliases:
 def gated_rows_thin(
     gate_up, weights, a, groups: Groups, gate: RowGate, *, thin_alone: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes (the inner rows times their weights [rows, I]; these times a^T of their expert [rows, r], r padded with
-    zeros to a multiple of 64), both in gate_up's dtype, by the kernel. Empty rows of both are zero.
+    """(inner rows times their weights [rows, I]; these times a^T of their expert [rows, r], r padded with zeros to a
+    multiple of 64), in gate_up's dtype. Empty rows are zero.
 
-    Args:
       gate_up: [rows, 2 I], of 16 bits, sorted by expert.
-      weights: float32[rows], the router's weight of each row.
-      a: [E, r, I], the adapters' A; it is rounded to gate_up's dtype.
-      groups: which expert each tile of rows belongs to.
-      gate: how an inner row is computed from gate and up.
-      thin_alone: True: the inner rows are not written, and the first result means nothing.
+      weights: float32[rows], the router's.
+      a: [E, r, I].
+      thin_alone: the first result means nothing.
     """
     from jaxtune.pallas.grouped_matmul import gated_kernels
 
@@ -166,18 +157,14 @@ def gated_rows_thin(
 def gated_rows_thin_backward(
     gate_up, weights, dgated, dinner, rank: int, groups: Groups, gate: RowGate
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes (the gradient of gate_up [rows, 2 I] in its dtype; that of the weights, float32[rows]; dinner^T times
-    the inner rows, which are computed again, float32[E, r, I], summed over each expert's rows) by the kernel. The first
-    takes the memory of gate_up if nothing else reads it; otherwise XLA copies gate_up first. Empty rows of an expert's
-    tiles get zeros, but of the tiles that no expert needs gate_up stays in place of a gradient: nothing may read them.
-    The results have the same bits in each run.
+    """(gradient of gate_up [rows, 2 I] in its dtype; of the weights, float32[rows]; dinner^T times the inner rows,
+    which are computed again, float32[E, r, I]), with the same bits in each run.
 
-    Args:
-      gate_up, weights, groups, gate: as of gated_rows_thin.
-      dgated: [rows, I] in gate_up's dtype, the gradient of the inner rows times their weights.
-      dinner: [rows, at least r] in gate_up's dtype, the gradient of the adapters' low-rank input; columns from r on are
-        padding.
-      rank: r.
+    The first takes gate_up's memory if nothing else reads it. Empty rows of an expert's tiles get zeros, but in tiles
+    that no expert needs gate_up stays in place of a gradient: nothing may read them.
+
+      dgated: [rows, I], the gradient of the inner rows times their weights.
+      dinner: [rows, at least r], the gradient of the low-rank input.
     """
     from jaxtune.pallas.grouped_matmul import gated_kernels
 
@@ -210,17 +197,19 @@ def gated_rows_thin_backward(
 
 
 def _chunks(groups: Groups) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Divides each expert's tiles into chunks of at most _CHUNK tiles: (int32[E + 1], the number of each expert's first
-    chunk, and of the chunk after the last; each chunk's first row; the number of its rows that are not empty, 0 for a
-    chunk that is not needed), the last two int32[chunks]. There are as many chunks as any sizes of experts can need."""
+    """Divides each expert's tiles into chunks of at most _CHUNK: (int32[E + 1], each expert's first chunk and the chunk
+    after the last; each chunk's first row; its rows that are not empty). There are as many as any sizes can need.
+    """
     chunk_rows = _CHUNK * groups.tile_rows
     count = -(-groups.sizes // chunk_rows)
     ends = ends_of(count)
     number = jnp.arange(-(-groups.tiles // _CHUNK) + groups.num_experts, dtype=jnp.int32)
     expert = (number[:, None] >= ends).sum(1, dtype=jnp.int32)
-    known = jnp.minimum(expert, groups.num_experts - 1)
-    within = (number - (ends - count)[known]) * chunk_rows
-    rows = jnp.where(expert < groups.num_experts, jnp.clip(groups.sizes[known] - within, 0, chunk_rows), 0)
-    first = jnp.where(rows > 0, groups.starts()[known] + within, 0)
+    real_expert = jnp.minimum(expert, groups.num_experts - 1)
+    first_in_expert = (number - (ends - count)[real_expert]) * chunk_rows
+    rows = jnp.where(
+        expert < groups.num_experts, jnp.clip(groups.sizes[real_expert] - first_in_expert, 0, chunk_rows), 0
+    )
+    first = jnp.where(rows > 0, groups.starts()[real_expert] + first_in_expert, 0)
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends.astype(jnp.int32)])
     return bounds, first.astype(jnp.int32), rows.astype(jnp.int32)

@@ -1,16 +1,13 @@
-"""Copies of rows of tokens from global to shared memory, for products of experts that read the tokens at given indices
-while they multiply, so that the rows need not be copied to a sorted buffer first. The kernels of mosaic.py and, for
-adapters' gradients, mosaic_contract.py copy so.
+"""Copies of rows of tokens from global to shared memory, for kernels that read tokens at given indices while they
+multiply, without a sorted copy.
 
 TMA copies boxes, and on Hopper it cannot gather rows. Here the 128 lanes of a warpgroup copy 16 bytes each at a time
 (cp.async), eight of them the 128 bytes of a row, to the addresses where TMA would put them: tiles of 8 rows of 128
-bytes, swizzled. A lane has every 16th row, and always the same 16 bytes of each 128 of a row.
+bytes, swizzled. A lane has every 16th row.
 
-The loading warpgroup loads the rows' indices (`numbers`), starts the copies (`bring`), and makes them signal a barrier
-when they arrive (`tell`); only the multiplying warpgroups wait for it (`wait`). `barriers` allocates the barriers, and
-`begin` initialises them. This is as fast as TMA over consecutive rows (README.md), with one condition: the fence before
-wgmma must name shared memory. Without `.shared::cta` it waits for all memory traffic, 450 cycles a step, and the same
-product took 1.79 ms in place of 1.18 (Qwen3-30B-A3B's gate/up, H200).
+The loading warpgroup calls `numbers`, `bring` and `tell`; only the multiplying ones `wait`. This is as fast as TMA over
+consecutive rows, if the fence before wgmma names shared memory: without `.shared::cta` it waits for all memory traffic,
+450 cycles a step. `interpreted` says that Pallas' interpreter runs the kernel, whose copies are synchronous.
 """
 
 from __future__ import annotations
@@ -46,23 +43,15 @@ _TILE = 8 * 128  # bytes of a tile
 
 
 def _layout(rows: int):
-    """The layout in registers of the indices of `rows` rows (a multiple of 16), int32[8 rows], because each index is
-    needed by the eight lanes that copy the row: lane t has those of the rows t // 8 + 16 i, for every i. `numbers`
-    returns them in it, and `bring` takes them."""
+    """The layout of `rows` indices, int32[8 rows]: the eight lanes that copy a row each need its index. Lane t has
+    those of the rows t // 8 + 16 i.
+    """
     return plgpu.Layout.WG_STRIDED((8 * rows,), rows // _EVERY)
 
 
 def numbers(tokens_ref, first, rows: int, interpreted: bool):
-    """Loads the token indices of consecutive sorted rows, tokens_ref[first : first + rows], into the registers of the
-    calling warpgroup, and returns them as the `tokens` of `bring`. It is separate from `bring`, so that the indices can
-    be loaded while earlier rows are copied.
-
-    Args:
-      tokens_ref: int32 in global memory, the token of each sorted row.
-      first: int32[], the index of the first sorted row.
-      rows: the number of rows, a multiple of 16.
-      interpreted: True: Pallas' interpreter runs the kernel, and the result is a plain int32[rows]. False: a GPU does,
-        and the result is int32[8 rows] in the layout that `_layout` returns.
+    """Loads tokens_ref[first : first + rows] into the calling warpgroup's registers, as `bring` takes them; separate,
+    so that indices can be loaded while earlier rows are copied. `rows` is a multiple of 16.
     """
     if interpreted:
         return tokens_ref[pl.ds(first, rows)]
@@ -86,72 +75,66 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
 
 
 def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
-    """Starts to copy rows of x_ref, at some of its columns, to `target` in shared memory; all lanes of the loading
-    warpgroup must call it. The rows have arrived once a barrier was signalled (`tell`) and waited for (`wait`). Nobody
-    may still read what `target` had before, for which the caller must have waited.
+    """Starts to copy rows of x_ref to `target`; all lanes of the loading warpgroup call it, and nobody may still read
+    `target`. The rows have arrived after `tell` and `wait`.
 
-    Args:
-      x_ref: the tokens [T, K] in global memory, in a 16-bit dtype.
-      tokens: the indices of the rows, from `numbers`. For the index T zeros are copied.
-      target: [rows, columns] in shared memory; its shape says how many rows (those of `tokens`) and columns (a multiple
-        of 64) are copied.
-      first_column: int32[], the first of the columns of x_ref, a multiple of 8.
-      transforms: the layout of `target`, tiles of (8, 64) swizzled by 128 bytes.
-      interpreted: True: Pallas' interpreter runs the kernel, and the copy is made at once. False: a GPU does.
+      x_ref: the tokens [T, K] in global memory, 16 bits.
+      tokens: from `numbers`; the index T copies zeros.
+      target: [rows, columns] in shared memory, columns a multiple of 64, tiles of (8, 64) swizzled by 128 bytes.
+      first_column: int32[], a multiple of 8.
     """
     rows, columns = target.shape
     if interpreted:
-        found = x_ref[:, pl.ds(first_column, columns)][jnp.minimum(tokens, x_ref.shape[0] - 1)]
-        target[...] = jnp.where((tokens < x_ref.shape[0])[:, None], found, jnp.zeros_like(found))
+        gathered = x_ref[:, pl.ds(first_column, columns)][jnp.minimum(tokens, x_ref.shape[0] - 1)]
+        target[...] = jnp.where((tokens < x_ref.shape[0])[:, None], gathered, jnp.zeros_like(gathered))
         return
-    parts = columns // _COLUMNS
+    column_tiles = columns // _COLUMNS
 
     @mosaic_types.inline_mgpu(arg_types=(_layout(rows), SCALAR, plgpu.RefType(), plgpu.RefType(transforms)))
     def copy(_, tokens, first_column, x_ref, target):
         count, width = ir.MemRefType(x_ref.type).shape
         first, piece = ir_shift_right(ir_thread(), 3), arith.andi(ir_thread(), ir_const(7))
-        within = arith.andi(first, ir_const(7))  # within its tile of 8 rows, whose parts are contiguous
-        swizzled = arith.xori(piece, within)
+        row_in_tile = arith.andi(first, ir_const(7))  # tiles of 8 rows are contiguous
+        swizzled = arith.xori(piece, row_in_tile)
         address = arith.trunci(ir_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(target)))
-        tile = ir_mul(ir_shift_right(first, 3), parts * _TILE)
-        address = ir_add(address, tile, ir_mul(within, 128), ir_mul(swizzled, _PIECE))
+        tile = ir_mul(ir_shift_right(first, 3), column_tiles * _TILE)
+        address = ir_add(address, tile, ir_mul(row_in_tile, 128), ir_mul(swizzled, _PIECE))
         start = ir_add(ir_shift_right(ir_scalar(first_column), 3), piece)  # counted in pieces of 8 numbers
         eight = ir.VectorType.get((8,), ir.MemRefType(x_ref.type).element_type)
         for number in range(rows // _EVERY):
             token = ir_item(tokens.registers.flat[0], number)
-            there = arith.cmpi(arith.CmpIPredicate.ult, token, ir_const(count))
-            size = arith.select(there, ir_const(_PIECE), ir_const(0))
-            place = ir_add(ir_mul(arith.select(there, token, ir_const(0)), width // 8), start)
-            for part in range(parts):
-                source = ir_address(x_ref, ir_add(place, ir_const(part * _COLUMNS // 8)), eight)
-                goal = ir_add(address, ir_const((number * (_EVERY // 8) * parts + part) * _TILE))
+            exists = arith.cmpi(arith.CmpIPredicate.ult, token, ir_const(count))
+            size = arith.select(exists, ir_const(_PIECE), ir_const(0))
+            piece_index = ir_add(ir_mul(arith.select(exists, token, ir_const(0)), width // 8), start)
+            for column_tile in range(column_tiles):
+                source = ir_address(x_ref, ir_add(piece_index, ir_const(column_tile * _COLUMNS // 8)), eight)
+                target_address = ir_add(
+                    address, ir_const((number * (_EVERY // 8) * column_tiles + column_tile) * _TILE)
+                )
                 utils.inline_ptx(
-                    "cp.async.cg.shared.global [$0], [$1], 16, $2;", goal, source, size, has_side_effects=True
+                    "cp.async.cg.shared.global [$0], [$1], 16, $2;", target_address, source, size, has_side_effects=True
                 )
 
     copy(tokens, first_column, x_ref, target)
 
 
 def barriers(slots: int):
-    """The scratch type, for a kernel's scratch_types, of an array int32[2 * slots] in shared memory with a hardware
-    barrier of 64 bits for each of `slots` buffers into which rows are copied; `begin`, `tell` and `wait` take the
-    array. The copies (cp.async) arrive at these barriers by PTX, for which Pallas' own barriers have no operation."""
+    """The scratch type of `slots` hardware barriers of 64 bits in shared memory. Copies (cp.async) arrive at them by
+    PTX, for which Pallas' own barriers have no operation.
+    """
     return plgpu.SMEM((2 * slots,), jnp.int32)
 
 
 def _barrier(barriers_ref, slot):
-    """The address in shared memory of the barrier number `slot`, an MLIR int32, as PTX instructions take it. `begin`,
-    `tell` and `wait` compute it within their PTX. barriers_ref: the array that `barriers` describes, as an MLIR memory
-    reference. slot: an MLIR int32."""
+    """A barrier's address in shared memory as PTX takes it; `slot` is an MLIR int32."""
     pointer = ir_address(barriers_ref, slot, ir.IntegerType.get_signless(64))
     return arith.trunci(ir_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
 
 
 def begin(barriers_ref, interpreted: bool):
-    """Initialises the barriers in barriers_ref, the array that `barriers` describes; each completes when 128 lanes have
-    arrived. All lanes of the loading warpgroup must call it before they use a barrier, and must afterwards arrive at a
-    barrier of Pallas for which the multiplying warpgroups wait before their first `wait`. interpreted: True: Pallas'
-    interpreter runs the kernel, whose copies are synchronous, and nothing is done. False: a GPU does."""
+    """Initialises the barriers; each completes when 128 lanes have arrived. All lanes of the loading warpgroup call it
+    first, and then arrive at a barrier of Pallas, for which the others wait before their first `wait`.
+    """
     if interpreted:  # the interpreter's copies are synchronous
         return
 
@@ -160,8 +143,8 @@ def begin(barriers_ref, interpreted: bool):
         (words,) = ir.MemRefType(barriers_ref.type).shape
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, ir_thread(), ir_const(0))):
             for slot in range(words // 2):
-                at = _barrier(barriers_ref, ir_const(slot))
-                utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 128;", at, has_side_effects=True)
+                barrier = _barrier(barriers_ref, ir_const(slot))
+                utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 128;", barrier, has_side_effects=True)
             utils.inline_ptx("fence.mbarrier_init.release.cluster;", has_side_effects=True)
         utils.warpgroup_barrier()
 
@@ -169,37 +152,23 @@ def begin(barriers_ref, interpreted: bool):
 
 
 def tell(barriers_ref, slot, interpreted: bool):
-    """Makes each lane of the loading warpgroup arrive at a barrier as soon as everything that this lane has copied so
-    far (`bring`) has arrived in shared memory. It returns at once. When all 128 lanes have arrived, the barrier
-    completes, for which `wait` waits.
-
-    Args:
-      barriers_ref: the array that `barriers` describes.
-      slot: int32[], the number of the barrier.
-      interpreted: True: Pallas' interpreter runs the kernel, and nothing is done. False: a GPU does.
+    """Makes each lane of the loading warpgroup arrive at barrier `slot` once everything that it has copied so far has
+    arrived; returns at once.
     """
     if interpreted:
         return
 
     @mosaic_types.inline_mgpu(arg_types=(SCALAR, plgpu.RefType()))
     def tell(_, slot, barriers_ref):
-        at = _barrier(barriers_ref, ir_scalar(slot))
-        utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", at, has_side_effects=True)
+        barrier = _barrier(barriers_ref, ir_scalar(slot))
+        utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier, has_side_effects=True)
 
     tell(slot, barriers_ref)
 
 
 def wait(barriers_ref, slot, parity, interpreted: bool):
-    """Makes the calling warpgroup, one that multiplies, wait until everything that `tell` announced at a barrier has
-    arrived in shared memory and is visible to wgmma. Before its first call it must have waited for a barrier of Pallas
-    at which the loading warpgroup arrives after `begin`.
-
-    Args:
-      barriers_ref: the array that `barriers` describes.
-      slot: int32[], the number of the barrier.
-      parity: int32[], 0 for the first, third, ... wait at this barrier, and 1 for the second, fourth, ...
-      interpreted: True: Pallas' interpreter runs the kernel, whose copies have arrived already, and it only makes them
-        visible. False: a GPU does.
+    """Makes a multiplying warpgroup wait until everything announced at barrier `slot` is in shared memory and visible
+    to wgmma. parity: 0 for the first, third, ... wait at this barrier, 1 for the others.
     """
     if interpreted:
         plgpu.commit_smem()  # the fence below

@@ -1,18 +1,12 @@
-"""The product of rows sorted by expert with the experts' weights, as a Pallas Mosaic GPU kernel for Hopper (wgmma, TMA,
-warp specialisation).
+"""The product of rows sorted by expert with the experts' weights, as a persistent Pallas Mosaic GPU kernel for Hopper
+(wgmma, TMA, warp specialisation).
 
-The kernel is persistent: the GPU runs one program for each multiprocessor, and each program computes every n-th item, n
-being the number of programs. An item is a tile of the output: a tile of rows times a tile of columns. One warpgroup
-loads blocks of 64 along the summed axis K, as many ahead as fit, and continues with the next item while the two others,
-each with 64 of the 128 rows, store the last one. A tile of rows has one expert, so all items with full tiles cost the
-same, and the work is even over multiprocessors whatever the sizes of the groups; tiles without rows are only stored, as
-zeros. Items are ordered in bands of rows, so that items computed at the same time share rows and weights in the L2
-cache. An adapter's product is a few more steps along K, with its own two operands. The rows may be gathered from tokens
-while they are loaded (gather.py), and a weight in four bits may be decoded by a fourth warpgroup (mosaic_ahead.py).
-
-`product` is the product, after `refusal` has said whether the kernel supports it; `thin` is that with one side of an
-adapter, and `filled` pads adapters. Blocks says how the work is divided: `blocks_for` chooses it, and the tuner
-measures `candidates` and stores the fastest under the name that `bucket` returns.
+Each of n programs, one for each multiprocessor, computes every n-th item, a tile of rows times a tile of columns of the
+output. One warpgroup loads blocks of 64 along the summed axis K, as many ahead as fit, while the two others, each with
+64 of the 128 rows, multiply or store. A tile of rows has one expert, so the work is even whatever the sizes of the
+groups; tiles without rows are only stored, as zeros. Items are ordered in bands of rows, which share rows and weights
+in the L2 cache. An adapter's product is a few more steps along K. Rows may be gathered from tokens (gather.py), and a
+fourth warpgroup may decode a weight in four bits (mosaic_ahead.py).
 """
 
 from __future__ import annotations
@@ -40,9 +34,9 @@ _TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class _Registers:
-    """The number of registers of each thread of a warpgroup, by the warpgroup's task. The kernel sets it at its start,
-    because products need more registers than copies. The registers of all threads of a program add up to 64,512 of the
-    multiprocessor's 65,536."""
+    """Registers of each thread of a warpgroup, by its task: products need more than copies. All threads' add up to
+    64,512 of the multiprocessor's 65,536.
+    """
 
     memory: int  # of a thread of the warpgroup that loads
     compute: int  # of a thread of the two warpgroups that multiply
@@ -50,14 +44,7 @@ class _Registers:
 
     @staticmethod
     def of(gathered: bool, decoding: bool) -> _Registers:
-        """How the registers are divided in a kernel. The kernel's body calls it.
-
-        Args:
-          gathered: True: the loading warpgroup gathers rows of tokens, and needs more registers to compute addresses.
-            False: it copies sorted rows.
-          decoding: True: a fourth warpgroup decodes weights and gets registers too, whatever `gathered` is. False:
-            there is none.
-        """
+        """The division in a kernel; gathering rows takes registers for addresses."""
         if decoding:
             return _Registers(40, 184, 96)
         return _Registers(72, 216) if gathered else _Registers(40, 232)
@@ -65,8 +52,7 @@ class _Registers:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the kernel divides its work. `blocks_for` chooses it for a product: what the tuner measured on this kind of
-    GPU (tuning.py), or what a rule says, mostly one of BLOCKS."""
+    """How the kernel divides its work."""
 
     columns: int  # the columns of a tile of the output
     stages: int  # how many blocks of 64 along the summed axis K are loaded ahead
@@ -87,16 +73,8 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 
 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
-    """The reason why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None: no Hopper
-    GPU (Pallas' interpreter needs none), another dtype than bfloat16 and float16, tiles of other than 128 rows, or a
-    size that is no multiple of 64. It runs no check of the kernel's results; first_use.refusal does. Both sizes must
-    fit, because the forward sums over one and the gradient of the rows over the other. `implementations` of api.py
-    calls it, and so does `fills_adapters`, which tells samplers whether the kernel would pad their adapters.
-
-    Args:
-      dtype: of the rows.
-      in_size, out_size: the columns and rows of an expert's weight.
-      tile_rows: the number of rows of a tile (Groups.tile_rows).
+    """The reason why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None; it does not
+    check results. Both sizes must fit: the forward sums over one, the rows' gradient over the other.
     """
     from jaxtune.pallas.dispatch import compute_capability
 
@@ -113,47 +91,36 @@ def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
 
 
 def candidates(out_size: int, ahead: bool) -> list[Blocks]:
-    """The Blocks that the tuner (`jaxtune tune`) measures for a product whose result has out_size columns. ahead: True:
-    the weight is in four bits and is decoded by the same kernel, which leaves registers only for tiles of at most 192
-    columns; these must be no wider than out_size. False: it is an array, and the tiles' columns must divide
-    out_size."""
+    """The Blocks that the tuner measures for a result of out_size columns.
+
+    ahead: whether the kernel also decodes the weight, which leaves registers only for tiles of 192 columns.
+    """
     if ahead:
         return [blocks for blocks in CANDIDATES if blocks.columns <= min(_MOST_COLUMNS_BESIDE, out_size)]
     return [blocks for blocks in CANDIDATES if out_size % blocks.columns == 0]
 
 
 def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
-    """The name under which tuning.py stores the Blocks measured for a product, for each dtype and kind of GPU. It
-    consists of in_size, the length K of the summed axis; out_size, the number of columns of the result; contract, the
-    axis of the weight that is summed over, 1 or 2; and ahead, whether the weight is decoded by the same kernel. All
-    numbers of rows and experts share it, with and without an adapter. `blocks_for` looks Blocks up by the name, and the
-    tuner stores them."""
+    """The name under which the tuner stores Blocks, shared by all numbers of rows and experts, with and without an
+    adapter.
+    """
     return f"in={in_size}, out={out_size}, contract={contract}" + (", decoding" if ahead else "")
 
 
 def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -> Blocks:
-    """The Blocks for a product: those that the tuner measured for its bucket on this kind of GPU, or else a choice by
-    rule. While the tuner times a candidate, it is that candidate (tuning.forced). `product` calls it.
+    """The Blocks that the tuner measured (or forces) for a product, or the first of BLOCKS whose columns divide
+    `out_size`, a multiple of 64.
 
-    The rule takes the first of BLOCKS whose columns divide `out_size`. If the same kernel also decodes the weight, the
-    rule takes tiles of 192 columns, the widest that the registers allow, provided that the last tile, which is moved
-    back to end with the output, overlaps the one before by at most a sixteenth of the output's columns; otherwise it
-    takes the first of BLOCKS of at most 192 columns that divide `out_size`.
-
-    Args:
-      in_size: the length K of the summed axis.
-      out_size: the number of columns of the result, a multiple of 64.
-      contract: the axis of the weight [E, ., .] that is summed over, 1 or 2.
-      dtype: of the operands.
-      ahead: True: the weight is in four bits and decoded by the same kernel. False: it is an array.
+    With a decoder (`ahead`) tiles have at most 192 columns, which the registers allow, and exactly these if the last
+    tile, moved back to end with the output, overlaps the one before by at most a sixteenth.
     """
     measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract, ahead), dtype, Blocks)
     if measured is not None:
         return Blocks(**measured)
     if ahead and -out_size % _MOST_COLUMNS_BESIDE <= out_size // 16:
         return Blocks(_MOST_COLUMNS_BESIDE, 4, 8)
-    most = _MOST_COLUMNS_BESIDE if ahead else out_size
-    return next(blocks for blocks in BLOCKS if out_size % blocks.columns == 0 and blocks.columns <= most)
+    most_columns = _MOST_COLUMNS_BESIDE if ahead else out_size
+    return next(blocks for blocks in BLOCKS if out_size % blocks.columns == 0 and blocks.columns <= most_columns)
 
 
 def _kernel(
@@ -161,7 +128,7 @@ def _kernel(
     expert_ref,
     sizes_ref,
     count_ref,
-    *rest,
+    *refs,
     blocks: Blocks,
     contract: int,
     programs: int,
@@ -170,42 +137,32 @@ def _kernel(
     decoder: Decoder | None,
     packed: int,
 ):
-    """The kernel's body: out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert of each tile]; W and
-    L are [E, N, K] and [E, N, R] (`contract` 2), or [E, K, N] and [E, R, N] (`contract` 1). `product` launches it, for
-    whole weights and for one side of an adapter (`thin`).
+    """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert of each tile]; W and L are [E, N, K]
+    and [E, N, R] (`contract` 2), or [E, K, N] and [E, R, N] (`contract` 1).
 
-    Args:
-      x_ref: the sorted rows, or the tokens [T, K] if they are `gathered`.
-      expert_ref, sizes_ref, count_ref: tile_expert, tile_sizes and count of the Groups.
-      rest: in this order: the token of each row if `gathered`; u and L if `with_extra`; W, or with a decoder the arrays
-        from which it computes W; out; with a decoder the buffer for W; scratch memory.
-      blocks: how the work is divided.
-      contract: the axis of W and L that is summed over.
-      programs: the number of programs; program p computes the tiles p, p + programs, ... of the output.
-      gathered: True: rows are read from the tokens. False: from the sorted buffer.
-      with_extra: whether there is an adapter's product, u L.
-      decoder: decodes a weight in four bits while the kernel multiplies; None: W is an array.
-      packed: with a decoder the number of arrays from which it computes W.
+      x_ref: the sorted rows, or the tokens [T, K] if `gathered`.
+      refs: the token of each row if `gathered`; u and L if `with_extra`; W, or the `packed` arrays of a decoder; out;
+      with a decoder the buffer for W; scratch memory.
     """
     if gathered:
-        tokens_ref, *rest = rest
+        tokens_ref, *refs = refs
     if with_extra:
-        u_ref, l_ref, *rest = rest
+        u_ref, l_ref, *refs = refs
     if decoder is None:
-        w_ref, out_ref, *rest = rest
+        w_ref, out_ref, *refs = refs
     else:
-        out_ref, w_ref, *scratch = rest[packed:]
-        packed_refs, rest = rest[:packed], scratch
-        ready = decoder.semaphores() if gpu_kernel.interpreter() is None else rest.pop()
-    x_smem, w_smem, out_smem, full, free, *rest = rest
-    rows_there = rest.pop() if gathered else None
-    written_out = gpu_kernel.interpreter() is not None
+        out_ref, w_ref, *scratch = refs[packed:]
+        packed_refs, refs = refs[:packed], scratch
+        ready = decoder.semaphores() if gpu_kernel.interpreter() is None else refs.pop()
+    x_smem, w_smem, out_smem, full, free, *refs = refs
+    rows_there = refs.pop() if gathered else None
+    interpreted = gpu_kernel.interpreter() is not None
     columns, stages = blocks.columns, blocks.stages
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
     registers = _Registers.of(gathered, decoder is not None)
     row_tiles, column_tiles = expert_ref.shape[0], -(-out_ref.shape[1] // columns)
     items = row_tiles * column_tiles
-    mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
+    item_count = lax.div(items - program + (programs - 1), jnp.int32(programs))
     main_steps = x_ref.shape[1] // _STEP
     all_steps = main_steps + (u_ref.shape[1] // _STEP if with_extra else 0)
     count = count_ref[0]
@@ -216,36 +173,37 @@ def _kernel(
         return persistent.place(program + index * programs, row_tiles, column_tiles, blocks.band)
 
     def tile_of(index):
-        """An item's tile of rows, to read of it an item early, for that takes as long as two steps; of any item where
-        there is no such."""
-        return jnp.clip(item_place(jnp.minimum(index, mine - 1))[0], 0, row_tiles - 1)
+        """An item's tile of rows, to read of it an item early, as that takes as long as two steps; any item's if there
+        is none.
+        """
+        return jnp.clip(item_place(jnp.minimum(index, item_count - 1))[0], 0, row_tiles - 1)
 
     def columns_of(column_tile):
-        """The last tile's overlap the one before, where tiles do not divide the columns: both store the same there."""
+        """The last tile overlaps the one before if tiles do not divide the columns: both store the same there."""
         return pl.ds(jnp.minimum(column_tile * columns, out_ref.shape[1] - columns), columns)
 
     def steps(row_tile):
-        """Tiles that hold nothing take no step, and are stored as zeros."""
+        """Tiles without rows take no step, and are stored as zeros."""
         return jnp.where(row_tile < count, all_steps, 0)
 
-    def slot_of(at):
-        return lax.rem(at, jnp.int32(stages))
+    def slot_of(cursor):
+        return lax.rem(cursor, jnp.int32(stages))
 
     def tokens_of(index):
-        return gather.numbers(tokens_ref, tile_of(index) * TILE_ROWS, TILE_ROWS, written_out)
+        return gather.numbers(tokens_ref, tile_of(index) * TILE_ROWS, TILE_ROWS, interpreted)
 
     def bring():
         plgpu.set_max_registers(registers.memory, action="decrease")
         if gathered:
-            gather.begin(rows_there, written_out)
+            gather.begin(rows_there, interpreted)
         if decoder is not None and gpu_kernel.interpreter() is not None:
             plgpu.barrier_wait(ready)  # type: ignore[arg-type]
 
         def item(index, state):
-            at, expert, *tokens = state
+            cursor, expert, *tokens = state
             row_tile, column_tile = item_place(index)
             following = (expert_ref[tile_of(index + 1)], *(tokens_of(index + 1) for _ in tokens))
-            rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), columns_of(column_tile)
+            rows, column_slice = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), columns_of(column_tile)
 
             if decoder is not None and gpu_kernel.interpreter() is None:
                 wait = functools.partial(decoder.wait, ready, expert, programs)
@@ -254,98 +212,98 @@ def _kernel(
             def copy(slot, x, w, step):
                 along = pl.ds(step * _STEP, _STEP)
                 if gathered and x is x_ref:
-                    gather.bring(x, tokens[0], x_smem.at[slot], step * _STEP, _TRANSFORMS, written_out)
+                    gather.bring(x, tokens[0], x_smem.at[slot], step * _STEP, _TRANSFORMS, interpreted)
                     plgpu.barrier_arrive(full.at[slot])
                 else:
                     plgpu.copy_gmem_to_smem(x.at[rows, along], x_smem.at[slot], full.at[slot])
                 if gathered:
-                    gather.tell(rows_there, slot, written_out)
-                side = w.at[expert, here, along] if contract == 2 else w.at[expert, along, here]
+                    gather.tell(rows_there, slot, interpreted)
+                side = w.at[expert, column_slice, along] if contract == 2 else w.at[expert, along, column_slice]
                 plgpu.copy_gmem_to_smem(side, w_smem.at[slot], full.at[slot])
 
-            def step(number, at):
-                slot = slot_of(at)
-                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            def step(number, cursor):
+                slot = slot_of(cursor)
+                pl.when(cursor >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 if with_extra:
                     pl.when(number < main_steps)(lambda: copy(slot, x_ref, w_ref, number))
                     pl.when(number >= main_steps)(lambda: copy(slot, u_ref, l_ref, number - main_steps))
                 else:
                     copy(slot, x_ref, w_ref, number)
-                return at + 1
+                return cursor + 1
 
-            return lax.fori_loop(0, steps(row_tile), step, at), *following
+            return lax.fori_loop(0, steps(row_tile), step, cursor), *following
 
         first = jnp.int32(0)
         start = (first, expert_ref[tile_of(first)], *([tokens_of(first)] if gathered else []))
-        total, *_ = lax.fori_loop(0, mine, item, start)
+        total, *_ = lax.fori_loop(0, item_count, item, start)
         # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
-        lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
+        lax.fori_loop(last, total, lambda cursor, _: plgpu.barrier_wait(free.at[slot_of(cursor)]), None)
 
     def compute():
         plgpu.set_max_registers(registers.compute, action="increase")
 
-        def release(at):
-            plgpu.barrier_arrive(free.at[slot_of(at)])
+        def release(cursor):
+            plgpu.barrier_arrive(free.at[slot_of(cursor)])
 
-        def await_filled(at):
-            plgpu.barrier_wait(full.at[slot_of(at)])
+        def await_filled(cursor):
+            plgpu.barrier_wait(full.at[slot_of(cursor)])
             if gathered:
-                round_ = lax.div(at, jnp.int32(stages))
-                gather.wait(rows_there, slot_of(at), lax.rem(round_, jnp.int32(2)), written_out)
+                round_ = lax.div(cursor, jnp.int32(stages))
+                gather.wait(rows_there, slot_of(cursor), lax.rem(round_, jnp.int32(2)), interpreted)
 
-        def let_start(now):
+        def let_start(condition):
             """The second warpgroup waits once, if there is an item, for the first to be `lead` steps into it."""
-            (started,) = rest
-            pl.when(now & (wg == 0))(lambda: plgpu.barrier_arrive(started))
+            (started_barrier,) = refs
+            pl.when(condition & (wg == 0))(lambda: plgpu.barrier_arrive(started_barrier))
 
         if lead:
-            pl.when((mine > 0) & (wg == 1))(lambda: plgpu.barrier_wait(rest[0]))
+            pl.when((item_count > 0) & (wg == 1))(lambda: plgpu.barrier_wait(refs[0]))
 
         def item(index, state):
-            at, size = state
+            cursor, size = state
             row_tile, column_tile = item_place(index)
             following = sizes_ref[tile_of(index + 1)]
-            own = steps(row_tile)
-            multiplied = jnp.where(size > wg * _OWN, own, 0)  # none if this warpgroup's rows are empty
+            tile_steps = steps(row_tile)
+            multiplied = jnp.where(size > wg * _OWN, tile_steps, 0)  # none if this warpgroup's rows are empty
 
             def accumulate(acc):
-                def step(number, at):
-                    slot = slot_of(at)
-                    await_filled(at)
+                def step(number, cursor):
+                    slot = slot_of(cursor)
+                    await_filled(cursor)
                     side = w_smem.at[slot]
                     plgpu.wgmma(
                         acc, x_smem.at[slot, pl.ds(wg * _OWN, _OWN)], side.transpose((1, 0)) if contract == 2 else side
                     )
                     plgpu.wgmma_wait(1)  # the previous product is done
-                    pl.when(number > 0)(lambda: release(at - 1))
+                    pl.when(number > 0)(lambda: release(cursor - 1))
                     if lead:
                         let_start((index == 0) & (number == lead - 1))
-                    return at + 1
+                    return cursor + 1
 
                 if lead:
-                    let_start((index == 0) & (own == 0))
-                lax.fori_loop(0, multiplied, step, at)
+                    let_start((index == 0) & (tile_steps == 0))
+                lax.fori_loop(0, multiplied, step, cursor)
                 plgpu.wgmma_wait(0)
                 return acc[...]
 
-            def pass_on(_, at):
-                await_filled(at)
-                release(at)
-                return at + 1
+            def pass_on(_, cursor):
+                await_filled(cursor)
+                release(cursor)
+                return cursor + 1
 
             total = pl.run_scoped(accumulate, plgpu.ACC((_OWN, columns), jnp.float32))
-            pl.when(multiplied > 0)(lambda: release(at + own - 1))
-            lax.fori_loop(multiplied, own, pass_on, at)
-            at = at + own
+            pl.when(multiplied > 0)(lambda: release(cursor + tile_steps - 1))
+            lax.fori_loop(multiplied, tile_steps, pass_on, cursor)
+            cursor = cursor + tile_steps
             rows = pl.ds(row_tile * TILE_ROWS + wg * _OWN, _OWN)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's copy has been read
             out_smem.at[wg][...] = total.astype(out_ref.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem.at[wg], out_ref.at[rows, columns_of(column_tile)])
-            return at, following
+            return cursor, following
 
-        lax.fori_loop(0, mine, item, (jnp.int32(0), sizes_ref[tile_of(jnp.int32(0))]))
+        lax.fori_loop(0, item_count, item, (jnp.int32(0), sizes_ref[tile_of(jnp.int32(0))]))
         plgpu.wait_smem_to_gmem(0)
 
     def decode():
@@ -364,57 +322,35 @@ def _kernel(
 
 
 def _smem(shape, dtype):
-    """The scratch type of an array in shared memory with this shape and 16-bit dtype, swizzled as TMA copies it and
-    tensor cores read it. `product` makes the kernel's scratch memory of such arrays."""
+    """A 16-bit array in shared memory, swizzled as TMA copies it and tensor cores read it."""
     return plgpu.SMEM(shape, dtype, transforms=_TRANSFORMS)
 
 
 def filled(array, axis: int):
-    """Pads an array with zeros along `axis`, that of an adapter's rank, to a multiple of 64, because the kernel sums
-    over it in steps of 64. Zeros do not change the product. An array whose size there is such a multiple is returned
-    unchanged. `product`, `thin` and api.filled_adapter call it."""
+    """Pads `axis`, an adapter's rank, with zeros to a multiple of 64: the kernel sums over it in steps of 64."""
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, filled_rank(array.shape[axis]) - array.shape[axis])
     return jnp.pad(array, widths)
 
 
 def filled_rank(rank: int) -> int:
-    """The number of columns to which an adapter's rank is padded: the next multiple of 64 (`filled`)."""
     return -(-rank // _STEP) * _STEP
 
 
 def thin(x, weight, groups: Groups, contract: int, tokens=None):
-    """The product of sorted rows with a thin weight of each expert, an adapter's A or B: [rows, n], padded with zero
-    columns to a multiple of 64, so that `product` can take it as the u of `extra`. Unlike the product in plain JAX, it
-    reads x once, without the empty tiles, and makes no copy of the weight for each tile. grouped_matmul's forward and
-    backward call it.
-
-    Args:
-      x: [rows, K], or [T, K] with `tokens`.
-      weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), n being the rank; cast to x's dtype.
-      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
-      contract: the axis of the weight that is summed over.
-      tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
+    """`reference.thin` by the kernel, padded with zero columns to a multiple of 64, as the u of `product`'s `extra`. x
+    is [T, K] with `tokens`.
     """
     return product(x, filled(weight.astype(x.dtype), 3 - contract), groups, contract, tokens=tokens)
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *, blocks: Blocks | None = None):
-    """The grouped product by the kernel: x [rows, K] times each expert's weight -> [rows, n] in x's dtype. The caller
-    has asked `refusal`: groups have tiles of 128 rows, and K and n are multiples of 64. Tiles without rows get zeros.
+    """`reference.product` by the kernel. Only if `refusal` is None: K and n are multiples of 64.
 
-    Args:
-      x: rows sorted as `groups` says, or the tokens [T, K] with `tokens`.
-      weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1); an array in x's dtype, or, without `tokens`, a
-        weight in four bits that mosaic_ahead.refusal does not refuse.
-      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
-      contract: the axis of the weight that is summed over, 1 or 2.
-      extra: None, or (u [rows, r] in x's dtype, l [E, n, r] (contract = 2) or [E, r, n] (contract = 1)), whose product
-        is added: an adapter's, whose scale is in u. The rank r can be any number; both are padded here.
-      tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
-      blocks: how the kernel divides its work; None: what blocks_for returns. Only tests pass it.
-    Raises:
-      ValueError: a weight in four bits with `tokens`.
+    x: sorted rows [rows, K], or [T, K] with `tokens`.
+    weight: an array in x's dtype; or in four bits, without `tokens` (else ValueError).
+    extra: the rank is padded here.
+    tokens: int32[rows], the row of x for each sorted row; T for an empty row.
     """
     columns, ahead = weight.shape[3 - contract], isinstance(weight, Stored)
     if ahead and tokens is not None:

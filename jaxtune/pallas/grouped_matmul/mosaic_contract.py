@@ -1,19 +1,10 @@
-"""The gradients of experts' adapters and of whole weights as Pallas Mosaic GPU kernels for Hopper: for each expert the
-product left^T right, summed over the expert's rows. For an adapter (`contract_rows`) the left side is thin, with the
-adapter's rank as columns, and the right side has the rows that were multiplied or the gradients of their products. For
-a weight (`weight_gradient`) one side has these rows and the other these gradients.
+"""The gradients of experts' adapters and of whole weights as persistent Pallas Mosaic GPU kernels for Hopper: left^T
+right, summed over each expert's rows. For an adapter the left side is thin, with the rank as columns.
 
-If the product were batched by tile and then summed over an expert's tiles, each tile's result would be written and read
-again: 84 MB for 335 MB of rows of an adapter; for a weight, each tile of 128 rows adds a whole matrix to the sum. Here
-one accumulator takes all rows of an expert.
-
-The kernels are persistent: program p of n computes the items p, p + n, p + 2 n, ... An item is a tile of the output: an
-expert, some columns of the left side (128 for a weight with at least 128, else 64), and some of the right side. One
-warpgroup loads 64 rows at a time, and continues with the next item while the others (one for each 64 of the item's
-columns of the left side) store the last one.
-
-`refusal` and `weight_refusal` compare the kernels with plain JAX at their first use; where they give a reason, the
-caller, grouped_matmul's backward, takes reference.contract_rows.
+A product batched by tile and then summed would write and read each tile's result again: 84 MB for 335 MB of rows of an
+adapter. Here one accumulator takes all rows of an expert. An item is a tile of the output: an expert, some columns of
+the left side (128 for a weight with at least 128, else 64), and some of the right side. One warpgroup loads 64 rows at
+a time, while the others (one for each 64 left columns) multiply or store.
 """
 
 from __future__ import annotations
@@ -45,147 +36,136 @@ _NARROW = 192  # tiles with fewer columns than this are used only for sides that
 _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
 
 
-def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool):
-    """The kernel's body: out float32[E, r, n], for each expert e the product thin^T wide over the rows of the tiles
-    from bounds_ref[e] to before bounds_ref[e + 1]. All rows of these tiles are summed, also empty ones. Warpgroup 0
-    multiplies, warpgroup 1 loads. An item is 64 columns of the thin array and one block of columns of the wide one, for
-    one expert.
+def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool):
+    """out float32[E, r, n]: thin^T wide over the rows of the tiles from bounds_ref[e] to before bounds_ref[e + 1],
+    empty rows included. Warpgroup 0 multiplies, warpgroup 1 loads.
 
-    Args:
-      thin_ref: [rows, R] in global memory, in a 16-bit dtype. R is a multiple of 64. The result's r is R, or for an R
-        of 64 perhaps less: the last columns of the thin array, which are padding, then give no rows of the result.
-      wide_ref: [rows, n] in global memory, or the tokens [T, n] if they are `gathered`.
-      bounds_ref: int32[E + 1], the number of each expert's first tile, and of the tile after the last.
-      rest: in this order: the token of each row if `gathered`; out; shared memory and barriers.
-      programs: the number of programs; program p computes the items p, p + programs, p + 2 programs, ...
-      gathered: True: rows of the wide array are read from the tokens. False: from the sorted buffer.
+      thin_ref: [rows, R], R a multiple of 64. r is R, or for an R of 64 perhaps less.
+      refs: the token of each row if `gathered`; out; shared memory and barriers.
     """
     if gathered:
-        tokens_ref, *rest = rest
-    out_ref, thin_smem, wide_smem, out_smem, full, free, *rest = rest
+        tokens_ref, *refs = refs
+    out_ref, thin_smem, wide_smem, out_smem, full, free, *refs = refs
     stages, _, columns = wide_smem.shape
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
-    blocks, parts = wide_ref.shape[1] // columns, thin_ref.shape[1] // _STEP
-    kept = out_ref.shape[1] // parts  # rows of an item's result without those that come from the thin side's padding
-    items = out_ref.shape[0] * blocks * parts
-    mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
+    blocks, thin_blocks = wide_ref.shape[1] // columns, thin_ref.shape[1] // _STEP
+    item_rows = out_ref.shape[1] // thin_blocks  # without rows that come from the thin side's padding
+    items = out_ref.shape[0] * blocks * thin_blocks
+    item_count = lax.div(items - program + (programs - 1), jnp.int32(programs))
 
     def place(index):
-        """(expert, which part of the thin side, which block of the wide side's columns)"""
+        """(expert, which section of the thin side, which block of the wide side's columns)"""
         item = program + index * programs
-        expert, rest = lax.div(item, jnp.int32(blocks * parts)), lax.rem(item, jnp.int32(blocks * parts))
-        return expert, lax.div(rest, jnp.int32(blocks)), lax.rem(rest, jnp.int32(blocks))
+        expert, remainder = (
+            lax.div(item, jnp.int32(blocks * thin_blocks)),
+            lax.rem(item, jnp.int32(blocks * thin_blocks)),
+        )
+        return expert, lax.div(remainder, jnp.int32(blocks)), lax.rem(remainder, jnp.int32(blocks))
 
     def steps(expert):
         return (bounds_ref[expert + 1] - bounds_ref[expert]) * (TILE_ROWS // _STEP)
 
-    def slot_of(at):
-        return lax.rem(at, jnp.int32(stages))
+    def slot_of(cursor):
+        return lax.rem(cursor, jnp.int32(stages))
 
-    written_out = gpu_kernel.interpreter() is not None
+    interpreted = gpu_kernel.interpreter() is not None
 
     def bring():
         if gathered:
-            gather.begin(rest[0], written_out)
+            gather.begin(refs[0], interpreted)
 
-        def item(index, at):
-            expert, part, block = place(index)
+        def item(index, cursor):
+            expert, thin_block, block = place(index)
             first, count = bounds_ref[expert] * TILE_ROWS, steps(expert)
 
             def tokens_of(number):
-                at = jnp.minimum(first + jnp.minimum(number, count - 1) * _STEP, tokens_ref.shape[0] - _STEP)
-                return gather.numbers(tokens_ref, jnp.maximum(at, 0), _STEP, written_out)
+                row = jnp.minimum(first + jnp.minimum(number, count - 1) * _STEP, tokens_ref.shape[0] - _STEP)
+                return gather.numbers(tokens_ref, jnp.maximum(row, 0), _STEP, interpreted)
 
             def step(number, state):
-                at, *tokens = state
+                cursor, *tokens = state
                 following = [tokens_of(number + 1) for _ in tokens]
-                slot = slot_of(at)
-                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                slot = slot_of(cursor)
+                pl.when(cursor >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 rows = pl.ds(first + number * _STEP, _STEP)
-                thin = thin_ref.at[rows, pl.ds(part * _STEP, _STEP)]
+                thin = thin_ref.at[rows, pl.ds(thin_block * _STEP, _STEP)]
                 plgpu.copy_gmem_to_smem(thin, thin_smem.at[slot], full.at[slot])
                 if gathered:
                     target = wide_smem.at[slot]
-                    gather.bring(wide_ref, tokens[0], target, block * columns, _TRANSFORMS, written_out)
+                    gather.bring(wide_ref, tokens[0], target, block * columns, _TRANSFORMS, interpreted)
                     plgpu.barrier_arrive(full.at[slot])
-                    gather.tell(rest[0], slot, written_out)
+                    gather.tell(refs[0], slot, interpreted)
                 else:
                     wide = wide_ref.at[rows, pl.ds(block * columns, columns)]
                     plgpu.copy_gmem_to_smem(wide, wide_smem.at[slot], full.at[slot])
-                return at + 1, *following
+                return cursor + 1, *following
 
-            start = (at, tokens_of(jnp.int32(0))) if gathered else (at,)
+            start = (cursor, tokens_of(jnp.int32(0))) if gathered else (cursor,)
             return lax.fori_loop(0, count, step, start)[0]
 
-        total = lax.fori_loop(0, mine, item, jnp.int32(0))
+        total = lax.fori_loop(0, item_count, item, jnp.int32(0))
         # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
-        lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
+        lax.fori_loop(last, total, lambda cursor, _: plgpu.barrier_wait(free.at[slot_of(cursor)]), None)
 
     def compute():
-        def release(at):
-            plgpu.barrier_arrive(free.at[slot_of(at)])
+        def release(cursor):
+            plgpu.barrier_arrive(free.at[slot_of(cursor)])
 
-        def item(index, at):
-            expert, part, block = place(index)
-            own = steps(expert)
+        def item(index, cursor):
+            expert, thin_block, block = place(index)
+            item_steps = steps(expert)
 
             def accumulate(acc):
-                def step(number, at):
-                    slot = slot_of(at)
+                def step(number, cursor):
+                    slot = slot_of(cursor)
                     plgpu.barrier_wait(full.at[slot])
                     if gathered:
-                        round_ = lax.div(at, jnp.int32(stages))
-                        gather.wait(rest[0], slot, lax.rem(round_, jnp.int32(2)), written_out)
+                        round_ = lax.div(cursor, jnp.int32(stages))
+                        gather.wait(refs[0], slot, lax.rem(round_, jnp.int32(2)), interpreted)
                     plgpu.wgmma(acc, thin_smem.at[slot].transpose((1, 0)), wide_smem.at[slot])
                     plgpu.wgmma_wait(1)  # the previous product is done
-                    pl.when(number > 0)(lambda: release(at - 1))
-                    return at + 1
+                    pl.when(number > 0)(lambda: release(cursor - 1))
+                    return cursor + 1
 
-                lax.fori_loop(0, own, step, at)
+                lax.fori_loop(0, item_steps, step, cursor)
                 plgpu.wgmma_wait(0)
                 return acc[...]
 
             total = pl.run_scoped(accumulate, plgpu.ACC((_STEP, columns), jnp.float32))
-            at = at + own
-            pl.when(own > 0)(lambda: release(at - 1))
+            cursor = cursor + item_steps
+            pl.when(item_steps > 0)(lambda: release(cursor - 1))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's copy has been read
             out_smem[...] = total
             plgpu.commit_smem()
-            target = out_ref.at[expert, pl.ds(part * kept, kept), pl.ds(block * columns, columns)]
-            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, kept)], target)
-            return at
+            target = out_ref.at[expert, pl.ds(thin_block * item_rows, item_rows), pl.ds(block * columns, columns)]
+            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, item_rows)], target)
+            return cursor
 
-        lax.fori_loop(0, mine, item, jnp.int32(0))
+        lax.fori_loop(0, item_count, item, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     lax.cond(wg == 0, compute, bring)
 
 
 def _smem(shape, dtype):
-    """The scratch type of an array in shared memory with this shape and dtype, swizzled as TMA copies it and tensor
-    cores read it. The calls of both kernels make their scratch memory of such arrays."""
+    """An array in shared memory, swizzled as TMA copies it and tensor cores read it."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
 def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, tokens=None) -> jax.Array:
-    """The gradient of an adapter's A, or of its B transposed, by the kernel: float32[E, rank, n], for each expert the
-    product thin^T wide, summed over the expert's rows. Unlike reference.contract_rows it stores no products of single
-    tiles. An expert without rows gets zeros. The backward of grouped_matmul calls it, after `refusal`.
+    """The gradient of an adapter's A, or of B transposed: float32[E, rank, n], thin^T wide summed over each expert's
+    rows; zeros for an expert without rows. Only if `refusal` is None.
 
-    Args:
-      thin: [rows, R], R a multiple of 64 and at least `rank`; columns from `rank` on do not change the result.
-      wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`; both are in bfloat16 or both in float16. Empty rows
-        must be zero in one of the two and finite in the other.
-      groups: which expert each tile of rows belongs to; the rows are sorted by expert. A tile has 128 rows.
-      rank: of the adapter.
-      tokens: int32[rows], the row of `wide` for each sorted row, T for zeros; None: `wide` is sorted already.
+      thin: [rows, R], R a multiple of 64, at least `rank`.
+      wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`, T for zeros; both bfloat16 or both float16. Empty
+      rows must be zero in one and finite in the other.
     """
     experts, size = groups.num_experts, wide.shape[1]
     columns = next(columns for columns in _STAGES if size % columns == 0)
     stages = _STAGES[columns]
-    parts = -(-rank // _STEP)
-    kept = _STEP if parts > 1 else -(-rank // 8) * 8  # a tile of the result has 8 rows
+    thin_blocks = -(-rank // _STEP)
+    block_rows = _STEP if thin_blocks > 1 else -(-rank // 8) * 8  # a tile of the result has 8 rows
     ends = jnp.arange(experts + 1, dtype=jnp.int32)
     bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
     programs = _PROGRAMS * persistent.cores() if gpu_kernel.interpreter() is None else 2
@@ -193,7 +173,7 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
         functools.partial(_kernel, programs=programs, gathered=tokens is not None),
         "grouped_contraction",
         gpu_kernel.interpreter(),
-        out_type=jax.ShapeDtypeStruct((experts, kept * parts, size), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((experts, block_rows * thin_blocks, size), jnp.float32),
         grid=(programs,),
         grid_names=("program",),
         num_threads=2,
@@ -206,7 +186,7 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             *([] if tokens is None else [gather.barriers(stages)]),
         ],
-    )(thin[:, : parts * _STEP], wide, bounds, *([] if tokens is None else [tokens]))
+    )(thin[:, : thin_blocks * _STEP], wide, bounds, *([] if tokens is None else [tokens]))
     return out[:, :rank]
 
 
@@ -224,139 +204,128 @@ def _weight_kernel(
     *,
     programs: int,
 ):
-    """The body of the kernel of `weight_gradient`, the gradient of experts' whole weights (adapters have `_kernel`):
-    out [E, p, q], for each expert e the product left^T right over its rows, from starts_ref[e] to before starts_ref[e]
-    + sizes_ref[e], in steps of 64. The last step is whole: it also reads the empty rows that follow. The last warpgroup
-    loads, the one or two before it multiply. An expert without rows takes no step, and zeros are stored.
+    """out [E, p, q]: left^T right over each expert's rows, in whole steps of 64, which also read the empty rows that
+    follow. The last warpgroup loads, the one or two before it multiply. Tiles need not divide p and q: the last
+    overlaps the one before, and both store the same numbers.
 
-    Tiles need not divide p and q: the last overlaps the one before, and both store the same numbers.
-
-    Args:
-      left_ref, right_ref: [rows, p] and [rows, q] in global memory, in a 16-bit dtype; p and q are multiples of 64. The
-        empty rows that fill an expert's last step are zero in one of them and finite in the other.
-      starts_ref, sizes_ref: int32[E], each expert's first row, a multiple of 64, and the number of its rows, without
-        the empty ones.
-      out_ref: the result in global memory.
-      left_smem, right_smem, out_smem: shared memory: [stages, warpgroups that multiply, 64 rows, 64 columns], [stages,
-        64 rows, columns], [warpgroups that multiply, 64, columns].
-      full, free: for each stage a barrier of the copies that fill it, and one of the warpgroups that have read it.
-      programs: the number of programs; program i computes the items i, i + programs, ... An item is a tile of the
-        result of one expert: 64 columns of the left side for each multiplying warpgroup, by a block of the right's.
+      left_ref, right_ref: [rows, p] and [rows, q], 16 bits, p and q multiples of 64.
+      starts_ref, sizes_ref: int32[E], first row (a multiple of 64) and number of rows without empty ones.
     """
     stages, warpgroups, *_ = left_smem.shape
     columns = right_smem.shape[2]
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     experts, left_size, right_size = out_ref.shape
-    own = warpgroups * _STEP  # columns of the left side of an item
-    parts, blocks = pl.cdiv(left_size, own), pl.cdiv(right_size, columns)
-    items = experts * parts * blocks
-    mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
+    item_columns = warpgroups * _STEP  # columns of the left side of an item
+    left_blocks, blocks = pl.cdiv(left_size, item_columns), pl.cdiv(right_size, columns)
+    items = experts * left_blocks * blocks
+    item_count = lax.div(items - program + (programs - 1), jnp.int32(programs))
 
     def place(index):
         """(expert, first column of the left side, first column of the right side)"""
         item = program + index * programs
-        expert, rest = lax.div(item, jnp.int32(parts * blocks)), lax.rem(item, jnp.int32(parts * blocks))
-        part, block = lax.div(rest, jnp.int32(blocks)), lax.rem(rest, jnp.int32(blocks))
-        return expert, jnp.minimum(part * own, left_size - own), jnp.minimum(block * columns, right_size - columns)
+        expert, remainder = (
+            lax.div(item, jnp.int32(left_blocks * blocks)),
+            lax.rem(item, jnp.int32(left_blocks * blocks)),
+        )
+        left_block, block = lax.div(remainder, jnp.int32(blocks)), lax.rem(remainder, jnp.int32(blocks))
+        return (
+            expert,
+            jnp.minimum(left_block * item_columns, left_size - item_columns),
+            jnp.minimum(block * columns, right_size - columns),
+        )
 
     def rows_of(index):
-        """(first row, steps) of an item's expert, to read them an item early, for that takes as long as two steps; of
-        any expert where there is no such item."""
-        expert = jnp.clip(place(jnp.minimum(index, mine - 1))[0], 0, experts - 1)
+        """(first row, steps) of an item's expert, to read them an item early, as that takes as long as two steps; any
+        expert's if there is no item.
+        """
+        expert = jnp.clip(place(jnp.minimum(index, item_count - 1))[0], 0, experts - 1)
         return starts_ref[expert], lax.div(sizes_ref[expert] + (_STEP - 1), jnp.int32(_STEP))
 
-    def slot_of(at):
-        return lax.rem(at, jnp.int32(stages))
+    def slot_of(cursor):
+        return lax.rem(cursor, jnp.int32(stages))
 
     def bring():
         if warpgroups > 1:
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
 
         def item(index, state):
-            at, first, count = state
+            cursor, first, count = state
             _, left_column, right_column = place(index)
             following = rows_of(index + 1)
 
-            def step(number, at):
-                slot = slot_of(at)
-                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            def step(number, cursor):
+                slot = slot_of(cursor)
+                pl.when(cursor >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 rows = pl.ds(pl.multiple_of(first, _STEP) + number * _STEP, _STEP)
-                for part in range(warpgroups):
-                    left = left_ref.at[rows, pl.ds(left_column + part * _STEP, _STEP)]
-                    plgpu.copy_gmem_to_smem(left, left_smem.at[slot, part], full.at[slot])
+                for warpgroup in range(warpgroups):
+                    left = left_ref.at[rows, pl.ds(left_column + warpgroup * _STEP, _STEP)]
+                    plgpu.copy_gmem_to_smem(left, left_smem.at[slot, warpgroup], full.at[slot])
                 right = right_ref.at[rows, pl.ds(right_column, columns)]
                 plgpu.copy_gmem_to_smem(right, right_smem.at[slot], full.at[slot])
-                return at + 1
+                return cursor + 1
 
-            return lax.fori_loop(0, count, step, at), *following
+            return lax.fori_loop(0, count, step, cursor), *following
 
-        total, *_ = lax.fori_loop(0, mine, item, (jnp.int32(0), *rows_of(jnp.int32(0))))
+        total, *_ = lax.fori_loop(0, item_count, item, (jnp.int32(0), *rows_of(jnp.int32(0))))
         # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
-        lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
+        lax.fori_loop(last, total, lambda cursor, _: plgpu.barrier_wait(free.at[slot_of(cursor)]), None)
 
     def compute():
         if warpgroups > 1:
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
 
-        def release(at):
-            plgpu.barrier_arrive(free.at[slot_of(at)])
+        def release(cursor):
+            plgpu.barrier_arrive(free.at[slot_of(cursor)])
 
         def item(index, state):
-            at, count = state
+            cursor, count = state
             expert, left_column, right_column = place(index)
             _, following = rows_of(index + 1)
 
             def accumulate(acc):
-                def step(number, at):
-                    slot = slot_of(at)
+                def step(number, cursor):
+                    slot = slot_of(cursor)
                     plgpu.barrier_wait(full.at[slot])
                     plgpu.wgmma(acc, left_smem.at[slot, wg].transpose((1, 0)), right_smem.at[slot])
                     plgpu.wgmma_wait(1)  # the previous product is done
-                    pl.when(number > 0)(lambda: release(at - 1))
-                    return at + 1
+                    pl.when(number > 0)(lambda: release(cursor - 1))
+                    return cursor + 1
 
-                lax.fori_loop(0, count, step, at)
+                lax.fori_loop(0, count, step, cursor)
                 plgpu.wgmma_wait(0)
                 return acc[...]
 
             total = pl.run_scoped(accumulate, plgpu.ACC((_STEP, columns), jnp.float32))
-            at = at + count
-            pl.when(count > 0)(lambda: release(at - 1))
+            cursor = cursor + count
+            pl.when(count > 0)(lambda: release(cursor - 1))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's copy has been read
             out_smem.at[wg][...] = total.astype(out_ref.dtype)
             plgpu.commit_smem()
             target = out_ref.at[expert, pl.ds(left_column + wg * _STEP, _STEP), pl.ds(right_column, columns)]
             plgpu.copy_smem_to_gmem(out_smem.at[wg], target)
-            return at, following
+            return cursor, following
 
-        lax.fori_loop(0, mine, item, (jnp.int32(0), rows_of(jnp.int32(0))[1]))
+        lax.fori_loop(0, item_count, item, (jnp.int32(0), rows_of(jnp.int32(0))[1]))
         plgpu.wait_smem_to_gmem(0)
 
     lax.cond(wg < warpgroups, compute, bring)
 
 
 def _weight_columns(size: int, dtype) -> int:
-    """The columns of an item of a weight's gradient: those with which the fewest columns are multiplied twice, as the
-    last tile overlaps the one before; of equal ones the widest. Fewer than 192 are chosen only if the right side has
-    fewer columns. size: the columns of the right side, a multiple of 64. dtype: of the result. A tile of the result
-    takes shared memory, so it has at most 256 columns in 16 bits and 192 in float32. `weight_gradient` calls it."""
+    """The columns of an item, with which the fewest columns are multiplied twice; of equal ones the widest. A tile
+    takes shared memory, by the result's dtype. size: columns of the right side.
+    """
     fitting = [columns for columns in _WEIGHT_STAGES[jnp.dtype(dtype).itemsize] if columns <= size]
     wide = [columns for columns in fitting if columns >= _NARROW] or fitting[:1]
     return min(wide, key=lambda columns: -(-size // columns) * columns)
 
 
 def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) -> jax.Array:
-    """The gradient of experts' weights by the kernel: [E, p, q] in `dtype`, for each expert left^T right, summed over
-    the expert's rows in float32 and rounded once. An expert without rows gets zeros. Unlike reference.contract_rows,
-    which adds each tile to a float32 sum in memory, it only writes the result, once. The backward of grouped_matmul
-    calls it for weights that train, after `weight_refusal`.
+    """The gradient of experts' weights: [E, p, q], left^T right summed over each expert's rows in float32 and rounded
+    once to `dtype`; otherwise as contract_rows. Only if `weight_refusal` is None.
 
-    Args:
-      left, right: [rows, p] and [rows, q], both in bfloat16 or both in float16, sorted by expert and padded as `groups`
-        says; p and q are multiples of 64. Rows without a token must be zero in one of the two and finite in the other.
-      groups: which rows belong to each expert.
-      dtype: of the result: bfloat16, float16 or float32.
+      left, right: [rows, p] and [rows, q], p and q multiples of 64.
     """
     columns = _weight_columns(right.shape[1], dtype)
     stages = _WEIGHT_STAGES[jnp.dtype(dtype).itemsize][columns]
@@ -382,45 +351,38 @@ def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) ->
 
 
 def refusal(dtype) -> str | None:
-    """The reason why this GPU must not run contract_rows with arrays of this dtype, or None. The first call for a dtype
-    compares the kernel with plain JAX on small cases (dispatch.first_use), unless a pass is stored in the user's cache;
-    a difference or an error is the reason. The result is also None where nothing is compared in the call: without a
-    GPU, and while a run's programs are built, when dispatch.first_use only queues the check. The function does not ask
-    which GPU there is: the backward of grouped_matmul calls it only where a Mosaic kernel multiplies already."""
+    """The reason why this GPU must not run contract_rows in this dtype; None if it may or nothing is compared, as
+    without a GPU. It does not ask which GPU there is.
+    """
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
         keys = jax.random.split(jax.random.key(0), 3)
-        got, cases = [], []
+        results, cases = [], []
         for size in (256, 192, 320):  # in blocks of 128, 192 and 64 columns
             for rank, key in ((16, keys[0]), (72, keys[1])):
                 wide = jax.random.normal(keys[2], (groups.rows, size)).astype(dtype)
                 thin = jax.random.normal(key, (groups.rows, -(-rank // _STEP) * _STEP)).astype(dtype)
                 tokens = jnp.arange(groups.rows)[::-1].at[128].set(groups.rows)
-                for of in (None, tokens):
-                    got.append(jax.jit(contract_rows, static_argnums=3)(thin, wide, groups, rank, of))
-                    cases.append((thin[:, :rank], wide, of))
+                for row_tokens in (None, tokens):
+                    results.append(jax.jit(contract_rows, static_argnums=3)(thin, wide, groups, rank, row_tokens))
+                    cases.append((thin[:, :rank], wide, row_tokens))
 
-        def exact(thin, wide, of):
-            rows = reference.rows_of(wide, of).astype(jnp.float32)
+        def exact(thin, wide, row_tokens):
+            rows = reference.rows_of(wide, row_tokens).astype(jnp.float32)
             return reference.contract_rows(thin.astype(jnp.float32), rows, groups, jnp.float32)
 
-        want = dispatch.exactly(lambda cases: [exact(*case) for case in cases])(cases)
-        return got, want
+        expected = dispatch.exactly(lambda cases: [exact(*case) for case in cases])(cases)
+        return results, expected
 
     return dispatch.first_use("grouped_matmul", "mosaic_contract", jnp.dtype(dtype).name, compare)
 
 
 def weight_refusal(dtype, weight_dtype) -> str | None:
-    """The reason why this GPU must not run weight_gradient with rows of `dtype` and a result in `weight_dtype`, or
-    None: a weight_dtype other than bfloat16, float16 and float32, or what the comparison with plain JAX on small cases
-    finds at the first call for these dtypes (dispatch.first_use). Without a GPU nothing is compared, and while a run's
-    programs are built the check is only queued; the result is then None for these dtypes. The function asks neither
-    which GPU there is nor for the dtype of the rows: the backward of grouped_matmul calls it only where a Mosaic kernel
-    multiplies already."""
-    given, wanted = jnp.dtype(dtype), jnp.dtype(weight_dtype)
-    if wanted not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"gradients in {wanted.name}"
+    """As `refusal`, for weight_gradient with rows of `dtype` and a result in `weight_dtype`."""
+    rows_dtype, result_dtype = jnp.dtype(dtype), jnp.dtype(weight_dtype)
+    if result_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"gradients in {result_dtype.name}"
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
@@ -428,17 +390,19 @@ def weight_refusal(dtype, weight_dtype) -> str | None:
         inside = (row >= groups.starts()) & (row < groups.starts() + groups.sizes)
         occupied = inside.any(1, keepdims=True)
         keys = jax.random.split(jax.random.key(0))
-        got, cases = [], []
+        results, cases = [], []
         # One and two warpgroups that multiply; items of 256, 192, 128 and 64 columns; sizes that they do not divide.
         for left_size, right_size in ((64, 64), (128, 320), (192, 448), (320, 128)):
-            left = jax.random.normal(keys[0], (groups.rows, left_size)).astype(given)
-            right = jnp.where(occupied, jax.random.normal(keys[1], (groups.rows, right_size)), 0).astype(given)
-            got.append(jax.jit(weight_gradient, static_argnums=3)(left, right, groups, wanted))
+            left = jax.random.normal(keys[0], (groups.rows, left_size)).astype(rows_dtype)
+            right = jnp.where(occupied, jax.random.normal(keys[1], (groups.rows, right_size)), 0).astype(rows_dtype)
+            results.append(jax.jit(weight_gradient, static_argnums=3)(left, right, groups, result_dtype))
             cases.append((left.astype(jnp.float32), right.astype(jnp.float32)))
 
         def exact(cases):
             return [reference.contract_rows(left, right, groups, jnp.float32) for left, right in cases]
 
-        return got, dispatch.exactly(exact)(cases)
+        return results, dispatch.exactly(exact)(cases)
 
-    return dispatch.first_use("grouped_matmul", "mosaic_weight_gradient", f"{given.name} to {wanted.name}", compare)
+    return dispatch.first_use(
+        "grouped_matmul", "mosaic_weight_gradient", f"{rows_dtype.name} to {result_dtype.name}", compare
+    )

@@ -1,13 +1,5 @@
-"""Grouped products in plain jnp: rows are sorted by expert and divided into tiles of rows that belong to one expert,
-and each tile is multiplied by the weight of its expert. Sums are float32; float32 operands are multiplied in full
-float32.
-
-Products with an adapter's A or B, which are thin (one side is the rank), are one batched product over the tiles. All
-implementations except mosaic.py use the function `thin` for them.
-
-`product` multiplies rows by weights, and `contract_rows` computes the gradients of weights and adapters. `rows_of`
-gathers rows of tokens, and `tiled` divides rows into tiles; `per_tile` copies values of experts to their tiles, and
-`per_expert` adds values of tiles up by expert.
+"""Grouped products in plain jnp: each tile of rows is multiplied by the weight of its expert. Sums are float32; float32
+operands are multiplied in full float32.
 """
 
 from __future__ import annotations
@@ -23,55 +15,40 @@ _THIN = 256  # up to this width, results per tile are stored and then summed by 
 
 
 def _precision(dtype):
-    """The precision of matrix products of operands in `dtype`, for jax.lax.dot_general: full float32 for float32, which
-    a GPU would otherwise multiply in TF32, and XLA's default for other dtypes. `thin`, `product` and `contract_rows`
-    call it."""
+    """Full float32 for float32, which a GPU would otherwise multiply in TF32; else XLA's default."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def rows_of(array: jax.Array, tokens: jax.Array | None) -> jax.Array:
-    """Gathers the rows that a grouped product multiplies: array [T, n] at tokens int32[rows] -> [rows, n]. A token of T
-    stands for an empty row, which is padding and becomes zeros. If tokens is None, the array's rows are sorted by
-    expert already, and it is returned unchanged. The gradients of weights and adapters and the products in FP8 use it
-    where no kernel gathers."""
+    """array [T, n] at tokens int32[rows] -> [rows, n], zeros for the token T; tokens None: the array itself."""
     return array if tokens is None else array.at[tokens].get(mode="fill", fill_value=0)
 
 
 def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
-    """Reshapes rows [tiles * tile_rows, n] to [tiles, tile_rows, n], so that products and sums can treat each tile with
-    the values of its expert. The rows must be sorted by expert and padded already, so that all rows of a tile belong to
-    one expert. `groups` gives the number of tiles and the rows of a tile; the expert of each tile is
-    groups.tile_expert, which is not needed here."""
+    """[tiles * tile_rows, n] -> [tiles, tile_rows, n]."""
     return rows.reshape(groups.tiles, groups.tile_rows, -1)
 
 
 def per_tile(values: jax.Array, groups: Groups) -> jax.Array:
-    """Copies a value of each expert, such as its weight, to each of its tiles: values [E, ...] -> [tiles, ...].
-    `groups` says which expert each tile of rows belongs to. Empty tiles, which have no expert, get the last expert's
-    value. Thin products multiply by the copies, grouped_bias adds them, and fp8_experts.py scales rows by them."""
+    """Each tile's expert's value: [E, ...] -> [tiles, ...]. Empty tiles get the last expert's."""
     return values.at[groups.tile_expert].get(mode="clip")
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
-    """values float32[tiles, ...] -> float32[E, ...]: the sums of the values of each expert's tiles; groups.tile_expert
-    is the expert of each tile. It is a matrix product with zeros and ones, so that the order of the sums, and with it
-    the result, is the same in each run. Tiles without an expert are in no sum. It adds up the tiles' shares of
-    gradients: those of biases, and in contract_rows those of adapters and small weights."""
+    """The sums of each expert's tiles: float32[tiles, ...] -> float32[E, ...], as a matrix product with zeros and ones,
+    so that the order is the same in each run. Tiles without an expert are in no sum.
+    """
     experts = jnp.arange(groups.num_experts, dtype=jnp.int32)
     member = (groups.tile_expert == experts[:, None]).astype(jnp.float32)
     return jnp.tensordot(member, values, 1, precision=jax.lax.Precision.HIGHEST)
 
 
 def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.Array:
-    """Multiplies rows by thin weights, such as an adapter's A or B, each row by the weight of its expert: -> [rows, n]
-    in x's dtype. It is one batched product over the tiles, for which each tile gets a copy of its expert's weight; a
-    thin weight is small enough for that. `product` calls it, and so do the forward and the backward of grouped_matmul.
+    """Rows times thin weights of their experts, such as an adapter's A or B: [rows, n] in x's dtype. One batched
+    product over the tiles, each with a copy of its expert's weight.
 
-    Args:
-      x: [rows, K], sorted by expert as `groups` says.
-      weight: [E, n, K] if contract is 2, or [E, K, n] if contract is 1; it is cast to x's dtype.
-      groups: which expert each tile of rows belongs to.
-      contract: the axis of `weight` that is summed over, K's: 1 or 2.
+      x: [rows, K], sorted by expert.
+      weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1); cast to x's dtype.
     """
     weight = per_tile(weight.astype(x.dtype), groups)
     out = jax.lax.dot_general(
@@ -85,21 +62,16 @@ def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.
 
 
 def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extra=None) -> jax.Array:
-    """Multiplies each row of x [rows, K] by the weight of its expert, tile by tile: -> [rows, n] in x's dtype. This
-    implementation supports every call. The others have these arguments too, and some have more.
+    """Each row of x times the weight of its expert, tile by tile: [rows, n] in x's dtype. It supports every call.
 
-    Args:
-      x: rows sorted by expert as `groups` says.
-      weight: [E, n, K] if contract is 2, or [E, K, n] if contract is 1, in x's dtype.
-      groups: which expert each tile of rows belongs to.
-      contract: the axis of `weight` that is summed over, K's: for weights [E, out, in] it is 2 in the forward and 1 for
-        the gradient of x; for transposed ones [E, in, out] it is 1 and 2.
-      extra: None, or two operands of an adapter, whose product, rounded to x's dtype, is added to the result: u [rows,
-        r] in x's dtype, and for each expert [E, n, r] (contract = 2) or [E, r, n] (contract = 1). In the forward they
-        are scale x A^T and B, for the gradient of x scale dy B and A.
+    x: [rows, K], sorted by expert.
+    weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), in x's dtype. Of [E, out, in] contract is 2 in the
+    forward, 1 for x's gradient; of [E, in, out] the reverse.
+    extra: None, or an adapter's u [rows, r] and [E, n, r] or [E, r, n], whose product, rounded to x's dtype, is
+    added: in the forward scale x A^T and B, for x's gradient scale dy B and A.
     """
 
-    def one(tile):
+    def tile_product(tile):
         rows, expert = tile
         return jax.lax.dot_general(
             rows,
@@ -109,7 +81,7 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
             preferred_element_type=x.dtype,
         )
 
-    out = jax.lax.map(one, (tiled(x, groups), groups.tile_expert)).reshape(groups.rows, -1)
+    out = jax.lax.map(tile_product, (tiled(x, groups), groups.tile_expert)).reshape(groups.rows, -1)
     if extra is None:
         return out
     u, side = extra
@@ -117,33 +89,25 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
 
 
 def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums: Callable = per_expert) -> jax.Array:
-    """left [rows, p], right [rows, q] -> [E, p, q] in `dtype`: for each expert, left^T right over the rows of that
-    expert. This is the gradient of an expert's weight, or of an adapter's A or of its B transposed, from the rows that
-    were multiplied and the gradients of their products. An expert without rows gets zeros. The backward of
-    grouped_matmul calls it where no kernel of mosaic_contract.py does this.
+    """left [rows, p], right [rows, q] -> [E, p, q] in `dtype`: left^T right over each expert's rows, in float32; zeros
+    for an expert without rows.
 
-    Args:
-      left, right: rows sorted by expert and padded as `groups` says. Rows without a token must be zero in one of the
-        two and finite in the other.
-      groups: which expert each tile of rows belongs to.
-      dtype: of the result; sums are float32.
-      sums: a function like `per_expert` of (values float32[tiles, p, q], groups), which returns the sums over each
-        expert's tiles, float32[E, p, q]. It is used if p or q is at most 256: then the products of single tiles are
-        stored first. Otherwise they are added to the result one by one.
+      left, right: sorted by expert. Rows without a token must be zero in one and finite in the other.
+      sums: as `per_expert`, for p or q of at most 256; otherwise single tiles' products are added one by one.
     """
     left, right = tiled(left, groups), tiled(right, groups)
 
-    def one(a, b):
+    def tile_gradient(a, b):
         return jax.lax.dot_general(
             a, b, (((0,), (0,)), ((), ())), precision=_precision(a.dtype), preferred_element_type=jnp.float32
         )
 
     if min(left.shape[2], right.shape[2]) <= _THIN:
-        return sums(jax.vmap(one)(left, right), groups).astype(dtype)
+        return sums(jax.vmap(tile_gradient)(left, right), groups).astype(dtype)
 
     def add(total, tile):
         a, b, expert = tile
-        return total.at[expert].add(one(a, b), mode="drop"), None
+        return total.at[expert].add(tile_gradient(a, b), mode="drop"), None
 
     start = jnp.zeros((groups.num_experts, left.shape[2], right.shape[2]), jnp.float32)
     return jax.lax.scan(add, start, (left, right, groups.tile_expert))[0].astype(dtype)

@@ -1,10 +1,8 @@
-"""The two thin products of the backward of experts' adapters that read the gradient of an output, in one pass over it
-by a Triton kernel: `thin_pair`. It is jaxtune.pallas.thin_pair for rows sorted by expert. `refusal` says which calls it
-cannot compute; the backward of grouped_matmul then multiplies by two kernels, each of which reads the gradient.
+"""The two thin products of the backward of experts' adapters that read an output's gradient, in one pass over it by a
+Triton kernel: jaxtune.pallas.thin_pair for rows sorted by expert.
 
-A program multiplies one block of columns by the rows of one expert, or by a part of them where there are few experts.
-Programs begin with the experts that have the most rows, so that none of these is last. Rows that are empty are neither
-read nor written: XLA, which adds up what the blocks of columns wrote, gives them zeros.
+A program multiplies one block of columns by the rows of one expert, or by a range of them if there are few experts.
+Programs begin with the experts that have the most rows. Empty rows are neither read nor written: XLA gives them zeros.
 """
 
 from __future__ import annotations
@@ -23,10 +21,9 @@ _LARGEST_RANK = _WIDTH = 16  # larger ranks write more than an eighth of the gra
 
 
 def refusal(dout, b) -> str | None:
-    """Returns the reason, in words, why the kernel cannot compute a call, or None if it can. The kernel needs
-    jax-triton and a GPU that runs Triton kernels. It takes bfloat16 or float16, outputs of a multiple of 8 numbers, and
-    ranks of at most 16. A call is also refused if the check at first use found that the kernel's results on this GPU
-    differ from those of plain JAX. dout: [rows, out]. b: [E, out, r]."""
+    """The reason why the kernel cannot compute a call (dout [rows, out], b [E, out, r]), or differs from plain JAX;
+    None if it can.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -41,8 +38,7 @@ def refusal(dout, b) -> str | None:
 
 
 def _first_use(dtype, b_dtype, rank: int) -> str | None:
-    """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case of unequal
-    experts with plain JAX in float32, once for each kind of call (dispatch.first_use)."""
+    """Compares a small case of unequal experts with plain JAX in float32."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1500)  # with tiles that no expert needs
@@ -54,29 +50,26 @@ def _first_use(dtype, b_dtype, rank: int) -> str | None:
 
         dout, inner = rows(keys[0], 1352), mosaic.filled(rows(keys[1], rank), 1)
         b = jax.random.normal(keys[2], (groups.num_experts, 1352, rank)).astype(b_dtype)
-        got = jax.jit(thin_pair)(dout, b, inner, groups)
+        results = jax.jit(thin_pair)(dout, b, inner, groups)
 
         def exact(dout, b, inner):
             dinner = mosaic.filled(reference.thin(dout, b, groups, 1), 1)
             return dinner, reference.contract_rows(dout, inner[:, :rank], groups, jnp.float32)
 
         wide = (array.astype(jnp.float32) for array in (dout, b.astype(dtype), inner))
-        return got, dispatch.exactly(exact)(*wide)
+        return results, dispatch.exactly(exact)(*wide)
 
     return dispatch.first_use("grouped_matmul", "thin_pair", f"{dtype}, {b_dtype}, rank {rank}", compare)
 
 
 def thin_pair(dout, b, inner, groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """(dout b [rows, r] in dout's dtype, each row by its expert's b, r padded with zeros to a multiple of 64; dout^T
-    inner float32[E, out, r], summed over each expert's rows), by the kernel. The results have the same bits in each
-    run. Empty rows of dout b are zero, whatever they are in dout and inner, and experts without rows have zeros.
+    """(dout b [rows, r] in dout's dtype, r padded with zeros to a multiple of 64; dout^T inner float32[E, out, r],
+    summed over each expert's rows), with the same bits in each run. Empty rows of dout b are zero, whatever they are in
+    dout and inner.
 
-    Args:
       dout: [rows, out], of 16 bits, sorted by expert.
-      b: [E, out, r], the adapter's B; it is rounded to dout's dtype.
-      inner: [rows, at least r] in dout's dtype, the product of the rows and the adapter's A; columns from r on are
-        padding.
-      groups: which expert each tile of rows belongs to.
+      b: [E, out, r].
+      inner: [rows, at least r] in dout's dtype, rows times A.
     """
     from jaxtune.pallas.grouped_matmul import triton_kernels
 

@@ -1,13 +1,9 @@
-"""The grouped product (rows sorted by expert, each times the weight of its expert) as a Triton kernel, for the forward
-and for the gradient of the rows, dx. It is for every NVIDIA GPU since Ampere (compute capability 8.0).
+"""The grouped product as a Triton kernel, for the forward and for the gradient of the rows, on every NVIDIA GPU since
+Ampere (compute capability 8.0).
 
 Each program computes one tile of the output. All rows of a tile have one expert, so all tiles cost the same; tiles
-without tokens store zeros. Programs are ordered in bands of rows, so that programs that run at the same time share rows
-and weights in the L2 cache. An adapter's product is one more step of the sum over K. `product` calls the kernel,
-`refusal` says whether it supports a call, and `tile` returns the sizes of its tiles on this GPU. The kernel's body is
-in triton_kernels.py, which imports triton and is therefore imported only where it is used.
-
-It was run on an H200 (README.md). The sizes of tiles are chosen to fit, and were not measured against others.
+without tokens store zeros. Programs are ordered in bands of rows, which share rows and weights in the L2 cache. Tile
+sizes were chosen to fit, not measured.
 """
 
 from __future__ import annotations
@@ -24,8 +20,7 @@ from jaxtune.pallas.grouped_matmul.layout import Groups
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The sizes by which the kernel divides its work on one kind of GPU. A program computes one tile of the output, and
-    sums over K, the axis that both operands share, step by step."""
+    """How the kernel divides its work on one kind of GPU: a program sums a tile of the output over K, step by step."""
 
     rows: int  # the rows of a tile of the output; Groups.tile_rows is a multiple of it
     columns: int  # the columns of a tile of the output
@@ -43,18 +38,15 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def tile() -> Tile:
-    """The tile sizes for the GPU that is compiled for, by how much shared memory a program may have there. GPUs of
-    other compute capabilities than 8.0, 8.7 and 9.0 get the sizes that fit on every supported GPU. `product` calls
-    it."""
+    """The Tile for the GPU that is compiled for, by its shared memory; other GPUs than 8.0, 8.7 and 9.0 get the
+    smallest.
+    """
     capability = dispatch.compute_capability()
     return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99]
 
 
 def refusal(dtype, tile_rows: int) -> str | None:
-    """Returns the reason, in words, why this kernel cannot multiply rows of this dtype, or None if it can: no GPU on
-    which Triton is usable (compat.triton_refusal), a dtype other than bfloat16 and float16, or tile_rows that is no
-    multiple of 128. tile_rows is the number of rows of a tile, which belong to one expert (Groups.tile_rows). The
-    function runs no check of the kernel's results; first_use.refusal does. `implementations` of api.py asks both."""
+    """The reason why this kernel cannot multiply rows of this dtype, or None; it does not check results."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -66,18 +58,9 @@ def refusal(dtype, tile_rows: int) -> str | None:
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, *, cut: Tile | None = None):
-    """Multiplies each row of x [rows, K] by the weight of its expert, by the kernel: -> [rows, n] in x's dtype.
+    """Each row of x times the weight of its expert: [rows, n] in x's dtype; arguments as of reference.product.
 
-    Args:
-      x: rows sorted by expert as `groups` says.
-      weight: [E, n, K] if contract is 2, or [E, K, n] if contract is 1, in x's dtype.
-      groups: which expert each tile of rows belongs to.
-      contract: the axis of `weight` that is summed over, K's: for weights [E, out, in] it is 2 in the forward and 1 for
-        the gradient of x; for transposed ones [E, in, out] it is 1 and 2.
-      extra: None, or two operands of an adapter, whose product is added to the result: u [rows, r], and for each expert
-        [E, n, r] (contract = 2) or [E, r, n] (contract = 1). In the forward they are scale x A^T and B, for the
-        gradient of x scale dy B and A.
-      cut: the sizes of tiles; None: those of `tile()` for this GPU. Only tests pass it.
+    cut: the sizes of tiles; None: `tile()`.
     """
     from jaxtune.pallas.grouped_matmul import triton_kernels
 

@@ -1,5 +1,4 @@
-"""The body of the Triton kernel of the grouped product (rows sorted by expert, each times the weight of its expert).
-triton.py describes and calls it, and imports this module only where the kernel is used, because it imports triton."""
+"""Triton kernels of the grouped product and of thin_pair.py."""
 
 import triton
 import triton.language as tl
@@ -17,38 +16,31 @@ def _side(
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Loads a block [STEP, COLUMNS] of one expert's weight, or of one expert's side of the adapter, for one step of a
-    sum. product_kernel calls it for both.
-
-    `weight` points to the weights of all experts, and `expert` (int32) is the number of one. Each expert's weight is
-    [OUTER, INNER] if FAST is 1, so that the summed axis is contiguous, and [INNER, OUTER] if it is 0; INNER is the size
-    of the summed axis, K or the adapter's rank. along: int32[STEP], indices on the summed axis, and columns:
-    int32[COLUMNS], indices on the other axis, which is the columns of the result; both are runs that begin at a
-    multiple of their length. Where an index is outside of the weight, the block has zeros. Indices are compared only if
-    STEP does not divide INNER or COLUMNS does not divide OUTER, as such runs are inside otherwise.
+    """A block [STEP, COLUMNS] of one expert's weight or side of an adapter, [OUTER, INNER] if FAST, else [INNER,
+    OUTER]; zeros outside. `along` int32[STEP] and `columns` int32[COLUMNS] are runs that begin at a multiple of their
+    length.
     """
     weight += expert.to(tl.int64) * (INNER * OUTER)
     if FAST:
-        places = columns[None, :] * INNER + along[:, None]
+        offsets = columns[None, :] * INNER + along[:, None]
     else:
-        places = along[:, None] * OUTER + columns[None, :]
+        offsets = along[:, None] * OUTER + columns[None, :]
     if INNER % STEP == 0 and OUTER % COLUMNS == 0:
-        return tl.load(weight + places)
+        return tl.load(weight + offsets)
     else:
-        return tl.load(weight + places, mask=(along < INNER)[:, None] & (columns < OUTER)[None, :], other=0.0)
+        return tl.load(weight + offsets, mask=(along < INNER)[:, None] & (columns < OUTER)[None, :], other=0.0)
 
 
 @triton.jit
 def _rows(x, rows, along, INNER: tl.constexpr, STEP: tl.constexpr):
-    """Loads a block [ROWS, STEP] of x, for one step of a product over K. `x` points to an array [any number of rows,
-    INNER]. rows: int32[ROWS], the numbers of the rows, all within x. along: int32[STEP], neighbouring indices on the
-    last axis, of which the first is a multiple of STEP; where one is INNER or more, the block has zeros, for which
-    indices are compared only if STEP does not divide INNER. product_kernel loads x and u with it."""
-    places = rows.to(tl.int64)[:, None] * INNER + along[None, :]
+    """A block [ROWS, STEP] of x [., INNER], zeros from column INNER on. along: int32[STEP], a run that begins at a
+    multiple of STEP.
+    """
+    offsets = rows.to(tl.int64)[:, None] * INNER + along[None, :]
     if INNER % STEP == 0:
-        return tl.load(x + places)
+        return tl.load(x + offsets)
     else:
-        return tl.load(x + places, mask=(along < INNER)[None, :], other=0.0)
+        return tl.load(x + offsets, mask=(along < INNER)[None, :], other=0.0)
 
 
 @triton.jit
@@ -72,24 +64,20 @@ def product_kernel(
     STEP: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """Computes one tile of out [rows, OUTER] = x [rows, INNER] weight[expert] + u [rows, RANK] side[expert], where u
-    and side are an adapter's operands. Each expert's weight is [OUTER, INNER] if FAST is 1, else [INNER, OUTER]; its
-    side is [OUTER, RANK] or [RANK, OUTER] in the same way. RANK is 0 without an adapter; then u and side are not read.
-    triton.product launches the kernel.
+    """One tile of out [rows, OUTER] = x [rows, INNER] weight[expert] + u [rows, RANK] side[expert]. Each expert's
+    weight is [OUTER, INNER] if FAST is 1, else [INNER, OUTER], and its side likewise. RANK 0: no adapter.
 
-    All rows of a tile of Groups have one expert, tile_expert[tile]. `count` points to the number of such tiles that
-    have tokens; they come first, and the tiles after them get zeros. Each is divided into GROUP_TILES tiles of ROWS
-    rows here. A tile of the output has ROWS rows and COLUMNS columns; a step of the sum is over STEP numbers, and the
-    adapter's is over RANK_STEP, at least RANK. ROW_TILES is the number of tiles of ROWS rows. Programs are numbered in
-    bands of BAND tiles of rows. The grid has ROW_TILES times ceil(OUTER / COLUMNS) programs.
+    `count` points to the number of tiles of Groups with tokens; the tiles after them get zeros. Each is divided into
+    GROUP_TILES tiles of ROWS rows. Programs are numbered in bands of BAND tiles of rows. The grid has ROW_TILES times
+    ceil(OUTER / COLUMNS) programs.
     """
     COLUMN_TILES: tl.constexpr = (OUTER + COLUMNS - 1) // COLUMNS
     item = tl.program_id(0)
     band = item // (BAND * COLUMN_TILES)
     height = tl.minimum(ROW_TILES - band * BAND, BAND)
-    within = item - band * (BAND * COLUMN_TILES)
-    column_tile = within // height
-    row_tile = band * BAND + within - column_tile * height
+    index_in_band = item - band * (BAND * COLUMN_TILES)
+    column_tile = index_in_band // height
+    row_tile = band * BAND + index_in_band - column_tile * height
     group_tile = row_tile // GROUP_TILES
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -107,11 +95,11 @@ def product_kernel(
             right = _side(side, expert, columns, along, RANK, OUTER, FAST, RANK_STEP, COLUMNS)
             total = tl.dot(left, right, total)
     values = total.to(out.dtype.element_ty)
-    places = rows.to(tl.int64)[:, None] * OUTER + columns[None, :]
+    offsets = rows.to(tl.int64)[:, None] * OUTER + columns[None, :]
     if OUTER % COLUMNS == 0:
-        tl.store(out + places, values)
+        tl.store(out + offsets, values)
     else:
-        tl.store(out + places, values, mask=(columns < OUTER)[None, :])
+        tl.store(out + offsets, values, mask=(columns < OUTER)[None, :])
 
 
 @triton.jit
@@ -134,39 +122,36 @@ def thin_pair_kernel(
     COLUMNS: tl.constexpr,
     RANGES: tl.constexpr,
 ):
-    """Multiplies COLUMNS columns of one expert's rows of dout by the expert's b, and, transposed, by inner, with
-    float32 sums, BLOCK rows at a time. An expert's rows are divided into RANGES ranges. Grid: (OUT / COLUMNS, rounded
-    up; EXPERTS RANGES). thin_pair.thin_pair launches the kernel.
+    """Multiplies COLUMNS columns of one expert's rows of dout by its b, and, transposed, by inner, in float32 sums,
+    BLOCK rows at a time. An expert's rows are divided into RANGES ranges. Grid: (OUT / COLUMNS, rounded up; EXPERTS
+    RANGES).
 
-    Args:
-      dout: [ROWS, OUT], of 16 bits.
-      b: [EXPERTS, OUT, RANK]; it is rounded to dout's dtype.
-      inner: [ROWS, INNER], like dout, of which the first RANK columns are used.
+      inner: [ROWS, INNER], of which RANK columns are used.
       order: int32[EXPERTS], the experts in the order of the programs.
-      starts, sizes: int32[EXPERTS], each expert's first row, and how many rows it has from there on.
-      dinner: float32[blocks of columns, ROWS, RANK], what each block of columns adds to dout b. Only experts' rows are
-        written.
-      db: float32[RANGES, EXPERTS, OUT, RANK], what each range of an expert's rows adds to dout^T inner.
-      WIDTH: the columns with which the thin arrays are multiplied, at least RANK: a power of two of at least 16.
+      dinner: float32[blocks of columns, ROWS, RANK], what each block adds to dout b; only experts' rows.
+      db: float32[RANGES, EXPERTS, OUT, RANK], what each range adds to dout^T inner.
+      WIDTH: a power of two, at least 16 and RANK.
     """
     DTYPE: tl.constexpr = dout.dtype.element_ty
     expert = tl.load(order + tl.program_id(1) // RANGES).to(tl.int64)
-    part = tl.program_id(1) % RANGES
+    range_index = tl.program_id(1) % RANGES
     start, size = tl.load(starts + expert).to(tl.int64), tl.load(sizes + expert)
     steps = (size + BLOCK - 1) // BLOCK
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, WIDTH)[None, :]
-    within, real_ranks = columns < OUT, ranks < RANK
-    sides, real = columns[:, None] * RANK + ranks, within[:, None] & real_ranks
+    real_columns, real_ranks = columns < OUT, ranks < RANK
+    sides, real = columns[:, None] * RANK + ranks, real_columns[:, None] & real_ranks
     side = tl.load(b + expert * OUT * RANK + sides, mask=real, other=0.0).to(DTYPE)
     sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
     number = tl.arange(0, BLOCK)[:, None]
-    for step in range(steps * part // RANGES, steps * (part + 1) // RANGES):
+    for step in range(steps * range_index // RANGES, steps * (range_index + 1) // RANGES):
         first = start + step * BLOCK
-        there = number < size - step * BLOCK
-        tile = tl.load(dout + first * OUT + number * OUT + columns[None, :], mask=there & within[None, :], other=0.0)
-        thin = tl.load(inner + first * INNER + number * INNER + ranks, mask=there & real_ranks, other=0.0)
+        real_rows = number < size - step * BLOCK
+        tile = tl.load(
+            dout + first * OUT + number * OUT + columns[None, :], mask=real_rows & real_columns[None, :], other=0.0
+        )
+        thin = tl.load(inner + first * INNER + number * INNER + ranks, mask=real_rows & real_ranks, other=0.0)
         sums = tl.dot(tl.trans(tile), thin, sums)
         target = dinner + (tl.program_id(0).to(tl.int64) * ROWS + first) * RANK
-        tl.store(target + number * RANK + ranks, tl.dot(tile, side), mask=there & real_ranks)
-    tl.store(db + (part.to(tl.int64) * EXPERTS + expert) * OUT * RANK + sides, sums, mask=real)
+        tl.store(target + number * RANK + ranks, tl.dot(tile, side), mask=real_rows & real_ranks)
+    tl.store(db + (range_index.to(tl.int64) * EXPERTS + expert) * OUT * RANK + sides, sums, mask=real)

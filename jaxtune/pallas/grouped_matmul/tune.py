@@ -1,7 +1,6 @@
-"""Measures which block sizes of the grouped product's Hopper kernel (rows times the weights of their experts) are
-fastest on this machine's GPU, for the shapes of two models, and stores them (pallas/tuning.py), for the command
-`jaxtune tune grouped_matmul`. Products with the same weight sizes, dtype and axis that is summed over, of any number of
-rows and experts, use those in the user's cache from then on."""
+"""Measures which Blocks of the grouped product's Hopper kernel are fastest on this machine's GPU, for the shapes of two
+models, and stores them for later products of any number of rows and experts.
+"""
 
 from __future__ import annotations
 
@@ -32,34 +31,27 @@ SHAPES = (
 def tune(
     dtype=jnp.bfloat16, say: Callable[[str], None] = lambda text: None, path: Path | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Times candidates for the block sizes of the grouped product (rows times the weights of their experts) on balanced
-    groups, in the forward and for dx, the gradient of the rows. It does so for the shapes in SHAPES, with weights in
-    `dtype` and in NF4, without adapters, and stores the fastest sizes of each, which later calls on this kind of GPU
-    use if they are in the user's cache (tuning.py). A candidate that does not run, or whose result differs from the
-    first one's, is skipped. It needs a Hopper GPU; the command `jaxtune tune grouped_matmul` calls it.
+    """Times Blocks on balanced groups, forward and for dx, with weights in `dtype` and in NF4, and stores the fastest
+    of each product. A candidate that fails, or differs from the first one's result, is skipped. Hopper only.
 
-    Args:
-      dtype: of the operands.
-      say: is called with a line of text before each candidate runs (its block sizes) and after it (its time, or why it
-        failed).
-      path: the file that stores the result; None: the user's cache.
+      say: gets a line of text before and after each candidate.
+      path: of the stored result; None: the user's cache.
     Returns:
-      {name of the product (mosaic.bucket): the entry that tuning.measure returned: the fastest blocks, their time, and
-        what was tried}.
+      {mosaic.bucket: the entry of tuning.measure}.
     Raises:
       RuntimeError: there is no GPU, or no candidate runs for one of the products.
-      OSError: the file `path` cannot be written.
+      OSError: `path` cannot be written.
     """
     entries = {}
     for (experts, pairs, in_size, out_size, transposed), ahead in itertools.product(SHAPES, (False, True)):
         sizes = jnp.full(experts, pairs // experts, jnp.int32)
         groups = groups_of(sizes, pairs)
-        for size, other, contract in (
+        for size, result_size, contract in (
             (in_size, out_size, 1 if transposed else 2),
             (out_size, in_size, 2 if transposed else 1),
         ):
             x = jax.random.normal(jax.random.key(0), (groups.rows, size), dtype)
-            pair = (size, other) if contract == 1 else (other, size)
+            pair = (size, result_size) if contract == 1 else (result_size, size)
             weight = jax.random.normal(jax.random.key(1), (experts, *pair), dtype)
             weight = NF4.encode(weight) if ahead else weight
 
@@ -68,10 +60,10 @@ def tune(
                 run = jax.jit(lambda x, weight: mosaic.product(x, weight, groups, contract)).lower(x, weight).compile()
                 return lambda: run(x, weight)
 
-            bucket = mosaic.bucket(size, other, contract, ahead)
+            bucket = mosaic.bucket(size, result_size, contract, ahead)
             if bucket in entries:
                 continue
-            candidates = [dataclasses.asdict(blocks) for blocks in mosaic.candidates(other, ahead)]
+            candidates = [dataclasses.asdict(blocks) for blocks in mosaic.candidates(result_size, ahead)]
             entries[bucket] = tuning.measure(
                 "grouped_matmul", bucket, dtype, candidates, prepare, wrong=tuning.as_the_first(), say=say, path=path
             )

@@ -1,8 +1,6 @@
-"""Losses (linear_cross_entropy, linear_token_losses), log-probabilities (linear_log_probs) and divergences from another
-model (linear_divergence) or its stored log-probabilities (linear_top_k, linear_top_k_divergence), from hidden states
-and a vocabulary head, without storing the logits of all tokens, which would be the largest array of a training step.
-For the memory planner, chunk_length says how many tokens of a row have logits at a time, and fills_up whether a head is
-padded to a size that 16-bit products need; samplers pad it once, by filled_up."""
+"""Losses, log-probabilities and divergences of next tokens from hidden states and a vocabulary head, without the logits
+of all tokens, which would be a training step's largest array.
+"""
 
 from jaxtune.pallas.linear_cross_entropy.api import (
     chunk_length,

@@ -1,5 +1,4 @@
-"""The norm and the rotation of the heads of queries or keys: the public operation `normed_heads`, and the choice of its
-implementation."""
+"""Norm and rotation of the heads of queries or keys."""
 
 from __future__ import annotations
 
@@ -25,33 +24,22 @@ def normed_heads(
     float32: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Computes the RMS norm of each head of queries or keys, and rotates it by its token's position. The function is
-    differentiable with respect to x and weight.
+    """RMS norm of each head, then rotation by its token's position: [B, T, heads, D] in x's dtype, rounded after each
+    of both. Differentiable in x and weight; the kernel's gradients are rounded once. TypeError or ValueError for wrong
+    arguments or an implementation that refuses.
 
-    Args:
-      x: [B, T, heads, D] bfloat16, float16 or float32, the heads as they are projected.
-      weight: float[D], that of the norm.
-      table: (cos, sin) of the angles, float32[B, T, rotary_dim / 2]; numbers i and i + rotary_dim / 2 of a head are a
-        pair, and numbers from rotary_dim on are not rotated. They get no gradient.
-      eps: the number that is added to the mean square.
-      offset: the number that is added to the weight; it is ignored if float32 is False.
-      float32: True: the normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers and
-        the weight are rounded to x's dtype first, and the product again.
-      implementation: "triton" (one kernel, and one for the gradients: 16 bits, D a power of two of at least 32, and
-        rotary_dim D), "reference" (plain JAX), or None: "triton" if it supports the call and there are at least 4,096
-        heads over all tokens, else "reference".
-    Returns:
-      [B, T, heads, D] in x's dtype, rounded after the norm and after the rotation. The kernel's gradients are rounded
-      once.
-    Raises:
-      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
-        call.
+      x: [B, T, heads, D] bfloat16, float16 or float32.
+      table: (cos, sin), float32[B, T, rotary_dim / 2]; numbers i and i + rotary_dim / 2 of a head are a pair, those
+        from rotary_dim on stay.
+      offset, float32: as in reference.normed.
+      implementation: "triton" (16 bits, D a power of two of at least 32, rotary_dim D), "reference", or None: "triton"
+        if it supports the call and there are at least 4,096 heads over all tokens.
     """
     check = Arguments("normed_heads")
     check.array("x", x, "B T heads D", FLOATS)
     check.array("weight", weight, "D", FLOATS)
-    for index, part in enumerate(table):
-        check.array(f"table[{index}]", part, "B T rotary_dim/2", ("float32",))
+    for index, angles in enumerate(table):
+        check.array(f"table[{index}]", angles, "B T rotary_dim/2", ("float32",))
     cos, sin = table
     if 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(f"normed_heads: table rotates {2 * cos.shape[-1]} numbers of heads of {x.shape[-1]}")
@@ -64,7 +52,5 @@ def normed_heads(
 
 
 def implementations(x, weight, table) -> dispatch.Table:
-    """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
-    reason why the implementation refuses the call, or None}, in the order in which they are tried. `jaxtune info`
-    prints why implementations refuse. The arguments are those of `normed_heads`, as arrays or as shapes."""
+    """{name: why it refuses a call, or None}, in the order of trial. Arguments may be shapes."""
     return {"triton": lambda: triton.refusal(x, weight, table), "reference": lambda: None}

@@ -1,9 +1,5 @@
-"""The norm and rotation of heads by Triton kernels, with a custom derivative (`normed_heads`). `refusal` says which
-calls they cannot compute on this GPU.
-
-Their time is that of reading and writing memory: the forward reads x and writes the result, the backward reads x and
-the result's gradient and writes that of x. XLA norms in one pass and rotates in another, and needs four passes for the
-gradient of x, with that of the weight one more.
+"""Norm and rotation of heads by Triton kernels, with a custom derivative. Their time is that of memory; XLA norms in
+one pass and rotates in another, and needs four passes for dx, with the weight's gradient one more.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from jaxtune.pallas.normed_heads import reference
 
 
 class Tile(NamedTuple):
-    """How a kernel divides its work; `normed_heads` has one for each direction."""
+    """How a kernel divides its work."""
 
     numbers: int  # of x in a tile
     warps: int  # of a program
@@ -30,14 +26,7 @@ FORWARD, BACKWARD = Tile(2048, 4, 1), Tile(1024, 2, 8)
 
 
 def refusal(x, weight, table) -> str | None:
-    """The reason why the kernels cannot compute a call, or None if they can. They need a GPU that runs Triton kernels,
-    jax-triton, bfloat16 or float16, and heads whose size is a power of two, at least 32, and which are rotated whole.
-    They are also refused if the check at first use on this GPU found that their results differ from those of plain JAX.
-
-    Args:
-      x: [B, T, heads, D]. weight: [D].
-      table: (cos, sin), float32[B, T, rotary_dim / 2].
-    """
+    """Why the kernels cannot compute a call, or None; it may run their check at first use."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -52,8 +41,6 @@ def refusal(x, weight, table) -> str | None:
 
 
 def _first_use(dtype, weight_dtype, dim: int) -> str | None:
-    """The reason why this GPU must not run the kernels for such calls, or None: it compares a small case with plain
-    JAX in float32, once for each kind of call (dispatch.first_use). dim: the size of a head."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)
@@ -71,9 +58,9 @@ def _first_use(dtype, weight_dtype, dim: int) -> str | None:
         def exact(x, weight, *table):
             return reference.rotated(False, reference.normed(x, weight, 1e-6, 0.0, True), *table)
 
-        got = jax.jit(functools.partial(run, kernels))(x, weight, dout)
-        wide = (array.astype(jnp.float32) for array in (x, weight, dout))
-        return got, dispatch.exactly(functools.partial(run, exact))(*wide)
+        kernel_results = jax.jit(functools.partial(run, kernels))(x, weight, dout)
+        float32_operands = (array.astype(jnp.float32) for array in (x, weight, dout))
+        return kernel_results, dispatch.exactly(functools.partial(run, exact))(*float32_operands)
 
     call = f"{dtype}, weight {weight_dtype}, head dim {dim}"
     return dispatch.first_use("normed_heads", "triton", call, compare)
@@ -81,9 +68,7 @@ def _first_use(dtype, weight_dtype, dim: int) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def normed_heads(x, weight, cos, sin, eps: float, offset: float, float32: bool):
-    """Norms each head of x [B, T, heads, D] and rotates it, by the kernel, with a derivative by another one.
-    cos, sin: float32[B, T, D / 2]. The other arguments are those of reference.normed; `refusal` says which
-    calls are supported."""
+    """As api.normed_heads, with cos and sin float32[B, T, D / 2]."""
     norm = eps, offset, float32
 
     def run(x, cos, sin, weight):
@@ -94,21 +79,18 @@ def normed_heads(x, weight, cos, sin, eps: float, offset: float, float32: bool):
 
 
 def _normed_heads_fwd(x, weight, cos, sin, eps, offset, float32):
-    """The forward rule of `normed_heads`: (its result, the residuals, which are its arrays)."""
     return normed_heads(x, weight, cos, sin, eps, offset, float32), (x, weight, cos, sin)
 
 
 def _normed_heads_bwd(eps, offset, float32, residuals, dout):
-    """The backward rule of `normed_heads`. From the gradient of its result, dout [B, T, heads, D], it computes (the
-    gradient of x, the gradient of weight, None for cos, None for sin). Each program adds up its heads' gradients of the
-    weight, and XLA these sums, unless nothing reads them."""
+    """Gradients of x and weight. XLA adds up the programs' shares of the weight's, unless nothing reads them."""
     x, weight, cos, sin = residuals
     norm = eps, offset, float32
 
     def run(x, cos, sin, dout, weight):
         sums = jax.ShapeDtypeStruct((_programs(x, BACKWARD), x.shape[-1]), jnp.float32)
-        others, steps = ((dout,), (sums,)), BACKWARD.steps
-        dx, sums = _call("normed_heads_gradient_kernel", BACKWARD, x, weight, cos, sin, *others, norm, STEPS=steps)
+        extras, steps = ((dout,), (sums,)), BACKWARD.steps
+        dx, sums = _call("normed_heads_gradient_kernel", BACKWARD, x, weight, cos, sin, *extras, norm, STEPS=steps)
         return dx, sums.sum(0).astype(weight.dtype)
 
     dx, dweight = meshes.on_each_device(run, rows=4, results=1)(x, cos, sin, dout, weight)
@@ -119,32 +101,22 @@ normed_heads.defvjp(_normed_heads_fwd, _normed_heads_bwd)
 
 
 def _block(x, tile: Tile) -> int:
-    """The number of heads of x [B, T, heads, D] in a tile."""
     return max(1, tile.numbers // x.shape[-1])
 
 
 def _programs(x, tile: Tile) -> int:
-    """The number of programs that the heads of x [B, T, heads, D] are divided over."""
     return -(-x.size // x.shape[-1] // (_block(x, tile) * tile.steps))
 
 
-def _call(kernel: str, tile: Tile, x, weight, cos, sin, others, outputs, norm, **constants) -> list[jax.Array]:
-    """Calls a kernel of kernels.py, and returns its outputs, of which the first is like x.
-
-    Args:
-      kernel: its name.
-      x, weight, cos, sin: as in `normed_heads`. others: further arrays that it takes.
-      outputs: the shapes and dtypes of further outputs.
-      norm: (eps, offset, float32) of `normed_heads`.
-      constants: further constants of the kernel.
-    """
+def _call(kernel: str, tile: Tile, x, weight, cos, sin, extra_arrays, outputs, norm, **constants) -> list[jax.Array]:
+    """Outputs of a kernel of kernels.py, the first like x. outputs: shapes of further outputs."""
     from jaxtune.pallas.normed_heads import kernels
 
     heads, dim = x.shape[2:]
     eps, offset, float32 = norm
     return compat.triton_call(
         getattr(kernels, kernel),
-        (x, weight, cos, sin, *others),
+        (x, weight, cos, sin, *extra_arrays),
         [jax.ShapeDtypeStruct(x.shape, x.dtype), *outputs],
         (_programs(x, tile),),
         warps=tile.warps,

@@ -1,4 +1,4 @@
-"""The norm of the residual stream: the public operation `normed_stream`, and the choice of its implementation."""
+"""Norm of the residual stream."""
 
 from __future__ import annotations
 
@@ -23,25 +23,15 @@ def normed_stream(
     float32: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the RMS norm of x over its last axis, and returns x beside it. The function is differentiable with
-    respect to x and weight. Whoever reads x elsewhere too, as the residual stream is read, may take the x that is
-    returned: its gradient is then added to that of the norm where that is computed, not in a pass of its own.
+    """(x, its RMS norm over the last axis in x's dtype), differentiable in x and weight. Whoever reads x elsewhere too,
+    as the residual stream is read, takes the returned x: its gradient is then added within the norm's pass, and the sum
+    rounded once. TypeError or ValueError for wrong arguments or an implementation that refuses.
 
-    Args:
       x: [..., size] bfloat16, float16 or float32.
-      weight: float[size].
-      eps: the number that is added to the mean square.
-      offset: the number that is added to the weight; it is ignored if float32 is False.
-      float32: True: the normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers and
-        the weight are rounded to x's dtype first, and the product again.
-      implementation: "triton" (a kernel for the gradients: 16 bits, at most 8,192 numbers a row), "reference" (plain
-        JAX), or None: "triton" if it supports the call and there are at least 1,024 rows of at least 512 numbers, else
-        "reference". Both compute the norm itself in plain JAX.
-    Returns:
-      (x, the normed x in x's dtype). The kernel's gradient of x, the sum of both, is rounded once.
-    Raises:
-      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
-        call.
+      offset, float32: as in normed_heads.reference.normed.
+      implementation: of the gradients; the norm is always plain JAX. "triton" (16 bits, at most 8,192 numbers a row),
+        "reference", or None: "triton" if it supports the call and there are at least 1,024 rows of at least 512
+        numbers.
     """
     check = Arguments("normed_stream")
     check.array("x", x, "... size", FLOATS)
@@ -52,20 +42,16 @@ def normed_stream(
 
 
 def has_kernel(x, weight) -> bool:
-    """Whether `normed_stream` computes the gradient of a call by a kernel if no implementation is named. x, weight: its
-    arguments, as arrays or as shapes."""
+    """Whether a kernel computes such a call's gradient if no implementation is named. Arguments may be shapes."""
     return _chosen(x, weight, None) != "reference"
 
 
 def _chosen(x, weight, implementation: str | None) -> str:
-    """The name of the implementation that runs a call of `normed_stream`, whose arguments these are."""
     if implementation is None and (x.size // x.shape[-1] < _ROWS or x.shape[-1] < _SIZE):
         implementation = "reference"
     return dispatch.choose("normed_stream", implementations(x, weight), implementation)
 
 
 def implementations(x, weight) -> dispatch.Table:
-    """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
-    reason why the implementation refuses the call, or None}, in the order in which they are tried. `jaxtune info`
-    prints why implementations refuse. x, weight: those of `normed_stream`, as arrays or as shapes."""
+    """{name: why it refuses a call, or None}, in the order of trial. Arguments may be shapes."""
     return {"triton": lambda: triton.refusal(x, weight), "reference": lambda: None}

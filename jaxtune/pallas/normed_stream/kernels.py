@@ -1,5 +1,4 @@
-"""The body of the Triton kernel of `normed_stream` (triton.py): rows are taken through the norm's derivative in
-registers, and each array is read or written once."""
+"""Triton kernel of `normed_stream`'s derivative: each array is read or written once."""
 
 import triton
 import triton.language as tl
@@ -24,26 +23,18 @@ def normed_stream_gradient_kernel(
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Computes, for STEPS tiles of BLOCK rows, the gradient of x, and the share of the weight's gradient that comes
-    from these rows. It computes in float32. Grid: (COUNT / (STEPS BLOCK), rounded up,).
+    """Gradient of x for STEPS tiles of BLOCK rows, and these rows' share of the weight's gradient, in float32. Grid:
+    (COUNT / (STEPS BLOCK), rounded up,).
 
-    Args:
-      x: [COUNT, SIZE].
-      weight: [SIZE], that of the norm. Its factors are the weight, with OFFSET added if FLOAT32 is 1, and otherwise
-        rounded to x's dtype.
-      dnormed: like x, the gradient of the normed x.
-      passed: if PASSED is 1, like x, a gradient of x that is added; else it is not read.
-      dx: like x.
-      dweight: if TRAINED is 1, float32[programs, SIZE], one share of the weight's gradient for each program; else it is
-        not written.
-      WIDTH: the least power of two that is not below SIZE.
-      EPS: is added to the mean square.
-      STEPS: the number of tiles that a program computes, one after another.
+      x, dnormed, dx: [COUNT, SIZE]; dnormed: gradient of the normed x.
+      weight: [SIZE]; FLOAT32: OFFSET is added; else it is rounded to x's dtype.
+      passed: a gradient that is added to dx, if PASSED.
+      dweight: float32[programs, SIZE], if TRAINED.
     """
     DTYPE: tl.constexpr = dx.dtype.element_ty
     number = tl.arange(0, WIDTH)[None, :]
-    within = number < SIZE
-    factor = tl.load(weight + number, mask=within, other=0.0)
+    column_mask = number < SIZE
+    factor = tl.load(weight + number, mask=column_mask, other=0.0)
     if FLOAT32:
         factor = OFFSET + factor.to(tl.float32)
     else:
@@ -52,22 +43,22 @@ def normed_stream_gradient_kernel(
     sums = tl.zeros([BLOCK, WIDTH], tl.float32)
     for step in range(STEPS):
         rows = (tl.program_id(0).to(tl.int64) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)[:, None]
-        real, places = (rows < COUNT) & within, rows * SIZE + number
-        given = tl.load(x + places, mask=real, other=0.0)
-        gradient = tl.load(dnormed + places, mask=real, other=0.0)
+        real, offsets = (rows < COUNT) & column_mask, rows * SIZE + number
+        x_tile = tl.load(x + offsets, mask=real, other=0.0)
+        gradient = tl.load(dnormed + offsets, mask=real, other=0.0)
         if PASSED:
-            added = tl.load(passed + places, mask=real, other=0.0)
-        wide = given.to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + EPS)[:, None]
-        wide = wide * inverse
+            added = tl.load(passed + offsets, mask=real, other=0.0)
+        normed_x = x_tile.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(normed_x * normed_x, 1) / SIZE + EPS)[:, None]
+        normed_x = normed_x * inverse
         gradient = gradient.to(tl.float32)
         if TRAINED:
-            sums += gradient * wide
+            sums += gradient * normed_x
         gradient = gradient * factor
-        shared = (tl.sum(gradient * wide, 1) / SIZE)[:, None]
-        found = (gradient - wide * shared) * inverse
+        shared = (tl.sum(gradient * normed_x, 1) / SIZE)[:, None]
+        dx_tile = (gradient - normed_x * shared) * inverse
         if PASSED:
-            found += added.to(tl.float32)
-        tl.store(dx + places, found.to(DTYPE), mask=real)
+            dx_tile += added.to(tl.float32)
+        tl.store(dx + offsets, dx_tile.to(DTYPE), mask=real)
     if TRAINED:
-        tl.store(dweight + tl.program_id(0) * SIZE + number, tl.sum(sums, 0)[None, :], mask=within)
+        tl.store(dweight + tl.program_id(0) * SIZE + number, tl.sum(sums, 0)[None, :], mask=column_mask)

@@ -1,8 +1,5 @@
-"""The norm of the residual stream with a derivative by a Triton kernel (`normed_stream`). `refusal` says which calls it
-cannot compute on this GPU.
-
-The norm itself is left to XLA, which computes it in one pass, in which it also adds up what is normed. XLA needs two
-passes for the gradient of x: the first computes sums over each row, the second reads the same arrays once more.
+"""Norm of the residual stream with a derivative by a Triton kernel. XLA computes the norm itself, in one pass in which
+it also adds up what is normed; for x's gradient it would need two.
 """
 
 from __future__ import annotations
@@ -30,18 +27,13 @@ class Tile(NamedTuple):
 
 
 def tile(width: int) -> Tile:
-    """The Tile of the kernel for rows whose size, rounded up to a power of two, is `width`."""
     if width <= 1024:
         return Tile(2, 4, 512)
     return Tile(1, 4 if width <= 2048 else 8, 512)
 
 
 def refusal(x, weight) -> str | None:
-    """The reason why the kernel cannot compute the gradient of a call, or None if it can. It needs a GPU that runs
-    Triton kernels, jax-triton, bfloat16 or float16, and rows of at most 8,192 numbers, a multiple of 8. It is also
-    refused if the check at first use on this GPU found that its results differ from those of plain JAX.
-
-    x: [..., size]. weight: [size]."""
+    """Why the kernel cannot compute a call's gradient, or None; it may run its check at first use."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -54,57 +46,54 @@ def refusal(x, weight) -> str | None:
 
 
 def _first_use(dtype, weight_dtype, size: int) -> str | None:
-    """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with plain JAX
-    in float32, once for each kind of call (dispatch.first_use). size: of a row."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)
-        x, dnormed, passed = (jax.random.normal(key, (37, size)).astype(dtype) for key in keys[:3])
+        x, dnormed, stream_gradient = (jax.random.normal(key, (37, size)).astype(dtype) for key in keys[:3])
         weight = (1 + 0.1 * jax.random.normal(keys[3], (size,))).astype(weight_dtype)
 
-        def run(function, x, weight, passed, dnormed):
+        def run(function, x, weight, stream_gradient, dnormed):
             (_, out), pull = jax.vjp(function, x, weight)
-            return out, *pull((passed, dnormed))
+            return out, *pull((stream_gradient, dnormed))
 
         def exact(x, weight):
             return x, normed(x, weight, 1e-6, 0.0, True)
 
-        given = x, weight, passed, dnormed
-        got = jax.jit(functools.partial(run, lambda x, weight: normed_stream(x, weight, 1e-6, 0.0, True)))(*given)
-        wide = (array.astype(jnp.float32) for array in given)
-        return got, dispatch.exactly(functools.partial(run, exact))(*wide)
+        operands = x, weight, stream_gradient, dnormed
+        kernel_results = jax.jit(functools.partial(run, lambda x, weight: normed_stream(x, weight, 1e-6, 0.0, True)))(
+            *operands
+        )
+        float32_operands = (array.astype(jnp.float32) for array in operands)
+        return kernel_results, dispatch.exactly(functools.partial(run, exact))(*float32_operands)
 
     return dispatch.first_use("normed_stream", "triton", f"{dtype}, weight {weight_dtype}, {size}", compare)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def normed_stream(x, weight, eps: float, offset: float, float32: bool):
-    """(x, x [..., size] normed in plain JAX), with a derivative by the kernel. The arguments are those of `normed`;
-    `refusal` says which calls are supported."""
     return x, normed(x, weight, eps, offset, float32)
 
 
 def _normed_stream_fwd(x, weight, eps, offset, float32):
-    """The forward rule of `normed_stream`: (its results, the residuals (x, weight, None if the weight gets no gradient,
-    otherwise ())). x and weight tell here whether they get one."""
+    """The last residual is () if the weight gets a gradient, else None."""
     trained = () if weight.perturbed else None
     return normed_stream(x.value, weight.value, eps, offset, float32), (x.value, weight.value, trained)
 
 
 def _normed_stream_bwd(eps, offset, float32, residuals, gradients):
-    """The backward rule of `normed_stream`. From the gradients of its results, (passed, dnormed), each like x or a
-    symbolic zero, it computes (the gradient of x, that of the weight, or None where nothing reads it). Each program
-    adds up its rows' gradients of the weight, and XLA these sums."""
+    """(gradient of x, of weight or None where nothing reads it). `gradients` are (passed, dnormed), each like x or a
+    symbolic zero. XLA adds up the programs' shares of the weight's.
+    """
     x, weight, trained = residuals
-    passed, dnormed = (None if _is_zero(gradient) else gradient for gradient in gradients)
+    stream_gradient, dnormed = (None if _is_zero(gradient) else gradient for gradient in gradients)
     if dnormed is None:
-        return jnp.zeros_like(x) if passed is None else passed, None
+        return jnp.zeros_like(x) if stream_gradient is None else stream_gradient, None
 
-    def run(x, dnormed, passed, weight):
-        dx, *sums = gradient(x, dnormed, passed, weight, eps, offset, float32, trained is not None)
-        return dx, *(each.sum(0).astype(weight.dtype) for each in sums)
+    def run(x, dnormed, stream_gradient, weight):
+        dx, *sums = gradient(x, dnormed, stream_gradient, weight, eps, offset, float32, trained is not None)
+        return dx, *(shares.sum(0).astype(weight.dtype) for shares in sums)
 
-    dx, *dweight = meshes.on_each_device(run, rows=3, results=1)(x, dnormed, passed, weight)
+    dx, *dweight = meshes.on_each_device(run, rows=3, results=1)(x, dnormed, stream_gradient, weight)
     return dx, dweight[0] if dweight else None
 
 
@@ -112,16 +101,14 @@ normed_stream.defvjp(_normed_stream_fwd, _normed_stream_bwd, symbolic_zeros=True
 
 
 def _is_zero(gradient) -> bool:
-    """Whether a gradient that the backward rule gets stands for zeros, because nothing reads that result."""
     return isinstance(gradient, jax.custom_derivatives.SymbolicZero)
 
 
 def gradient(x, dnormed, passed, weight, eps, offset, float32, trained: bool) -> list[jax.Array]:
-    """Calls the kernel: [the gradient of x, and if the weight is `trained`, the programs' sums float32[programs, size]
-    of its gradient].
+    """Runs the kernel: [gradient of x, and if `trained` the programs' shares float32[programs, size] of the weight's].
 
-    x, dnormed: [..., size], what is normed and the gradient of the result. passed: like x, what is added to the
-    gradient of x; None: nothing. The other arguments are those of `normed`."""
+    passed: like x, added to its gradient, or None.
+    """
     from jaxtune.pallas.normed_stream import kernels
 
     size = x.shape[-1]
@@ -132,7 +119,7 @@ def gradient(x, dnormed, passed, weight, eps, offset, float32, trained: bool) ->
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
     # Without a gradient of the weight the kernel gets an array that it leaves as it is, for it has no fewer parameters.
     outputs.append(jax.ShapeDtypeStruct((programs, size) if trained else (1,), jnp.float32))
-    found = compat.triton_call(
+    results = compat.triton_call(
         kernels.normed_stream_gradient_kernel,
         (x, weight, dnormed, dnormed if passed is None else passed),
         outputs,
@@ -150,4 +137,4 @@ def gradient(x, dnormed, passed, weight, eps, offset, float32, trained: bool) ->
         BLOCK=rows,
         STEPS=steps,
     )
-    return found if trained else found[:1]
+    return results if trained else results[:1]

@@ -1,6 +1,6 @@
-"""Products of activations with weights of linears, quantised or not, and their adapters: quant_matmul, the function
-that models call; decoded, which decodes a weight for another product; in_e4m3, which rounds activations to FP8;
-LoraWeights, an adapter; and the choice of the implementation."""
+"""Products of activations with weights of linears, quantised or not, and their adapters; the choice of the
+implementation.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoraWeights:
-    """A low-rank adapter of a weight [out, in]: it adds scale * b a to the weight. quant_matmul never stores the sum;
-    it adds scale * (x a^T) b^T to the product with x instead. Linears make it from their adapter's parameters for a
-    call of quant_matmul, and merged_weight (models/linear.py), which does compute the sum, takes it too."""
+    """A low-rank adapter scale * b a of a weight [out, in]; products add scale * (x a^T) b^T, never storing the sum."""
 
     a: jax.Array  # [r, in]; cast to x's dtype on use
     b: jax.Array  # [out, r]; cast to x's dtype on use
@@ -52,43 +50,31 @@ def quant_matmul(
     fp8: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies x by one or several weights, and adds their adapters and biases: for each weight x W^T + scale (x A^T)
-    B^T + bias. Weights that share x, such as those of queries, keys and values, are multiplied in one call, so that
-    their gradients with respect to x are summed without extra passes over memory. If an adapter has a row_scale, the
-    sum of both products is multiplied by it before the bias is added. Differentiable with respect to x, weights that
-    are arrays, adapters and biases.
+    """For each weight x W^T + scale (x A^T) B^T + bias, [..., out_i] in x's dtype.
 
-    Args:
-      x: [..., in] bfloat16, float16 or float32, the compute dtype; weights in another dtype are cast to it.
-      weights: each [out_i, in], an array or quantised (`formats.NF4.encode(array)`, `FP8.encode(array)`). Quantised
-        ones are decoded to x's dtype for each product, or, in the forward of few tokens, while a kernel multiplies;
-        they get no gradient, and no decoded weight is kept for the backward.
-      loras: for each weight its adapter, or None for none; or None if no weight has one.
-      biases: for each weight its bias, float[out_i], or None for none; or None if no weight has one.
-      dropout_rate, dropout_key: dropout of the adapters' input, with one mask for all weights of the call (PEFT draws
-        one for each module). Without a key there is no dropout. The rate is rounded to 2^-16.
-      dropout_part: int32[]. If tokens are divided over devices in equal contiguous runs, the number of the run that x
-        is. The mask of a token then does not depend on how tokens are divided.
-      fp8: True: weights in FP8 are multiplied as they are stored. For this, rows of x and of gradients are rounded to
-        e4m3, each row by its largest magnitude, or, for weights with scales of 128 x 128 numbers, each 128 numbers of a
-        row by their largest; sums are float32 (fp8_product.py). Adapters multiply x unrounded. False: weights in FP8
-        are decoded like all others.
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call. The implementation
-        decodes weights, multiplies few tokens by codes, and with `fp8` multiplies in FP8; arrays are always multiplied
-        by XLA, so "mosaic" and "triton" refuse a call without quantised weights.
-    Returns:
-      a tuple with one [..., out_i] in x's dtype for each weight.
-    Raises:
-      TypeError, ValueError: a class, dtype, shape or number is not as described here (the contents of arrays are not
-        checked), or the requested implementation is unknown or refuses the call.
+    Pass weights that share x in one call: the backward then sums their gradients of x without extra passes over memory.
+    Differentiable in x, weights that are arrays, adapters and biases. TypeError or ValueError for an argument that does
+    not fit, or an implementation that refuses.
+
+      x: [..., in] bfloat16, float16 or float32, to which weights are cast.
+      weights: each [out_i, in]. Quantised ones are decoded for each product, or, for few tokens, in the kernel; no
+      decoded weight is kept.
+      loras, biases: for each weight, or None; a row_scale multiplies both products before the bias.
+      dropout_rate, dropout_key: dropout of the adapters' input, one mask for all weights (PEFT draws one for each
+      module).
+      dropout_part: int32[], x's run if tokens are divided over devices in equal runs, so that the mask does not depend
+      on the division.
+      fp8: multiply FP8 weights undecoded, by x and gradients rounded to e4m3. Adapters multiply x unrounded.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call. Without quantised
+      weights only "reference" does.
     """
     check = Arguments("quant_matmul")
     check.array("x", x, "... in", FLOATS)
     check.sequence("weights", weights, "arrays or quantised weights")
     count = len(weights)
-    for name, given in (("loras", loras), ("biases", biases)):
-        if given is not None:
-            check.sequence(name, given, "one for each weight, or None in its place", count)
+    for name, sequence in (("loras", loras), ("biases", biases)):
+        if sequence is not None:
+            check.sequence(name, sequence, "one for each weight, or None in its place", count)
     loras = tuple(loras) if loras is not None else (None,) * count
     biases = tuple(biases) if biases is not None else (None,) * count
     for i, (weight, lora, bias) in enumerate(zip(weights, loras, biases, strict=True)):
@@ -116,25 +102,20 @@ def quant_matmul(
 def chosen(
     weights: Sequence[jax.Array | Stored], dtype, fp8: bool, implementation: str | None
 ) -> tuple[ModuleType, tuple[str | None, ...]]:
-    """Chooses how a call's products with its weights are computed: (kernels, as_stored), which reference.Static
-    describes. quant_matmul and gated_matmul call it. weights, fp8, implementation: those of the call. dtype: of x."""
+    """How a call's products are computed: (kernels, as_stored) of reference.Static."""
     as_stored = (implementation,) if fp8 and any(product_of(weight) is not None for weight in weights) else ()
-    others = [weight for weight in weights if not as_stored or product_of(weight) is None]
-    if as_stored and not others:
+    decoded_weights = [weight for weight in weights if not as_stored or product_of(weight) is None]
+    if as_stored and not decoded_weights:
         return reference, as_stored
-    name = dispatch.choose("quant_matmul", implementations(others, dtype, implementation), implementation)
+    name = dispatch.choose("quant_matmul", implementations(decoded_weights, dtype, implementation), implementation)
     return IMPLEMENTATIONS[name], as_stored
 
 
 def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Decodes a weight that is about to be multiplied by x: returns (the weight as an array, x). A quantised weight, of
-    any shape, is decoded to x's dtype by the first implementation that supports it; an array and its x are returned
-    unchanged. Products other than quant_matmul's need it, such as those of experts, and so does a sampler that keeps
-    decoded weights.
+    """(the weight as an array, x): a quantised weight of any shape is decoded to x's dtype.
 
-    The caller must use the returned x in its product. A barrier between the two makes XLA decode when x has been
-    computed and not earlier; otherwise it would keep decoded weights from forward to backward, or decode those of later
-    layers ahead.
+    Use the returned x in the product: a barrier between the two makes XLA decode when x has been computed. Otherwise it
+    would keep decoded weights from forward to backward, or decode later layers' ahead.
     """
     if not isinstance(weight, Stored):
         return weight, x
@@ -144,16 +125,10 @@ def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Ar
 
 @meshes.on_any_mesh
 def in_e4m3(x: jax.Array) -> FP8:
-    """Rounds x [..., rows, width], bfloat16, float16 or float32, to e4m3, with one float32 scale for each row along the
-    last axis, as quant_matmul does before a product in FP8. The stack of layers stores in this form, for the backward,
-    the activations that a residual plan places in "fp8" (an MLP's gate and up), in half the memory of 16 bits; the
-    result's `decode` returns them, rounded, in x's dtype.
+    """Rounds x [..., rows, width] to e4m3 with one float32 scale for each row. Decoded values round to the same codes
+    again; a row that is not finite affects only that row.
 
-    A row that is not finite makes only that row of the result not finite. If the decoded values are rounded again, the
-    codes are the same.
-
-    Raises:
-      TypeError, ValueError: x has another dtype, or fewer than two axes.
+    TypeError or ValueError unless x is bfloat16, float16 or float32 with two axes.
     """
     Arguments("in_e4m3").array("x", x, "... rows width", FLOATS)
     codes, scales = fp8_product.operand(x.reshape(-1, x.shape[-1]), False)
@@ -161,17 +136,10 @@ def in_e4m3(x: jax.Array) -> FP8:
 
 
 def implementations(weights: Sequence[jax.Array | Stored], dtype, implementation: str | None = None) -> dispatch.Table:
-    """The implementations of a call in the order in which they are tried: {name: a function that returns the reason why
-    it refuses the call, or None}. `quant_matmul` and `decoded` take the first that does not refuse (dispatch.choose),
-    and `jaxtune info` prints why others do.
+    """{name: returns the reason of a refusal, or None}, in order of preference, for decoding `weights` to `dtype`.
 
-    Args:
-      weights: those of the call, each [out_i, in]; an implementation other than "reference" refuses if it cannot decode
-        one of the quantised ones.
-      dtype: of x, to which weights are decoded.
-      implementation: the name that the caller requests, or None. If it is None and all weights are arrays, only
-        "reference" (XLA's product of arrays) is listed; if it is a name, all are, and for arrays alone "mosaic" and
-        "triton" refuse.
+    implementation: the requested name. None: arrays alone get only "reference"; if a name is given, "mosaic" and
+    "triton" refuse them.
     """
     packed = [weight for weight in weights if isinstance(weight, Stored)]
     if not packed and implementation is None:

@@ -1,28 +1,19 @@
-"""Which modules multiply by weights as they are stored, without decoding them (PRODUCTS), by the value of the option
-model.compute that asks for it, such as "fp8". `product_of` returns the module for a weight.
+"""Which modules multiply by weights as they are stored, undecoded, by the value of model.compute that asks for it.
 
-Such a module has nine functions, which `reference.py`, `gated_matmul.py` and `normed_matmul.py` call for weights whose
-format names it (Stored.compute), if the caller sets `fp8`:
-- kind(weight): a hashable value. Weights of one call with the same kind share one rounded x in the forward, and one
-  product of their gradients in the backward.
-- operand(x, kind, implementation): x [tokens, in] rounded for a product with weights of that kind, as the module's
-  forward takes it (`coded`).
-- gated_operand(gate, up, a, activation, kind, implementation): (the same of activation(gate) * up, that times a^T), for
-  gated_matmul.
-- normed_refusal(x, rank, kind): the reason why `normed_operand` cannot compute a call, or None.
-- normed_operand(x, weight, rounding, a, kind): (`operand` of the RMS norm of x, that norm times a^T), for
-  normed_matmul.
-- forward(coded, weight, more, dtype, implementation): x W^T in `dtype`. `more` is None, or an adapter's two operands (u
-  [tokens, r], b [out, r]), whose product u b^T is added.
-- gated_gradients(gate, up, dgated, dinner, activation, adapters, kind, implementation): (a pair of the gradients of
-  gate and up; that of an adapter's A; None, or in place of the gradients what `backward` and the adapters of gate and
-  up take of them), for gated_mlp.
-- rounded_gradients(douts, inner, bs, kind, implementation): None, or what `backward` and the adapters take of the
-  gradients of outputs: (all of them rounded, side by side; their products with the B's; the transposed gradients times
+Such a module has these functions; `...` stands for (kind, implementation), and `more` for None or an adapter's two
+operands, whose product is added:
+- kind(weight): hashable. Weights of one kind share one rounded x, and one product of their gradients.
+- operand(x, ...): x [tokens, in] rounded, as `forward` takes it (`coded`).
+- gated_operand(gate, up, a, activation, ...): (the same of activation(gate) * up, that times a^T).
+- normed_operand(x, weight, rounding, a, kind): (the same of the RMS norm of x, that times a^T); normed_refusal(x, rank,
+  kind): the reason why it cannot, or None.
+- forward(coded, weight, more, dtype, implementation): x W^T.
+- gated_gradients(gate, up, dgated, dinner, activation, adapters, ...): (gradients of gate and up; of A; None, or what
+  `backward` and the adapters take in their place).
+- rounded_gradients(douts, inner, bs, ...): None, or (gradients rounded, side by side; times the B's; transposed times
   the low-rank inputs).
-- backward(douts, weights, more, dtype, implementation, coded): the sum of dy W over weights of one kind, in `dtype`;
-  `douts` has dy [tokens, out_i] for each of them, and `coded` is None, or all of them rounded, and then `douts` is not
-  read. `more` is None, or the adapters' (u [tokens, r], a [in, r]), whose product u a^T is added.
+- backward(douts, weights, more, dtype, implementation, coded): the sum of dy W over weights of one kind; `coded` is
+  None, or all dy rounded, in place of `douts`.
 """
 
 from __future__ import annotations
@@ -39,7 +30,5 @@ PRODUCTS: dict[str, ModuleType] = {"fp8": fp8_product}
 
 
 def product_of(weight: jax.Array | Stored) -> ModuleType | None:
-    """The module that multiplies by this weight as it is stored, without decoding it: its functions are described at
-    the top of this file. None for an array, and for a quantised weight whose format has no such module. quant_matmul
-    uses the module only if its caller sets `fp8`."""
+    """The module that multiplies by this weight undecoded; None for an array, or a format without one."""
     return None if not isinstance(weight, Stored) or weight.compute is None else PRODUCTS[weight.compute]

@@ -1,11 +1,6 @@
-"""`rounded_pair`: a Triton kernel that rounds the gradients of outputs to e4m3, for the product with weights that have
-scales of 128 x 128, and computes the two products of them that the outputs' adapters need. It reads each gradient once,
-where the rounding (fp8_rounding.py) and thin_pair would each read it. fp8_product.rounded_gradients calls it, and
-`refusal` says which calls it cannot compute.
-
-The work is divided as in thin_pair: a program has a block of columns of one output and a range of rows. Its sums over
-rows stay in registers. Its sums over columns it writes for each tile, and XLA adds up the blocks, in one order. A block
-has a multiple of 128 columns, so that a program finds scales by itself.
+"""Rounds the gradients of outputs to e4m3, for weights with scales of 128 x 128, and multiplies them by the adapters'
+thin arrays, by a Triton kernel that reads each gradient once. A program has a block of columns of one output and a
+range of rows; XLA adds up the blocks, in one order.
 """
 
 from __future__ import annotations
@@ -27,21 +22,13 @@ _LARGEST_RANK = 32
 
 
 def tile() -> Tile:
-    """Returns how the kernel divides its work (a Tile) on the GPU that is compiled for. On Hopper the Tile is the
-    fastest of those that were measured on an H200; that of other GPUs was not measured. A Tile's columns must be a
-    multiple of 128, because the kernel writes a scale for each 128 numbers of a row."""
+    """The fastest Tile measured on Hopper; other GPUs were not measured. Its columns must be a multiple of 128."""
     return Tile(64, 256, 8, 3, 2) if dispatch.compute_capability() == (9, 0) else Tile(32, 128, 4, 2, 4)
 
 
 def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
-    """The reason why the kernel cannot compute a call, or None. It can if the kernels of fp8_rounding.py can round the
-    gradients, if outputs are multiples of 128 numbers, and if ranks are at most 32. It is also refused if the check at
-    first use on this GPU found that its results differ from those of plain JAX.
-
-    Args:
-      widths: the numbers of each output.
-      ranks: of each output's adapter.
-      dtype: of the gradients.
+    """The reason why the kernel cannot round such outputs and multiply them for such adapters, or differs from plain
+    JAX on this GPU; None if it can.
     """
     reason = fp8_rounding.refusal(widths, dtype, True)
     if reason is not None:
@@ -55,18 +42,8 @@ def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
 
 
 def _first_use(dtype, width: int, several: bool) -> str | None:
-    """Checks the kernel when it is first used with these arguments. The kernel's products are compared with those of
-    plain JAX, and its codes and scales with those of fp8_rounding's kernel. Returns None if they agree, and otherwise
-    the reason in words, for which this GPU must not run the kernel. Without a GPU nothing is compared, and None is
-    returned.
-
-    In the compared case one program computes all rows of a block of columns. It reads many tiles ahead of their use. If
-    one were overwritten too early, the results would differ.
-
-    Args:
-      dtype: of the gradients.
-      width: the columns with which the kernel multiplies thin arrays.
-      several: whether there are several outputs.
+    """One program computes all rows of a block of columns: it reads many tiles ahead, and shows one that is overwritten
+    too early.
     """
     widths = (384, 128) if several else (256,)
 
@@ -80,16 +57,21 @@ def _first_use(dtype, width: int, several: bool) -> str | None:
             return rounded_pair(douts, inner, bs, tile()._replace(programs=0))
 
         def exact(douts, inner, bs):
-            """The two products in plain JAX, of numbers in float32."""
-            douts, inner, bs = jax.tree.map(lambda each: each.astype(jnp.float32), (douts, inner, bs))
-            parts = jnp.split(inner, len(bs), axis=1)
-            thins, dbs = zip(*map(reference.thin_pair, douts, bs, parts), strict=True)
+            douts, inner, bs = jax.tree.map(lambda array: array.astype(jnp.float32), (douts, inner, bs))
+            inners = jnp.split(inner, len(bs), axis=1)
+            thins, dbs = zip(*map(reference.thin_pair, douts, bs, inners), strict=True)
             return jnp.concatenate(thins, axis=1), *dbs
 
         (codes, scales), products, dbs = jax.jit(by_kernel)(douts, inner, bs)
-        want, want_scales = jax.jit(lambda *arrays: fp8_rounding.rounded(arrays, None, blocks=True))(*douts)
-        got = codes.astype(jnp.float32), scales, products, *dbs
-        return got, (want.astype(jnp.float32), want_scales.T, *dispatch.exactly(exact)(douts, inner, bs))
+        expected_codes, expected_scales = jax.jit(lambda *arrays: fp8_rounding.rounded(arrays, None, blocks=True))(
+            *douts
+        )
+        results = codes.astype(jnp.float32), scales, products, *dbs
+        return results, (
+            expected_codes.astype(jnp.float32),
+            expected_scales.T,
+            *dispatch.exactly(exact)(douts, inner, bs),
+        )
 
     kind = f"{dtype}, {width} columns, {'several outputs' if several else 'an output'}"
     return dispatch.first_use("gradients_to_fp8", "triton", kind, compare)
@@ -98,20 +80,13 @@ def _first_use(dtype, width: int, several: bool) -> str | None:
 def rounded_pair(
     douts: Sequence[jax.Array], inner: jax.Array, bs: Sequence[jax.Array], shape: Tile
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, list[jax.Array]]:
-    """Runs the kernel: it rounds the gradients of outputs to e4m3, and multiplies the gradients, as they are before the
-    rounding, by the B's and by the low-rank inputs of the outputs' adapters. Call it only if `refusal` returns None.
+    """(codes [tokens, sum of out_i] and scales float32[tokens, sum of out_i / 128], side by side; the unrounded
+    gradients times the B's, [tokens, sum of ranks]; each transposed gradient times its low-rank input, float32[out_i,
+    r_i]). Only if `refusal` is None.
 
-    Args:
-      douts: the gradient of each output, [tokens, out_i] of 16 bits.
-      inner: the low-rank inputs of the outputs' adapters, side by side, [tokens, sum of ranks] in the gradients' dtype.
-      bs: the B of each output's adapter, float[out_i, r_i]; it is rounded to the gradients' dtype.
-      shape: how the kernel divides its work: tile().
-    Returns:
-      (the gradients, side by side, rounded to e4m3 with a scale for each 128 numbers of a row, as
-      fp8_product.side_by_side has them: codes [tokens, sum of out_i] and scales float32[tokens, sum of out_i / 128];
-      the gradients times the B's, side by side, [tokens, sum of ranks] in the gradients' dtype;
-      for each output its transposed gradient times its low-rank input, float32[out_i, r_i]).
-      The products have float32 sums.
+      douts: [tokens, out_i] of 16 bits each.
+      inner: low-rank inputs, side by side.
+      bs: float[out_i, r_i] each.
     """
     from jaxtune.pallas.quant_matmul import fp8_gradients_kernels as kernels
 
@@ -123,9 +98,11 @@ def rounded_pair(
     ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // sum(counts)))
     steps = -(-tiles // ranges)
     ranges = -(-tiles // steps)
-    places, firsts, thins = (tuple(sum(of[:index]) for index in range(len(of))) for of in (widths, counts, ranks))
+    first_columns, firsts, thins = (
+        tuple(sum(sizes[:index]) for index in range(len(sizes))) for sizes in (widths, counts, ranks)
+    )
     sides = jnp.concatenate([jnp.pad(b.astype(dtype), ((0, 0), (0, rank - b.shape[1]))) for b in bs])
-    codes, scales, parts, dbs = compat.triton_call(
+    codes, scales, block_products, dbs = compat.triton_call(
         kernels.rounded_pair_kernel,
         (*douts, *[douts[0]] * (_ARRAYS - len(douts)), inner, sides),
         [
@@ -139,7 +116,7 @@ def rounded_pair(
         stages=shape.stages,
         ROWS=tokens,
         WIDTHS=widths,
-        PLACES=places,
+        PLACES=first_columns,
         FIRST=firsts,
         TOTAL=total,
         RANKS=ranks,
@@ -151,7 +128,10 @@ def rounded_pair(
         COLUMNS=shape.columns,
         STEPS=steps,
     )
-    products = [parts[at : at + count].sum(0)[:, :r] for at, count, r in zip(firsts, counts, ranks, strict=True)]
-    added = dbs.sum(0)
-    dbs = [added[at : at + width, :r] for at, width, r in zip(places, widths, ranks, strict=True)]
+    products = [
+        block_products[start : start + count].sum(0)[:, :r]
+        for start, count, r in zip(firsts, counts, ranks, strict=True)
+    ]
+    total_dbs = dbs.sum(0)
+    dbs = [total_dbs[start : start + width, :r] for start, width, r in zip(first_columns, widths, ranks, strict=True)]
     return (codes, scales.T), jnp.concatenate(products, axis=1).astype(dtype), dbs

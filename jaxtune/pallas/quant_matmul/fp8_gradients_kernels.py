@@ -1,5 +1,4 @@
-"""The body of the Triton kernel of fp8_gradients.py: each tile of an output's gradient is read once, rounded to e4m3,
-and multiplied by two thin arrays."""
+"""The Triton kernel of fp8_gradients.py."""
 
 import triton
 import triton.language as tl
@@ -34,60 +33,52 @@ def rounded_pair_kernel(
     STEPS: tl.constexpr,
 ):
     """Rounds COLUMNS columns of STEPS tiles of BLOCK rows of an output's gradient to e4m3, each 128 numbers of a row by
-    a scale of their own (scale_of), and multiplies them, not rounded, by B, and, transposed, by the adapter's low-rank
-    input, with float32 sums. Grid: (blocks of columns of all outputs, ranges of rows): (the sum of WIDTHS / COLUMNS,
-    each rounded up, ROWS / (STEPS BLOCK), rounded up).
+    a scale, and multiplies them, not rounded, by B, and, transposed, by the low-rank input. Grid: (blocks of columns of
+    all outputs, ranges of rows).
 
-    Args:
-      a, b, c, d: the gradients of up to four outputs, of 16 bits, [ROWS, width] each; those beyond the number of WIDTHS
-        are not read.
-      inner: [ROWS, JOINED], like a: the low-rank inputs of the outputs' adapters, side by side.
-      sides: [TOTAL, RANK], like a: the B's of all outputs, one below the other, filled up with zeros.
-      codes: e4m3[ROWS, TOTAL], all outputs side by side.
-      scales: float32[TOTAL / 128, ROWS].
-      parts: float32[blocks of columns, ROWS, RANK], what each block adds to the product of its output's gradient and B.
-      dbs: float32[ranges of rows, TOTAL, RANK], what each range adds to the products of the transposed gradients and
-        the low-rank inputs.
-      WIDTHS: the columns of each output, multiples of 128; TOTAL is their sum.
-      PLACES: the first column of each output among those of all.
-      FIRST: the first block of columns of each output.
-      RANKS, THINS: the rank of each output's adapter, and its first column in `inner`. RANK is the largest.
-      WIDTH: the columns with which the thin arrays are multiplied, at least RANK: a power of two of at least 16.
-      COLUMNS: a multiple of 128.
+      a, b, c, d: [ROWS, width] of up to four outputs.
+      inner, sides: low-rank inputs side by side [ROWS, JOINED]; B's one below the other [TOTAL, RANK].
+      parts: float32[blocks of columns, ROWS, RANK], the products with B.
+      dbs: float32[ranges of rows, TOTAL, RANK], the transposed products.
+      PLACES, FIRST, THINS: each output's first column, first block of columns, and first column in `inner`.
     """
     arrays = (a, b, c, d)
     block = tl.program_id(0)
-    source, size, place, block_of, rank, thin_place = a, WIDTHS[0], PLACES[0], block, RANKS[0], THINS[0]
+    source, size, first_column, block_of, rank, thin_place = a, WIDTHS[0], PLACES[0], block, RANKS[0], THINS[0]
     for index in tl.static_range(1, len(WIDTHS)):
         if block >= FIRST[index]:
-            source, size, place, block_of = arrays[index], WIDTHS[index], PLACES[index], block - FIRST[index]
+            source, size, first_column, block_of = arrays[index], WIDTHS[index], PLACES[index], block - FIRST[index]
             rank, thin_place = RANKS[index], THINS[index]
     columns = block_of * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    within = columns < size
+    in_output = columns < size
     scaled = block_of * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)[None, :]
     ranks = tl.arange(0, WIDTH)[None, :]
     real_ranks = ranks < rank
-    wide = tl.trans(place + columns) * RANK + ranks
-    real_wide = tl.trans(within) & real_ranks
+    wide = tl.trans(first_column + columns) * RANK + ranks
+    real_wide = tl.trans(in_output) & real_ranks
     side = tl.load(sides + wide, mask=real_wide, other=0.0)
     sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
     number = tl.arange(0, BLOCK)[:, None]
     for step in range(STEPS):
         first = (tl.program_id(1).to(tl.int64) * STEPS + step) * BLOCK
-        there = number < ROWS - first
-        real = there & within
+        real_rows = number < ROWS - first
+        real = real_rows & in_output
         tile = tl.load(source + first * size + number * size + columns, mask=real, other=0.0)
         thin_places = first * JOINED + thin_place + number * JOINED + ranks
-        thin = tl.load(inner + thin_places, mask=there & real_ranks, other=0.0)
+        thin = tl.load(inner + thin_places, mask=real_rows & real_ranks, other=0.0)
         sums = tl.dot(tl.trans(tile), thin, sums)
         in_blocks = tl.reshape(tile.to(tl.float32), [BLOCK, COLUMNS // 128, 128])
         scale = scale_of(tl.reduce(tl.abs(in_blocks), 2, larger, keep_dims=True))
         code = tl.reshape((in_blocks * inverse_of(scale)).to(codes.dtype.element_ty), [BLOCK, COLUMNS])
         # As many codes a thread as it has numbers of the tile.
-        tl.store(codes + tl.max_contiguous(first * TOTAL + number * TOTAL + place + columns, [1, 8]), code, mask=real)
-        places = (place // 128 + scaled) * ROWS + first + number
-        tl.store(scales + places, tl.reshape(scale, [BLOCK, COLUMNS // 128]), mask=there & (scaled < size // 128))
-        part = parts + (block.to(tl.int64) * ROWS + first) * RANK + number * RANK + ranks
-        tl.store(part, tl.dot(tile, side), mask=there & real_ranks)
+        tl.store(
+            codes + tl.max_contiguous(first * TOTAL + number * TOTAL + first_column + columns, [1, 8]), code, mask=real
+        )
+        scale_offsets = (first_column // 128 + scaled) * ROWS + first + number
+        tl.store(
+            scales + scale_offsets, tl.reshape(scale, [BLOCK, COLUMNS // 128]), mask=real_rows & (scaled < size // 128)
+        )
+        target = parts + (block.to(tl.int64) * ROWS + first) * RANK + number * RANK + ranks
+        tl.store(target, tl.dot(tile, side), mask=real_rows & real_ranks)
         sums = computed(sums)
     tl.store(dbs + tl.program_id(1).to(tl.int64) * (RANK * TOTAL) + wide, sums, mask=real_wide)

@@ -1,19 +1,13 @@
-"""The product of two arrays of e4m3 codes, x [M, K] and a weight [N, K], as a Pallas Mosaic GPU kernel for Hopper
-(wgmma, TMA, warp specialisation).
+"""The product of two arrays of e4m3 codes, x [M, K] and a weight [N, K], as a persistent Pallas Mosaic GPU kernel for
+Hopper (wgmma, TMA, warp specialisation).
 
-The kernel is persistent: with n programs, one for each multiprocessor, program p computes tiles p, p + n, ... of the
-output. One warpgroup loads 128 (or 64) codes along K of both operands, as many steps ahead as fit, and continues with
-the next tile while the two others, each with 64 of the 128 rows, store the last one. If rows are sorted by expert
-(grouped_matmul), each tile is multiplied by the weight of its expert; tiles without rows take no step, and if the
-second 64 rows of a tile are empty they are not multiplied.
+One warpgroup loads 128 (or 64) codes along K of both operands, as many steps ahead as fit, while the two others, each
+with 64 of the 128 rows, multiply or store. If rows are sorted by expert, each tile is multiplied by its expert's
+weight.
 
-If each row of x and of the weight has one scale, the tensor cores sum over all of K, and the result is scaled once, in
-registers. If each 128 numbers along K (and 128 of the weight's rows) have a scale, the tensor cores sum over 128, and a
-warpgroup scales and adds these sums in float32, 128 columns at a time, while the other warpgroup multiplies. Scales are
-read a step ahead. An adapter's product has two operands in 16 bits, and is one more step.
-
-`product` calls the kernel, and `refusal` says which products it supports. `blocks_for` chooses the sizes (Blocks), and
-`filled_rank` the columns to which an adapter is padded.
+With one scale for each row the tensor cores sum over all of K, and the result is scaled once. With scales of 128
+numbers they sum over 128, and a warpgroup scales and adds these sums in float32, while the other multiplies. An
+adapter's product is one more step, in 16 bits.
 """
 
 from __future__ import annotations
@@ -43,8 +37,7 @@ _SHARED_BYTES = 231_000  # a program's shared memory without its barriers
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the kernel divides its work: a program computes one tile of the output after another, and sums over K, the
-    axis that both operands share, step by step. `blocks_for` chooses the sizes."""
+    """How the kernel divides its work."""
 
     columns: int  # the columns of a tile of the output, which always has 128 rows
     stages: int  # how many steps' operands shared memory has room for
@@ -53,30 +46,19 @@ class Blocks:
 
 
 def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Blocks:
-    """Chooses the sizes for a product of [rows, in_size] and [out_size, in_size]: the widest tile of 256, 192, 128 or
-    64 columns (256 or 128 with `in_blocks`) whose columns divide out_size, with 128 rows. A step has 128 codes along K,
-    or 64 if 128 does not divide in_size. As many steps are loaded ahead as shared memory has room for, at most 6 of 128
-    codes or 12 of 64. `band` keeps its default. `refusal` must have accepted the sizes. `product` calls it.
-
-    Args:
-      in_size: K, the size of the axis that is summed over.
-      out_size: the number of columns of the output.
-      rank: the padded rank of the adapter (`filled_rank`), 0 without one.
-      in_blocks: True if each 128 numbers along K have a scale; False if a whole row has one.
+    """The widest tile whose columns divide out_size, and as many steps ahead as shared memory has room for. rank:
+    padded.
     """
     columns = next(size for size in _COLUMNS if out_size % size == 0 and not (in_blocks and size % STEP))
     step = STEP if in_size % STEP == 0 else _HALF_STEP
-    left = _SHARED_BYTES - 2 * _WARPGROUPS * _OWN * _STORED * 2 - 2 * rank * (ROWS + columns)
-    return Blocks(columns, min(left // (step * (ROWS + columns)), 6 * STEP // step), step=step)
+    free_bytes = _SHARED_BYTES - 2 * _WARPGROUPS * _OWN * _STORED * 2 - 2 * rank * (ROWS + columns)
+    return Blocks(columns, min(free_bytes // (step * (ROWS + columns)), 6 * STEP // step), step=step)
 
 
 def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
-    """Returns the reason, in words, why this kernel cannot multiply [tokens, in_size] by [out_size, in_size] in e4m3,
-    add the product of an adapter of this rank (0: none), and return it in `dtype`; or None if it can. Reasons are: no
-    Hopper GPU, sizes that are no multiples of 64 (128 with `in_blocks`), tokens that are fewer than 128 or no multiple
-    of 8, a dtype that has not 16 bits, or a rank above 64. fp8_product.multiply and grouped_matmul's fp8_experts.py ask
-    it, and take the next implementation, or raise ValueError if this one was requested. in_blocks: True if each 128
-    numbers along in_size have a scale; False if a whole row has one."""
+    """The reason why this kernel cannot multiply e4m3 [tokens, in_size] by [out_size, in_size], with an adapter of this
+    rank (0: none), or None. in_blocks: whether each 128 numbers have a scale.
+    """
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     multiple = STEP if in_blocks else _HALF_STEP
@@ -95,173 +77,156 @@ def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_block
 
 
 def filled_rank(rank: int) -> int | None:
-    """The number of columns to which an adapter's two operands must be padded with zeros for the kernel: the smallest
-    of 16, 32 and 64 that is at least `rank`, the adapter's. None if `rank` is more than 64, which the kernel refuses. A
-    rank of 0 gives 16, which callers without an adapter do not use. `refusal` calls it, and so does
-    fp8_product.by_kernel, which pads the operands for this kernel and for that of fp8_triton.py."""
+    """Columns to which an adapter's operands must be padded: 16, 32 or 64; None for a rank above 64."""
     return next((size for size in RANKS if rank <= size), None)
 
 
-def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: bool, rank: int, grouped: bool):
-    """The kernel's body: out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T with `in_blocks`, else
-    scaled(x w[e]^T + u l[e]^T), where w is [E, N, K], l is [E, N, R], and e is the expert of a tile of 128 rows, or 0.
-    All these are in global memory; w is in `sides` arrays [E, N, K_i], side by side along K. In each program two
-    warpgroups compute, and a third one loads.
+def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: bool, rank: int, grouped: bool):
+    """out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T with `in_blocks`, else scaled(x w[e]^T + u
+    l[e]^T); e is the expert of a tile of 128 rows, or 0.
 
-    Args:
-      x_ref: e4m3 codes.
-      rest: the arrays of w, e4m3 codes; the scales of x and w, float32[M] and [E, N], or with `in_blocks` [K / 128, M]
-        and [E, N / 128, K / 128]; if `grouped`, two int32[M / 128]: each tile's expert, and its number of rows that are
-        not empty; if `rank` is not 0, the adapter's u and l; the output; then shared memory and barriers.
-      sides: the number of arrays of w, 1 if `grouped`.
-      blocks: how the work is divided.
-      programs: the number of programs; program p computes tiles p, p + programs, ... of the output.
-      in_blocks: True if each 128 numbers along K have a scale, by which sums over 128 are multiplied; False if a row
-        has one, by which the result is multiplied.
-      rank: R, 0 without an adapter.
-      grouped: True if rows are sorted by expert, in tiles of 128 rows with one expert each; False if E is 1.
+      refs: `sides` arrays of w, [E, N, K_i]; the scales of x and w; if `grouped`, each tile's expert and number of rows
+      that are not empty; if `rank`, u and l [E, N, R]; the output; shared memory and barriers.
     """
-    w_refs, (x_scale_ref, w_scale_ref, *rest) = rest[:sides], rest[sides:]
+    w_refs, (x_scale_ref, w_scale_ref, *refs) = refs[:sides], refs[sides:]
     if grouped:
-        expert_ref, sizes_ref, *rest = rest
+        expert_ref, sizes_ref, *refs = refs
     if rank:
-        u_ref, l_ref, *rest = rest
-        out_ref, x_smem, w_smem, out_smem, full, free, u_smem, l_smem, extra_full, extra_free = rest
+        u_ref, l_ref, *refs = refs
+        out_ref, x_smem, w_smem, out_smem, full, free, u_smem, l_smem, extra_full, extra_free = refs
     else:
-        out_ref, x_smem, w_smem, out_smem, full, free = rest
+        out_ref, x_smem, w_smem, out_smem, full, free = refs
     columns, stages = blocks.columns, blocks.stages
     wg, program = lax.axis_index("wg"), lax.axis_index("sm")
     (all_rows, width), (experts, out_size, _) = x_ref.shape, w_refs[0].shape
     row_tiles, column_tiles, all_steps = -(-all_rows // ROWS), out_size // columns, width // blocks.step
-    mine = lax.div(row_tiles * column_tiles - program + (programs - 1), jnp.int32(programs))
+    tile_count = lax.div(row_tiles * column_tiles - program + (programs - 1), jnp.int32(programs))
 
     def corner(index):
-        """(first row, first column) of the tile of the output with this number among the program's; the last tile's
-        rows overlap the ones before, and both tiles store the same values there."""
+        """(first row, first column) of a tile; the last tile's rows overlap the ones before, and both store the same
+        values.
+        """
         row, column = persistent.place(program + index * programs, row_tiles, column_tiles, blocks.band)
         return jnp.minimum(row * ROWS, all_rows - ROWS), column * columns
 
     def tile_of(index):
-        """(expert, number of rows that are not empty) of the tile with this number among the program's, past whose end
-        the last one is read; () if rows are not grouped. It is called one tile ahead, because the read takes as long as
-        a step."""
+        """(expert, rows that are not empty) of a tile; () if not grouped. Read one tile ahead, as that takes as long as
+        a step.
+        """
         if not grouped:
             return ()
-        item = program + jnp.minimum(index, mine - 1) * programs
+        item = program + jnp.minimum(index, tile_count - 1) * programs
         row = jnp.clip(persistent.place(item, row_tiles, column_tiles, blocks.band)[0], 0, row_tiles - 1)
         return jnp.minimum(expert_ref[row], experts - 1), sizes_ref[row]
 
     def steps_of(tile, least: int | jax.Array = 0):
-        """The number of steps along K of a tile (from `tile_of`): 0 if rows are grouped and at most `least` rows of the
-        tile are not empty, so that there is nothing to multiply from that row on."""
+        """Steps along K; 0 if at most `least` of the tile's rows are not empty."""
         return jnp.where(tile[1] > least, all_steps, 0) if grouped else all_steps
 
     def expert_of(tile):
         return tile[0] if grouped else 0
 
-    def slot_of(at):
-        return lax.rem(at, jnp.int32(stages))
+    def slot_of(cursor):
+        return lax.rem(cursor, jnp.int32(stages))
 
     def bring():
         plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
 
         def item(index, state):
-            at, *tile = state
+            cursor, *tile = state
             following, expert = tile_of(index + 1), expert_of(tile)
             row, column = corner(index)
-            rows, here = pl.ds(row, ROWS), pl.ds(column, columns)
+            rows, column_slice = pl.ds(row, ROWS), pl.ds(column, columns)
 
-            def step(w_ref, before, number, at):
-                """Loads the step `number` of an array of w, which comes after `before` steps of other ones."""
-                slot, along = slot_of(at), pl.ds(number * blocks.step, blocks.step)
-                of_x = pl.ds((number + before) * blocks.step, blocks.step) if before else along
-                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                plgpu.copy_gmem_to_smem(x_ref.at[rows, of_x], x_smem.at[slot], full.at[slot])
-                plgpu.copy_gmem_to_smem(w_ref.at[expert, here, along], w_smem.at[slot], full.at[slot])
-                return at + 1
+            def step(w_ref, before, number, cursor):
+                """Loads step `number` of an array of w, after `before` steps of others."""
+                slot, along = slot_of(cursor), pl.ds(number * blocks.step, blocks.step)
+                x_columns = pl.ds((number + before) * blocks.step, blocks.step) if before else along
+                pl.when(cursor >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                plgpu.copy_gmem_to_smem(x_ref.at[rows, x_columns], x_smem.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(w_ref.at[expert, column_slice, along], w_smem.at[slot], full.at[slot])
+                return cursor + 1
 
             if rank:  # for empty tiles too, whose rows of u are zeros
                 pl.when(index > 0)(lambda: plgpu.barrier_wait(extra_free))
                 plgpu.copy_gmem_to_smem(u_ref.at[rows], u_smem.at[0], extra_full)
-                plgpu.copy_gmem_to_smem(l_ref.at[expert, here], l_smem.at[0], extra_full)
+                plgpu.copy_gmem_to_smem(l_ref.at[expert, column_slice], l_smem.at[0], extra_full)
             before = 0
             for w_ref in w_refs:
                 count = w_ref.shape[2] // blocks.step if sides > 1 else steps_of(tile)
-                at = lax.fori_loop(0, count, functools.partial(step, w_ref, before), at)
+                cursor = lax.fori_loop(0, count, functools.partial(step, w_ref, before), cursor)
                 before += w_ref.shape[2] // blocks.step
-            return at, *following
+            return cursor, *following
 
-        total, *_ = lax.fori_loop(0, mine, item, (jnp.int32(0), *tile_of(jnp.int32(0))))
+        total, *_ = lax.fori_loop(0, tile_count, item, (jnp.int32(0), *tile_of(jnp.int32(0))))
         # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
-        lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
+        lax.fori_loop(last, total, lambda cursor, _: plgpu.barrier_wait(free.at[slot_of(cursor)]), None)
         if rank:
-            pl.when(mine > 0)(lambda: plgpu.barrier_wait(extra_free))
+            pl.when(tile_count > 0)(lambda: plgpu.barrier_wait(extra_free))
 
-    own = pl.ds(wg * _OWN, _OWN)
+    own_rows = pl.ds(wg * _OWN, _OWN)
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     def of_rows(scales, count: int):
         return lax.broadcast_in_dim(scales, (_OWN, count), [0])
 
-    def adapter(acc, at, first: int = 0, count: int = columns):
+    def adapter(acc, cursor, first: int = 0, count: int = columns):
         # Zero, which the compiler must not know: it would compute the operands' addresses once and keep, or spill,
         # them.
-        zero = lax.shift_right_logical(at, jnp.int32(30))
-        plgpu.wgmma(acc, u_smem.at[zero, own], l_smem.at[zero, pl.ds(first, count)].transpose((1, 0)))
+        zero = lax.shift_right_logical(cursor, jnp.int32(30))
+        plgpu.wgmma(acc, u_smem.at[zero, own_rows], l_smem.at[zero, pl.ds(first, count)].transpose((1, 0)))
 
-    def pass_on(first, steps, at):
-        """Frees the slots of steps `first` to before `steps` of a tile without multiplying, for a warpgroup whose rows
-        of the tile are all empty. at: the number of steps before this tile."""
+    def pass_on(first, steps, cursor):
+        """Frees the slots of a tile's steps without multiplying, for a warpgroup whose rows are all empty."""
 
-        def one(number, _):
-            plgpu.barrier_wait(full.at[slot_of(at + number)])
-            plgpu.barrier_arrive(free.at[slot_of(at + number)])
+        def free_slot(number, _):
+            plgpu.barrier_wait(full.at[slot_of(cursor + number)])
+            plgpu.barrier_arrive(free.at[slot_of(cursor + number)])
 
         if grouped:
-            lax.fori_loop(first, steps, one, None)
+            lax.fori_loop(first, steps, free_slot, None)
 
-    def by_rows(row, column, at, tile, steps, multiplied):
-        """Computes this warpgroup's rows of a tile with scales by rows, and yields (first column, float32[64, 64]) for
-        each 64 columns."""
+    def by_rows(row, column, cursor, tile, steps, multiplied):
+        """Yields (first column, float32[64, 64]) of this warpgroup's rows."""
 
         def accumulate(acc):
-            def step(number, at):
-                slot = slot_of(at)
+            def step(number, cursor):
+                slot = slot_of(cursor)
                 plgpu.barrier_wait(full.at[slot])
-                plgpu.wgmma(acc, x_smem.at[slot, own], w_smem.at[slot].transpose((1, 0)))
+                plgpu.wgmma(acc, x_smem.at[slot, own_rows], w_smem.at[slot].transpose((1, 0)))
                 plgpu.wgmma_wait(1)  # the previous product is done
-                pl.when(number > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(at - 1)]))
-                return at + 1
+                pl.when(number > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(cursor - 1)]))
+                return cursor + 1
 
             if rank:
                 plgpu.barrier_wait(extra_full)
-                adapter(acc, at)
+                adapter(acc, cursor)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(extra_free)
-            lax.fori_loop(0, multiplied, step, at)
+            lax.fori_loop(0, multiplied, step, cursor)
             plgpu.wgmma_wait(0)
             return acc[...]
 
         total = pl.run_scoped(accumulate, plgpu.ACC((_OWN, columns), jnp.float32))
-        pl.when(multiplied > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(at + steps - 1)]))
-        pass_on(multiplied, steps, at)
+        pl.when(multiplied > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(cursor + steps - 1)]))
+        pass_on(multiplied, steps, cursor)
         x_scale = plgpu.load(x_scale_ref.at[pl.ds(row + wg * _OWN, _OWN)], layout=by_row, optimized=False)
         for first in range(0, columns, _STORED):
-            part = lax.slice(total, (0, first), (_OWN, first + _STORED))
+            stripe = lax.slice(total, (0, first), (_OWN, first + _STORED))
             weight_scales = w_scale_ref.at[expert_of(tile), pl.ds(column + first, _STORED)]
             w_scale = plgpu.load(weight_scales, layout=by_column, optimized=False)
-            yield first, part * of_rows(x_scale, _STORED) * lax.broadcast_in_dim(w_scale, part.shape, [1])
+            yield first, stripe * of_rows(x_scale, _STORED) * lax.broadcast_in_dim(w_scale, stripe.shape, [1])
 
-    def by_blocks(row, column, at, tile, steps, multiplied):
+    def by_blocks(row, column, cursor, tile, steps, multiplied):
         halves = columns // STEP
         block = lax.div(column, jnp.int32(STEP))
 
         def scales(number):
             number = jnp.minimum(number, all_steps - 1)
-            ours = x_scale_ref.at[number, pl.ds(row + wg * _OWN, _OWN)]
+            row_scales = x_scale_ref.at[number, pl.ds(row + wg * _OWN, _OWN)]
             weight_scales = [w_scale_ref[expert_of(tile), block + half, number] for half in range(halves)]
-            return plgpu.load(ours, layout=by_row, optimized=False), weight_scales
+            return plgpu.load(row_scales, layout=by_row, optimized=False), weight_scales
 
         def product(multiply):
             def run(acc):
@@ -272,82 +237,73 @@ def _kernel(x_ref, *rest, sides: int, blocks: Blocks, programs: int, in_blocks: 
             return pl.run_scoped(run, plgpu.ACC((_OWN, STEP), jnp.float32))
 
         def step(number, state):
-            at, (x_scale, w_scales), sums = state
+            cursor, (x_scale, w_scales), sums = state
             following = scales(number + 1)
-            slot = slot_of(at)
+            slot = slot_of(cursor)
             plgpu.barrier_wait(full.at[slot])
 
             def multiply(acc, half):
                 side = w_smem.at[slot, pl.ds(half * STEP, STEP)]
-                plgpu.wgmma(acc, x_smem.at[slot, own], side.transpose((1, 0)))
+                plgpu.wgmma(acc, x_smem.at[slot, own_rows], side.transpose((1, 0)))
 
-            added = []
+            next_sums = []
             for half in range(halves):
-                part = product(functools.partial(multiply, half=half))
-                added.append(sums[half] + part * of_rows(x_scale * w_scales[half], STEP))
+                partial_sum = product(functools.partial(multiply, half=half))
+                next_sums.append(sums[half] + partial_sum * of_rows(x_scale * w_scales[half], STEP))
             plgpu.barrier_arrive(free.at[slot])
-            return at + 1, following, added
+            return cursor + 1, following, next_sums
 
         zeros = [plgpu.layout_cast(jnp.zeros((_OWN, STEP), jnp.float32), plgpu.Layout.WGMMA) for _ in range(halves)]
-        _, _, sums = lax.fori_loop(0, multiplied, step, (at, scales(jnp.int32(0)), zeros))
-        pass_on(multiplied, steps, at)
+        _, _, sums = lax.fori_loop(0, multiplied, step, (cursor, scales(jnp.int32(0)), zeros))
+        pass_on(multiplied, steps, cursor)
         if rank:
             plgpu.barrier_wait(extra_full)
             for half in range(halves):
-                sums[half] += product(functools.partial(adapter, at=at, first=half * STEP, count=STEP))
+                sums[half] += product(functools.partial(adapter, cursor=cursor, first=half * STEP, count=STEP))
             plgpu.barrier_arrive(extra_free)
         for first in range(0, columns, _STORED):
-            half, within = divmod(first, STEP)
-            yield first, lax.slice(sums[half], (0, within), (_OWN, within + _STORED))
+            half, offset = divmod(first, STEP)
+            yield first, lax.slice(sums[half], (0, offset), (_OWN, offset + _STORED))
 
     def compute():
         plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
 
         def item(index, state):
-            at, *tile = state
+            cursor, *tile = state
             following, steps = tile_of(index + 1), steps_of(tile)
             row, column = corner(index)
             rows = pl.ds(row + wg * _OWN, _OWN)
-            parts = (by_blocks if in_blocks else by_rows)(row, column, at, tile, steps, steps_of(tile, wg * _OWN))
-            for number, (first, part) in enumerate(parts):
+            stripes = (by_blocks if in_blocks else by_rows)(row, column, cursor, tile, steps, steps_of(tile, wg * _OWN))
+            for number, (first, stripe) in enumerate(stripes):
                 stored = out_smem.at[wg, number % 2]
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before the last has been read
-                stored[...] = part.astype(out_ref.dtype)
+                stored[...] = stripe.astype(out_ref.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(stored, out_ref.at[rows, pl.ds(column + first, _STORED)])
-            return at + steps, *following
+            return cursor + steps, *following
 
-        lax.fori_loop(0, mine, item, (jnp.int32(0), *tile_of(jnp.int32(0))))
+        lax.fori_loop(0, tile_count, item, (jnp.int32(0), *tile_of(jnp.int32(0))))
         plgpu.wait_smem_to_gmem(0)
 
     lax.cond(wg < _WARPGROUPS, compute, bring)
 
 
 def _smem(shape, dtype, row_bytes: int = 128):
-    """An entry of Pallas' scratch_types for `product`: shared memory of this shape and dtype in the swizzled order in
-    which TMA writes it and tensor cores read it. row_bytes: the bytes of a row of the swizzle, 32, 64 or 128."""
+    """Shared memory swizzled as TMA copies it and tensor cores read it, in rows of 32, 64 or 128 bytes."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
 
 
 def product(
     x, sides, x_scale, w_scale, extra=None, tiles: tuple[jax.Array, jax.Array] | None = None, *, dtype, in_blocks: bool
 ):
-    """Multiplies codes by the kernel: x [M, K] w [N, K]^T times the scales of both, plus u l^T of `extra`, as dtype[M,
-    N]. Call it only if `refusal` returns None. fp8_product.by_kernel calls it.
+    """x [M, K] w [N, K]^T times both scales, plus u l^T: dtype[M, N], bfloat16 or float16. Only if `refusal` is None.
 
-    Args:
-      x: e4m3 codes.
-      sides: the e4m3 codes of w: a tuple of arrays [N, K_i], which are side by side along K, so that the transposed
-        codes of several weights need not be joined. If there are several, each K_i is a multiple of 128.
-      x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
-      extra: None, or an adapter's operands in bfloat16, u [M, R] and l [N, R], where R is from `filled_rank`. If
-        `in_blocks` is False, the kernel multiplies their product by x_scale and w_scale like the rest, so the caller
-        divides u by x_scale and l by w_scale.
-      tiles: None, or for rows that are sorted by expert two int32[M / 128]: the expert of each 128 rows, and how many
-        of the rows, which come first, are not empty. Then w, which is one array, w_scale and l have a leading axis of
-        experts.
-      dtype: of the result, bfloat16 or float16.
-      in_blocks: True if each 128 numbers along K have a scale; False if a whole row has one.
+    sides: w's codes [N, K_i], side by side along K. If several, each K_i is a multiple of 128.
+    x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
+    extra: None, or an adapter's bfloat16 u [M, R] and l [N, R], R from `filled_rank`. Without `in_blocks` the scales
+    multiply their product too, so divide u and l by them.
+    tiles: None, or of rows sorted by expert int32[M / 128] twice: each 128 rows' expert, and how many of them, the
+    first ones, are not empty. w (one array), w_scale and l then have a leading axis of experts.
     """
     if tiles is None:
         sides, w_scale = [side[None] for side in sides], w_scale[None]
@@ -356,10 +312,10 @@ def product(
     rank = extra[0].shape[1] if extra is not None else 0
     blocks = blocks_for(width, columns, rank, in_blocks)
     programs = persistent.cores()
-    kept = []
+    adapter_scratch = []
     if extra is not None:
         kind = extra[0].dtype
-        kept = [
+        adapter_scratch = [
             _smem((1, ROWS, rank), kind, 2 * rank),
             _smem((1, blocks.columns, rank), kind, 2 * rank),
             plgpu.Barrier(num_arrivals=2),
@@ -388,6 +344,6 @@ def product(
             _smem((_WARPGROUPS, 2, _OWN, _STORED), dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
-            *kept,
+            *adapter_scratch,
         ],
     )(x, *sides, x_scale, w_scale, *(tiles or ()), *(extra or ()))

@@ -1,11 +1,8 @@
-"""Norms rows, rounds them to e4m3 and multiplies them by a thin array, in one Triton kernel that writes no normed rows
-(`normed`). `refusal` says which calls it cannot compute on this GPU.
+"""Norms rows, rounds them to e4m3 and multiplies them by a thin array, in one Triton kernel that writes no normed rows.
 
-Its time is that of reading and writing memory. The plain sequence reads rows three times and writes them once in 16
-bits beside the codes: for the norm, for the rounding and for the thin product. The kernel multiplies the rows by the
-norm's weight in float32 and rounds once, to e4m3, and its thin product is that of the rows themselves, times the norm's
-weight inside the thin array and the root mean square afterwards: so it rounds less often than the plain sequence, and
-needs a row's root mean square only at the end.
+Its time is that of memory; the plain sequence reads rows three times and writes them once more. The thin product is of
+the rows themselves, with the norm's weight inside the thin array, times the inverse root mean square, which is needed
+only at the end.
 """
 
 from __future__ import annotations
@@ -23,8 +20,6 @@ _WIDEST = 8192  # numbers of a row, whose scales of blocks registers hold
 
 
 class Tile(NamedTuple):
-    """How the kernel divides its work."""
-
     rows: int  # of a program
     columns: int  # that are read at once
     warps: int  # of a program
@@ -32,8 +27,7 @@ class Tile(NamedTuple):
 
 
 def tile(width: int, blocks: bool) -> Tile:
-    """The Tile for a thin array of `width` columns, and for scales of blocks or of rows, on the GPU that is compiled
-    for. Blocks need 128 columns."""
+    """For a thin array of `width` columns (0: none)."""
     if not width:
         return Tile(16, 128, 4, 1)  # nothing is read ahead, but many programs run side by side
     if dispatch.compute_capability() == (9, 0):
@@ -42,9 +36,7 @@ def tile(width: int, blocks: bool) -> Tile:
 
 
 def refusal(x, rank: int) -> str | None:
-    """The reason why the kernel cannot compute a call, or None. It needs a GPU that runs Triton kernels and converts to
-    e4m3 (compute capability 8.9), jax-triton, bfloat16, rows of at most 8,192 numbers, a multiple of 128, and at most
-    64 ranks. x: [rows, size], as an array or as a shape. rank: of the thin array, 0 without one."""
+    """The reason why the kernel cannot compute a call, or None. x: [rows, size], an array or a shape."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -62,25 +54,18 @@ def refusal(x, rank: int) -> str | None:
 
 
 def width_of(rank: int) -> int:
-    """The number of columns with which the kernel multiplies a thin array of this rank; 0 for none."""
     return max(16, 1 << (rank - 1).bit_length()) if rank else 0
 
 
 def normed(
     x: jax.Array, factors: jax.Array, a: jax.Array | None, eps: float, blocks: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Runs the kernel: it norms the rows of x, rounds the normed x to e4m3, and multiplies it by the A's of adapters.
-    The normed x is each row divided by its root mean square, times `factors`. `refusal` says which calls are supported.
+    """(codes of the normed x e4m3[rows, size]; scales float32[rows, 1], or with `blocks` [rows, size / 128]; inverse
+    root mean squares float32[rows, 1]; the normed x times a^T bfloat16[rows, r], or None). Only if `refusal` is None.
 
-    Args:
       x: bfloat16[rows, size].
-      factors: float32[size], by which the columns are multiplied.
-      a: float[r, size], the A's of all adapters; None: no product is computed.
-      eps: the number that is added to the mean square.
-      blocks: True: each 128 numbers of a row have a scale; False: a row has one.
-    Returns:
-      (the codes of the normed x, e4m3[rows, size]; their scales, float32[rows, 1], or with `blocks` [rows, size / 128];
-      the inverse root mean squares of the rows, float32[rows, 1]; the normed x times a^T, bfloat16[rows, r], or None).
+      factors: float32[size], the norm's.
+      a: float[r, size], or None.
     """
     from jaxtune.pallas.quant_matmul import fp8_normed_kernels
 

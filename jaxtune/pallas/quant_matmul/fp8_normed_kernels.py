@@ -1,5 +1,4 @@
-"""The body of the Triton kernel of fp8_normed.py, which norms rows, rounds them to e4m3 and multiplies them by a thin
-array, and writes no normed rows."""
+"""The Triton kernel of fp8_normed.py."""
 
 import triton
 import triton.language as tl
@@ -9,13 +8,13 @@ from jaxtune.pallas.triton_parts import LEAST_SCALE, computed, inverse_of, large
 
 @triton.jit
 def _at_least(scale):
-    """Returns `scale`, and LEAST_SCALE where it is smaller. NaN stays NaN. scale: float32, not negative."""
+    """At least LEAST_SCALE; NaN stays."""
     return tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale)
 
 
 @triton.jit
 def _by_eight(wide, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """[BLOCK, COLUMNS] as [BLOCK, COLUMNS / 8, 8], whose last axis is what a thread has."""
+    """[BLOCK, COLUMNS / 8, 8], whose last axis is what a thread has."""
     return tl.reshape(wide, [BLOCK, COLUMNS // 8, 8])
 
 
@@ -40,40 +39,30 @@ def normed_to_fp8_kernel(
     """Computes the RMS norm of BLOCK rows times `factors`, rounds it from float32 to e4m3, and multiplies it by a thin
     array. Grid: (ROWS / BLOCK, rounded up,).
 
-    The inverse of a row's root mean square is a factor of the row's scales and of its product, and of no code, so that
-    with BLOCKS numbers are read once: it is known at the end. Else they are read a second time, from the last column to
-    the first: those that were read last are still in a cache.
+    The inverse root mean square is a factor of a row's scales and product, and of no code, so with BLOCKS numbers are
+    read once. Else they are read a second time, from the last column to the first: the last ones are still in a cache.
 
-    Args:
-      x: bfloat16[ROWS, SIZE].
-      factors: [SIZE], bfloat16 or float32, by which normed numbers are multiplied.
-      a: bfloat16[RANK, SIZE], which has `factors` in it, as it multiplies x itself; not read if WIDTH is 0.
-      codes: e4m3[ROWS, SIZE].
-      scales: with BLOCKS float32[SIZE / 128, ROWS], one for each 128 numbers of a row, and COLUMNS is 128; else
-        float32[ROWS].
-      inner: bfloat16[ROWS, RANK], the normed rows times the thin array; not written if WIDTH is 0.
-      inverses: float32[ROWS], the inverse root mean square of each row.
-      WIDTH: the columns with which the thin array is multiplied, at least RANK: a power of two of at least 16, or 0.
-      EPS: is added to the mean square.
-      COLUMNS: the number of columns that are read at once; it divides SIZE.
+      a: bfloat16[RANK, SIZE], with `factors` in it; not read if WIDTH is 0.
+      scales: float32[ROWS], or with BLOCKS [SIZE / 128, ROWS] (COLUMNS is then 128).
+      WIDTH: a power of two of at least 16 and RANK, or 0.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    there = rows < ROWS
+    real_rows = rows < ROWS
     numbers = tl.arange(0, COLUMNS)[None, :]
     columns = tl.broadcast_to(numbers, [BLOCK, COLUMNS])  # factors are loaded in the layout of the rows
     ranks = tl.arange(0, max(WIDTH, 1))
     lanes = tl.arange(0, 16)[None, :]  # of the threads that have a row
     squares = tl.zeros([BLOCK, COLUMNS // 8], tl.float32)
-    most = tl.zeros([BLOCK, COLUMNS // 8], tl.float32)
+    magnitudes = tl.zeros([BLOCK, COLUMNS // 8], tl.float32)
     sums = tl.zeros([BLOCK, max(WIDTH, 1)], tl.float32)
-    kept = ()  # the scales of blocks, of which each of these threads has some
+    block_scales = ()  # the scales of blocks, of which each of these threads has some
     if BLOCKS:
         for _index in tl.static_range((SIZE // 128 + 15) // 16):
-            kept = kept + (tl.zeros([BLOCK, 16], tl.float32),)
+            block_scales = block_scales + (tl.zeros([BLOCK, 16], tl.float32),)
     for start in range(0, SIZE, COLUMNS):
-        places = rows * SIZE + (start + numbers)
+        offsets = rows * SIZE + (start + numbers)
         factor = tl.load(factors + start + columns)
-        number = tl.load(x + places, mask=there, other=0.0)
+        number = tl.load(x + offsets, mask=real_rows, other=0.0)
         if WIDTH > 0:
             side = tl.load(a + ranks[:, None] * SIZE + (start + numbers), mask=(ranks < RANK)[:, None], other=0.0)
             sums = tl.dot(number, tl.trans(side), sums)
@@ -83,36 +72,38 @@ def normed_to_fp8_kernel(
         largest = tl.reduce(_by_eight(tl.abs(wide), BLOCK, COLUMNS), 2, larger)
         if BLOCKS:
             scale = scale_of(tl.reduce(largest, 1, larger, keep_dims=True))
-            filled = ()
-            for index in tl.static_range(len(kept)):
-                filled = filled + (tl.where(lanes == start // 128 - 16 * index, scale, kept[index]),)
-            kept = filled
+            updated_scales = ()
+            for index in tl.static_range(len(block_scales)):
+                updated_scales = updated_scales + (
+                    tl.where(lanes == start // 128 - 16 * index, scale, block_scales[index]),
+                )
+            block_scales = updated_scales
             # As many codes a thread as it has numbers of x, which it would read in halves of sectors otherwise.
-            target = codes + tl.max_contiguous(places, [1, 8])
-            tl.store(target, (wide * inverse_of(scale)).to(codes.dtype.element_ty), mask=there)
+            target = codes + tl.max_contiguous(offsets, [1, 8])
+            tl.store(target, (wide * inverse_of(scale)).to(codes.dtype.element_ty), mask=real_rows)
         else:
-            most = larger(most, largest)
+            magnitudes = larger(magnitudes, largest)
         if WIDTH > 0:
             sums = computed(sums)
     inverse = tl.rsqrt(tl.sum(squares, 1) * (1.0 / SIZE) + EPS)[:, None]
-    tl.store(inverses + rows, inverse, mask=there)
+    tl.store(inverses + rows, inverse, mask=real_rows)
     if WIDTH > 0:
-        found = (sums * inverse).to(inner.dtype.element_ty)
-        tl.store(inner + rows * RANK + ranks[None, :], found, mask=there & (ranks < RANK)[None, :])
+        product = (sums * inverse).to(inner.dtype.element_ty)
+        tl.store(inner + rows * RANK + ranks[None, :], product, mask=real_rows & (ranks < RANK)[None, :])
     if BLOCKS:
-        for index in tl.static_range(len(kept)):
+        for index in tl.static_range(len(block_scales)):
             block = 16 * index + lanes
-            mask = there & (block < SIZE // 128)
-            tl.store(scales + block * ROWS + rows, _at_least(kept[index] * inverse), mask=mask)
+            mask = real_rows & (block < SIZE // 128)
+            tl.store(scales + block * ROWS + rows, _at_least(block_scales[index] * inverse), mask=mask)
     else:
-        scale = scale_of(tl.reduce(most, 1, larger, keep_dims=True))
-        tl.store(scales + rows, _at_least(scale * inverse), mask=there)
-        by = inverse_of(scale)
-        following = tl.load(x + rows * SIZE + (SIZE - COLUMNS + numbers), mask=there, other=0.0)
+        scale = scale_of(tl.reduce(magnitudes, 1, larger, keep_dims=True))
+        tl.store(scales + rows, _at_least(scale * inverse), mask=real_rows)
+        inverse_scale = inverse_of(scale)
+        following = tl.load(x + rows * SIZE + (SIZE - COLUMNS + numbers), mask=real_rows, other=0.0)
         for back in range(0, SIZE, COLUMNS):
             start = SIZE - COLUMNS - back
-            number, places = following, rows * SIZE + (start + numbers)
-            following = tl.load(x + places - COLUMNS, mask=there & (numbers < start), other=0.0)
+            number, offsets = following, rows * SIZE + (start + numbers)
+            following = tl.load(x + offsets - COLUMNS, mask=real_rows & (numbers < start), other=0.0)
             wide = number.to(tl.float32) * tl.load(factors + start + columns).to(tl.float32)
-            target = codes + tl.max_contiguous(places, [1, 8])
-            tl.store(target, (wide * by).to(codes.dtype.element_ty), mask=there)
+            target = codes + tl.max_contiguous(offsets, [1, 8])
+            tl.store(target, (wide * inverse_scale).to(codes.dtype.element_ty), mask=real_rows)

@@ -1,14 +1,9 @@
-"""Rounds rows to e4m3 by Triton kernels that read their input once: each row with one scale, or each 128 numbers of a
-row with one. The result equals that of fp8_product.rounded bit for bit. XLA would read numbers twice.
+"""Rounds rows to e4m3 by Triton kernels that read their input once, where XLA would read it twice: each row, or each
+128 numbers of a row, with one scale, bit for bit as fp8_product.rounded.
 
-A row of the result may consist of rows of several arrays side by side. For grouped_matmul, rows that are sorted by
-expert can be multiplied by their expert's factors, one for each column, and gathered from tokens. `rounded` calls the
-kernels, and `refusal` says which rows they support.
-
-If a row has one scale, a program has whole rows in registers. It finds their largest magnitudes, and writes codes and
-scales. With factors it rounds several rows, one after another, and reads the next one before it rounds one: the factors
-are then in the multiprocessor's L1 cache. If each 128 numbers have a scale, a program rounds 64 such blocks that follow
-each other in memory.
+A row of the result may consist of several arrays' rows side by side. Rows sorted by expert can be multiplied by their
+expert's factors, and gathered from tokens. A program that has factors rounds several rows in turn, as these are then in
+the L1 cache.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ BLOCK = 128  # numbers that share a scale, if rows do not
 
 
 class Tile(NamedTuple):
-    """How a kernel divides its work. The rows of a kernel for blocks are blocks of 128 columns."""
+    """How a kernel divides its work; rows of a kernel for blocks are blocks of 128 columns."""
 
     rows: int  # that a program reads at once
     columns: int  # of them that it reads by one operation
@@ -38,8 +33,7 @@ class Tile(NamedTuple):
 
 
 def tile(total: int, scaled: bool, blocks: bool) -> Tile:
-    """The Tile for rows of `total` numbers, as measured on an H200 (README.md). scaled: whether they are multiplied by
-    factors; blocks: whether each 128 numbers have a scale."""
+    """As measured on an H200, for rows of `total` numbers. scaled: whether factors multiply them."""
     if blocks:
         return Tile(32, BLOCK, 4, 2)
     if total <= 2048:
@@ -52,16 +46,7 @@ def tile(total: int, scaled: bool, blocks: bool) -> Tile:
 
 
 def refusal(widths: Sequence[int], dtype, blocks: bool) -> str | None:
-    """Returns the reason, in words, why the kernels cannot round rows that consist of rows of several arrays side by
-    side, or None if they can. The reasons are a GPU that does not convert to e4m3 (a compute capability below 8.9) or
-    runs no Triton kernels, a dtype that has not 16 bits, more than four arrays, columns that are no multiple of 8, and
-    rows of more than 51,200 numbers that have one scale.
-
-    Args:
-      widths: the number of columns of each array.
-      dtype: of the arrays.
-      blocks: True if each 128 numbers of a row have a scale, False if a row has one.
-    """
+    """The reason why the kernels cannot round rows of arrays with these widths side by side, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -88,40 +73,30 @@ def rounded(
     tokens: jax.Array | None = None,
     blocks: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Rounds rows to e4m3 by a kernel: (codes e4m3[rows, K], scales float32[rows]), or with `blocks` scales float32[K /
-    128, rows]. A row consists of the rows of several arrays side by side, and may be multiplied by factors before it is
-    rounded. K is the sum of the arrays' widths; with `blocks` zeros fill each array's part up to a multiple of 128. A
-    row, or block, of zeros has scale 1. Call it only if `refusal` returns None. fp8_product.side_by_side calls it, and
-    so do grouped_matmul's products in FP8.
+    """(codes e4m3[rows, K], scales float32[rows], or with `blocks` [K / 128, rows]) of arrays' rows side by side, times
+    factors. With `blocks` each array's columns are padded to a multiple of 128. Only if `refusal` is None.
 
-    Args:
-      arrays: 16-bit [rows, width] each, or [T, width] if `tokens` are given.
-      factors: float32[sum of widths], the factor of each column, or with `experts` [E, sum of widths]; None, as with
-        `blocks`: no factors.
-      experts: int32[rows / 128], the expert of each 128 rows, whose factors they get; None: all rows have the same
-        factors. Without factors it is not used.
-      tokens: int32[rows], for each row of the result the row of the arrays that it is gathered from; T stands for a row
-        of zeros. None: rows are not gathered.
-      blocks: True: each 128 numbers of a row have a scale; False: a row has one.
+      arrays: 16-bit [rows, width] each, or [T, width] with `tokens`.
+      factors: float32[sum of widths], or with `experts` [E, sum of widths]; None with `blocks`.
+      experts: int32[rows / 128].
+      tokens: int32[rows], each row's row of the arrays; T for zeros.
     """
     widths = tuple(array.shape[1] for array in arrays)
     rows = len(arrays[0]) if tokens is None else len(tokens)
-    nothing = arrays[0]  # what a kernel gets instead of an array that it does not read
-    given = [*arrays, *[nothing] * (_ARRAYS - len(arrays))]
+    unused = arrays[0]  # what a kernel gets instead of an array that it does not read
+    kernel_arrays = [*arrays, *[unused] * (_ARRAYS - len(arrays))]
     constants = dict(ROWS=rows, SOURCES=len(arrays[0]), WIDTHS=widths, GATHERED=int(tokens is not None))
-    tokens = nothing if tokens is None else tokens
+    tokens = unused if tokens is None else tokens
     if blocks:
-        return _by_blocks([*given, tokens], rows, widths, constants)
+        return _by_blocks([*kernel_arrays, tokens], rows, widths, constants)
     grouped = experts is not None and factors is not None
     constants |= dict(SCALED=int(factors is not None), GROUPED=int(grouped))
     constants |= dict(EXPERTS=factors.shape[0] if factors is not None and grouped else 1, TILE_ROWS=_TILE_ROWS)
-    others = [nothing if factors is None else factors, experts if grouped else nothing, tokens]
-    return _by_rows([*given, *others], rows, widths, constants)
+    optional_arrays = [unused if factors is None else factors, experts if grouped else unused, tokens]
+    return _by_rows([*kernel_arrays, *optional_arrays], rows, widths, constants)
 
 
 def _by_rows(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) -> tuple:
-    """For `rounded`: calls the kernel with a scale for each row. arrays: what the kernel takes; constants: those that
-    do not follow from the other arguments."""
     from jaxtune.pallas.quant_matmul import fp8_rounding_kernels as kernels
 
     shape, pieces, total = tile(sum(widths), bool(constants["SCALED"]), False), [], 0
@@ -146,24 +121,22 @@ def _by_rows(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) 
 
 
 def _by_blocks(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) -> tuple:
-    """For `rounded`: calls the kernel with a scale for each 128 numbers of a row. arrays: what the kernel takes;
-    constants: those that do not follow from the other arguments."""
     from jaxtune.pallas.quant_matmul import fp8_rounding_kernels as kernels
 
     shape = tile(sum(widths), False, True)
-    filled = [-(-width // BLOCK) for width in widths]  # in blocks
+    block_counts = [-(-width // BLOCK) for width in widths]  # in blocks
     codes, scales = compat.triton_call(
         kernels.to_fp8_blocks_kernel,
         arrays,
         [
-            jax.ShapeDtypeStruct((rows, sum(filled) * BLOCK), jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct((sum(filled), rows), jnp.float32),
+            jax.ShapeDtypeStruct((rows, sum(block_counts) * BLOCK), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((sum(block_counts), rows), jnp.float32),
         ],
-        (sum(-(-rows * count // (shape.rows * shape.steps)) for count in filled),),
+        (sum(-(-rows * count // (shape.rows * shape.steps)) for count in block_counts),),
         warps=shape.warps,
         stages=1,
-        PLACES=tuple(BLOCK * sum(filled[:index]) for index in range(len(widths))),
-        TOTAL=sum(filled) * BLOCK,
+        PLACES=tuple(BLOCK * sum(block_counts[:index]) for index in range(len(widths))),
+        TOTAL=sum(block_counts) * BLOCK,
         BLOCK=shape.rows,
         STEPS=shape.steps,
         **constants,

@@ -1,5 +1,4 @@
-"""The bodies of the Triton kernels of fp8_rounding.py, which round rows to e4m3: each number is read once. A row of the
-result consists of rows of up to four arrays side by side."""
+"""The Triton kernels of fp8_rounding.py. A row of the result consists of rows of up to four arrays side by side."""
 
 import triton
 import triton.language as tl
@@ -9,18 +8,14 @@ from jaxtune.pallas.triton_parts import INTERPRETED, scale_of
 
 @triton.jit
 def _scale_of(magnitudes):
-    """The scale of each row of float32[rows, columns] that are not negative, as formats.fp8.scale_of has it: [rows, 1].
-    The largest is found among their bits, as integers, of which NaN's are larger than any number's."""
+    """The scale of each row of magnitudes; the largest is found among their bits as integers, where NaN is largest."""
     largest = tl.max(magnitudes.to(tl.int32, bitcast=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
     return scale_of(largest)
 
 
 @triton.jit
 def _sources(rows, tokens, ROWS: tl.constexpr, SOURCES: tl.constexpr, GATHERED: tl.constexpr):
-    """Returns (the rows of the arrays from which `rows` of the result are read, whether each of them exists). A row of
-    the result whose source does not exist is zero. rows: int[...], of the result. tokens: int32[ROWS], the source of
-    each row if GATHERED is 1; otherwise a row's source has the same number. SOURCES: the number of rows of the
-    arrays."""
+    """(the arrays' rows for `rows` of the result, whether each exists); a row without a source is zero."""
     if GATHERED:
         rows = tl.load(tokens + rows, mask=rows < ROWS, other=SOURCES)
         return rows.to(tl.int64), rows < SOURCES
@@ -29,30 +24,29 @@ def _sources(rows, tokens, ROWS: tl.constexpr, SOURCES: tl.constexpr, GATHERED: 
 
 @triton.jit
 def _code(number, scale, codes):
-    """float32 numbers over their scales as codes, whose dtype is that of `codes`. A GPU multiplies by the reciprocal of
-    a normal number where it divides by it, and a scale is normal or not finite; said so here, it takes one instruction
-    and not three. The bits are the same."""
+    """Codes of numbers over their scales. A scale is normal or not finite, so multiplying by its reciprocal gives a
+    division's bits, in one instruction and not three.
+    """
     quotient = number / scale if INTERPRETED else number * (1.0 / scale)
     return quotient.to(codes.dtype.element_ty)
 
 
 @triton.jit
-def _mask(there, numbers, ROOM: tl.constexpr, WIDTH: tl.constexpr):
-    """Which numbers of a piece of WIDTH columns there are, if the array has ROOM more columns."""
+def _mask(exists, numbers, ROOM: tl.constexpr, WIDTH: tl.constexpr):
+    """Which numbers of a piece of WIDTH columns exist, if the array has ROOM more columns."""
     if ROOM < WIDTH:
-        there = there & (numbers < ROOM)
-    return there
+        exists = exists & (numbers < ROOM)
+    return exists
 
 
 @triton.jit
-def _read(arrays, sources, there, WIDTHS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
-    """The pieces of rows of the arrays, as they are."""
+def _read(arrays, sources, exists, WIDTHS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
     numbers = tl.arange(0, WIDTH)[None, :]
     pieces = ()
     for index in tl.static_range(len(PIECES)):
-        places = arrays[PIECES[index][0]] + sources * WIDTHS[PIECES[index][0]] + (PIECES[index][1] + numbers)
-        mask = _mask(there, numbers, PIECES[index][3], WIDTH)
-        pieces = pieces + (tl.load(places, mask=mask, other=0.0),)
+        offsets = arrays[PIECES[index][0]] + sources * WIDTHS[PIECES[index][0]] + (PIECES[index][1] + numbers)
+        mask = _mask(exists, numbers, PIECES[index][3], WIDTH)
+        pieces = pieces + (tl.load(offsets, mask=mask, other=0.0),)
     return pieces
 
 
@@ -84,17 +78,12 @@ def to_fp8_rows_kernel(
     """Rounds STEPS tiles of BLOCK rows, each row with one scale, and reads a tile while it rounds the one before. Grid:
     (ROWS / (STEPS BLOCK), rounded up,).
 
-    Args:
-      a, b, c, d: [SOURCES, width] each; those beyond the number of WIDTHS are not read.
-      factors: if SCALED, float32[EXPERTS, TOTAL], by which numbers are multiplied first.
-      experts: if GROUPED, int32[ROWS / TILE_ROWS], the expert of each TILE_ROWS rows, whose factors they get; a program
-        has rows of one expert.
-      tokens: if GATHERED, int32[ROWS], the row of the arrays for each row, SOURCES for a row of zeros.
-      codes: e4m3[ROWS, TOTAL].
-      scales: float32[ROWS].
-      WIDTHS: the columns of each array.
-      PIECES: of each WIDTH columns the array's number, the first column in it, the first column of the result, and how
-        many more columns the array has.
+      a, b, c, d: [SOURCES, width] each, as many as WIDTHS.
+      factors: if SCALED, float32[EXPERTS, TOTAL].
+      experts: if GROUPED, int32[ROWS / TILE_ROWS]; a program has rows of one expert.
+      tokens: if GATHERED, int32[ROWS]; SOURCES for zeros.
+      PIECES: of each WIDTH columns (array, first column in it, first column of the result, columns that the array has
+      from there).
     """
     arrays = (a, b, c, d)
     numbers = tl.arange(0, WIDTH)[None, :]
@@ -104,21 +93,21 @@ def to_fp8_rows_kernel(
     if GROUPED:
         expert = tl.minimum(tl.load(experts + start // TILE_ROWS), EXPERTS - 1)
     rows = start + tl.arange(0, BLOCK)[:, None]
-    sources, there = _sources(rows, tokens, ROWS, SOURCES, GATHERED)
-    following = _read(arrays, sources, there, WIDTHS, PIECES, WIDTH)
+    sources, exists = _sources(rows, tokens, ROWS, SOURCES, GATHERED)
+    following = _read(arrays, sources, exists, WIDTHS, PIECES, WIDTH)
     for step in range(STEPS):
         pieces = following
         if STEPS > 1:
-            sources, there = _sources(rows + BLOCK, tokens, ROWS, SOURCES, GATHERED)
-            following = _read(arrays, sources, there & (step + 1 < STEPS), WIDTHS, PIECES, WIDTH)
+            sources, exists = _sources(rows + BLOCK, tokens, ROWS, SOURCES, GATHERED)
+            following = _read(arrays, sources, exists & (step + 1 < STEPS), WIDTHS, PIECES, WIDTH)
         wide = ()
         largest = tl.zeros([BLOCK, WIDTH], tl.float32)
         for index in tl.static_range(len(PIECES)):
             number = tl.cast(pieces[index], tl.float32)
             if SCALED:
-                places = factors + expert * TOTAL + (PIECES[index][2] + columns)
+                offsets = factors + expert * TOTAL + (PIECES[index][2] + columns)
                 mask = _mask(columns >= 0, columns, PIECES[index][3], WIDTH)
-                number *= tl.load(places, mask=mask, other=0.0, eviction_policy="evict_last")
+                number *= tl.load(offsets, mask=mask, other=0.0, eviction_policy="evict_last")
             wide = wide + (number,)
             largest = tl.maximum(largest, tl.abs(number), propagate_nan=tl.PropagateNan.ALL)
         scale = _scale_of(largest)
@@ -147,18 +136,17 @@ def _round_blocks(
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Rounds STEPS times BLOCK blocks of `array` [SOURCES, SIZE], which are counted row after row, from number `first`
-    on. PLACE: the column of the result where the array's begin."""
+    """Rounds STEPS times BLOCK blocks of `array` [SOURCES, SIZE], counted row after row, from `first` on."""
     numbers = tl.arange(0, 128)[None, :]
     pieces = ()
     for step in tl.static_range(STEPS):
         block = first + step * BLOCK + tl.arange(0, BLOCK)[:, None]
         column = block % tl.cdiv(SIZE, 128) * 128
-        sources, there = _sources(block // tl.cdiv(SIZE, 128), tokens, ROWS, SOURCES, GATHERED)
+        sources, exists = _sources(block // tl.cdiv(SIZE, 128), tokens, ROWS, SOURCES, GATHERED)
         if SIZE % 128:
-            there = there & (column + numbers < SIZE)
-        places = array + sources * SIZE + column + numbers
-        pieces = pieces + (tl.load(places, mask=there, other=0.0),)
+            exists = exists & (column + numbers < SIZE)
+        offsets = array + sources * SIZE + column + numbers
+        pieces = pieces + (tl.load(offsets, mask=exists, other=0.0),)
     for step in tl.static_range(STEPS):
         block = first + step * BLOCK + tl.arange(0, BLOCK)[:, None]
         column, row = block % tl.cdiv(SIZE, 128) * 128, block // tl.cdiv(SIZE, 128)
@@ -187,17 +175,11 @@ def to_fp8_blocks_kernel(
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Rounds blocks of 128 numbers of a row, each with one scale: a program those of STEPS tiles of BLOCK blocks that
-    follow each other in an array, row after row. Grid: (the sum over the arrays of ROWS ceil(width / 128) / (STEPS
-    BLOCK), rounded up,).
+    """Rounds blocks of 128 numbers of a row, each with one scale: a program STEPS tiles of BLOCK blocks that follow
+    each other in an array, row after row.
 
-    Args:
-      a, b, c, d: [SOURCES, width] each; those beyond the number of WIDTHS are not read.
-      tokens: if GATHERED, int32[ROWS], the row of the arrays for each row, SOURCES for a row of zeros.
-      codes: e4m3[ROWS, TOTAL]; the columns of an array end with zeros up to a multiple of 128.
-      scales: float32[TOTAL / 128, ROWS].
-      WIDTHS: the columns of each array.
-      PLACES: the first column of the result of each array, a multiple of 128.
+      codes, scales: e4m3[ROWS, TOTAL], float32[TOTAL / 128, ROWS].
+      PLACES: each array's first column in the result, a multiple of 128.
     """
     arrays = (a, b, c, d)
     program = tl.program_id(0)

@@ -1,5 +1,4 @@
-"""The body of the Triton kernel that multiplies e4m3 codes. fp8_triton.py describes and calls it, and imports this
-module only where the kernel is used, because it imports triton."""
+"""The Triton kernel of fp8_triton.py."""
 
 import triton
 import triton.language as tl
@@ -10,31 +9,25 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
                    TOKENS: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, RANK: tl.constexpr,
                    GROUPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                    STEP: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
-    """Computes one tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T) + u [TOKENS, RANK]
-    side[e] [OUTER, RANK]^T, where x and w are e4m3 codes. Without BLOCK it is scaled(x w[e]^T + u side[e]^T): u and
-    side, too, are multiplied by x_scale and w_scale, by which the caller has divided them. RANK is 0 without an
-    adapter; u and side are then not read. A tile has ROWS rows and COLUMNS columns, and sums over STEP codes at a time.
-    fp8_triton.product launches the kernel.
+    """One tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T) + u [TOKENS, RANK] side[e]
+    [OUTER, RANK]^T, or without BLOCK scaled(x w[e]^T + u side[e]^T); x and w are e4m3. RANK 0: no adapter.
 
-    BLOCK is the number of codes along INNER that share a scale, and then equals STEP; 0 means one scale for each row.
-    x_scale is float32[TOKENS] and w_scale [OUTER], or with BLOCK [INNER / BLOCK, TOKENS] and [OUTER / BLOCK, INNER /
-    BLOCK]. If GROUPED is 1, rows are sorted by expert: w, side and w_scale have a leading axis of experts, e is the
-    expert of the tile's rows, tile_expert[tile of rows], and for a tile of rows whose tile_sizes is 0, codes are not
-    multiplied, but the output is stored all the same: zeros, as u is zero there. If GROUPED is 0, e is 0. Programs are
-    numbered in bands of BAND tiles of rows. The grid has a program for each tile.
+    BLOCK, the codes along INNER that share a scale, equals STEP; 0 means one scale for each row. If GROUPED, w, side
+    and w_scale have a leading axis of experts, e is tile_expert[tile of rows], and a tile of size 0 stores zeros, as u
+    is zero there.
     """
     ROW_TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     COLUMN_TILES: tl.constexpr = OUTER // COLUMNS
     item = tl.program_id(0)
     band = item // (BAND * COLUMN_TILES)
     height = tl.minimum(ROW_TILES - band * BAND, BAND)
-    within = item - band * (BAND * COLUMN_TILES)
-    column_tile = within // height
-    row_tile = band * BAND + within - column_tile * height
+    index_in_band = item - band * (BAND * COLUMN_TILES)
+    column_tile = index_in_band // height
+    row_tile = band * BAND + index_in_band - column_tile * height
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    there = rows < TOKENS
-    here = rows.to(tl.int64)
+    real_rows = rows < TOKENS
+    wide_rows = rows.to(tl.int64)
     steps = INNER // STEP
     if GROUPED:
         steps = tl.where(tl.load(tile_sizes + row_tile) > 0, steps, 0)
@@ -45,20 +38,22 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     along = tl.arange(0, STEP)
     for step in range(steps):
-        left = tl.load(x + here[:, None] * INNER + (step * STEP + along)[None, :], mask=there[:, None], other=0.0)
+        left = tl.load(
+            x + wide_rows[:, None] * INNER + (step * STEP + along)[None, :], mask=real_rows[:, None], other=0.0
+        )
         right = tl.load(w + columns[None, :] * INNER + (step * STEP + along)[:, None])
         if BLOCK:
-            ours = tl.load(x_scale + step * TOKENS + rows, mask=there, other=0.0)
+            row_scales_of_step = tl.load(x_scale + step * TOKENS + rows, mask=real_rows, other=0.0)
             weight_scale = tl.load(w_scale + (column_tile * COLUMNS // BLOCK) * (INNER // BLOCK) + step)
-            total += tl.dot(left, right) * (ours * weight_scale)[:, None]
+            total += tl.dot(left, right) * (row_scales_of_step * weight_scale)[:, None]
         else:
             total = tl.dot(left, right, total)
     if RANK:  # after the loop, because during it there are no registers for its operands
         rank = tl.arange(0, RANK)
-        thin = tl.load(u + here[:, None] * RANK + rank[None, :], mask=there[:, None], other=0.0)
+        thin = tl.load(u + wide_rows[:, None] * RANK + rank[None, :], mask=real_rows[:, None], other=0.0)
         total = tl.dot(thin, tl.load(side + columns[None, :] * RANK + rank[:, None]), total)
     if not BLOCK:
-        of_rows = tl.load(x_scale + rows, mask=there, other=0.0)
-        total *= of_rows[:, None] * tl.load(w_scale + columns)[None, :]
-    places = here[:, None] * OUTER + columns[None, :]
-    tl.store(out + places, total.to(out.dtype.element_ty), mask=there[:, None])
+        row_scales = tl.load(x_scale + rows, mask=real_rows, other=0.0)
+        total *= row_scales[:, None] * tl.load(w_scale + columns)[None, :]
+    offsets = wide_rows[:, None] * OUTER + columns[None, :]
+    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=real_rows[:, None])

@@ -1,9 +1,6 @@
-"""`gated_matmul`: an MLP's second half, its down projection applied to activation(gate) * up, where the weight is
-frozen and has an adapter. `gated_mlp` is the same with the derivative of the whole MLP, for weights that `joins`
-accepts.
-
-activation(gate) * up is not kept from the forward to the backward. Both multiply it by the adapter's thin array where
-they compute it (pallas/gated/thin.py): the forward by A^T, the backward by the gradient of that product.
+"""An MLP's second half: its down projection of activation(gate) * up, where the weight is frozen and has an adapter.
+The product with up is not kept for the backward; both directions multiply it by the adapter's thin array where they
+compute it.
 """
 
 from __future__ import annotations
@@ -34,23 +31,16 @@ def gated_matmul(
     activation: str,
     fp8: bool = False,
 ) -> jax.Array:
-    """Multiplies x = activation(gate) * up by a weight, and adds its adapter and bias: x W^T + scale (x A^T) B^T +
-    bias, as quant_matmul does for one weight. Its derivative computes x again from gate and up, and writes their
-    gradients over them where a kernel can. It is for weights that are not trained; one that is an array gets its
-    gradient too, but x is then computed once more.
+    """quant_matmul of x = activation(gate) * up with one weight, its adapter and bias: [..., out] in gate's dtype.
 
-    Args:
-      gate, up: [..., in] of one dtype, the compute dtype: bfloat16, float16 or float32.
+    Its derivative computes x again, and writes the gradients of gate and up over them where a kernel can. An array gets
+    its gradient too, for which x is computed once more. TypeError or ValueError for an argument that is not as here.
+
+      gate, up: [..., in] bfloat16, float16 or float32.
       weight: [out, in], an array or quantised.
-      lora: its adapter, without a row_scale.
-      bias: float[out]; None: there is none.
+      lora: without a row_scale.
       activation: "silu", "gelu_tanh" or "gelu".
-      fp8: True: a weight in FP8 is multiplied as it is stored, by x rounded to e4m3 (quant_matmul); False: it is
-        decoded, as all others are.
-    Returns:
-      [..., out] in gate's dtype.
-    Raises:
-      TypeError, ValueError: an argument is not as described here.
+      fp8: multiply an FP8 weight undecoded, by x rounded to e4m3.
     """
     check = Arguments("gated_matmul")
     check.array("gate", gate, "... in", FLOATS)
@@ -67,103 +57,78 @@ def gated_matmul(
     check.choice("activation", activation, tuple(ACTIVATIONS))
     check.is_a("fp8", fp8, bool, "True or False")
     static = reference.Static((0,), (lora.scale,), *chosen([weight], gate.dtype, fp8, None))
-    flat = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
+    flat = (array.reshape(-1, array.shape[-1]) for array in (gate, up))
     run = functools.partial(_gated, activation, static, *flat, weight, (lora.a, lora.b), bias)
     out: jax.Array = low_rank.of_function(run)
     return out.reshape(*gate.shape[:-1], out.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated(activation: str, static: reference.Static, gate, up, weight, lora, bias, given):
-    """The product of activation(gate) * up [tokens, in] with a weight and its adapter, plus a bias: ([tokens, out], the
-    adapter's low-rank input [tokens, r]). gated_matmul calls it.
-
-    Args:
-      activation: a key of ACTIVATIONS, such as "silu".
-      static: how the products are computed, of one adapter.
-      gate, up: [tokens, in].
-      weight: [out, in], an array or quantised.
-      lora: (a [r, in], b [out, r]).
-      bias: [out] or None.
-      given: the low-rank input that an earlier run made (low_rank.py); None: it is computed.
-    """
+def _gated(activation: str, static: reference.Static, gate, up, weight, lora, bias, earlier_inner):
+    """([tokens, out], the adapter's low-rank input [tokens, r]), whose earlier value is earlier_inner, if not None."""
     product = product_of(weight) if static.as_stored else None
     if product is None:
-        if given is None:
+        if earlier_inner is None:
             x, inner = gated_thin(gate, up, lora[0], activation)
         else:
-            x, inner = ACTIVATIONS[activation](gate) * up, given
+            x, inner = ACTIVATIONS[activation](gate) * up, earlier_inner
         [out] = reference.outputs(x, (weight,), (lora,), (bias,), inner, static)
         return out, inner
     kind, [implementation] = product.kind(weight), static.as_stored
-    if given is None:
+    if earlier_inner is None:
         coded, inner = product.gated_operand(gate, up, lora[0], activation, kind, implementation)
     else:
-        coded, inner = product.operand(ACTIVATIONS[activation](gate) * up, kind, implementation), given
-    more = reference.scaled(inner, static.scales[0]), lora[1]
-    out = product.forward(coded, weight, more, gate.dtype, implementation)
+        coded, inner = product.operand(ACTIVATIONS[activation](gate) * up, kind, implementation), earlier_inner
+    adapter = reference.scaled(inner, static.scales[0]), lora[1]
+    out = product.forward(coded, weight, adapter, gate.dtype, implementation)
     return (out if bias is None else out + bias.astype(out.dtype)), inner
 
 
-def _gated_fwd(activation: str, static: reference.Static, gate, up, weight, lora, bias, given):
-    """The forward rule of `_gated`, with its arguments: (its results, the residuals for `_gated_bwd`). The stack's
-    backward, which runs it to differentiate, does not need the output, so the low-rank input is computed apart from
-    it."""
-    if given is None:
-        given = thin_of_gated(gate, up, lora[0], activation)
-    results: tuple[jax.Array, jax.Array] = _gated(activation, static, gate, up, weight, lora, bias, given)
-    return results, (gate, up, weight, lora, bias, given)
+def _gated_fwd(activation: str, static: reference.Static, gate, up, weight, lora, bias, earlier_inner):
+    """Computes the low-rank input apart from the output: the stack's backward runs this rule and needs no output."""
+    if earlier_inner is None:
+        earlier_inner = thin_of_gated(gate, up, lora[0], activation)
+    results: tuple[jax.Array, jax.Array] = _gated(activation, static, gate, up, weight, lora, bias, earlier_inner)
+    return results, (gate, up, weight, lora, bias, earlier_inner)
 
 
 def _gated_bwd(activation: str, static: reference.Static, residuals, gradients):
-    """The backward rule of `_gated`: the gradients of gate, up, weight (None for a quantised one), lora and bias, and
-    None for the low-rank input. residuals: from `_gated_fwd`. gradients: of both results, of which that of the output
-    [tokens, out] is used."""
-    found, _ = _second_half_backward(activation, static, residuals, gradients[0], None)
-    return *found, None
+    argument_gradients, _ = _second_half_backward(activation, static, residuals, gradients[0], None)
+    return *argument_gradients, None
 
 
 _gated.defvjp(_gated_fwd, _gated_bwd)
 
 
 def _second_half_backward(activation: str, static: reference.Static, residuals, dout, first: tuple | None):
-    """The gradients of gate, up, weight (None for a quantised one), lora and bias, in a tuple, and None; or, where a
-    kernel rounds those of gate and up, Nones in their place, and the Rounded of them. `_gated_bwd` and `_mlp_bwd` call
-    it.
-
-    Args:
-      activation, static: those of `_gated`.
-      residuals: from `_gated_fwd`.
-      dout: the gradient of the output [tokens, out].
-      first: of the product that gate and up are, how it is computed, its weights, adapters and biases and the adapters'
-        low-rank inputs, as `_mlp` has them, if the weights are multiplied as they are stored; else None.
+    """((gradients of gate, up, weight, lora and bias), None); or, where a kernel rounds gate's and up's, Nones in their
+    place, and the Rounded of them. first: None, or (Static, weights, loras, biases, inner) of gate and up.
     """
     gate, up, weight, lora, bias, inner = residuals
     a = lora[0]
     coded, dinner, [db] = reference.adapter_gradients((dout,), (weight,), (lora,), inner, static)
     dgated = reference.input_gradient((dout,), (weight,), (dinner, a.astype(gate.dtype)), gate.dtype, static, coded)
-    given, rounded = (gate, up, dgated, dinner, activation), None
+    activation_arguments, rounded = (gate, up, dgated, dinner, activation), None
     if first is None:
-        dgate, dup, da = gated_thin_backward(*given)
+        dgate, dup, da = gated_thin_backward(*activation_arguments)
     else:
-        (dgate, dup), da, rounded = _rounded_gradients(given, *first)
+        (dgate, dup), da, rounded = _rounded_gradients(activation_arguments, *first)
     dweight = reference.weight_gradient(dout, ACTIVATIONS[activation](gate) * up, weight)
     return (dgate, dup, dweight, (da.astype(a.dtype), db), reference.bias_gradient(dout, bias)), rounded
 
 
-def _rounded_gradients(given: tuple, static: reference.Static, weights, loras, biases, inner):
-    """((the gradients of gate and up, or Nones), that of the A of down in float32, None or the Rounded of the first
-    two). `_second_half_backward` calls it; given: what gated_thin_backward takes. The others: its `first`."""
+def _rounded_gradients(activation_arguments: tuple, static: reference.Static, weights, loras, biases, inner):
+    """((gradients of gate and up, or Nones), of the A of down in float32, None or the Rounded of the first two)."""
     product = product_of(weights[0])
     assert product is not None
     adapters = None
     if not any(bias is not None for bias in biases):  # a bias needs its output's gradient itself
-        parts = reference.adapter_inputs(loras, inner, static)
-        adapters = [(part, b) for part, (_, b) in zip(parts, loras, strict=True)]
-    gradients, da, found = product.gated_gradients(*given, adapters, product.kind(weights[0]))
-    if found is None:
+        thin_inputs = reference.adapter_inputs(loras, inner, static)
+        adapters = [(thin_input, b) for thin_input, (_, b) in zip(thin_inputs, loras, strict=True)]
+    gradients, da, kernel_results = product.gated_gradients(*activation_arguments, adapters, product.kind(weights[0]))
+    if kernel_results is None:
         return gradients, da, None
-    coded, products, dbs = found
+    coded, products, dbs = kernel_results
     dbs = [db.astype(b.dtype) for db, (_, b) in zip(dbs, loras, strict=True)]
     return gradients, da, reference.Rounded(coded, reference.scaled_parts(products, loras, static), dbs)
 
@@ -179,91 +144,74 @@ def gated_mlp(
     *,
     activation: str,
 ) -> jax.Array:
-    """Computes the output of a gated MLP from gate and up, which an earlier run has computed, as gated_matmul does. Its
-    derivative is that of the whole MLP, in which gate and up are quant_matmul of x. The backward of a model calls it.
-    In the derivative one kernel computes the gradients of gate and up, rounds them for the product with both weights,
-    and multiplies them by the adapters' B's and low-rank inputs. `joins` says for which weights of gate and up there is
-    such a kernel. All weights are multiplied as they are stored.
+    """gated_matmul of gate and up, which an earlier run computed, with the derivative of the whole MLP: [..., out] in
+    x's dtype.
 
-    Args:
-      x: [..., in] in the compute dtype: bfloat16, float16 or float32.
-      gate, up: [..., I] in x's dtype. They get no gradient of their own, as x and the adapters get it.
-      weights: those of gate [I, in], up [I, in] and down [out, I], quantised.
-      loras: their adapters, without a row_scale.
-      biases: for each weight its bias, or None.
-      activation: "silu", "gelu_tanh" or "gelu".
-    Returns:
-      [..., out] in x's dtype.
-    Raises:
-      TypeError, ValueError: an argument is not as described here.
+    One kernel then computes the gradients of gate and up, rounds them for the product with both weights, and multiplies
+    them by the adapters' B's and low-rank inputs. All weights are multiplied undecoded. TypeError or ValueError for an
+    argument that is not as here.
+
+      x: [..., in] bfloat16, float16 or float32.
+      gate, up: [..., I]; x and the adapters get the gradients.
+      weights: of gate [I, in], up [I, in] and down [out, I]; `joins` must accept the first two.
+      loras, activation: as of gated_matmul.
     """
     check = Arguments("gated_mlp")
     check.array("x", x, "... in", FLOATS)
     check.array("gate", gate, "... I", x.dtype)
     check.array("up", up, " ".join(map(str, gate.shape)), x.dtype)
     check.choice("activation", activation, tuple(ACTIVATIONS))
-    for name, given, what in (("weights", weights, "quantised weights"), ("loras", loras, "adapters")):
-        check.sequence(name, given, what, 3)
+    for name, sequence, description in (("weights", weights, "quantised weights"), ("loras", loras, "adapters")):
+        check.sequence(name, sequence, description, 3)
     if any(lora.row_scale is not None for lora in loras) or not joins(*weights[:2]):
-        what = "weights of gate and up must be in FP8 with scales of 128 x 128, and loras without row_scale"
-        raise ValueError(f"gated_mlp: {what}: use quant_matmul and gated_matmul")
+        description = "weights of gate and up must be in FP8 with scales of 128 x 128, and loras without row_scale"
+        raise ValueError(f"gated_mlp: {description}: use quant_matmul and gated_matmul")
     first, second = (
-        reference.Static(owners, tuple(lora.scale for lora in own), *chosen(of, x.dtype, True, None))
-        for owners, own, of in (((0, 1), loras[:2], weights[:2]), ((0,), loras[2:], weights[2:]))
+        reference.Static(owners, tuple(lora.scale for lora in group_loras), *chosen(group_weights, x.dtype, True, None))
+        for owners, group_loras, group_weights in (((0, 1), loras[:2], weights[:2]), ((0,), loras[2:], weights[2:]))
     )
     pairs = tuple((lora.a, lora.b) for lora in loras)
     source = low_rank.factors_of(x)
     source = None if source is None else source.flat()
-    x, *inputs = (each.reshape(-1, each.shape[-1]) for each in (x, gate, up))
+    x, *inputs = (array.reshape(-1, array.shape[-1]) for array in (x, gate, up))
     inner, source = reference.low_rank_input(x, source, pairs[:2])
-    others = tuple(weights), pairs, tuple(biases), inner
-    run = functools.partial(_mlp, activation, first, second, x, source, *inputs, *others)
+    parameters = tuple(weights), pairs, tuple(biases), inner
+    run = functools.partial(_mlp, activation, first, second, x, source, *inputs, *parameters)
     out: jax.Array = low_rank.of_function(run)
     return out.reshape(*gate.shape[:-1], out.shape[-1])
 
 
 def joins(gate: jax.Array | Stored, up: jax.Array | Stored) -> bool:
-    """Whether gated_mlp takes such weights of gate and up, and gains by it, as one kernel then computes the gradients
-    of both and rounds them: weights in FP8 with scales of 128 x 128 numbers."""
+    """Whether gated_mlp takes such weights of gate and up: FP8 with scales of 128 x 128 numbers."""
     product = product_of(gate)
     return product is not None and product is product_of(up) and bool(product.kind(gate) and product.kind(up))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _mlp(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, given):
-    """What `_gated` returns of gate and up, for gated_mlp, whose arguments these are.
-
-    Args:
-      activation: a key of ACTIVATIONS.
-      first, second: how the products with the weights of gate and up are computed, and that with the weight of down.
-      x: [tokens, in].
-      source: the Factors of x (low_rank.py), or None.
-      gate, up: [tokens, I].
-      weights, loras, biases: of gate, up and down; an adapter is a pair (a, b).
-      inner: the low-rank inputs of the adapters of gate and up, [tokens, sum of ranks].
-      given: the low-rank input of the adapter of down that an earlier run made; None: it is computed.
+def _mlp(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, earlier_inner):
+    """`_gated` of gate and up. first, second: how the products of gate and up, and of down, are computed. inner:
+    low-rank inputs of gate and up; earlier_inner: of down, or None.
     """
-    return _gated(activation, second, gate, up, weights[2], loras[2], biases[2], given)
+    return _gated(activation, second, gate, up, weights[2], loras[2], biases[2], earlier_inner)
 
 
-def _mlp_fwd(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, given):
-    """The forward rule of `_mlp`, with its arguments: (its results, the residuals for `_mlp_bwd`)."""
-    results, of_second = _gated_fwd(activation, second, gate, up, weights[2], loras[2], biases[2], given)
-    return results, ((x, source, weights[:2], loras[:2], biases[:2], inner), of_second)
+def _mlp_fwd(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, earlier_inner):
+    results, second_residuals = _gated_fwd(activation, second, gate, up, weights[2], loras[2], biases[2], earlier_inner)
+    return results, ((x, source, weights[:2], loras[:2], biases[:2], inner), second_residuals)
 
 
 def _mlp_bwd(activation: str, first, second, residuals, gradients):
-    """The backward rule of `_mlp`: the gradients of its arguments, None for those that get none. residuals: from
-    `_mlp_fwd`. gradients: of both results, of which that of the output [tokens, out] is used."""
-    (x, source, *others), of_second = residuals
+    (x, source, *product_residuals), second_residuals = residuals
     (dgate, dup, _, dlora, dbias), rounded = _second_half_backward(
-        activation, second, of_second, gradients[0], (first, *others)
+        activation, second, second_residuals, gradients[0], (first, *product_residuals)
     )
     # As between the segments of a layer: what follows is not computed earlier, and the adapter's gradients not later.
-    (x, source, *others), dgate, dup, rounded, dlora = optimization_barrier(
-        ((x, source, *others), dgate, dup, rounded, dlora)
+    (x, source, *product_residuals), dgate, dup, rounded, dlora = optimization_barrier(
+        ((x, source, *product_residuals), dgate, dup, rounded, dlora)
     )
-    dx, _, _, dloras, dbiases, _ = reference.products_backward(first, (x, source, *others), (dgate, dup), rounded)
+    dx, _, _, dloras, dbiases, _ = reference.products_backward(
+        first, (x, source, *product_residuals), (dgate, dup), rounded
+    )
     return dx, None, None, None, None, (*dloras, dlora), (*dbiases, dbias), None, None
 
 

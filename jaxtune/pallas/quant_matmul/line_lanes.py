@@ -1,12 +1,6 @@
 """Lane-level operations of the product of a few tokens with a four-bit weight (line_matmul.py). As in lanes.py, all
 threads of a warpgroup call each of them. A line is 256 elements of a row, whose codes are a memory line of 128 bytes; a
 span is four lines, whose scales are decoded at a time.
-
-`fill_columns` copies tables of 256 values to shared memory: the two elements of each byte of codes, and the map of
-quantised absmax. For each span, `span_absmax` loads the scales and `keep_span` stores them, decoded, in shared memory;
-for each line, `line_product` multiplies its codes by the tokens and adds the products to the sums. At the end
-`keep_line_sums` stores each warp's sums, and `store_line_sums` adds them up over warps and programs and stores the
-result.
 """
 
 from __future__ import annotations
@@ -41,56 +35,38 @@ from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm
 
 
 def _fragment_row():
-    """The row, 0 to 7 among eight neighbouring rows of the weight, whose codes this lane multiplies; an MLIR int32.
-    `line_product` reads the row's codes by it, and `keep_line_sums` stores the row's sums. All lanes of a quad have the
-    same row; a quad is four neighbouring lanes, which the tensor cores treat as a row of their operand.
-
-    Quads 0 to 7 of a warp have rows 0, 2, 4, 6, 1, 3, 5, 7. So the four quads that an 8-byte read serves at a time read
-    different memory banks of a swizzled tile.
+    """The row, 0 to 7, whose codes this lane's quad multiplies; an MLIR int32. Quads 0 to 7 have rows 0, 2, 4, 6, 1, 3,
+    5, 7, so that the four quads that an 8-byte read serves at a time read different memory banks.
     """
     group = ir_shift_right(arith.andi(ir_thread(), ir_const(31)), 2)
     return arith.ori(arith.andi(ir_mul(group, 2), ir_const(7)), ir_shift_right(group, 2))
 
 
 def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
-    """Copies a table of 256 32-bit values from global memory (source_ref [256]) into each of the columns first to first
-    + 31 of table_smem, uint32[256, 64] in shared memory. Each lane then reads its own column, and so its own memory
-    bank. All threads of the program's `warpgroups` warpgroups call it, and each writes a share. No thread may read the
-    table before a barrier of all of them. line_matmul.py and row_matmul.py fill columns 0 to 31 with the two elements
-    of each byte of codes, and line_matmul.py columns 32 to 63 with the map of quantised absmax."""
+    """Copies a table of 256 32-bit values into each of the columns first to first + 31 of table_smem, uint32[256, 64]:
+    each lane then reads its own memory bank. All threads of the program call it, and pass a barrier before they read.
+    """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, source_ref, table_smem):
         thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
         for start in range(0, 256 * 8, 128 * warpgroups):
             # With three warpgroups the last rows are written twice, with the same values.
-            place = arith.minui(ir_add(thread, ir_const(start)), ir_const(256 * 8 - 1))
-            row = ir_shift_right(place, 3)
-            at = ir_add(ir_mul(row, 64), ir_mul(arith.andi(place, ir_const(7)), 4), ir_const(first))
-            llvm.store(ir_vector([ir_load(source_ref, row, ir_i32())] * 4), ir_address(table_smem, at, ir_i32()))
+            position = arith.minui(ir_add(thread, ir_const(start)), ir_const(256 * 8 - 1))
+            row = ir_shift_right(position, 3)
+            target = ir_add(ir_mul(row, 64), ir_mul(arith.andi(position, ir_const(7)), 4), ir_const(first))
+            llvm.store(ir_vector([ir_load(source_ref, row, ir_i32())] * 4), ir_address(table_smem, target, ir_i32()))
 
     fill(source_ref, table_smem)
 
 
 def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjacent: int, warpgroups: int):
-    """Loads this thread's share of the absmax (the scale of each block of 64) of `rows` rows over a span into
-    registers, for `keep_span`. A span is the next four lines of the calling warpgroup; a line is 256 columns.
+    """Loads this thread's share of the absmax of `rows` rows over the warpgroup's next four lines, ([128 x 4 n],
+    float32[128 x n] nested absmax or None), n = ceil(4 rows / 128); apart from `keep_span`, so that it can run while
+    the span before is multiplied. Lines past a row's end repeat the last one.
 
-    Loading and storing are two functions so that a span's absmax can be loaded while the span before is multiplied. The
-    warpgroups take turns: `adjacent` neighbouring lines belong to this warpgroup, the next ones to the others, and so
-    on until it has four. Lines past the end of a row repeat the last one.
-
-    Args:
-      absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks of a row], in global memory.
-      nested_ref: float32, the absmax of each 256 consecutive numbers of absmax_ref; None without double quantisation.
-      first_row: int32[], the first of the rows.
-      first_line: int32[], the first line of the span.
-      rows: the number of rows that the program has.
-      adjacent: how many neighbouring lines one copy loads (Tile.lines): 1, 2 or 4.
-      warpgroups: the number of warpgroups of the program.
-    Returns:
-      ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None), where n = ceil(4 rows / 128) is how
-        many times a thread loads the four absmax of a row in a line. `keep_span` takes both as its `share`.
+      absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks of a row].
+      adjacent: neighbouring lines of one warpgroup, 1, 2 or 4; the warpgroups take turns.
     """
     blocks = absmax_ref.shape[1]
     count = -(-4 * rows // 128)
@@ -108,100 +84,89 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjace
     def load(_, first_row, first_line, absmax_ref, *nested_ref):
         absmax_type = ir.MemRefType(absmax_ref.type).element_type
         line = arith.andi(ir_thread(), ir_const(3))
-        others = ir_mul(arith.andi(line, ir_const(4 - adjacent)), warpgroups - 1)
-        line = arith.minui(ir_add(ir_scalar(first_line), line, others), ir_const(blocks // 4 - 1))
-        kept, factors = [], []
+        other_lines = ir_mul(arith.andi(line, ir_const(4 - adjacent)), warpgroups - 1)
+        line = arith.minui(ir_add(ir_scalar(first_line), line, other_lines), ir_const(blocks // 4 - 1))
+        absmax_values, factors = [], []
         for number in range(count):
-            place = arith.minui(ir_add(ir_thread(), ir_const(128 * number)), ir_const(4 * rows - 1))
-            source = ir_add(ir_mul(ir_add(ir_scalar(first_row), ir_shift_right(place, 2)), blocks), ir_mul(line, 4))
-            kept.append(llvm.load(ir.VectorType.get((4,), absmax_type), ir_address(absmax_ref, source, absmax_type)))
+            position = arith.minui(ir_add(ir_thread(), ir_const(128 * number)), ir_const(4 * rows - 1))
+            source = ir_add(ir_mul(ir_add(ir_scalar(first_row), ir_shift_right(position, 2)), blocks), ir_mul(line, 4))
+            absmax_values.append(
+                llvm.load(ir.VectorType.get((4,), absmax_type), ir_address(absmax_ref, source, absmax_type))
+            )
             factors += [ir_vector([ir_load(ref, ir_shift_right(source, 8), ir.F32Type.get())]) for ref in nested_ref]
-        found = []
-        for values, result in zip((kept, factors), results, strict=False):
+        fragments = []
+        for values, result in zip((absmax_values, factors), results, strict=False):
             registers = np.empty((count,), object)
             registers[:] = values
             signed = False if result.dtype == jnp.uint8 else None
-            found.append(mgpu.FragmentedArray(_registers=registers, _layout=result.layout.to_mgpu(), _is_signed=signed))
-        return found
+            fragments.append(
+                mgpu.FragmentedArray(_registers=registers, _layout=result.layout.to_mgpu(), _is_signed=signed)
+            )
+        return fragments
 
-    found = load(first_row, first_line, *refs)
-    return found if nested_ref is not None else (*found, None)
+    loaded = load(first_row, first_line, *refs)
+    return loaded if nested_ref is not None else (*loaded, None)
 
 
 def keep_span(share, offset, table_smem, scales_smem, rows: int):
-    """Writes the scales of a span to shared memory: scales_smem[block of the span, position of the row] = the float32
-    absmax that `span_absmax` loaded, decoded if it is stored as uint8. `line_product` reads them there.
+    """scales_smem[block of the span, position of the row] = the float32 absmax of `span_absmax`, decoded. The
+    warpgroup's threads must have read the previous span before, and must pass a barrier afterwards.
 
-    Each warpgroup has a scales_smem of its own. Before the call, its threads must have finished reading the previous
-    span; after it, they must pass a barrier of the warpgroup before `line_product` reads this one.
-
-    Args:
-      share: (absmax, nested absmax or None) from `span_absmax`.
-      offset: float32[], added to decoded absmax in double quantisation, whose map of 256 values is in columns 32 to 63
-        of table_smem; None without double quantisation.
-      table_smem: uint32[256, 64] in shared memory, filled by `fill_columns`.
-      scales_smem: float32[16, at least `rows`] in shared memory. Rows are in an order in which the two of 16 rows that
-        a lane has (see `line_product`) are neighbours.
-      rows: the number of rows that the program has.
+      offset: float32[] of double quantisation, whose map is in columns 32 to 63 of table_smem; or None.
+      scales_smem: float32[16, rows or more]; the two of 16 rows that a lane has are neighbours.
     """
-    arrays = [part for part in share if part is not None]
-    layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
+    arrays = [array for array in share if array is not None]
+    layouts = [plgpu.Layout.WG_STRIDED(array.shape, vector) for array, vector in zip(arrays, (4, 1), strict=False)]
     if offset is not None:
         arrays, layouts = [*arrays, offset], [*layouts, SCALAR]
 
     @mosaic_types.inline_mgpu(arg_types=(*layouts, plgpu.RefType(), plgpu.RefType()))
-    def keep(_, kept, *rest):
+    def keep(_, absmax, *refs):
         f32 = ir.F32Type.get()
-        *nested, scales_smem, table_smem = rest
+        *nested, scales_smem, table_smem = refs
         stride = ir.MemRefType(scales_smem.type).shape[1]
-        own = ir_add(arith.andi(ir_thread(), ir_const(31)), ir_const(32))
-        for number, four in enumerate(kept.registers.flat):
+        own_column = ir_add(arith.andi(ir_thread(), ir_const(31)), ir_const(32))
+        for number, four in enumerate(absmax.registers.flat):
             values = [ir_item(four, index) for index in range(4)]
             if nested:
                 offset, factor = ir_scalar(nested[1]), ir_item(nested[0].registers.flat[number], 0)
-                places = [ir_add(ir_mul(arith.extui(ir_i32(), value), 64), own) for value in values]
-                values = [arith.addf(ir_product(ir_load(table_smem, at, f32), factor), offset) for at in places]
-            place = ir_add(ir_thread(), ir_const(128 * number))
-            row = ir_shift_right(place, 2)
+                addresses = [ir_add(ir_mul(arith.extui(ir_i32(), value), 64), own_column) for value in values]
+                values = [
+                    arith.addf(ir_product(ir_load(table_smem, address, f32), factor), offset) for address in addresses
+                ]
+            position = ir_add(ir_thread(), ir_const(128 * number))
+            row = ir_shift_right(position, 2)
             eighth = arith.andi(row, ir_const(7))
             group = arith.ori(ir_shift_right(eighth, 1), ir_mul(arith.andi(eighth, ir_const(1)), 4))
             half = arith.andi(ir_shift_right(row, 3), ir_const(1))
-            at = ir_add(ir_mul(ir_shift_right(row, 4), 16), ir_mul(group, 2), half)
-            at = ir_add(at, ir_mul(arith.andi(place, ir_const(3)), 4 * stride))
+            address = ir_add(ir_mul(ir_shift_right(row, 4), 16), ir_mul(group, 2), half)
+            address = ir_add(address, ir_mul(arith.andi(position, ir_const(3)), 4 * stride))
 
-            def store(values=values, at=at):
+            def store(values=values, address=address):
                 for index, value in enumerate(values):
-                    llvm.store(value, ir_address(scales_smem, ir_add(at, ir_const(index * stride)), f32))
+                    llvm.store(value, ir_address(scales_smem, ir_add(address, ir_const(index * stride)), f32))
 
             if 128 * (number + 1) <= 4 * rows:
                 store()
             else:
-                with utils.when(arith.cmpi(arith.CmpIPredicate.ult, place, ir_const(4 * rows))):
+                with utils.when(arith.cmpi(arith.CmpIPredicate.ult, position, ir_const(4 * rows))):
                     store()
 
     keep(*arrays, scales_smem, table_smem)
 
 
 def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_smem, transforms, dtype):
-    """Adds to acc the product of the program's rows of a weight and x^T over the 256 columns of one line, on the tensor
-    cores (mma.m16n8k16), by one warpgroup, and returns it. The kernel's body of line_matmul.py calls it for each line.
+    """acc plus the product of the program's rows and x^T over the 256 columns of a line, on the tensor cores
+    (mma.m16n8k16).
 
     Each lane multiplies 8 bytes of codes of a row, within one block. The order of a product's k does not matter if it
     is the same in x, so the lane's 16 elements of x are neighbours too. Each block's sum is scaled in float32.
 
-    Args:
-      acc: float32[512 g n] in registers, the sums so far, for 16 g rows and n times 8 tokens: a register of four
-        numbers for each 16 rows and 8 tokens. The first two are for tokens 2 q and 2 q + 1 and row r of the first 8,
-        the others for row r + 8 (q is the lane's number in its quad, r is `_fragment_row`).
-      codes_smem: uint8[16 g, 128 m] in shared memory: the codes of m lines of the rows, tiled and swizzled by
-        `transforms`. Of the four blocks of 64 in a line, each of four warps takes one.
-      x_smem: 16-bit [tokens, m, 256] in shared memory, the tokens' elements of the same lines.
-      scales_smem: from `keep_span`.
-      line: int32[], which of the m lines is multiplied.
-      first_scale: int32[], the index in scales_smem of the line's first block.
-      table_smem: uint32[256, 64] in shared memory, the two elements of each byte of codes; a lane reads its own column.
-      transforms: the Pallas transforms of codes_smem.
-      dtype: of the elements, bfloat16 or float16.
+      acc: float32[512 g n], a register of four numbers for each of g times 16 rows and n times 8 tokens: two for tokens
+      2 q and 2 q + 1 and row r, two for row r + 8 (q: the lane in its quad, r: `_fragment_row`).
+      codes_smem: uint8[16 g, 128 m], m lines, swizzled; each warp takes a block of 64.
+      x_smem: 16-bit [tokens, m, 256].
+      first_scale: int32[], the line's first block in scales_smem.
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
@@ -232,54 +197,54 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
         rights = []
         for width in range(widths):
             token = arith.minui(ir_add(group, ir_const(8 * width)), ir_const(tokens - 1))
-            at = ir_add(
+            address = ir_add(
                 ir_mul(token, lines * elements), ir_mul(ir_scalar(line), elements), ir_mul(warp, 64), ir_mul(quad, 16)
             )
             # Neighbouring quads read their halves in alternating order, as their rows are in the same banks.
             halves = [arith.xori(ir_mul(odd, 8), ir_const(8 * half)) for half in range(2)]
-            found = [
-                llvm.load(four, ir_address(x_smem, ir_add(at, half), ir.IntegerType.get_signless(16)))
+            loaded = [
+                llvm.load(four, ir_address(x_smem, ir_add(address, half), ir.IntegerType.get_signless(16)))
                 for half in halves
             ]
-            first, second = (ir_words(each, 4) for each in found)
+            first, second = (ir_words(vector, 4) for vector in loaded)
             low = [arith.select(is_odd, b, a) for a, b in zip(first, second, strict=True)]
             high = [arith.select(is_odd, a, b) for a, b in zip(first, second, strict=True)]
             rights.append([*low, *high])
 
         row = _fragment_row()
-        within = arith.xori(ir_add(ir_mul(warp, 32), ir_mul(quad, 8)), ir_mul(row, 16))  # the 128-byte swizzle
-        own_codes = ir_add(ir_mul(ir_scalar(line), 8 * 128), ir_mul(row, 128), within)
+        byte_in_line = arith.xori(ir_add(ir_mul(warp, 32), ir_mul(quad, 8)), ir_mul(row, 16))  # the 128-byte swizzle
+        own_codes = ir_add(ir_mul(ir_scalar(line), 8 * 128), ir_mul(row, 128), byte_in_line)
         own_column = ir_mul(lane, 4)
         stride = ir.MemRefType(scales_smem.type).shape[1]
         own_scales = ir_add(ir_mul(ir_add(ir_scalar(first_scale), warp), stride), ir_mul(group, 2))
 
         def pair(word, byte):
-            """The two elements that a byte of codes stands for: its row of 256 bytes, this lane's column."""
-            place = utils.inline_ptx(
+            """The two elements of a byte of codes: its row of 256 bytes, this lane's column."""
+            byte_address = utils.inline_ptx(
                 "prmt.b32 $0, $1, $2, $3;", word, own_column, ir_const(0x7604 | byte << 4), result_types=i32
             )
-            return llvm.load(i32, ir_address(table_smem, place, i8))
+            return llvm.load(i32, ir_address(table_smem, byte_address, i8))
 
         registers = np.empty_like(acc.registers)
         for number in range(groups):
             words = []
             for half in range(2):
-                at = ir_add(own_codes, ir_const((2 * number + half) * lines * 8 * 128))
-                words.append(ir_words(llvm.load(two, ir_address(codes_smem, at, i8)), 2))
-            at = ir_add(own_scales, ir_const(16 * number))
-            scales = llvm.load(ir.VectorType.get((2,), f32), ir_address(scales_smem, at, f32))
+                address = ir_add(own_codes, ir_const((2 * number + half) * lines * 8 * 128))
+                words.append(ir_words(llvm.load(two, ir_address(codes_smem, address, i8)), 2))
+            address = ir_add(own_scales, ir_const(16 * number))
+            scales = llvm.load(ir.VectorType.get((2,), f32), ir_address(scales_smem, address, f32))
             scales = [ir_item(scales, half) for half in range(2)]
             products = ir_products(words, rights, pair, name)
             for width in range(widths):
-                place = number * widths + width
-                kept = [ir_item(acc.registers.flat[place], index) for index in range(4)]
-                registers.flat[place] = ir_vector(
+                register_index = number * widths + width
+                sums = [ir_item(acc.registers.flat[register_index], index) for index in range(4)]
+                registers.flat[register_index] = ir_vector(
                     [
                         utils.inline_ptx(
                             "fma.rn.f32 $0, $1, $2, $3;",
                             products[width][index],
                             scales[index // 2],
-                            kept[index],
+                            sums[index],
                             result_types=f32,
                         )
                         for index in range(4)
@@ -291,15 +256,8 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
 
 
 def keep_line_sums(acc, partial_smem, first):
-    """Writes each warp's sums of `line_product` to shared memory, partial_smem[first + warp, token, row], so that
-    `store_line_sums` can add them up after a barrier of all warpgroups. The kernel's body of line_matmul.py calls it at
-    its end.
-
-    Args:
-      acc: float32 in registers, as `line_product` returns it.
-      partial_smem: float32[all warps, tokens, rows + 4] in shared memory; because of the four more, a quad's tokens are
-        in different memory banks.
-      first: int32[], the number, among all warps of the program, of the first warp of this warpgroup.
+    """partial_smem[first + warp, token, row] = each warp's sums of `line_product`. partial_smem is float32[all warps,
+    tokens, rows + 4]: with the four more, a quad's tokens are in different memory banks.
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
 
@@ -310,7 +268,7 @@ def keep_line_sums(acc, partial_smem, first):
         groups = (stride - 4) // 16
         widths = len(acc.registers.flat) // groups
         warp, quad = ir_shift_right(ir_thread(), 5), arith.andi(ir_thread(), ir_const(3))
-        own = ir_add(ir_mul(ir_add(ir_scalar(first), warp), tokens * stride), _fragment_row())
+        own_offset = ir_add(ir_mul(ir_add(ir_scalar(first), warp), tokens * stride), _fragment_row())
         for width in range(widths):
             for index in range(2):
                 token = ir_add(ir_mul(quad, 2), ir_const(8 * width + index))
@@ -318,26 +276,18 @@ def keep_line_sums(acc, partial_smem, first):
                     for number in range(groups):
                         register = acc.registers.flat[number * widths + width]
                         for half in range(2):
-                            at = ir_add(own, ir_mul(token, stride), ir_const(16 * number + 8 * half))
-                            llvm.store(ir_item(register, 2 * half + index), ir_address(partial_smem, at, f32))
+                            address = ir_add(own_offset, ir_mul(token, stride), ir_const(16 * number + 8 * half))
+                            llvm.store(ir_item(register, 2 * half + index), ir_address(partial_smem, address, f32))
 
     keep(acc, partial_smem, first)
 
 
 def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgroups: int, splits: int):
-    """Adds up the sums that `keep_line_sums` wrote, over all warps of a program and over the programs of a cluster, in
-    a fixed order, and stores the result: out_ref[0, token, first_row + row]. All threads of all programs of the cluster
-    call it, because they wait for each other.
+    """out_ref[0, token, first_row + row] = the sums over all warps of all programs of the cluster, in a fixed order.
+    All threads of the cluster call it, because they wait for each other.
 
-    Args:
-      partial_smem: float32[all warps, tokens, rows + 4] in shared memory, this program's.
-      totals_smem: 32-bit, at least [tokens, rows], in shared memory. With several splits it is overwritten: other
-        programs of the cluster read this program's totals there.
-      out_ref: 16-bit [1, tokens, all rows] in global memory.
-      split: int32[], the number of this program in its cluster.
-      first_row: int32[], the first row of the weight that this program has.
-      warpgroups: the number of warpgroups of a program.
-      splits: the number of programs of a cluster; each has other columns of the same rows.
+      totals_smem: 32-bit, [tokens, rows] at least; with several splits overwritten, for other programs to read.
+      split, splits: the program's number in its cluster, and the number of these programs.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
@@ -350,50 +300,54 @@ def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgr
         thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
 
         def for_places(first, count: int, limit: int, body):
-            """body(place, its token, its row) of `count` places from `first` on, below `limit`."""
             for start in range(0, count, 128 * warpgroups):
-                own = ir_add(thread, ir_const(start))
-                place = own if first is None else ir_add(own, first)
-                within = arith.andi(
-                    arith.cmpi(arith.CmpIPredicate.ult, own, ir_const(count)),
-                    arith.cmpi(arith.CmpIPredicate.ult, place, ir_const(limit)),
+                own_element = ir_add(thread, ir_const(start))
+                element = own_element if first is None else ir_add(own_element, first)
+                in_range = arith.andi(
+                    arith.cmpi(arith.CmpIPredicate.ult, own_element, ir_const(count)),
+                    arith.cmpi(arith.CmpIPredicate.ult, element, ir_const(limit)),
                 )
-                with utils.when(within):
-                    token = arith.divui(place, ir_const(rows))
-                    body(place, token, arith.subi(place, ir_mul(token, rows)))
+                with utils.when(in_range):
+                    token = arith.divui(element, ir_const(rows))
+                    body(element, token, arith.subi(element, ir_mul(token, rows)))
 
         def total_of(terms):
             return functools.reduce(arith.addf, terms)
 
         def own_total(token, row):
-            at = ir_add(ir_mul(token, stride), row)
-            return total_of(ir_load(partial_smem, ir_add(at, ir_const(n * tokens * stride)), f32) for n in range(warps))
+            address = ir_add(ir_mul(token, stride), row)
+            return total_of(
+                ir_load(partial_smem, ir_add(address, ir_const(n * tokens * stride)), f32) for n in range(warps)
+            )
 
         def put(token, row, total):
-            at = ir_add(ir_mul(token, all_rows), ir_scalar(first_row), row)
-            llvm.store(arith.truncf(out_type.element_type, total), ir_address(out_ref, at, out_type.element_type))
+            address = ir_add(ir_mul(token, all_rows), ir_scalar(first_row), row)
+            llvm.store(arith.truncf(out_type.element_type, total), ir_address(out_ref, address, out_type.element_type))
 
-        places = tokens * rows
+        elements = tokens * rows
         if splits == 1:
-            for_places(None, places, places, lambda _, token, row: put(token, row, own_total(token, row)))
+            for_places(None, elements, elements, lambda _, token, row: put(token, row, own_total(token, row)))
             return
 
-        def keep_total(place, token, row):
-            llvm.store(own_total(token, row), ir_address(totals_smem, place, f32))
+        def keep_total(element, token, row):
+            llvm.store(own_total(token, row), ir_address(totals_smem, element, f32))
 
-        def put_all(place, token, row):
-            own = utils.memref_ptr(totals_smem)
-            pointers = [utils.get_cluster_ptr(own, ir_const(number)) for number in range(splits)]
-            put(token, row, total_of(llvm.load(f32, utils.getelementptr(there, [place], f32)) for there in pointers))
+        def put_all(element, token, row):
+            own_totals = utils.memref_ptr(totals_smem)
+            pointers = [utils.get_cluster_ptr(own_totals, ir_const(number)) for number in range(splits)]
+            put(
+                token,
+                row,
+                total_of(llvm.load(f32, utils.getelementptr(pointer, [element], f32)) for pointer in pointers),
+            )
 
-        for_places(None, places, places, keep_total)
+        for_places(None, elements, elements, keep_total)
         nvvm.cluster_arrive(aligned=True)
         nvvm.cluster_wait(aligned=True)
-        share = -(-places // splits)
-        for_places(ir_mul(ir_scalar(split), share), share, places, put_all)
-        nvvm.cluster_arrive_relaxed(
-            aligned=True
-        )  # no program ends while its sums are still read; stores need not be waited for
+        share = -(-elements // splits)
+        for_places(ir_mul(ir_scalar(split), share), share, elements, put_all)
+        # No program ends while its sums are still read; stores need not be waited for.
+        nvvm.cluster_arrive_relaxed(aligned=True)
         nvvm.cluster_wait(aligned=True)
 
     store(partial_smem, totals_smem, out_ref, split, first_row)

@@ -1,17 +1,11 @@
 """The product of a few tokens with a weight in four bits, by whole memory lines: a Pallas Mosaic GPU kernel for Hopper.
 
-A line is 128 bytes of a row's codes, which are 256 columns. A program has up to 128 rows of the weight, and all columns
-or some of them, whose lines its warpgroups take in turns; so the program reads memory from left to right. TMA loads for
-each warpgroup lines of codes and the corresponding elements of the tokens, several ahead. Of a line each warp
-multiplies one block of 64 columns. Compared with the kernel of mosaic.py, loads in flight take shared memory in place
-of registers, x is read once for all rows of a program in place of every 16, and a byte of codes becomes an address by
-one instruction. mosaic.small_matmul chooses between the two by measurements.
+A line is 128 bytes of a row's codes, which are 256 columns. A program has up to 128 rows of the weight, and its
+warpgroups take lines in turns, which TMA loads several ahead. Compared with mosaic.py's kernel, loads in flight take
+shared memory in place of registers, x is read once for all rows of a program in place of every 16, and one instruction
+makes a byte of codes an address. Measurements choose between the two.
 
-Programs that have different columns of the same rows are a cluster, and read each other's sums. Sums are added in a
-fixed order: first those of the warps of a program, then those of the cluster's programs.
-
-`matmul` calls the kernel with the sizes of a Tile, and `refusal` says whether a tile fits; `tiles` lists those that a
-benchmark measures.
+Programs with other columns of the same rows are a cluster, and read each other's sums, in a fixed order.
 """
 
 from __future__ import annotations
@@ -40,9 +34,9 @@ _SMEM_BYTES = 227 * 1024  # the most shared memory of a program
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The sizes by which the kernel divides its work. A line is 128 bytes of a row's codes, which are 256 columns.
-    benchmarks/kernels/quant_matmul.py --lines measures which tile is fastest; without a measurement this kernel is not
-    used."""
+    """How the kernel divides its work. benchmarks/kernels/quant_matmul.py --lines measures which is fastest; without a
+    measurement this kernel is not used.
+    """
 
     groups: int  # a program has this many times 16 rows of the weight
     warpgroups: int  # the number of warpgroups of a program, which take the lines of its rows in turns
@@ -52,15 +46,14 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the weight that a program (or a cluster, with `splits`) multiplies."""
+        """Rows of the weight that a program (or cluster) multiplies."""
         return 16 * self.groups
 
 
 def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
-    """Returns the reason, in words, why the kernel with these sizes (`tile`) cannot multiply this number of tokens by a
-    weight [rows, columns], or None if it can. Reasons are sizes of the weight or of the tile that are out of range, and
-    more shared memory than a program may have. It does not ask which GPU there is; mosaic.line_refusal, which calls it,
-    does. `tiles` calls it too."""
+    """The reason why the kernel cannot multiply this number of tokens by a weight [rows, columns], or None; it does not
+    ask for the GPU.
+    """
     if rows % 16 or columns % (_SPAN * LINE) or rows < tile.rows:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
     if not 1 <= tile.groups <= 8 or not 1 <= tile.warpgroups <= 4 or not 1 <= tile.stages * tile.warpgroups <= 32:
@@ -73,9 +66,6 @@ def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
 
 
 def _smem_bytes(tile: Tile, tokens: int) -> int:
-    """The bytes of shared memory that a program with the sizes of `tile` needs for this number of tokens: the table of
-    the two elements of each byte, the lines that are loaded ahead (whose memory the sums reuse), the scales of a span
-    for each warpgroup, and room for barriers and alignment. `refusal` compares it with what a GPU has."""
     ring = tile.warpgroups * tile.stages * tile.lines * (tile.rows * LINE // 2 + tokens * LINE * 2)
     partial = tile.warpgroups * _WARPS * tokens * (tile.rows + 4) * 4
     scales = tile.warpgroups * 4 * _SPAN * (tile.rows + 2) * 4
@@ -83,43 +73,32 @@ def _smem_bytes(tile: Tile, tokens: int) -> int:
 
 
 def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
-    """Lists candidates of tile sizes to measure for products of this number of tokens with a weight [rows, columns], at
-    most nine. benchmarks/kernels/quant_matmul.py --lines measures them; `mosaic.line_tile` then reads the fastest. For
-    each of 1 to 4 splits it takes the number of rows of a program with the least estimated time, and of these four
-    divisions up to three within 25 % of the best, that without a cluster always among them. Each comes with 4
-    warpgroups and 1 line, 2 and 1, and 2 and 2, and with the most stages, from 8 to 2, that fit into shared memory;
-    where none fit, it is left out. programs: the number of multiprocessors."""
+    """At most nine candidates to measure for a weight [rows, columns]: for 1 to 4 splits the rows of a program with the
+    least estimated time; of these up to three within 25 % of the best, and always the one without a cluster.
+    """
 
-    def work(way: tuple[int, int]) -> float:
-        """The time of the busiest multiprocessor for a way to divide the weight, (splits, groups), in rows of the
-        weight. Each round of programs after the first adds 15 % to the whole, because memory is idle when it begins."""
-        splits, groups = way
+    def work(division: tuple[int, int]) -> float:
+        """The time of the busiest multiprocessor, in rows of the weight. Each round of programs after the first adds 15
+        %, because memory is idle when it begins.
+        """
+        splits, groups = division
         rounds = -(-(-(-rows // (16 * groups)) * splits) // programs)
         return rounds * 16 * groups / splits * (1 + 0.15 * (rounds - 1))
 
     best = [min(((splits, g) for g in range(8, 0, -1) if 16 * g <= rows), key=work) for splits in (1, 2, 4, 3)]
-    ways = [way for way in sorted(best, key=work) if work(way) <= 1.25 * min(map(work, best))][:3]
-    if best[0] not in ways:
-        ways = [*ways[:2], best[0]]  # the last one is without a cluster
-    found = []
-    for (warpgroups, lines), (splits, groups) in itertools.product(((4, 1), (2, 1), (2, 2)), ways):
+    divisions = [division for division in sorted(best, key=work) if work(division) <= 1.25 * min(map(work, best))][:3]
+    if best[0] not in divisions:
+        divisions = [*divisions[:2], best[0]]  # the last one is without a cluster
+    candidates = []
+    for (warpgroups, lines), (splits, groups) in itertools.product(((4, 1), (2, 1), (2, 2)), divisions):
         fitting = (Tile(groups, warpgroups, stages, splits, lines) for stages in (8, 7, 6, 5, 4, 3, 2))
-        found += [next((tile for tile in fitting if refusal(tile, rows, columns, tokens) is None), None)]
-    return [tile for tile in found if tile is not None]
+        candidates += [next((tile for tile in fitting if refusal(tile, rows, columns, tokens) is None), None)]
+    return [tile for tile in candidates if tile is not None]
 
 
 def _written_out_sums(codes, x, scales, table, widths: int):
-    """Computes in jnp what line_lanes.line_product adds to its accumulator for one line, because Pallas' interpreter
-    cannot run that: float32[512 * (rows / 16) * widths], in the order of elements that line_product explains for its
-    acc.
-
-    Args:
-      codes: uint8[rows, 128], the codes of the line in each row.
-      x: [tokens, 256], the tokens' elements of the line.
-      scales: float32[rows, 4], the scales of the line's blocks.
-      table: `dtype`[256, 2], the two elements of each byte of codes.
-      widths: the number of tensor-core products of 8 columns each, so that there is room for 8 * widths tokens; the
-        results of tokens that do not exist are 0.
+    """line_lanes.line_product's addition in jnp, for the interpreter, in the order of its acc. codes: uint8[rows, 128];
+    x: [tokens, 256]; scales: float32[rows, 4]; widths: products of 8 tokens each.
     """
     rows = codes.shape[0]
     values = table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(rows, _WARPS, BLOCK)
@@ -131,44 +110,27 @@ def _written_out_sums(codes, x, scales, table, widths: int):
 
 
 def _written_out_partial(acc, tokens: int, groups: int, widths: int):
-    """Computes in jnp what line_lanes.keep_line_sums stores, because Pallas' interpreter cannot run that: the sums of a
-    warpgroup as float32[4 warps, tokens, 16 * groups rows].
-
-    Args:
-      acc: float32[512 * groups * widths], the sums of a warpgroup in the order of line_lanes.line_product.
-      tokens: the number of tokens, at most 8 * widths.
-      groups: the program has 16 times this number of rows.
-      widths: the number of tensor-core products of 8 columns each.
-    """
+    """line_lanes.keep_line_sums in jnp, for the interpreter: float32[4 warps, tokens, 16 * groups rows]."""
     sums = acc.reshape(groups, widths, _WARPS, 2, 4, 4, 2, 2)
     return sums.transpose(2, 1, 5, 7, 0, 6, 4, 3).reshape(_WARPS, 8 * widths, 16 * groups)[:, :tokens]
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, interpreted):
-    """The kernel's body: multiplies tile.rows rows of the weight by all tokens, over those columns that this program of
-    the cluster has.
+    """Multiplies tile.rows rows of the weight by all tokens, over this program's columns.
 
-    Args:
-      x_ref: [tokens, columns / 256, 256], in global memory like the next ones.
-      codes_ref: uint8[rows, columns / 2].
-      absmax_ref: uint8 or float32[rows, columns / 64], the scales of blocks of 64.
-      pairs_ref: the two elements that each byte of codes encodes: uint32[256] on a GPU, `dtype`[256, 2] if interpreted.
-      refs: if absmax is uint8, what decodes it: its map, nested absmax and offset; then the output, [1, tokens, rows]
-        on a GPU, or [splits, tokens, rows] if interpreted, where XLA adds the sums of the splits; then shared memory
-        and barriers.
-      tile: how the work is divided.
-      dtype: of x.
-      interpreted: True if Pallas' interpreter runs the body, False on a GPU.
+    absmax_ref: uint8 or float32[rows, columns / 64].
+    pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
+    refs: map, nested absmax and offset of a uint8 absmax; the output, [1, tokens, rows], or [splits, tokens, rows] if
+    interpreted; shared memory and barriers.
     """
-    *nested_refs, out_ref, table_smem, aliased, scales_smem, full, done = refs
+    *nested_refs, out_ref, table_smem, aliased, scales_smem, full, finished = refs
     (codes_smem, x_smem), (partial_smem,) = aliased
     wg, split = lax.axis_index("wg"), lax.axis_index("split") if tile.splits > 1 else jnp.int32(0)
     tokens, lines = x_ref.shape[:2]
     rows, warpgroups, stages = tile.rows, tile.warpgroups, tile.stages
     widths, steps_of_span = -(-tokens // 8), _SPAN // tile.lines
-    first_row = jnp.minimum(
-        lax.axis_index("tile") * rows, codes_ref.shape[0] - rows
-    )  # the last program's rows may overlap with the one before
+    # The last program's rows may overlap with the one before.
+    first_row = jnp.minimum(lax.axis_index("tile") * rows, codes_ref.shape[0] - rows)
     first = lax.div(split * (lines // tile.lines), jnp.int32(tile.splits))
     steps = lax.div((split + 1) * (lines // tile.lines), jnp.int32(tile.splits)) - first  # of this program
     steps = lax.div(steps - wg + (warpgroups - 1), jnp.int32(warpgroups))  # of this warpgroup
@@ -201,8 +163,8 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
         values = absmax_ref[pl.ds(first_row, rows)][:, block]
         if not nested_refs:
             return values, None
-        place = (first_row + jnp.arange(rows)[:, None]) * absmax_ref.shape[1] + block
-        return values, nested_refs[1][...][place // NESTED_BLOCK]
+        position = (first_row + jnp.arange(rows)[:, None]) * absmax_ref.shape[1] + block
+        return values, nested_refs[1][...][position // NESTED_BLOCK]
 
     def keep_scales(share):
         scales = scales_smem.at[wg]
@@ -219,9 +181,9 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
         block = (lax.rem(step, jnp.int32(steps_of_span)) * tile.lines + line) * 4
         if not interpreted:
             return line_lanes.line_product(acc, codes, x, scales, line, block, table_smem, _TRANSFORMS, dtype)
-        own = scales[pl.ds(block, 4), pl.ds(0, rows)].T
+        own_scales = scales[pl.ds(block, 4), pl.ds(0, rows)].T
         codes = codes[...].reshape(rows, tile.lines, LINE // 2)[:, line]
-        return acc + _written_out_sums(codes, x[...][:, line], own, pairs_ref[...], widths)
+        return acc + _written_out_sums(codes, x[...][:, line], own_scales, pairs_ref[...], widths)
 
     share = load_absmax(0)
     offset = nested_refs[2][0] if nested_refs else None
@@ -231,8 +193,8 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
         line_lanes.fill_columns(pairs_ref, table_smem, 0, warpgroups)
         if nested_refs:
             line_lanes.fill_columns(nested_refs[0], table_smem, 32, warpgroups)
-    plgpu.barrier_arrive(done)
-    plgpu.barrier_wait(done)
+    plgpu.barrier_arrive(finished)
+    plgpu.barrier_wait(finished)
 
     def one_span(span, state):
         acc, share = state
@@ -253,15 +215,15 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
     size = 512 * tile.groups * widths
     acc = plgpu.layout_cast(jnp.zeros(size, jnp.float32), plgpu.Layout.WG_STRIDED((size,), 4))
     acc, _ = lax.fori_loop(0, lax.div(steps + (steps_of_span - 1), jnp.int32(steps_of_span)), one_span, (acc, share))
-    plgpu.barrier_arrive(done)  # the sums reuse the memory of the lines
-    plgpu.barrier_wait(done)
+    plgpu.barrier_arrive(finished)  # the sums reuse the memory of the lines
+    plgpu.barrier_wait(finished)
     if interpreted:
         partial = _written_out_partial(acc, tokens, tile.groups, widths)
         partial_smem[pl.ds(wg * _WARPS, _WARPS), :, pl.ds(0, rows)] = partial
     else:
         line_lanes.keep_line_sums(acc, partial_smem, wg * _WARPS)
-    plgpu.barrier_arrive(done)
-    plgpu.barrier_wait(done)
+    plgpu.barrier_arrive(finished)
+    plgpu.barrier_wait(finished)
     if not interpreted:
         line_lanes.store_line_sums(partial_smem, table_smem, out_ref, split, first_row, warpgroups, tile.splits)
     else:
@@ -273,19 +235,12 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
 
 
 def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, interpret) -> jax.Array:
-    """Multiplies x [tokens, in] by a four-bit weight [out, in] by the kernel: [tokens, out] in x's dtype. Call it only
-    if `refusal` returns None for the tile. mosaic.small_matmul calls it if it has a tile.
+    """x [tokens, in] times a four-bit weight [out, in]: [tokens, out] in x's dtype. Only if `refusal` is None.
 
-    Args:
-      x: [tokens, in].
-      codes: uint8[out, in / 2], the weight's.
-      absmax: uint8 (double quantisation) or float32[out, in / 64], the scales of blocks of 64.
-      nested: what decodes a uint8 absmax: [map float32[256], nested absmax, offset float32[1]]; empty for float32.
-      pairs: x's dtype [256, 2], the two elements that each byte of codes encodes.
-      tile: how the work is divided.
-      kernel: the function mosaic._kernel, which compiles a kernel's body, or interprets it. It is an argument because
-        mosaic.py imports this module.
-      interpret: the parameters of Pallas' interpreter, or None on a GPU.
+    codes, absmax: uint8[out, in / 2]; uint8 (double quantisation) or float32[out, in / 64].
+    nested: [map float32[256], nested absmax, offset float32[1]] of a uint8 absmax; else empty.
+    pairs: x's dtype [256, 2], the two elements of each byte.
+    kernel, interpret: mosaic._kernel (mosaic.py imports this module), and the interpreter's parameters or None.
     """
     (tokens, columns), rows = x.shape, codes.shape[0]
     ring = (tile.warpgroups, tile.stages)
@@ -294,18 +249,18 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
         plgpu.SMEM((*ring, tokens, tile.lines, LINE), x.dtype),
     )
     partial = (plgpu.SMEM((tile.warpgroups * _WARPS, tokens, tile.rows + 4), jnp.float32),)
-    # The interpreter has no clusters whose programs read each other's memory, so XLA adds the parts.
-    parts = tile.splits if interpret is not None else 1
+    # The interpreter has no clusters whose programs read each other's memory, so XLA adds the splits.
+    summed_splits = tile.splits if interpret is not None else 1
     programs = -(-rows // tile.rows)
-    if parts == tile.splits:
-        axes = dict(grid=(programs, parts), grid_names=("tile", "split"))
+    if summed_splits == tile.splits:
+        axes = dict(grid=(programs, summed_splits), grid_names=("tile", "split"))
     else:
         axes = dict(grid=(programs,), grid_names=("tile",), cluster=(tile.splits,), cluster_names=("split",))
     sums = kernel(
         functools.partial(_kernel, tile=tile, dtype=x.dtype),
         "small_matmul",
         interpret,
-        out_type=jax.ShapeDtypeStruct((parts, tokens, rows), x.dtype if parts == 1 else jnp.float32),
+        out_type=jax.ShapeDtypeStruct((summed_splits, tokens, rows), x.dtype if summed_splits == 1 else jnp.float32),
         **axes,
         num_threads=tile.warpgroups,
         thread_name="wg",
@@ -326,4 +281,4 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
         jnp.asarray(pairs if interpret is not None else pairs.view(np.uint32).reshape(-1)),
         *nested,
     )
-    return sums[0] if parts == 1 else sums.sum(0).astype(x.dtype)
+    return sums[0] if summed_splits == 1 else sums.sum(0).astype(x.dtype)

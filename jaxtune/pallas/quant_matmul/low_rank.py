@@ -1,24 +1,15 @@
-"""Lets one run of a function use what another run computed of adapters' low-rank inputs: x A^T [tokens, r], the product
-of a linear's input and its adapter's A, which the forward adds to the output as scale * (x A^T) B^T and which the
-gradient of B needs. A backward that runs a part of a model again, to differentiate it, would otherwise read the whole
-input once more for each adapter.
-
-`kept` collects the low-rank inputs that a function computes, and gives them to a later run of the same function:
+"""Lets one run of a function use another run's low-rank inputs of adapters, x A^T [tokens, r]. A backward that runs a
+part of a model again would otherwise read the whole input once more for each adapter.
 
     with kept() as made:
         out = linear(x)
     with kept(tuple(made)):
-        again = linear(x)  # its low-rank input is that of the first run, also where it is differentiated
+        again = linear(x)  # with the low-rank input of the first run
 
-`one` is called where a low-rank input is computed (reference.matmul). A function that JAX traces on its own, such as a
-custom_vjp, must return what it made and is called by `of_function`; otherwise its low-rank inputs are left out, because
-they exist only within its trace.
-
-With the low-rank inputs given, the derivative of a linear with frozen weights reads its input for the gradient of A
-alone, which is a sum over rows. Where a norm made the input, `kept` takes what the norm multiplied (Factors). That
-gradient is then computed from these, and XLA does not compute the normed input again for the backward. Where the norm
-was part of the products (normed_matmul), the low-rank input comes with the factors of the rows (OfNormed), so that the
-backward does not read what was normed for them."""
+A function that JAX traces on its own, such as a custom_vjp, must run in `of_function`: its low-rank inputs exist only
+within its trace. Where a norm made the input, the gradient of A is computed from what the norm multiplied (Factors),
+and XLA does not compute the normed input again.
+"""
 
 from __future__ import annotations
 
@@ -44,19 +35,18 @@ class OfNormed(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The factors of a normed input of linears, which is their product, rounded to the dtype of `rows`."""
+    """A normed input of linears as a product, which is rounded to the dtype of `rows`."""
 
     rows: jax.Array  # [..., in] in the input's dtype, what was normed
     of_rows: jax.Array  # float32[..., 1], the factor of each row
     of_columns: jax.Array  # float32[in], the factor of each column
 
     def flat(self) -> Factors:
-        """The same for rows without further axes: [tokens, in]."""
+        """Without further axes: [tokens, in]."""
         return Factors(self.rows.reshape(-1, self.rows.shape[-1]), self.of_rows.reshape(-1, 1), self.of_columns)
 
     def contracted(self, other: jax.Array, dtype) -> jax.Array:
-        """The product of other^T and the input, [r, in] in `dtype`, for `other` [tokens, r] in the input's dtype, which
-        gets the factors of the rows. Sums are float32. self.rows has no further axes."""
+        """other^T times the input, [r, in] in `dtype`, for `other` [tokens, r] in the input's dtype."""
         other = (other.astype(jnp.float32) * self.of_rows).astype(other.dtype)
         numbers = (((0,), (0,)), ((), ()))
         precision = jax.lax.Precision.HIGHEST if other.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
@@ -79,12 +69,10 @@ _current: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("low_rank
 
 @contextlib.contextmanager
 def kept(given: Sequence[Made] | None = None, normed: Sequence[tuple[jax.Array, Factors]] = ()) -> Iterator[list[Made]]:
-    """A context in which the low-rank inputs of linears are collected: a list, to which each call of `one` appends what
-    it returns.
+    """A context that collects low-rank inputs: a list, to which each call of `one` appends what it returns.
 
-    Args:
-      given: that list of an earlier run of the same calls, whose values they then return; None: they compute them.
-      normed: pairs of an input of linears, the very object, and its factors, which `factors_of` finds.
+    given: the list of an earlier run of the same calls, whose values they return; None: they compute them.
+    normed: (an input of linears, the very object; its factors) for `factors_of`.
     """
     run = _Run([], None if given is None else iter(given), normed, get_opaque_trace_state())
     token = _current.set(run)
@@ -95,9 +83,9 @@ def kept(given: Sequence[Made] | None = None, normed: Sequence[tuple[jax.Array, 
 
 
 def one(make: Callable[[Made], Made]) -> Made:
-    """Returns what `make` makes of what an earlier run made here, or of None if there was none: a low-rank input
-    [tokens, r], or any pytree of them. It is called in the same order in both runs. Outside of `kept`, and in a trace
-    within that of `kept`, nothing is collected, and make(None) is returned."""
+    """What `make` returns for an earlier run's value, or None: a low-rank input [tokens, r], or a pytree of them. Both
+    runs must call it in the same order. Outside of `kept`, and in a trace within it, nothing is collected.
+    """
     run = _current.get()
     if run is None or run.trace != get_opaque_trace_state():
         return make(None)
@@ -107,7 +95,7 @@ def one(make: Callable[[Made], Made]) -> Made:
 
 
 def factors_of(x: jax.Array) -> Factors | None:
-    """The Factors that `kept` was given for the input x of linears, if it was given low-rank inputs too; else None."""
+    """The Factors that `kept` has for the input x, if it has low-rank inputs too; else None."""
     run = _current.get()
     if run is None or run.given is None:
         return None
@@ -115,15 +103,15 @@ def factors_of(x: jax.Array) -> Factors | None:
 
 
 def of_function[Result](run: Callable[[Made], tuple[Result, Made]]) -> Result:
-    """Calls a function that is traced on its own, and returns its result. run: from the low-rank inputs that an earlier
-    run made, or None, to (the result, the low-rank inputs)."""
+    """The result of a function that is traced on its own: from the low-rank inputs of an earlier run, or None, to (the
+    result, the low-rank inputs).
+    """
     results: list[Result] = []
 
-    def make(given: Made) -> Made:
-        """Calls `run`, keeps its result, and returns its low-rank inputs."""
-        result, made = run(given)
+    def make(earlier: Made) -> Made:
+        result, inner = run(earlier)
         results.append(result)
-        return made
+        return inner
 
     one(make)
     return results[0]

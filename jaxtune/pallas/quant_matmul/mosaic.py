@@ -1,16 +1,11 @@
 """Kernels for four-bit weights, in Pallas Mosaic GPU for Hopper: `dequantize` decodes a whole weight (NF4, FP4, MXFP4
-or NVFP4), and `small_matmul` multiplies a few tokens by a weight in NF4 or FP4 without writing the decoded weight to
-memory.
+or NVFP4), and `small_matmul` multiplies a few tokens by NF4 or FP4 without writing the decoded weight to memory.
 
-`dequantize` precedes the vendor's GEMM; its time is that of reading half a byte and writing two per element.
-`small_matmul`, for decoding steps, reads only the codes, and multiplies on the tensor cores as they arrive. Up to 16
-tokens are multiplied by line_matmul.py where a measurement on the GPU says so (pallas/tuning.py), else a single one by
-row_matmul.py if it can take the weight, and the others by this file's kernel; 17 to 64 by triton.py, NF4 in bfloat16
-alone.
+Up to 16 tokens are line_matmul.py's where a measurement on the GPU says so, else a single one is row_matmul.py's if it
+can, and the others are this file's; 17 to 64 are triton.py's, in NF4 and bfloat16 alone.
 
-`refusal` and `small_refusal` say whether the two functions support a call; `few_refusal`, `line_refusal` and
-`row_refusal` say it of the kernels for more than 16 tokens, by lines and by rows. `line_tile` reads the measurement
-that is stored under the name that `small_bucket` returns.
+A refusal is the reason why a kernel cannot compute a call, or differs from plain JAX on a small case at its
+first use on this GPU; None if it can.
 """
 
 from __future__ import annotations
@@ -39,11 +34,7 @@ _ROWS = lanes.ROWS_OF_A_WARP
 
 
 def refusal(weight: Stored, dtype) -> str | None:
-    """Returns the reason, in words, why `dequantize` cannot decode this weight to `dtype`, or None if it can. Reasons
-    are no Hopper GPU, another dtype than bfloat16 and float16, a format that Chunks.decodes does not know, elements
-    that are no multiple of 1,024, or a wrong result of the kernel on a small case, which is compared with plain JAX at
-    the first use on a GPU for each kind of weight and dtype. quant_matmul asks it by api.implementations, and takes the
-    next implementation if there is a reason."""
+    """The reason why `dequantize` cannot decode this weight to `dtype`, or None."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
@@ -56,9 +47,6 @@ def refusal(weight: Stored, dtype) -> str | None:
 
 
 def _first_use(weight: Stored, dtype) -> str | None:
-    """Compares the kernel of `dequantize` with weight.decode on a small random weight of the same kind (Stored.kind),
-    at the first use for each kind and dtype. Returns the reason, in words, why this GPU must not run the kernel, or
-    None if the two agree. Without a GPU nothing is compared, and the result is None. `refusal` calls it."""
 
     def compare():
         draw = np.random.default_rng(0)
@@ -69,12 +57,7 @@ def _first_use(weight: Stored, dtype) -> str | None:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight,
-    or None if it can. reference._times asks it in the forward: if there is a reason, `dequantize` decodes the weight,
-    and the vendor's GEMM multiplies. Up to 16 tokens are for this module's kernels, which take NF4 and FP4 with rows in
-    multiples of 16, and columns in multiples of 512, 1,024 at least; a weight that `refusal` refuses is refused here
-    too. More tokens are for Triton's kernel (`few_refusal`). On a GPU the result of this file's or of Triton's kernel
-    on a small case is compared with the exact one at the first use."""
+    """The reason why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight, or None."""
     if not isinstance(weight, FourBit):
         return f"a weight in {type(weight).__name__}"
     if tokens > MAX_TOKENS:
@@ -99,10 +82,7 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens, which is more than 16, in
-    `dtype` by this weight, or None if it can. Reasons are those of triton.few_refusal, and a wrong result. A Triton
-    kernel (triton.few_matmul) does it, which decodes the codes in registers. On a GPU its result on a small case is
-    compared with the exact one at the first use. `small_refusal` calls it."""
+    """As `small_refusal`, for more than 16 tokens."""
     reason = triton.few_refusal(weight, dtype, tokens)
     if reason is not None:
         return reason
@@ -121,11 +101,9 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def _kernel(body, name: str, interpret, **options):
-    """Makes a function of a kernel's input arrays, which returns its output, from the kernel's body, by
-    gpu_kernel.kernel. A GPU runs it if `interpret` is None, otherwise Pallas' interpreter, whose parameters `interpret`
-    are. The body also gets the keyword argument `interpreted`, True in the second case, because the interpreter cannot
-    run inline PTX and bodies compute in jnp there. name and options: those of gpu_kernel.kernel. row_matmul and
-    line_matmul get this function as an argument."""
+    """gpu_kernel.kernel of a body that also gets `interpreted`: Pallas' interpreter cannot run inline PTX, so bodies
+    compute in jnp there. interpret: the interpreter's parameters; None on a GPU.
+    """
     return gpu_kernel.kernel(functools.partial(body, interpreted=interpret is not None), name, interpret, **options)
 
 
@@ -133,26 +111,24 @@ def _kernel(body, name: str, interpret, **options):
 
 
 def _dequantize_kernel(*refs, chunks: Chunks, interpreted: bool):
-    """The kernel's body: each program, one warpgroup, decodes one chunk of the weight. refs, all in global memory: the
-    arrays that chunks.operands returns, and the output, `dtype`[number of chunks, elements of a chunk]. chunks: how the
-    weight is divided. interpreted: True if Pallas' interpreter runs the body, False on a GPU."""
+    """Each program, one warpgroup, decodes one chunk. refs: chunks.operands, and the output [chunks, elements of a
+    chunk].
+    """
     *operands, out_ref = refs
-    at = lax.axis_index("chunk")
-    out_ref.at[at][...] = chunks.values(operands, at, chunks.load(operands, at), interpreted)
+    chunk = lax.axis_index("chunk")
+    out_ref.at[chunk][...] = chunks.values(operands, chunk, chunks.load(operands, chunk), interpreted)
 
 
 def dequantize(weight: Stored, dtype) -> jax.Array:
-    """The decoded weight in `dtype`, bfloat16 or float16, bit for bit what weight.decode(dtype) gives, except that
-    numbers of MXFP4 below 2^-126 are not rounded to zero. It precedes the vendor's GEMM for products of many tokens.
-    Call it only if `refusal` returns None."""
+    """The weight in bfloat16 or float16, bit for bit as weight.decode, but MXFP4's numbers below 2^-126 are not zero.
+    Only if `refusal` is None.
+    """
     return _dequantize(weight, jnp.dtype(dtype), gpu_kernel.interpreter())
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _dequantize(weight: Stored, dtype, interpret) -> jax.Array:
-    """The jitted part of `dequantize`: returns the decoded weight in its shape. It is a function of its own so that a
-    program compiles it once for all weights of a shape. dtype: of the result; interpret: the parameters of Pallas'
-    interpreter, or None on a GPU."""
+    """Jitted apart, so that a program compiles it once for all weights of a shape."""
     chunks = Chunks.of(weight, dtype, weight.size)
     values = _kernel(
         functools.partial(_dequantize_kernel, chunks=chunks),
@@ -170,9 +146,9 @@ def _dequantize(weight: Stored, dtype, interpret) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """How `small_matmul` (1 to 16 tokens) divides its work. Program p computes tiles p, p + programs, p + 2 programs,
-    ... of 16 rows of the weight. The warpgroups of a program divide the columns of the weight, chunk by chunk, and add
-    their sums at the end. `_plan` chooses it."""
+    """How `small_matmul` divides its work for 1 to 16 tokens: program p computes tiles p, p + programs, ... of 16 rows,
+    and its warpgroups divide the columns, chunk by chunk, and add their sums at the end.
+    """
 
     # 1 or 2: of each row's codes in a chunk, each of the 4 warps reads `parts` times 64 bytes; 2 reads whole memory
     # lines of 128 bytes, but leaves room for at most 4 tokens
@@ -184,88 +160,63 @@ class _Plan:
 
     @property
     def chunk(self) -> int:
-        """The number of elements of each row of the weight that a warpgroup multiplies in one step of its loop over the
-        columns."""
+        """Elements of a row that a warpgroup multiplies in one step."""
         return 512 * self.parts
 
     @property
     def codes(self):
-        """The register layout in which a warpgroup loads the codes of one chunk of a tile, uint8[16 rows, chunk / 2
-        bytes]. Each warp has `parts` times 64 bytes of every row; each lane has 16 neighbouring bytes of a row, for
-        every (8 / parts)-th row."""
-        rows, own = 8 // self.parts, 64 * self.parts
-        tiling = Tiling(((rows, 4 * own), (rows, own), (16,)))
+        """The register layout of a chunk's codes, uint8[16 rows, chunk / 2]: each warp has `parts` times 64 bytes of
+        every row, each lane 16 neighbouring bytes of every (8 / parts)-th row.
+        """
+        rows, own_bytes = 8 // self.parts, 64 * self.parts
+        tiling = Tiling(((rows, 4 * own_bytes), (rows, own_bytes), (16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def _plan(rows: int, columns: int, tokens: int) -> _Plan:
-    """Chooses how `small_matmul` divides the product of a weight [rows, columns] with this number of tokens (1 to 16),
-    by what was fastest on an H200. For at most 4 tokens, if `columns` is a multiple of 1,024 from 2,048 on, warps read
-    whole memory lines (15 % faster than half lines, but they take the registers that more tokens need); then a program
-    has one warpgroup (7 % faster) if there are at least 528 tiles of 16 rows, four for each multiprocessor, else two.
-    All other products have half lines and two warpgroups. `_small_matmul` divides its work by it. `small_refusal` takes
-    from it the sizes of the small case of its first-use check, and no reason to refuse."""
+    """The division that was fastest on an H200. For at most 4 tokens warps read whole memory lines (15 % faster than
+    half lines, but more tokens need the registers), in one warpgroup (7 % faster) if each multiprocessor has four
+    tiles.
+    """
     if tokens <= 4 and columns % 1024 == 0 and columns >= 2048:
         warpgroups = 1 if rows // _ROWS >= 4 * 132 else 2
         return _Plan(2, 8, warpgroups, 4 * 132 // warpgroups)
     return _Plan(1, 8, 2, 3 * 132) if tokens <= 8 else _Plan(1, 16, 2, 2 * 132)
 
 
-def _written_out_product(acc, codes, pairs, scales, x, parts):
-    """Computes in jnp what lanes.small_product computes, because Pallas' interpreter cannot run that: acc plus the
-    product of 16 rows of the weight and x^T over the columns of one chunk. The result has the order of elements that
-    lanes.small_product explains for its acc, and 0 where that has numbers without meaning.
-
-    Args:
-      acc: float32[64 parts, n], the sums so far.
-      codes: uint8[16, 256 parts], the codes of 16 rows.
-      pairs: `dtype`[256, 2], the two elements of each byte of codes.
-      scales: float32[16, blocks of the chunk].
-      x: [tokens, columns of the chunk].
-      parts: 1 or 2, the number of 64-byte runs of a row's codes that a warp takes.
+def _written_out_product(acc, codes, pairs, scales, x, runs):
+    """lanes.small_product in jnp, for the interpreter. acc: float32[64 runs, n]; codes: uint8[16, 256 runs]; x:
+    [tokens, columns].
     """
-    each = 8 // parts
-    tokens = acc.shape[1] // parts
-    values = pairs[codes.astype(jnp.int32)].astype(jnp.float32).reshape(parts, 2, each, 4, parts, 2, BLOCK)
-    x = jnp.pad(x.astype(jnp.float32), ((0, tokens - x.shape[0]), (0, 0))).reshape(-1, each, 4, parts, 2, BLOCK)
+    rows_per_group = 8 // runs
+    tokens = acc.shape[1] // runs
+    values = pairs[codes.astype(jnp.int32)].astype(jnp.float32).reshape(runs, 2, rows_per_group, 4, runs, 2, BLOCK)
+    x = jnp.pad(x.astype(jnp.float32), ((0, tokens - x.shape[0]), (0, 0))).reshape(
+        -1, rows_per_group, 4, runs, 2, BLOCK
+    )
     scales = scales.reshape(*values.shape[:-1])[..., None, None]
     blocks = jnp.einsum("siawhbk,etwhbk->siawhbet", values, x) * scales
-    part = jnp.einsum("siawhbet,hg->swiahegt", blocks, jnp.eye(parts))
-    return acc + part.reshape(acc.shape)
+    partial = jnp.einsum("siawhbet,hg->swiahegt", blocks, jnp.eye(runs))
+    return acc + partial.reshape(acc.shape)
 
 
-def _written_out_sums(partial, tokens, parts):
-    """Computes in jnp what lanes.store_sums stores, because Pallas' interpreter cannot run that: the product of 16 rows
-    of the weight with the tokens, float32[tokens, 16], added up over warpgroups, warps and the parts of a row.
-
-    Args:
-      partial: float32[warpgroups, 64 parts, n], what small_product returned to each warpgroup.
-      tokens: the number of tokens; columns for more are dropped.
-      parts: 1 or 2, the number of 64-byte runs of a row's codes that a warp takes in a chunk.
-    """
-    each = 8 // parts
-    sums = partial.reshape(partial.shape[0], parts, 4, 2, each, parts, -1, parts, each)
-    total = jnp.einsum("pswiahegt,hg->etsia", sums, jnp.eye(parts))
+def _written_out_sums(partial, tokens, runs):
+    """lanes.store_sums in jnp, for the interpreter: float32[tokens, 16]."""
+    rows_per_group = 8 // runs
+    sums = partial.reshape(partial.shape[0], runs, 4, 2, rows_per_group, runs, -1, runs, rows_per_group)
+    total = jnp.einsum("pswiahegt,hg->etsia", sums, jnp.eye(runs))
     return total.reshape(-1, _ROWS)[:tokens]
 
 
 def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _Plan, interpreted):
-    """The kernel's body: program p of n multiplies the tiles p, p + n, p + 2 n, ... of 16 rows of the weight by all
-    tokens. The warpgroups of a program divide the columns, and add their sums at the end. What a tile needs from memory
-    is loaded while the one before is multiplied.
+    """Program p of n multiplies the tiles p, p + n, ... of 16 rows of the weight by all tokens. What a tile needs from
+    memory is loaded while the one before is multiplied.
 
-    Args:
-      x_ref: [tokens, columns], in global memory like the next ones.
-      codes_ref: uint8[rows, columns / 2].
-      absmax_ref: uint8 or float32[rows, columns / 64], the scales of blocks of 64.
-      pairs_ref: the two elements that each byte of codes encodes: uint32[256] on a GPU, `dtype`[256, 2] if interpreted.
-      refs: if absmax is uint8, what decodes it: its map, nested absmax and offset; the output [tokens, rows]; then, in
-        shared memory, the table of pairs, the scales of two tiles, and the sums; two barriers.
-      dtype: of x and of the output.
-      plan: how the work is divided.
-      interpreted: True if Pallas' interpreter runs the body, False on a GPU.
+      absmax_ref: uint8 or float32[rows, columns / 64].
+      pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
+      refs: map, nested absmax and offset of a uint8 absmax; the output [tokens, rows]; shared memory and barriers.
     """
-    *nested_refs, out_ref, pairs_smem, scales_smem, partial_smem, ready, done = refs
+    *nested_refs, out_ref, pairs_smem, scales_smem, partial_smem, ready, finished = refs
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     programs = lax.axis_size("program")
     columns = x_ref.shape[1]
@@ -285,8 +236,8 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
         values = absmax_ref[pl.ds(row_of(number), _ROWS)]
         if not nested_refs:
             return (values,)
-        place = (jnp.arange(_ROWS)[:, None] + row_of(number)) * blocks + jnp.arange(blocks)
-        return values, nested_refs[1][...][place // NESTED_BLOCK]
+        position = (jnp.arange(_ROWS)[:, None] + row_of(number)) * blocks + jnp.arange(blocks)
+        return values, nested_refs[1][...][position // NESTED_BLOCK]
 
     def keep_scales(share, scales):
         if not interpreted:
@@ -304,8 +255,7 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
         return lax.rem(step, steps) * warpgroups + wg
 
     def load_codes(step):
-        """Loads the codes that this warpgroup multiplies in a step, uint8[16, chunk / 2]; step is the number among all
-        steps that it makes, over all tiles of the program."""
+        """The codes of a step, uint8[16, chunk / 2]; steps are numbered over all tiles of the program."""
         return plgpu.load(
             codes_ref.at[
                 pl.ds(row_of(lax.div(step, steps)), _ROWS), pl.ds(chunk_of(step) * (chunk_size // 2), chunk_size // 2)
@@ -317,9 +267,9 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
     def multiply(step, scales, acc, codes):
         chunk = chunk_of(step)
         if interpreted:
-            own = scales[:, pl.ds(chunk * (chunk_size // BLOCK), chunk_size // BLOCK)]
+            own_scales = scales[:, pl.ds(chunk * (chunk_size // BLOCK), chunk_size // BLOCK)]
             x = x_ref[:, pl.ds(chunk * chunk_size, chunk_size)]
-            return _written_out_product(acc, codes, pairs_ref[...], own, x, plan.parts)
+            return _written_out_product(acc, codes, pairs_ref[...], own_scales, x, plan.parts)
         x = lanes.x_fragments(chunk, x_ref, plan.width, plan.parts)
         return lanes.small_product(acc, codes, x, chunk, pairs_smem, scales, (plgpu.Layout.WGMMA, plan.codes), dtype)
 
@@ -341,11 +291,11 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
         acc = plgpu.layout_cast(jnp.zeros(partial_smem.shape[1:], jnp.float32), plgpu.Layout.WGMMA)
         acc, next_codes = lax.fori_loop(0, steps, one_step, (acc, next_codes))
         partial_smem.at[wg][...] = acc
-        plgpu.barrier_arrive(done)
+        plgpu.barrier_arrive(finished)
 
         @pl.when(wg == 0)
         def _():
-            plgpu.barrier_wait(done)
+            plgpu.barrier_wait(finished)
             if interpreted:
                 total = _written_out_sums(partial_smem[...], x_ref.shape[0], plan.parts)
                 out_ref[:, pl.ds(row_of(number), _ROWS)] = total.astype(dtype)
@@ -363,40 +313,30 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
 
 @functools.cache
 def _pairs(table: bytes, dtype) -> np.ndarray:
-    """`dtype`[256, 2]: the two elements that each of the 256 bytes of codes encodes, that of the high four bits first.
-    With this table a kernel needs one look-up for two elements. The result is a numpy array that is computed once for
-    the same arguments; callers must not change it. table: the bytes of the format's 16 values in float32. dtype: that
-    of x, bfloat16 or float16."""
+    """`dtype`[256, 2]: the two elements of each byte of codes, which one look-up gives. Cached: do not change it."""
     entries = np.frombuffer(table, np.float32).astype(dtype)
     byte = np.arange(256)
     return np.stack([entries[byte >> 4], entries[byte & 15]], axis=1)
 
 
 def small_bucket(weight: FourBit, tokens: int) -> str:
-    """Names the class of products of this number of tokens, 1 to 16, with a weight [out, in] of this shape that share a
-    measurement, as a key of the table of measured tile sizes (tuning.py): for example "4096 x 4096, tokens=4". Tokens
-    are rounded up to 1, 4, 8 or 16, so that four measurements for a shape are enough. `line_tile` reads the entry, and
-    benchmarks/kernels/quant_matmul.py --lines measures and stores it."""
+    """The name under which tile sizes are measured, such as "4096 x 4096, tokens=4"; tokens are rounded up to 1, 4, 8
+    or 16.
+    """
     rows, columns = weight.shape
     return f"{rows} x {columns}, tokens={next(n for n in (1, 4, 8, 16) if tokens <= n)}"
 
 
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
-    """Returns the tile sizes with which line_matmul was measured to be the fastest kernel for products of this class
-    (`small_bucket`: the weight's shape and the number of tokens, rounded up) in `dtype`. It returns None if nothing was
-    measured on this kind of GPU, if another kernel was faster, or if `line_refusal` refuses the tile. `small_matmul`
-    calls it."""
-    found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
-    if not found or line_refusal(tile := line_matmul.Tile(**found), weight, dtype, tokens) is not None:
+    """line_matmul's tile if it was measured to be the fastest kernel for such products and can run; else None."""
+    measured = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
+    if not measured or line_refusal(tile := line_matmul.Tile(**measured), weight, dtype, tokens) is not None:
         return None
     return tile
 
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
-    """Returns the reason, in words, why line_matmul with this tile cannot multiply 1 to 16 tokens in `dtype` by this
-    weight, or None if it can. Reasons are those of `small_refusal`, sizes that do not fit the weight or a program's
-    memory, and a wrong result on a small case, which is compared with the exact one at the first use on a GPU.
-    `line_tile` calls it."""
+    """The reason why line_matmul with this tile cannot multiply 1 to 16 tokens, or None."""
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or gpu_kernel.interpreter() is not None:
@@ -415,13 +355,10 @@ def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) ->
 
 
 def row_refusal(weight: FourBit, dtype) -> str | None:
-    """Returns the reason, in words, why row_matmul cannot multiply one token in `dtype` by this weight, or None if it
-    can. Reasons are sizes for which row_matmul has no plan (an odd number of rows, columns that are no multiple of
-    1,024 or more than 28,672, too much shared memory), those of `refusal`, and a wrong result on a small case, which is
-    compared with the exact one at the first use on a GPU. `small_matmul` calls it for a single token."""
+    """The reason why row_matmul cannot multiply one token, or None."""
     rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
-    cut = row_matmul.plan(rows, columns)
-    if cut is None:
+    sizes = row_matmul.plan(rows, columns)
+    if sizes is None:
         return f"weight {weight.shape}; wants columns in multiples of 1,024, up to 28,672, and an even number of rows"
     reason = refusal(weight, dtype)
     if reason is not None or gpu_kernel.interpreter() is not None:
@@ -430,31 +367,23 @@ def row_refusal(weight: FourBit, dtype) -> str | None:
     def compare():
         keys = jax.random.split(jax.random.key(0), 2)
         # Each of two programs has more chunks than stages, and the first has one more than the second.
-        small = (2 * cut.pairs * (2 * cut.stages + 3), columns)
+        small = (2 * sizes.pairs * (2 * sizes.stages + 3), columns)
         stored = NF4.encode(jax.random.normal(keys[0], small), weight.nested_absmax is not None)
         x = jax.random.normal(keys[1], (1, columns)).astype(dtype)
         return [_row_matmul(x, stored, 2, None)], [exact_product(x, stored)]
 
     quantised = "quantised" if weight.nested_absmax is not None else "float32"
-    call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {cut.slices} slices, {cut.pairs} pairs"
+    call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {sizes.slices} slices, {sizes.pairs} pairs"
     return dispatch.first_use("quant_matmul", "mosaic, by rows", call, compare)
 
 
 def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = None) -> jax.Array:
-    """Multiplies x [tokens, in] by a four-bit weight [out, in] without writing the decoded weight to memory: x
-    weight^T, [tokens, out] in x's dtype. Call it only if `small_refusal` returns None. reference._times calls it in the
-    forward.
+    """x weight^T, [tokens, out] in x's dtype, without writing the decoded weight. Only if `small_refusal` is None.
 
-    Up to 16 tokens are multiplied by a Mosaic kernel: the values of the format's table are rounded to x's dtype, and
-    each block's sum of products, in float32, is multiplied by its absmax. More are multiplied by triton.few_matmul,
-    which multiplies by decoded elements.
+    For up to 16 tokens the table's values are rounded to x's dtype, and each block's float32 sum is multiplied by its
+    absmax; for more, decoded elements are multiplied.
 
-    Args:
-      x: [tokens, in].
-      weight: [out, in].
-      tile: use line_matmul with these tile sizes, for up to 16 tokens; only the check of `line_refusal` and tests do.
-        None: line_matmul if it was measured to be the fastest (`line_tile`), else row_matmul for one token if it can
-        (`row_refusal`), else this module's kernel.
+      tile: use line_matmul with it; None: the fastest kernel.
     """
     if x.shape[0] > MAX_TOKENS:
         return triton.few_matmul(x, weight)
@@ -466,9 +395,7 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.Array:
-    """Multiplies one token x [1, in] by a weight [out, in], by row_matmul with at most `programs` programs: [1, out] in
-    x's dtype. interpret: the parameters of Pallas' interpreter, or None on a GPU. It is jitted, so that a program
-    compiles it once for all weights of a shape. `small_matmul` calls it, and the check of `row_refusal`."""
+    """row_matmul, jitted so that a program compiles it once for all weights of a shape."""
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = absmax_operands(weight)
     return row_matmul.matmul(x, weight.codes, absmax, nested, pairs, weight.shape[0], _kernel, interpret, programs)
@@ -476,10 +403,9 @@ def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, interpret) -> jax.Array:
-    """Multiplies x [tokens, in], at most 16 tokens, by a weight [out, in]: [tokens, out] in x's dtype. The kernel is
-    line_matmul with the sizes of `tile`, or this module's if tile is None. interpret: the parameters of Pallas'
-    interpreter, or None on a GPU. It is jitted, so that a program compiles it once for all weights of a shape.
-    `small_matmul` calls it, and the check of `small_refusal`."""
+    """line_matmul, or without a tile this module's kernel, jitted so that a program compiles it once for all weights of
+    a shape.
+    """
     tokens, columns = x.shape
     rows = weight.shape[0]
     plan = _plan(rows, columns, tokens)

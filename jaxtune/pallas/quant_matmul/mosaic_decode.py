@@ -1,9 +1,5 @@
-"""How a warpgroup decodes weights in four bits, chunk by chunk, for the kernel that decodes a whole weight (mosaic.py)
-and for a grouped product that decodes weights ahead of their use (grouped_matmul/mosaic_ahead.py).
-
-A chunk is a run of consecutive numbers of the flat weight, whatever rows they belong to: `lines` lines (see Chunks),
-each with 512 bytes of codes for 1,024 numbers. SMALLEST is the number of elements of a line. `absmax_operands` returns
-the arrays that kernels decode absmax from.
+"""How a warpgroup decodes weights in four bits, chunk by chunk: runs of consecutive numbers of the flat weight, of
+lines with 512 bytes of codes for 1,024 numbers.
 """
 
 from __future__ import annotations
@@ -37,9 +33,9 @@ _LAYOUTS = {"absmax": _SCALES, "powers": _POWERS, "bytes": _E4M3}
 
 
 def absmax_operands(weight: FourBit) -> list[jax.Array]:
-    """The arrays from which a kernel computes a weight's absmax: [float32 absmax], or with double quantisation [uint8
-    absmax, map float32[256], nested absmax float32, offset float32[1]]. Kernels take them in this order. The products
-    with a few tokens and Chunks.operands call it."""
+    """[float32 absmax], or with double quantisation [uint8 absmax, map float32[256], nested absmax float32, offset
+    float32[1]].
+    """
     if weight.nested_map is None or weight.nested_absmax is None or weight.offset is None:
         return [weight.absmax]
     return [weight.absmax, weight.nested_map, weight.nested_absmax, weight.offset.reshape(1)]
@@ -47,10 +43,7 @@ def absmax_operands(weight: FourBit) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """How a weight is divided into chunks of consecutive numbers, and how a warpgroup decodes one of them. A kernel is
-    compiled for these values. `decodes` says which weights are supported, and `of` chooses the chunks of a weight.
-    `operands` are the arrays, in the GPU's memory, that a kernel takes; within the kernel, `load` loads a chunk, and
-    `values` decodes it. The properties are sizes and register layouts of a chunk."""
+    """How a weight is divided into chunks, and how a warpgroup decodes one; static in a kernel."""
 
     # 1,024 numbers each, how many a chunk has; a power of two, so that a chunk's blocks are within one nested block
     lines: int
@@ -64,20 +57,17 @@ class Chunks:
 
     @staticmethod
     def decodes(weight: Stored) -> bool:
-        """Returns True if a weight is in a format that is decoded here: NF4 or FP4 (FourBit), MXFP4 that is not
-        `swapped`, or NVFP4 with one scale for the whole tensor; False otherwise. Refusals of kernels that decode ask
-        it."""
-        one = isinstance(weight, FourBit | MXFP4) or (isinstance(weight, NVFP4) and weight.tensor_scale.size == 1)
-        return one and not weight.swapped
+        """Whether the weight is NF4 or FP4, MXFP4 that is not `swapped`, or NVFP4 with one tensor scale."""
+        supported = isinstance(weight, FourBit | MXFP4) or (isinstance(weight, NVFP4) and weight.tensor_scale.size == 1)
+        return supported and not weight.swapped
 
     @staticmethod
     def of(weight: Stored, dtype, whole: int) -> Chunks:
-        """Chooses the chunks of a weight that is decoded to `dtype`. A chunk has the largest power of two of lines
-        (1,024 numbers each), at most 8 (4 for NVFP4), by which `whole` can be divided. whole: the number of elements of
-        which a chunk's size must be a divisor, a multiple of 1,024: the whole weight's, or those of one expert if each
-        is decoded separately."""
+        """The chunks of a weight: the largest power of two of lines, at most 8 (4 for NVFP4), that divides `whole`, the
+        numbers of the weight or of an expert that is decoded separately.
+        """
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
-        # Measured (README.md): more lines leave small weights too few programs, fewer load too little at a time.
+        # Measured (notes/quant_matmul.md): more lines leave small weights too few programs, fewer load too little at a time.
         largest = 4 if isinstance(weight, NVFP4) else 8
         lines = next(n for n in (8, 4, 2, 1) if n <= largest and whole % (n * SMALLEST) == 0)
         scales = "absmax" if isinstance(weight, FourBit) else "powers" if isinstance(weight, MXFP4) else "bytes"
@@ -87,33 +77,29 @@ class Chunks:
 
     @property
     def scales_layout(self):
-        """The register layout of a chunk's scales, in which each lane has the scales of the codes that it decodes;
-        kernels load the scales from global memory in it."""
+        """The register layout of a chunk's scales: each lane has those of its codes."""
         return _LAYOUTS[self.scales]
 
     @property
     def low_first(self) -> bool:
-        """True if a byte's first number is in its low four bits (MXFP4, NVFP4); False if it is in the high ones (NF4,
-        FP4). `values` divides bytes into codes by it."""
+        """Whether a byte's first number is in its low four bits."""
         return self.scales != "absmax"
 
     @property
     def numbers(self) -> int:
-        """The number of elements of a chunk, the part of a weight that a program decodes at a time. `out_layout` is for
-        as many, and the kernel that decodes a whole weight (mosaic.dequantize) returns [count, numbers]."""
+        """Elements of a chunk."""
         return self.lines * SMALLEST
 
     @property
     def out_layout(self):
-        """The register layout of a decoded chunk, in which a lane has runs of eight numbers (16 bytes), as it stores
-        them. `values` returns numbers in it, and kernels store them from it."""
+        """The register layout of a decoded chunk: a lane has runs of eight numbers (16 bytes)."""
         return plgpu.Layout.WG_STRIDED((self.numbers,), 8)
 
     def operands(self, weight: Stored) -> list[jax.Array]:
-        """The arrays that a kernel takes to decode a weight, in this order: codes uint8[count, bytes of a chunk];
-        scales [count, scales of a chunk]; the values of the 16 codes, float32[16]; and what decodes the scales, if
-        anything does. For uint8 absmax that is map float32[256], nested absmax and offset float32[1]; for NVFP4 it is
-        float32[256], the value of each byte as an e4m3 number, and the tensor's scale float32[1]."""
+        """The arrays of a kernel: codes and scales [count, those of a chunk]; the table float32[16]; and of uint8
+        absmax the map float32[256], nested absmax and offset float32[1]; of NVFP4 float32[256], each byte as e4m3, and
+        the tensor's scale float32[1].
+        """
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         if isinstance(weight, FourBit):
             scales, *nested = absmax_operands(weight)
@@ -126,25 +112,19 @@ class Chunks:
         return [weight.codes.reshape(self.count, -1), scales.reshape(self.count, -1), table, *nested]
 
     def load(self, refs, at):
-        """Loads what chunk number `at` (int32[]) is decoded from into the registers of the calling warpgroup: returns
-        (codes, scales), for `values`. refs: the arrays of `operands`, in global memory. It is separate from `values`,
-        so that a chunk can be loaded while the one before it is decoded."""
+        """(codes, scales) of chunk `at` in registers; apart from `values`, so that it can run while the chunk before is
+        decoded.
+        """
         codes_ref, scales_ref, *_ = refs
         codes_layout = plgpu.Layout.WG_STRIDED((self.lines * _LINE,), 4)
         codes = plgpu.load(codes_ref.at[at], layout=codes_layout, optimized=False)
         return codes, plgpu.load(scales_ref.at[at], layout=self.scales_layout, optimized=False)
 
     def values(self, refs, at, loaded, interpreted: bool, *, beside_products: bool = False):
-        """Decodes a loaded chunk: `dtype`[numbers], in registers of `out_layout`.
+        """A loaded chunk decoded: `dtype`[numbers], in registers of `out_layout`.
 
-        Args:
-          refs: the arrays of `operands`, in global memory.
-          at: int32[], the number of the chunk.
-          loaded: (codes, scales), from `load`.
-          interpreted: True if Pallas' interpreter runs it, False on a GPU.
-          beside_products: True: codes are looked up by byte permutations, which do not use shared memory; for kernels
-            whose tensor cores read shared memory at the same time. False: by warp shuffles, which need fewer
-            instructions.
+        beside_products: look codes up by byte permutations, without shared memory, which tensor cores read at the
+        same time; False: by warp shuffles, fewer instructions.
         """
         _, _, table_ref, *nested_refs = refs
         codes, scales = loaded
@@ -154,14 +134,14 @@ class Chunks:
         elif self.scales == "powers":
             scales = scale_lanes.powers_of_two(scales, scales_layout)
         elif self.scales == "bytes":
-            values_ref, whole = nested_refs[0], nested_refs[1][0]
+            values_ref, tensor_scale = nested_refs[0], nested_refs[1][0]
             if interpreted:
-                found = values_ref[...][scales]
-                scales = found / whole if self.divides else found * whole
+                e4m3 = values_ref[...][scales]
+                scales = e4m3 / tensor_scale if self.divides else e4m3 * tensor_scale
             elif self.divides:
-                scales = scale_lanes.divided_scales(scales, whole, values_ref, scales_layout)
+                scales = scale_lanes.divided_scales(scales, tensor_scale, values_ref, scales_layout)
             else:
-                scales = scale_lanes.table_scales(scales, whole, jnp.float32(0.0), values_ref, scales_layout)
+                scales = scale_lanes.table_scales(scales, tensor_scale, jnp.float32(0.0), values_ref, scales_layout)
         elif nested_refs:
             map_ref, nested_ref, offset_ref = nested_refs
             nested, offset = nested_ref[lax.div(at * scales.shape[0], jnp.int32(NESTED_BLOCK))], offset_ref[0]

@@ -1,8 +1,6 @@
-"""`normed_matmul`: quant_matmul of an RMS norm's result, for a forward in which nothing else reads the normed x, such
-as that of attention's query, key and value, or of an MLP's gate and up.
-
-Where all weights are multiplied as they are stored, a kernel computes from x what these products need (fp8_normed.py),
-and no normed x is written."""
+"""quant_matmul of an RMS norm's result that nothing else reads. Where all weights are multiplied as they are stored, a
+kernel computes what the products need (fp8_normed.py), and no normed x is written.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +35,17 @@ def normed_matmul(
     float32: bool = False,
     fp8: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Computes the RMS norm of x over its last axis, and multiplies it by weights, as quant_matmul does. It is
-    differentiable as normed_stream and quant_matmul are, whose derivatives its own consists of.
+    """quant_matmul of the RMS norm of x over its last axis: for each weight [..., out_i] in x's dtype. Differentiable
+    as normed_stream and quant_matmul are.
 
-    The kernel runs if all weights are multiplied in FP8 and have scales of one kind, there are at least 2,048 rows of
-    at least 512 numbers, and it supports the call (fp8_normed.refusal). It rounds the normed numbers to e4m3 alone,
-    where the two operations round them to x's dtype first, so its results are nearer to those of float32.
+    For FP8 weights with scales of one kind, and 2,048 rows of 512 numbers or more, a kernel rounds to e4m3 alone, and
+    not to x's dtype first: its results are nearer to float32's. TypeError or ValueError for an argument that is not as
+    here.
 
-    Args:
-      x: [..., in] bfloat16, float16 or float32, the compute dtype.
-      norm_weight: float[in], the norm's.
-      weights: each [out_i, in], an array or quantised.
+      x: [..., in] bfloat16, float16 or float32.
       loras: for each weight its adapter, without a row_scale, or None.
-      biases: for each weight its bias, float[out_i], or None.
-      eps, offset, float32: those of normed_stream.
-      fp8: that of quant_matmul.
-    Returns:
-      a tuple with one [..., out_i] in x's dtype for each weight.
-    Raises:
-      TypeError, ValueError: an argument is not as described here.
+      eps, offset, float32: of normed_stream.
+      weights, biases, fp8: of quant_matmul.
     """
     check = Arguments("normed_matmul")
     check.array("x", x, "... in", FLOATS)
@@ -78,16 +68,15 @@ def normed_matmul(
     rounding = NormRounding(eps, offset, float32)
     if not (fp8 and _by_kernel(x, weights, loras)):
         return _plain(x, norm_weight, weights, loras, biases, rounding, fp8)
-    rows, given = x.reshape(-1, x.shape[-1]), (tuple(weights), tuple(loras), tuple(biases))
-    run = functools.partial(_normed, rounding, rows, norm_weight, *given)
+    rows, operands = x.reshape(-1, x.shape[-1]), (tuple(weights), tuple(loras), tuple(biases))
+    run = functools.partial(_normed, rounding, rows, norm_weight, *operands)
     # Without adapters there is no low-rank input, so that none is kept.
     outs = low_rank.of_function(run) if any(loras) else run(None)[0]
     return tuple(out.reshape(*x.shape[:-1], out.shape[-1]) for out in outs)
 
 
 def _by_kernel(x, weights, loras) -> bool:
-    """Whether a kernel runs a call whose weights are multiplied as they are stored if they can be. The arguments are
-    those of normed_matmul."""
+    """Whether a kernel runs a call whose weights may be multiplied undecoded."""
     products = {product_of(weight) for weight in weights}
     product = products.pop()
     if products or product is None or not thin.is_large(x.size // x.shape[-1], x.shape[-1]):
@@ -103,63 +92,52 @@ def _by_kernel(x, weights, loras) -> bool:
 
 
 def _plain(x, norm_weight, weights, loras, biases, rounding: NormRounding, fp8: bool) -> tuple[jax.Array, ...]:
-    """What normed_matmul computes, by the two operations that it stands for."""
     normed = normed_stream(x, norm_weight, **rounding._asdict())[1]
     return quant_matmul(normed, weights, loras, biases, fp8=fp8)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normed(rounding: NormRounding, x, norm_weight, weights, loras, biases, given):
-    """The kernel's way: (a tuple of the outputs [tokens, out_i], the OfNormed of the adapters (low_rank.py), or None
-    without adapters).
-
-    Args:
-      rounding: the norm's settings.
-      x, norm_weight: [tokens, in] and [in].
-      weights: each [out_i, in], which the same product multiplies as they are stored, with scales of one kind.
-      loras, biases: for each weight its LoraWeights or None, and its bias or None.
-      given: the OfNormed that an earlier run made; None: it is computed.
+def _normed(rounding: NormRounding, x, norm_weight, weights, loras, biases, earlier):
+    """By the kernel: (outputs [tokens, out_i], OfNormed or None). earlier: an earlier run's OfNormed; None: it is
+    computed.
     """
     product = product_of(weights[0])
     assert product is not None
     kind = product.kind(weights[0])
     adapters = [lora for lora in loras if lora is not None]
-    wanted = adapters and given is None
-    a = jnp.concatenate([lora.a.astype(jnp.float32) for lora in adapters]) if wanted else None
-    coded, made = product.normed_operand(x, norm_weight, rounding, a, kind)
+    needs_product = adapters and earlier is None
+    a = jnp.concatenate([lora.a.astype(jnp.float32) for lora in adapters]) if needs_product else None
+    coded, of_normed = product.normed_operand(x, norm_weight, rounding, a, kind)
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)
     static = reference.Static(owners, tuple(lora.scale for lora in adapters), reference, (None,))
-    pairs, made = tuple((lora.a, lora.b) for lora in adapters), made if given is None else given
-    inner = None if made is None else made.inner
-    return reference.outputs(x, weights, pairs, biases, inner, static, {(product, kind): coded}), made
+    pairs, of_normed = tuple((lora.a, lora.b) for lora in adapters), of_normed if earlier is None else earlier
+    inner = None if of_normed is None else of_normed.inner
+    return reference.outputs(x, weights, pairs, biases, inner, static, {(product, kind): coded}), of_normed
 
 
-def _normed_fwd(rounding: NormRounding, x, norm_weight, weights, loras, biases, given):
-    """The forward rule of `_normed`: (its results, the function from the gradients of the outputs to those of x,
-    norm_weight, loras and biases, and None). Arrays tell here whether they get a gradient: the norm's weight does if it
-    is trained. It computes what `_normed` does by the two operations whose derivatives these are."""
+def _normed_fwd(rounding: NormRounding, x, norm_weight, weights, loras, biases, earlier):
+    """Runs the two operations whose derivatives these are. Arrays say here whether they get a gradient: the norm's
+    weight does if it is trained.
+    """
     trained = norm_weight.perturbed
-    values = (x, norm_weight, weights, loras, biases, given)
-    x, norm_weight, weights, loras, biases, given = jax.tree.map(lambda leaf: leaf.value, values)
+    values = (x, norm_weight, weights, loras, biases, earlier)
+    x, norm_weight, weights, loras, biases, earlier = jax.tree.map(lambda leaf: leaf.value, values)
 
     def plain(x, norm_weight, loras, biases):
         norm_weight = norm_weight if trained else jax.lax.stop_gradient(norm_weight)
-        with low_rank.kept(None if given is None else (given,)) as made:
+        with low_rank.kept(None if earlier is None else (earlier,)) as recorded:
             outs = _plain(x, norm_weight, weights, loras, biases, rounding, True)
-        return outs, tuple(made)
+        return outs, tuple(recorded)
 
-    outs, pullback, made = jax.vjp(plain, x, norm_weight, loras, biases, has_aux=True)
-    if made and given is None:
-        [inner] = made
+    outs, pullback, recorded = jax.vjp(plain, x, norm_weight, loras, biases, has_aux=True)
+    if recorded and earlier is None:
+        [inner] = recorded
         assert isinstance(inner, jax.Array)
-        given = low_rank.OfNormed(inner, inverse_rms(x, rounding.eps))
-    return (outs, given), (pullback, None if not trained else ())
+        earlier = low_rank.OfNormed(inner, inverse_rms(x, rounding.eps))
+    return (outs, earlier), (pullback, None if not trained else ())
 
 
 def _normed_bwd(rounding: NormRounding, residuals, gradients):
-    """The backward rule of `_normed`: the gradients of x, of the norm's weight (None if it is frozen), None for the
-    weights, those of loras and biases, and None for the low-rank inputs. gradients: of both results, of which those of
-    the outputs are used."""
     pullback, trained = residuals
     douts, _ = gradients
     douts = tuple(map(_as_array, douts))
@@ -168,7 +146,7 @@ def _normed_bwd(rounding: NormRounding, residuals, gradients):
 
 
 def _as_array(gradient) -> jax.Array:
-    """The gradient of a result as an array: zeros for a symbolic zero, of a result that nothing reads."""
+    """Zeros for a symbolic zero, of a result that nothing reads."""
     if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
         return jnp.zeros(gradient.shape, str(gradient.dtype))
     return gradient

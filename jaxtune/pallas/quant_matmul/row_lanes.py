@@ -1,13 +1,9 @@
-"""Operations of single lanes (threads of a warp) in the product of one token with a four-bit weight (row_matmul.py). As
-in lanes.py, all threads of a warpgroup call each of them.
+"""Operations of single lanes in the product of one token with a four-bit weight (row_matmul.py). As in lanes.py, all
+threads of a warpgroup call each of them.
 
-A pair is two neighbouring rows of the weight. A chunk is the pairs that one bulk copy loads. A slice is 1,024
-neighbouring columns; each warp multiplies one slice of one pair of a chunk. A block is 64 numbers of a row with one
-scale, the absmax. `wg`, int32[], is the number of the calling warpgroup among those that multiply.
-
-Each multiplying warpgroup calls `own_x` once, which loads the token's elements; for each chunk `own_nested` (with
-double quantisation), which loads nested absmax, and `multiply`; and at the end `store_sums`. `_warp`, `_lane` and
-`_block` number the threads and their blocks for these.
+A pair is two neighbouring rows, a chunk the pairs that one bulk copy loads, a slice 1,024 neighbouring columns; each
+warp multiplies one slice of one pair. A block is 64 numbers of a row with one absmax. `wg`, int32[], is the warpgroup's
+number among those that multiply; `pairs` counts those of a chunk, `slices` those of a row.
 """
 
 from __future__ import annotations
@@ -46,45 +42,35 @@ _ONE = plgpu.Layout.WG_STRIDED((128,), 1)
 
 
 def _warp(wg):
-    """The number of this thread's warp among all multiplying warps of its program, an MLIR int32. By it the functions
-    here find the slice and the blocks of the warp. wg: int32[], the number of its warpgroup among those that multiply,
-    as inline_mgpu passes it to a body (SCALAR)."""
+    """This thread's warp among all multiplying warps, an MLIR int32."""
     return ir_add(ir_mul(ir_scalar(wg), 4), ir_shift_right(ir_thread(), 5))
 
 
 def _lane():
-    """The number of the lane (thread) within its warp, 0 to 31, an MLIR int32, by which it knows its codes and scales
-    within the warp's slice."""
     return arith.andi(ir_thread(), ir_const(31))
 
 
 def _block(wg, slices: int):
-    """The number, within a chunk, of the block whose scale this lane decodes; an MLIR int32. A warp has a slice of a
-    pair of rows, 16 blocks in each of the two: lane 16 i + j decodes block j of the slice in row i. wg: as of `_warp`,
-    the number of the calling warpgroup among those that multiply. slices: the number of slices of a row."""
+    """The block of the chunk whose scale this lane decodes, an MLIR int32. Of a warp's 16 blocks in each of two rows,
+    lane 16 i + j decodes block j of row i.
+    """
     warp, lane = _warp(wg), _lane()
-    pair, part = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
+    pair, slice_index = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
     row = ir_add(ir_mul(pair, 2), ir_shift_right(lane, 4))
-    return ir_add(ir_mul(row, slices * 16), ir_mul(part, 16), arith.andi(lane, ir_const(15)))
+    return ir_add(ir_mul(row, slices * 16), ir_mul(slice_index, 16), arith.andi(lane, ir_const(15)))
 
 
 def own_x(x_ref, wg, slices: int):
-    """Loads the token's elements by which a lane multiplies its codes: uint32[128 x 16] in registers, with two 16-bit
-    elements in each. A lane has 16 neighbouring elements in each half of its warp's slice. They are the same for every
-    chunk, so they are loaded once. The kernel's body of row_matmul.py calls it at its start.
-
-    Args:
-      x_ref: the token, 16-bit [columns], in global memory.
-      wg: int32[], the number of the calling warpgroup among those that multiply.
-      slices: the number of slices of a row.
+    """The token's elements by which a lane multiplies its codes, two 16-bit ones in each of uint32[128 x 16], the same
+    for every chunk.
     """
 
     @mosaic_types.inline_mgpu(
         arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((128 * 16,), jnp.uint32, _X)
     )
     def load(_, wg, x_ref):
-        part = arith.remui(_warp(wg), ir_const(slices))
-        first = ir_add(ir_mul(part, SLICE), ir_mul(_lane(), 16))
+        slice_index = arith.remui(_warp(wg), ir_const(slices))
+        first = ir_add(ir_mul(slice_index, SLICE), ir_mul(_lane(), 16))
         four = ir.VectorType.get((4,), ir_i32())
         pointers = [
             ir_address(x_ref, ir_add(first, ir_const(_HALF * half + 8 * eight)), ir.IntegerType.get_signless(16))
@@ -99,16 +85,8 @@ def own_x(x_ref, wg, slices: int):
 
 
 def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int):
-    """Loads the nested absmax by which each lane decodes a quantised absmax in `multiply`: float32[128], one for each
-    lane. A nested absmax is the scale of the uint8 absmax of `nested_block` consecutive blocks.
-
-    Args:
-      nested_ref: float32, in global memory, one for each `nested_block` blocks of the weight.
-      chunk: int32[], the number of the chunk in the weight.
-      wg: int32[], the number of the calling warpgroup among those that multiply.
-      pairs: the number of pairs of rows in a chunk.
-      slices: the number of slices of a row.
-      nested_block: how many absmax share a nested absmax.
+    """The nested absmax by which each lane decodes a quantised absmax, float32[128]. nested_ref has one for each
+    `nested_block` blocks.
     """
 
     @mosaic_types.inline_mgpu(
@@ -117,8 +95,8 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
     def load(_, chunk, wg, nested_ref):
         blocks = pairs * 2 * slices * 16
         # Warps without work have numbers past those of the chunk.
-        own = arith.minui(_block(wg, slices), ir_const(blocks - 1))
-        number = arith.divui(ir_add(ir_mul(ir_scalar(chunk), blocks), own), ir_const(nested_block))
+        block = arith.minui(_block(wg, slices), ir_const(blocks - 1))
+        number = arith.divui(ir_add(ir_mul(ir_scalar(chunk), blocks), block), ir_const(nested_block))
         registers = np.empty((1,), object)
         registers[0] = ir_vector([ir_load(nested_ref, number, ir.F32Type.get())])
         return mgpu.FragmentedArray(_registers=registers, _layout=_ONE.to_mgpu(), _is_signed=None)
@@ -127,46 +105,35 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
 
 
 def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: int, dtype):
-    """Multiplies a chunk by the token, on the tensor cores. Each warp sets partial[place, warp], float32[8, 2], to the
-    sums of its pair of rows over its slice: one for each quad (four neighbouring lanes) and row of the pair. Warps from
-    number pairs x slices on have no slice, and set nothing. `store_sums` adds the sums up. The call must come after
-    lanes.wait_for_chunk for the slot, and after a barrier that follows the filling of table and map.
+    """partial[place, warp], float32[8, 2] = the warp's pair of rows times the token over its slice, for each quad and
+    row, by the tensor cores. Call it after lanes.wait_for_chunk and a barrier after the filling of table and map.
 
-    Args:
-      x: from own_x.
-      nested, offset: from own_nested, and the float32 offset of double quantisation; both None if absmax are float32.
-      place: int32[], the number of the chunk among those of this program.
-      slot: int32[], the index in `codes` and `absmax` at which the chunk is.
-      wg: int32[], the number of the calling warpgroup among those that multiply.
-      refs: in shared memory: codes uint8[slots, bytes of a chunk], absmax [slots, blocks of a chunk], table uint32[256,
-        64] with the two elements of each byte of codes, map float32[256] of double quantisation (None without it), and
-        partial float32[places, warps, 8, 2].
-      pairs, slices: the number of pairs of rows in a chunk, and of slices of a row.
-      dtype: of the elements, bfloat16 or float16.
+    A lane has 8 bytes of its quad's block of each row, in each half of the slice. For the tensor cores (m16n8k16) the
+    eight quads are eight rows with different k each; column g of the right operand has quad g's elements of x. So only
+    the diagonal of the products is used, and a lane needs x only at its own codes.
 
-    A quad has one block of each row of the pair in each half of the slice, and a lane has 8 bytes of it. For the tensor
-    cores (m16n8k16) the eight quads are eight rows with different k each; column g of the right operand has the
-    elements of x that belong to quad g. So only the diagonal of the products is used, and a lane needs x only at its
-    own codes. Rows 8 to 15 of the product are the second row of the pair.
+      x, nested: from own_x and own_nested; nested and offset are None if absmax are float32.
+      place, slot: int32[], the chunk's number in this program, and its index in `codes` and `absmax`.
+      refs: codes, absmax, table, map or None, and partial, in shared memory.
     """
     codes, absmax, table, *maps, partial = (ref for ref in refs if ref is not None)
     values = [] if nested is None else [nested, offset]
     types = [] if nested is None else [_ONE, SCALAR]
-    given = (codes, absmax, table, *maps, partial)
+    smem_refs = (codes, absmax, table, *maps, partial)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
 
-    @mosaic_types.inline_mgpu(arg_types=(_X, SCALAR, SCALAR, SCALAR, *types, *(plgpu.RefType() for _ in given)))
-    def run(_, x, place, slot, wg, *rest):
-        values, (codes, absmax, table, *maps, partial) = rest[: len(types)], rest[len(types) :]
+    @mosaic_types.inline_mgpu(arg_types=(_X, SCALAR, SCALAR, SCALAR, *types, *(plgpu.RefType() for _ in smem_refs)))
+    def run(_, x, position, slot, wg, *arrays):
+        values, (codes, absmax, table, *maps, partial) = arrays[: len(types)], arrays[len(types) :]
         f32, byte = ir.F32Type.get(), ir.IntegerType.get_signless(8)
         row_bytes = slices * SLICE // 2
         warp, lane, slot = _warp(wg), _lane(), ir_scalar(slot)
         quad = ir_shift_right(lane, 2)
-        pair, part = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
+        pair, slice_index = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
         own_column = ir_mul(lane, 4)
 
         def entries(word, number):
-            """The two elements that a byte of codes stands for: its row of the table, 256 bytes, this lane's column."""
+            """The two elements of a byte of codes: its row of the table, 256 bytes, this lane's column."""
             offset = ir_permute(word, own_column, 0x5504 | number << 4)
             return llvm.load(ir_i32(), ir_address(table, offset, byte))
 
@@ -175,7 +142,7 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
 
         with utils.when(arith.cmpi(arith.CmpIPredicate.ult, warp, ir_const(pairs * slices))):
             first = ir_add(ir_mul(slot, pairs * 2 * row_bytes), ir_mul(pair, 2 * row_bytes))
-            first = ir_add(first, ir_mul(part, SLICE // 2), ir_mul(lane, 8))
+            first = ir_add(first, ir_mul(slice_index, SLICE // 2), ir_mul(lane, 8))
             two = ir.VectorType.get((2,), ir_i32())
             words = [
                 [
@@ -184,13 +151,13 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
                 ]
                 for half in range(2)
             ]
-            own = ir_add(ir_mul(slot, pairs * 2 * slices * 16), _block(wg, slices))
+            own_block = ir_add(ir_mul(slot, pairs * 2 * slices * 16), _block(wg, slices))
             if values:
                 nested, offset = ir_item(values[0].registers.flat[0], 0), ir_scalar(values[1])
-                code = arith.extui(ir_i32(), ir_load(absmax, own, byte))
+                code = arith.extui(ir_i32(), ir_load(absmax, own_block, byte))
                 scale = arith.addf(ir_product(ir_load(maps[0], code, f32), nested), offset)
             else:
-                scale = ir_load(absmax, own, f32)
+                scale = ir_load(absmax, own_block, f32)
             rights = [word for register in x.registers.flat for word in ir_words(register, 4)]
             zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
             products = []
@@ -219,63 +186,52 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
             for row in range(2):
                 terms = []
                 for half in range(2):
-                    here = arith.select(odd, products[half][2 * row + 1], products[half][2 * row])
-                    terms.append(ir_product(here, from_lane(scale, ir_add(ir_const(16 * row + 8 * half), quad))))
+                    diagonal_product = arith.select(odd, products[half][2 * row + 1], products[half][2 * row])
+                    terms.append(
+                        ir_product(diagonal_product, from_lane(scale, ir_add(ir_const(16 * row + 8 * half), quad)))
+                    )
                 totals.append(arith.addf(*terms))
             diagonal = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, ir_const(3)), ir_shift_right(quad, 1))
             with utils.when(diagonal):
                 (_, warps, _, _) = ir.MemRefType(partial.type).shape
-                target = ir_add(ir_mul(ir_add(ir_mul(ir_scalar(place), warps), warp), 16), ir_mul(quad, 2))
+                target = ir_add(ir_mul(ir_add(ir_mul(ir_scalar(position), warps), warp), 16), ir_mul(quad, 2))
                 llvm.store(ir_vector(totals), ir_address(partial, target, f32))
 
-    run(x, place, slot, wg, *values, *given)
+    run(x, place, slot, wg, *values, *smem_refs)
 
 
 def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: int, *, pairs: int, slices: int, dtype):
-    """Adds up the sums that `multiply` left in partial_smem, for each row over its slices and quads, and stores the
-    results in out_ref (global memory). All multiplying warpgroups call it, after a barrier that follows the last
-    `multiply`. Eight lanes add the sums of a pair of rows.
-
-    Args:
-      partial_smem: float32[places, warps, 8, 2] in shared memory.
-      out_ref: `dtype`[rows].
-      count: int32[], the number of chunks of this program; they are the chunks program, program + programs, ... of the
-        weight.
-      program: int32[], the number of this program.
-      programs: int32[], the number of all programs.
-      wg: int32[], the number of the calling warpgroup among those that multiply.
-      warpgroups: how many warpgroups multiply.
-      pairs, slices: the number of pairs of rows in a chunk, and of slices of a row.
-      dtype: bfloat16 or float16.
+    """out_ref[rows] = the sums of `multiply`, float32[places, warps, 8, 2], over slices and quads. All multiplying
+    warpgroups call it, after a barrier; the program has `count` chunks, program, program + programs, ...
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR))
     def store(_, partial_smem, out_ref, count, program, programs, wg):
         f32 = ir.F32Type.get()
-        places, warps, _, _ = ir.MemRefType(partial_smem.type).shape
+        capacity, warps, _, _ = ir.MemRefType(partial_smem.type).shape
         two = ir.VectorType.get((2,), f32)
         thread = ir_add(ir_mul(ir_scalar(wg), 128), ir_thread())
         quad = arith.andi(thread, ir_const(7))
-        for start in range(0, places * pairs * 8, 128 * warpgroups):
+        for start in range(0, capacity * pairs * 8, 128 * warpgroups):
             number = ir_shift_right(ir_add(thread, ir_const(start)), 3)
-            place, pair = arith.divui(number, ir_const(pairs)), arith.remui(number, ir_const(pairs))
+            chunk_index, pair = arith.divui(number, ir_const(pairs)), arith.remui(number, ir_const(pairs))
             # All lanes add, because they exchange values; those past the end repeat the last pair.
-            inside = arith.minui(place, ir_const(places - 1))
+            inside = arith.minui(chunk_index, ir_const(capacity - 1))
             first = ir_add(ir_mul(ir_add(ir_mul(inside, warps), ir_mul(pair, slices)), 16), ir_mul(quad, 2))
             sums = None
-            for part in range(slices):
-                term = ir_load(partial_smem, ir_add(first, ir_const(16 * part)), f32, two)
+            for slice_index in range(slices):
+                term = ir_load(partial_smem, ir_add(first, ir_const(16 * slice_index)), f32, two)
                 term = [ir_item(term, row) for row in range(2)]
                 sums = term if sums is None else [arith.addf(a, b) for a, b in zip(sums, term, strict=True)]
             assert sums is not None
             for distance in (1, 2, 4):
                 sums = [arith.addf(value, utils.shfl_bfly(value, distance)) for value in sums]
             writes = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.ult, place, ir_scalar(count)),
+                arith.cmpi(arith.CmpIPredicate.ult, chunk_index, ir_scalar(count)),
                 arith.cmpi(arith.CmpIPredicate.eq, quad, ir_const(0)),
             )
             with utils.when(writes):
-                chunk = ir_add(ir_scalar(program), arith.muli(place, ir_scalar(programs)))
+                chunk = ir_add(ir_scalar(program), arith.muli(chunk_index, ir_scalar(programs)))
                 target = ir_address(out_ref, ir_add(ir_mul(chunk, pairs), pair), ir_i32())
                 first, second = sums
                 llvm.store(ir_narrow(first, second, dtype), target)

@@ -1,19 +1,13 @@
 """The product of one token with a weight in NF4 or FP4, by whole rows: a Pallas Mosaic GPU kernel for Hopper.
 
 A chunk is some pairs of rows, contiguous in memory, which one bulk copy loads; a warp takes a slice of 1,024 columns of
-a pair. Slices are the same for every chunk, so a warp keeps the token's elements in registers. At most 132 programs
-share the chunks, one for each multiprocessor of an H100 or H200. A program has in shared memory one table for all its
-warps, with the two elements that each byte of codes encodes. The table has a row of 256 bytes for each byte of codes,
-which thus becomes an address by one instruction. The first half of a row is 32 copies of the two elements, one for each
-lane; the second half is not used. No read of shared memory has bank conflicts, except that of the map of quantised
-absmax.
+a pair, the same of every chunk, so that it keeps the token's elements in registers. A table in shared memory has a row
+of 256 bytes for each byte of codes, which one instruction makes an address: 32 copies of its two elements, one for each
+lane, and an unused half.
 
-Few copies are in flight at a time, because they are served concurrently: with more of them, the first arrives later,
-and the products of the last ones come after all loads. The work of a program before its first product costs as much as
-10 MB of weight. All threads fill the table while a first copy is in flight; then one warpgroup, which multiplies
-nothing, starts the other copies, at 0.14 us each.
-
-`matmul` calls the kernel, and `plan` chooses the sizes by which it divides a weight (Plan).
+Few copies are in flight: with more, the first arrives later, and the last products come after all loads. All threads
+fill the table while a first copy is in flight; then one warpgroup, which multiplies nothing, starts the others, at 0.14
+us each.
 """
 
 from __future__ import annotations
@@ -42,8 +36,7 @@ PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sizes by which the kernel divides a weight: into chunks of one to 16 pairs of neighbouring rows, and each row
-    into slices of 1,024 columns. `plan` chooses them, and `matmul` compiles the kernel for them."""
+    """How the kernel divides a weight: chunks of pairs of neighbouring rows, and slices of 1,024 columns."""
 
     slices: int  # the number of slices of 1,024 columns in a row
     pairs: int  # the number of pairs of rows in a chunk: 1, 2, 4, 8 or 16
@@ -52,55 +45,46 @@ class Plan:
 
     @property
     def warpgroups(self) -> int:
-        """The number of warpgroups of a program that multiply; one more loads. Each of the four warps of a warpgroup
-        has one slice of one pair of rows of a chunk; up to three warps of the last warpgroup have no work."""
+        """Warpgroups that multiply; one more loads. Each warp has one slice of one pair of rows; up to three have no
+        work.
+        """
         return -(-self.slices * self.pairs // 4)
 
     @property
     def chunk(self) -> int:
-        """The number of bytes of codes in a chunk; each byte has the codes of two numbers. Shared memory has room for
-        `stages` chunks."""
+        """Bytes of codes in a chunk."""
         return self.pairs * self.slices * SLICE
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of 64 numbers in a chunk. Each has a scale, an absmax, which is copied to shared memory
-        with the codes: one byte if it is quantised, else four. `plan` always counts four."""
+        """Blocks of 64 numbers in a chunk, each with an absmax of one byte or four; `plan` counts four."""
         return self.chunk * 2 // BLOCK
 
 
 def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
-    """Chooses the sizes by which a weight [rows, columns] is divided among at most `programs` programs. It returns None
-    if the kernel cannot multiply such a weight: rows must be even, columns a multiple of 1,024 up to 28,672, and a
-    program's chunks and sums must fit into shared memory. `matmul` uses the sizes, and mosaic.row_refusal asks whether
-    there are any."""
+    """The division of a weight [rows, columns] among at most `programs` programs. None if it does not fit: rows must be
+    even, columns a multiple of 1,024 up to 28,672, and a program's chunks and sums fit into shared memory.
+    """
     slices = columns // SLICE
     if columns % SLICE or not 0 < slices <= _MOST_WARPS or rows % 2:
         return None
-    most = max(1, _WARPS // slices)
-    pairs = next(pairs for pairs in (16, 8, 4, 2, 1) if pairs <= most and rows % (2 * pairs) == 0)
-    places = -(-rows // (2 * pairs * programs))
+    most_pairs = max(1, _WARPS // slices)
+    pairs = next(pairs for pairs in (16, 8, 4, 2, 1) if pairs <= most_pairs and rows % (2 * pairs) == 0)
+    chunks_per_program = -(-rows // (2 * pairs * programs))
     # With four chunks, two in flight: 5.4 us, with more 5.9 (4,096 x 4,096). With more chunks, four in flight: 11.2 us,
     # with two 12.2.
-    stages = max(2, min(4, places // 2, _RING_BYTES // (pairs * columns)))
-    found = Plan(slices, pairs, stages, places)
+    stages = max(2, min(4, chunks_per_program // 2, _RING_BYTES // (pairs * columns)))
+    sizes = Plan(slices, pairs, stages, chunks_per_program)
     table, barriers = 256 * 64 * 4 + 1024, 1024
-    ring = stages * (found.chunk + found.blocks * 4)
-    partial = found.places * found.warpgroups * 4 * 64
-    return found if table + barriers + ring + partial <= _SMEM_BYTES else None
+    ring = stages * (sizes.chunk + sizes.blocks * 4)
+    partial = sizes.places * sizes.warpgroups * 4 * 64
+    return sizes if table + barriers + ring + partial <= _SMEM_BYTES else None
 
 
 def _written_out(codes, absmax, x, pairs_table, plan: Plan):
-    """Computes in jnp what row_lanes.multiply stores for a chunk, because Pallas' interpreter cannot run that:
-    float32[pairs x slices, 8, 2], the sums of each warp for each quad of lanes (which has a block in each half of the
-    slice) and each row of its pair.
+    """row_lanes.multiply in jnp, for the interpreter: float32[pairs x slices, 8, 2].
 
-    Args:
-      codes: uint8[chunk], those of the chunk's rows, row by row.
-      absmax: float32[blocks], decoded if they are stored as uint8.
-      x: [columns], the token, in bfloat16 or float16.
-      pairs_table: [256, 2] in x's dtype, the two elements that each byte of codes encodes.
-      plan: how the weight is divided.
+    codes: uint8[chunk]; absmax: float32[blocks], decoded; x: [columns]; pairs_table: [256, 2] in x's dtype.
     """
     shape = (plan.pairs, 2, plan.slices, 2, 8)
     values = pairs_table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(*shape, BLOCK)
@@ -110,29 +94,23 @@ def _written_out(codes, absmax, x, pairs_table, plan: Plan):
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, interpreted):
-    """The kernel's body, which `matmul` runs: program p of n multiplies the chunks p, p + n, p + 2 n, ... of the weight
-    by one token. Warpgroup 0 starts the copies to shared memory, and the others multiply.
+    """Program p of n multiplies the chunks p, p + n, ... of the weight by one token. Warpgroup 0 starts the copies, and
+    the others multiply.
 
-    Args:
-      x_ref: [columns], in global memory like the next ones.
-      codes_ref: uint8[rows x columns / 2].
-      absmax_ref: uint8 or float32[rows x columns / 64], the scales of blocks of 64.
-      pairs_ref: the two elements that each byte of codes encodes: uint32[256] on a GPU, `dtype`[256, 2] if interpreted.
-      refs: if absmax is uint8, what decodes it: its map, nested absmax and offset; the output [rows]; then shared
-        memory and barriers.
-      plan: how the weight is divided.
-      dtype: of x and of the output, bfloat16 or float16.
-      interpreted: True: Pallas' interpreter runs the body, which then copies no chunks and computes their products in
-        jnp (_written_out). False: it runs on a GPU.
+      absmax_ref: uint8 or float32[rows x columns / 64].
+      pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
+      refs: map, nested absmax and offset of a uint8 absmax; the output [rows]; shared memory and barriers.
     """
-    *nested_refs, out_ref, table_smem, map_smem, codes_smem, absmax_smem, partial_smem, full_smem, empty, done = refs
+    *nested_refs, out_ref, table_smem, map_smem, codes_smem, absmax_smem, partial_smem, full_smem, empty, finished = (
+        refs
+    )
     map_ref, nested_ref, offset_ref = nested_refs or (None, None, None)
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     programs = lax.axis_size("program")
-    own = wg - 1  # the number among the multiplying warpgroups
-    cut = dict(pairs=plan.pairs, slices=plan.slices)
+    own_warpgroup = wg - 1  # the number among the multiplying warpgroups
+    division = dict(pairs=plan.pairs, slices=plan.slices)
     chunks = out_ref.shape[0] // (2 * plan.pairs)
-    mine = lax.div(chunks - program + (programs - 1), jnp.int32(programs))
+    chunk_count = lax.div(chunks - program + (programs - 1), jnp.int32(programs))
 
     def chunk_of(index):
         return program + index * programs
@@ -160,19 +138,19 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
         lanes.begin_barriers(full_smem)
         copy(jnp.int32(0))
         fill()
-        lax.fori_loop(1, jnp.minimum(mine, plan.stages), lambda index, _: copy(index), None)
+        lax.fori_loop(1, jnp.minimum(chunk_count, plan.stages), lambda index, _: copy(index), None)
 
         def again(index, _):
             plgpu.barrier_wait(empty.at[slot_of(index)])
-            pl.when(index + plan.stages < mine)(lambda: copy(index + plan.stages))
+            pl.when(index + plan.stages < chunk_count)(lambda: copy(index + plan.stages))
 
-        lax.fori_loop(0, mine, again, None)
+        lax.fori_loop(0, chunk_count, again, None)
 
     def nested_of(index):
         if nested_ref is None or interpreted:
             return ()
-        chunk = chunk_of(jnp.minimum(index, mine - 1))
-        return (row_lanes.own_nested(nested_ref, chunk, own, nested_block=NESTED_BLOCK, **cut),)
+        chunk = chunk_of(jnp.minimum(index, chunk_count - 1))
+        return (row_lanes.own_nested(nested_ref, chunk, own_warpgroup, nested_block=NESTED_BLOCK, **division),)
 
     def written_out(index):
         chunk = chunk_of(index)
@@ -183,86 +161,86 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
         codes = codes_ref[pl.ds(chunk * plan.chunk, plan.chunk)]
         sums = _written_out(codes, absmax, x_ref[...], pairs_ref[...], plan)
         sums = jnp.pad(sums, ((0, 4 * plan.warpgroups - sums.shape[0]), (0, 0), (0, 0)))
-        partial_smem[index, pl.ds(4 * own, 4)] = lax.dynamic_slice_in_dim(sums, 4 * own, 4)
+        partial_smem[index, pl.ds(4 * own_warpgroup, 4)] = lax.dynamic_slice_in_dim(sums, 4 * own_warpgroup, 4)
 
     def compute():
         if not interpreted:
-            x = row_lanes.own_x(x_ref, own, plan.slices)
+            x = row_lanes.own_x(x_ref, own_warpgroup, plan.slices)
         offset = None if offset_ref is None else offset_ref[0]
         first = nested_of(jnp.int32(0))
         fill()
 
-        def one(index, nested):
+        def chunk_product(index, nested):
             if interpreted:
                 written_out(index)
                 return nested
             slot = slot_of(index)
             next_nested = nested_of(index + 1)
             lanes.wait_for_chunk(full_smem, slot, lax.rem(lax.div(index, jnp.int32(plan.stages)), jnp.int32(2)))
-            given = (codes_smem, absmax_smem, table_smem, map_smem if nested else None, partial_smem)
-            row_lanes.multiply(x, nested[0] if nested else None, offset, index, slot, own, given, dtype=dtype, **cut)
+            smem_refs = (codes_smem, absmax_smem, table_smem, map_smem if nested else None, partial_smem)
+            row_lanes.multiply(
+                x, nested[0] if nested else None, offset, index, slot, own_warpgroup, smem_refs, dtype=dtype, **division
+            )
             plgpu.barrier_arrive(empty.at[slot])
             return next_nested
 
-        lax.fori_loop(0, mine, one, first)
-        plgpu.barrier_arrive(done)
-        plgpu.barrier_wait(done)
+        lax.fori_loop(0, chunk_count, chunk_product, first)
+        plgpu.barrier_arrive(finished)
+        plgpu.barrier_wait(finished)
         if not interpreted:
             row_lanes.store_sums(
-                partial_smem, out_ref, mine, program, jnp.int32(programs), own, plan.warpgroups, dtype=dtype, **cut
+                partial_smem,
+                out_ref,
+                chunk_count,
+                program,
+                jnp.int32(programs),
+                own_warpgroup,
+                plan.warpgroups,
+                dtype=dtype,
+                **division,
             )
             return
 
-        @pl.when(own == 0)
+        @pl.when(own_warpgroup == 0)
         def _():
             def store(index, _):
                 sums = partial_smem[index, pl.ds(0, plan.pairs * plan.slices)]
                 sums = sums.reshape(plan.pairs, plan.slices * 8, 2).sum(1).reshape(-1).astype(dtype)
                 out_ref[pl.ds(chunk_of(index) * 2 * plan.pairs, 2 * plan.pairs)] = sums
 
-            lax.fori_loop(0, mine, store, None)
+            lax.fori_loop(0, chunk_count, store, None)
 
     lax.cond(wg == 0, bring, compute)
 
 
 def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, interpret, programs=PROGRAMS) -> jax.Array:
-    """Multiplies one token x [1, in] by a weight [out, in] in NF4 or FP4 by the kernel: [1, out] in x's dtype. Call it
-    only if `plan` returns sizes for the weight (asserted). mosaic.small_matmul calls it for a single token, unless
-    line_matmul was measured to be faster.
+    """x [1, in] times a weight [out, in] in NF4 or FP4: [1, out] in x's dtype, bfloat16 or float16. Only if `plan` has
+    sizes for it (asserted).
 
-    Args:
-      x: [1, in] bfloat16 or float16.
-      codes: uint8[out x in / 2], the weight's, in any shape.
-      absmax: uint8 (double quantisation) or float32[out x in / 64], the scales of blocks of 64, in any shape.
-      nested: what decodes a uint8 absmax: [map float32[256], nested absmax float32, one for each 256 blocks, offset
-        float32[1]]; empty for float32.
-      pairs: x's dtype [256, 2], the two elements that each byte of codes encodes.
-      rows: the size `out`.
-      kernel: the function mosaic._kernel, which compiles a kernel's body, or interprets it. It is an argument because
-        mosaic.py imports this module.
-      interpret: the parameters of Pallas' interpreter, or None on a GPU.
-      programs: the most programs that share the rows.
+      codes: uint8[out x in / 2], in any shape.
+      absmax: uint8 (double quantisation) or float32[out x in / 64], in any shape.
+      nested, pairs, kernel, interpret: as of line_matmul.matmul.
     """
-    cut = plan(rows, x.shape[1], programs)
-    assert cut is not None, (rows, x.shape)
+    sizes = plan(rows, x.shape[1], programs)
+    assert sizes is not None, (rows, x.shape)
     out = kernel(
-        functools.partial(_kernel, plan=cut, dtype=x.dtype),
+        functools.partial(_kernel, plan=sizes, dtype=x.dtype),
         "small_matmul",
         interpret,
         out_type=jax.ShapeDtypeStruct((rows,), x.dtype),
-        grid=(min(rows // (2 * cut.pairs), programs),),
+        grid=(min(rows // (2 * sizes.pairs), programs),),
         grid_names=("program",),
-        num_threads=cut.warpgroups + 1,
+        num_threads=sizes.warpgroups + 1,
         thread_name="wg",
         scratch_types=[
             plgpu.SMEM((256, 64), jnp.uint32),
             plgpu.SMEM((256,), jnp.float32),
-            plgpu.SMEM((cut.stages, cut.chunk), jnp.uint8),
-            plgpu.SMEM((cut.stages, cut.blocks), absmax.dtype),
-            plgpu.SMEM((cut.places, 4 * cut.warpgroups, 8, 2), jnp.float32),
-            plgpu.SMEM((2 * cut.stages,), jnp.int32),
-            plgpu.Barrier(num_arrivals=cut.warpgroups, num_barriers=cut.stages),
-            plgpu.Barrier(num_arrivals=cut.warpgroups),
+            plgpu.SMEM((sizes.stages, sizes.chunk), jnp.uint8),
+            plgpu.SMEM((sizes.stages, sizes.blocks), absmax.dtype),
+            plgpu.SMEM((sizes.places, 4 * sizes.warpgroups, 8, 2), jnp.float32),
+            plgpu.SMEM((2 * sizes.stages,), jnp.int32),
+            plgpu.Barrier(num_arrivals=sizes.warpgroups, num_barriers=sizes.stages),
+            plgpu.Barrier(num_arrivals=sizes.warpgroups),
         ],
         # The kernel itself contains all waits: for copies, for their readers, and for sums.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),

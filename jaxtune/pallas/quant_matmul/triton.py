@@ -1,10 +1,9 @@
-"""Weights in NF4 and FP4 through Triton: dequantising, and products with a few tokens.
+"""Weights in NF4 and FP4 through Triton: dequantising, and products with a few tokens, on every NVIDIA GPU since
+Ampere. For 17 to 64 tokens and a large weight in NF4 there is a kernel for Hopper. All decode double-quantised scales
+in the kernel.
 
-`dequantize` decodes a weight, and `small_matmul` multiplies 1 to 16 tokens; `refusal` and `small_refusal` say which
-calls they support. They are quant_matmul's implementation "triton", for every NVIDIA GPU since Ampere. `few_matmul`
-multiplies 17 to 64 tokens by a large weight in NF4, on Hopper only (`few_refusal`); it belongs to the implementation
-"mosaic" (mosaic.py). All decode double-quantised scales in the kernel. The kernels are in triton_kernels.py and
-triton_few_kernels.py, which import triton and are therefore imported only where they are used.
+A refusal is the reason why a kernel cannot compute a call, or differs from plain JAX on a small case at its
+first use on this GPU; None if it can.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def refusal(weight: Stored, dtype) -> str | None:
-    """Returns the reason, in words, why `dequantize` cannot decode this weight to `dtype`, or None if it can: Triton is
-    unusable here, the weight is not NF4 or FP4, the dtype is none of bfloat16, float16 and float32, or the kernel's
-    result on a small case, which is compared with weight.decode at the first use for each kind and dtype, is wrong.
-    quant_matmul chooses its implementation by it (api.implementations)."""
+    """The reason why `dequantize` cannot decode this weight to `dtype`, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -57,11 +53,7 @@ def refusal(weight: Stored, dtype) -> str | None:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight,
-    or None if it can. It needs a GPU on which Triton is usable (compat.triton_refusal), and takes 1 to 16 tokens of 16
-    bits, and weights in NF4 or FP4 whose rows are whole blocks of 64. A wrong result on a small case is a reason too;
-    it is compared with the exact one at the first use on a GPU for each number of tokens, dtype, kind of weight and
-    tile. Where it has a reason, quant_matmul decodes the weight first."""
+    """The reason why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -88,21 +80,15 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def _kernel_of(tokens: int, rows: int) -> tuple[str, tuple[int, int, int]]:
-    """The kernel of triton_kernels that `small_matmul` uses for this number of tokens and of rows of the weight, by its
-    name, and its tile (rows of W at a time, blocks of 64 of each row, warps). `small_refusal` asks it for the tile."""
+    """The kernel's name and tile (rows of W at a time, blocks of 64 of each row, warps)."""
     if tokens <= _VECTOR_TOKENS:
         return "vector_kernel", _VECTOR_TILE
     return "matrix_kernel", _TALL_MATRIX_TILE if rows >= _TALL else _MATRIX_TILE
 
 
 def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
-    """The arrays of a weight in the form that all Triton kernels here take, and whether its absmax are quantised, as 1
-    or 0. `dequantize`, `small_matmul` and `few_matmul` call it.
-
-    The list has, in this order: codes uint8, absmax (uint8 if quantised, else float32), nested absmax float32, the map
-    float32[256] in which quantised absmax are indices, offset float32[], and the format's table float32[16]. Without
-    double quantisation the three before the table do not exist; absmax is in the list in their place, and the kernels
-    do not read it there.
+    """(the arrays of triton_kernels.py, whether absmax are quantised). Without double quantisation absmax stands for
+    the three arrays before the table.
     """
     scales = [s for s in (weight.nested_absmax, weight.nested_map, weight.offset) if s is not None]
     nested = len(scales) == 3
@@ -112,11 +98,9 @@ def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """Returns the reason, in words, why `few_matmul` should not multiply this number of tokens in `dtype` by this
-    weight, or None. It is allowed where it was measured to be faster than decoding the weight first: up to 64 tokens in
-    bfloat16, by NF4 weights [out, in] of 2^24 numbers or more, `out` and `in` being multiples of 64, on Hopper;
-    jax-triton must be installed. mosaic.few_refusal asks it for more than 16 tokens, and then checks the kernel's
-    result on a small case, which this function does not."""
+    """The reason why `few_matmul` should not multiply 17 to 64 tokens by this weight, or None where it was measured to
+    be faster than decoding first; it does not check results.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -133,15 +117,11 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def few_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
-    """Multiplies 17 to 64 tokens by a weight, x W^T, without writing the decoded W to memory: codes are decoded in
-    registers, on their way to the tensor cores. On a GPU an element of W is the table's value rounded to bfloat16,
-    times the scale, rounded to bfloat16 again. mosaic.small_matmul calls it for more than 16 tokens.
+    """x W^T, [tokens, out] in x's dtype with float32 sums. An element of W is the table's value rounded to bfloat16,
+    times the scale, rounded to bfloat16 again. Only if `few_refusal` is None.
 
-    Args:
       x: [17 to 64, in] bfloat16.
-      weight: [out, in] in NF4, for which `few_refusal` returned None.
-    Returns:
-      [tokens, out] in x's dtype; sums are float32.
+      weight: [out, in] in NF4.
     """
     from jaxtune.pallas.quant_matmul import triton_few_kernels
 
@@ -151,7 +131,7 @@ def few_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     # Programs enough for all multiprocessors, each with a sum over 16 blocks or more.
     splits = next(n for n in (8, 4, 2, 1) if n == 1 or (blocks % n == 0 and blocks // n >= 16 and programs * n <= 512))
     halves = jnp.moveaxis(x.reshape(tokens, inner // 2, 2), 2, 0)
-    (parts,) = compat.triton_call(
+    (split_sums,) = compat.triton_call(
         triton_few_kernels.few_kernel,
         (halves, *arrays),
         (jax.ShapeDtypeStruct((splits, tokens, outer), x.dtype if splits == 1 else jnp.float32),),
@@ -167,13 +147,11 @@ def few_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
         SPLITS=splits,
         STAGES=_FEW_STAGES,
     )
-    return parts[0] if splits == 1 else parts.sum(0).astype(x.dtype)
+    return split_sums[0] if splits == 1 else split_sums.sum(0).astype(x.dtype)
 
 
 def dequantize(weight: FourBit, dtype=None) -> jax.Array:
-    """The decoded weight in `dtype` (None: the weight's own, dtype_name), bit for bit what FourBit.decode gives. Call
-    it only if `refusal` returns None. quant_matmul's implementation "triton" decodes by it a weight that it does not
-    multiply by `small_matmul`, and for gradients; api.decoded does so for the products of other modules."""
+    """The weight in `dtype` (None: dtype_name), bit for bit as FourBit.decode. Only if `refusal` is None."""
     from jaxtune.pallas.quant_matmul import triton_kernels
 
     arrays, nested = _parts(weight)
@@ -193,15 +171,11 @@ def dequantize(weight: FourBit, dtype=None) -> jax.Array:
 
 
 def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
-    """Multiplies 1 to 16 tokens by a weight, x W^T, without writing the decoded W to memory: its bytes are read once.
-    Decoded elements are float32 for one or two tokens; for more they are rounded to x's dtype, for the tensor cores.
-    Call it only if `small_refusal` returns None. The forward of quant_matmul's implementation "triton" calls it.
+    """x W^T, [tokens, out] in x's dtype with float32 sums, without writing the decoded W. Decoded elements are float32
+    for one or two tokens; for more they are rounded to x's dtype. Only if `small_refusal` is None.
 
-    Args:
       x: [1 to 16, in] bfloat16 or float16.
-      weight: [out, in], in NF4 or FP4; `in` is a multiple of 64.
-    Returns:
-      [1 to 16, out] in x's dtype; sums are float32.
+      weight: [out, in] in NF4 or FP4; `in` is a multiple of 64.
     """
     from jaxtune.pallas.quant_matmul import triton_kernels
 

@@ -1,5 +1,4 @@
-"""The body of the Triton kernel that multiplies 17 to 64 tokens by a weight in NF4 (`few_kernel`, for
-triton.few_matmul), and the PTX with which it decodes the weight in registers (`decoding_ptx`)."""
+"""The Triton kernel that multiplies 17 to 64 tokens by a weight in NF4, and the PTX that decodes it in registers."""
 
 import struct
 
@@ -12,16 +11,14 @@ from jaxtune.pallas.triton_parts import INTERPRETED
 
 
 def decoding_ptx(table) -> str:
-    """Returns the text of the inline PTX with which few_kernel decodes four bytes of codes at a time. Its input $4 is
-    the four bytes, 0 to 3 from the lowest. Its outputs are values of the table rounded to bfloat16, two in each: $0 for
-    the high four bits of bytes 0 and 1, $1 for those of bytes 2 and 3, and $2 and $3 likewise for the low four bits.
-    The value of the lower byte is in the lower half of an output. table: the 16 values of the format, float32.
+    """Inline PTX that decodes four bytes of codes, $4, to values of `table` in bfloat16, two in each output (the lower
+    byte's in the lower half): $0 and $1 of the high four bits of bytes 0 and 1, and 2 and 3; $2 and $3 of the low ones.
 
     A byte permutation looks up four codes in a table of eight bytes. So the low and the high bytes of the values are
-    looked up separately, each in two tables, of which bit 3 of the code selects one. No memory is read.
+    looked up separately, each in two tables, of which bit 3 of the code selects one.
     """
     bits = [struct.unpack("<I", struct.pack("<f", float(entry)))[0] for entry in table]
-    rounded = [(each + 0x7FFF + (each >> 16 & 1)) >> 16 for each in bits]
+    rounded = [(entry_bits + 0x7FFF + (entry_bits >> 16 & 1)) >> 16 for entry_bits in bits]
     lines = [
         "{ .reg .b32 index, upper, mask, below, above, low, high;",
         "and.b32 index, $4, 0x77777777;",
@@ -33,7 +30,7 @@ def decoding_ptx(table) -> str:
             lines += ["shr.b32 index, index, 16;", "shr.b32 upper, upper, 16;"]
         lines.append("prmt.b32 mask, 0x0000FF00, 0, upper;")
         for name, shift in (("low", 0), ("high", 8)):
-            plane = bytes(each >> shift & 255 for each in rounded)
+            plane = bytes(entry_bits >> shift & 255 for entry_bits in rounded)
             words = [f"{word:#x}" for word in struct.unpack("<4I", plane)]
             lines.append(f"prmt.b32 below, {words[0]}, {words[1]}, index;")
             lines.append(f"prmt.b32 above, {words[2]}, {words[3]}, index;")
@@ -64,33 +61,28 @@ def few_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Multiplies all COUNT tokens (17 to 64) by ROWS rows of a weight W [OUTER, INNER] in NF4, over one of SPLITS equal
-    runs of the columns. It writes the float32 sums of each run to out [SPLITS, COUNT, OUTER], in out's dtype: x's if
-    SPLITS is 1, else float32. The caller, triton.few_matmul, adds up the runs.
+    """out [SPLITS, COUNT, OUTER]: COUNT tokens times ROWS rows of W [OUTER, INNER] in NF4, over one of SPLITS runs of
+    the columns. Grid: (OUTER / ROWS, SPLITS). INNER is a multiple of 64 * SPLITS, and OUTER one of ROWS, because loads
+    of W are not masked.
 
-    x is [2, COUNT, INNER / 2] bfloat16: the even columns of the tokens, then the odd ones, because a byte of codes has
-    an even column in its high four bits and the next one in its low ones. W is given by codes uint8[OUTER * INNER / 2],
-    absmax (one for each 64 columns of a row; with NESTED = 1 an index into nested_map), nested_absmax (one for each 256
-    absmax), nested_map float32[256] and offset. On a GPU NF4's values are built into _PTX, rounded to bfloat16, and
-    `table` is not read; Triton's interpreter reads them from it. NESTED: 1 if absmax is quantised, else 0. TOKENS: 32
-    or 64, the smaller one that is at least COUNT. STAGES: how many blocks of 64 columns are loaded ahead. INNER is a
-    multiple of 64 * SPLITS, and OUTER one of ROWS, because the loads of W are not masked. Grid: (OUTER / ROWS,
-    SPLITS)."""
+    x is [2, COUNT, INNER / 2] bfloat16: even columns, then odd ones, as a byte of codes has an even column in its high
+    four bits. On a GPU _PTX has the table's values. TOKENS: 32 or 64, at least COUNT.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     split = tl.program_id(1)
     per_row: tl.constexpr = INNER // 64
-    own: tl.constexpr = per_row // SPLITS
+    own_blocks: tl.constexpr = per_row // SPLITS
     DTYPE: tl.constexpr = x.dtype.element_ty
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     starts = codes + rows.to(tl.int64)[:, None] * (INNER // 2)
     real = (tokens < COUNT)[None, :]
-    for block in tl.range(split * own, (split + 1) * own, num_stages=STAGES):
+    for block in tl.range(split * own_blocks, (split + 1) * own_blocks, num_stages=STAGES):
         columns = block * 32 + tl.arange(0, 32)
         packed = tl.load(starts + columns[None, :])
-        places = x + tokens[None, :] * (INNER // 2) + columns[:, None]
-        even = tl.load(places, mask=real, other=0.0)
-        odd = tl.load(places + COUNT * (INNER // 2), mask=real, other=0.0)
+        offsets = x + tokens[None, :] * (INNER // 2) + columns[:, None]
+        even = tl.load(offsets, mask=real, other=0.0)
+        odd = tl.load(offsets + COUNT * (INNER // 2), mask=real, other=0.0)
         numbers = rows.to(tl.int64) * per_row + block
         stored = tl.load(absmax + numbers)
         scales = _decoded(stored, nested_absmax, nested_map, offset, numbers, OUTER * per_row, NESTED)[:, None]
@@ -103,5 +95,5 @@ def few_kernel(
             )
         total = tl.dot((high.to(tl.float32) * scales).to(DTYPE), even, total)
         total = tl.dot((low.to(tl.float32) * scales).to(DTYPE), odd, total)
-    places = (split * COUNT + tokens[None, :]) * OUTER + rows[:, None]
-    tl.store(out + places, total.to(out.dtype.element_ty), mask=real)
+    offsets = (split * COUNT + tokens[None, :]) * OUTER + rows[:, None]
+    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=real)

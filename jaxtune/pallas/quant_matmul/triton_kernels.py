@@ -1,13 +1,9 @@
-"""The bodies of the Triton kernels for weights in NF4 and FP4; triton.py describes and calls them: dequantise_kernel
-decodes a weight, vector_kernel multiplies one or two tokens, and matrix_kernel 3 to 16. The kernel for 17 to 64 tokens
-is in triton_few_kernels.py.
+"""Triton kernels for weights in NF4 and FP4, in bitsandbytes' bytes: 32 bytes of codes, the first of two in the high
+four bits, share an absmax. With NESTED a stored absmax is an index into a map, whose value is multiplied by a scale
+that 256 of them share and shifted by an offset; dequantise_kernel rounds in between, as bitsandbytes does.
 
-The bytes are bitsandbytes' own (formats): 32 bytes of codes, two codes a byte with the first in the high four bits,
-share an absmax. With NESTED a stored absmax is an index into a map, whose value is multiplied by a scale that 256 of
-them share and shifted by an offset. dequantise_kernel rounds between the product and the sum, as bitsandbytes does; the
-compiler may fuse the two in the others. All kernels take the weight as six arrays (triton._parts): codes uint8, absmax
-uint8 or float32, nested absmax, map float32[256], offset, and table float32[16], the numbers that codes stand for. The
-three before the table are read only with NESTED.
+All kernels take six arrays: codes uint8, absmax uint8 or float32, nested absmax, map float32[256], offset, and table
+float32[16]. Only with NESTED are the three before the table read.
 """
 
 import triton
@@ -16,12 +12,9 @@ import triton.language as tl
 
 @triton.jit
 def _decoded(stored, nested_absmax, nested_map, offset, blocks, COUNT: tl.constexpr, NESTED: tl.constexpr):
-    """Returns the float32 absmax of some blocks of a weight. `stored` are their values from the array absmax. If NESTED
-    is 0, these are the result. If it is 1, they are indices into nested_map, whose values are multiplied by
-    nested_absmax, one for each 256 blocks, and shifted by offset; these three are pointers (that of offset to one
-    number), which are read only then. blocks: the numbers of the blocks in the weight, which has COUNT blocks; for
-    numbers past the end, nested_absmax counts as 0, so that nothing is read past it. All kernels call it, that of
-    triton_few_kernels.py too."""
+    """The float32 absmax of the blocks numbered `blocks`, of COUNT; past the end nested_absmax counts as 0, so that
+    nothing is read there.
+    """
     if NESTED:
         steps = tl.load(nested_map + stored.to(tl.int32))
         nested = tl.load(nested_absmax + blocks // 256, mask=blocks < COUNT, other=0.0)
@@ -32,11 +25,9 @@ def _decoded(stored, nested_absmax, nested_map, offset, blocks, COUNT: tl.conste
 
 @triton.jit
 def _looked_up(packed, table):
-    """Looks up the two codes in each byte of the flat array `packed` in a table of 16 values: returns (the values of
-    the high four bits, those of the low four bits), float32 each. table: pointer to float32[16] in global memory. The
-    values are loaded once, and Triton's gather takes them from shared memory, where 16 words never conflict; a load
-    from global memory for each code takes four times as long. All kernels here call it; few_kernel does only in
-    Triton's interpreter."""
+    """(values of the high four bits, of the low four bits), float32, of each byte. Triton's gather takes the table from
+    shared memory, where 16 words never conflict; a load from global memory for each code takes four times as long.
+    """
     entries = tl.load(table + tl.arange(0, 16))
     packed = packed.to(tl.int32)
     return tl.gather(entries, packed >> 4, 0), tl.gather(entries, packed & 15, 0)
@@ -55,38 +46,34 @@ def dequantise_kernel(
     NESTED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Decodes BLOCKS blocks of 64 elements of a tensor of SIZE elements into the flat array `out`, in out's dtype; the
-    last program may have fewer. The tensor is given by codes uint8[ceil(SIZE / 2)], absmax (one for each block), table
-    float32[16], the numbers that codes stand for, and, if absmax is quantised (NESTED = 1, else 0), nested_absmax (one
-    for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(SIZE / (64 BLOCKS)),). triton.dequantize
-    launches the kernel."""
+    """Decodes BLOCKS blocks of 64 elements of a tensor of SIZE elements into the flat `out`; the last program may have
+    fewer. Grid: (ceil(SIZE / (64 BLOCKS)),).
+    """
     first = tl.program_id(0).to(tl.int64) * BLOCKS
-    left = tl.minimum(SIZE - first * 64, BLOCKS * 64).to(tl.int32)  # elements
+    remaining = tl.minimum(SIZE - first * 64, BLOCKS * 64).to(tl.int32)  # elements
     WHOLE: tl.constexpr = SIZE % (BLOCKS * 64) == 0  # without masks, loads and stores are wide
     blocks = first + tl.arange(0, BLOCKS)
     count: tl.constexpr = (SIZE + 63) // 64
     stored = tl.load(absmax + blocks, mask=blocks < count, other=0)
     scales = _decoded(stored, nested_absmax, nested_map, offset, blocks, count, NESTED)
-    places = tl.arange(0, BLOCKS * 32)
+    offsets = tl.arange(0, BLOCKS * 32)
     if WHOLE:
-        packed = tl.load(codes + first * 32 + places)
+        packed = tl.load(codes + first * 32 + offsets)
     else:
-        packed = tl.load(codes + first * 32 + places, mask=2 * places < left, other=0)
+        packed = tl.load(codes + first * 32 + offsets, mask=2 * offsets < remaining, other=0)
     high, low = _looked_up(packed, table)
     values = tl.reshape(tl.join(high, low), (BLOCKS, 64)) * scales[:, None]
     values = values.to(out.dtype.element_ty)
-    places = tl.arange(0, BLOCKS)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    offsets = tl.arange(0, BLOCKS)[:, None] * 64 + tl.arange(0, 64)[None, :]
     if WHOLE:
-        tl.store(out + first * 64 + places, values)
+        tl.store(out + first * 64 + offsets, values)
     else:
-        tl.store(out + first * 64 + places, values, mask=places < left)
+        tl.store(out + first * 64 + offsets, values, mask=offsets < remaining)
 
 
 @triton.jit
 def _pair(words, DTYPE: tl.constexpr):
-    """Splits each 32-bit word of `words`, a block of any shape, into the two 16-bit floats of type DTYPE that it
-    consists of: (the first in memory, the second), each in the same shape. vector_kernel loads words of x, whose first
-    numbers have even columns and whose second ones have odd columns."""
+    """The two 16-bit floats of each 32-bit word: (first in memory, second)."""
     even = (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
     odd = (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
     return even, odd
@@ -94,16 +81,15 @@ def _pair(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _tile(codes, absmax, rows, first, INNER: tl.constexpr, OUTER: tl.constexpr, BLOCKS: tl.constexpr):
-    """Loads a run of BLOCKS blocks of some rows of W as they are stored: (codes uint8[rows, BLOCKS, 32], absmax [rows,
-    BLOCKS]). W is [OUTER, INNER], with a block for each 64 columns. rows: the numbers of the rows; first: the number of
-    the first block within each row. Past the last row of W, and past the end of a row, both are 0. vector_kernel and
-    matrix_kernel call it, with pointers to all codes and absmax of W."""
+    """Stored blocks of some rows of W, from block `first` of each row on: (codes uint8[rows, BLOCKS, 32], absmax [rows,
+    BLOCKS]), zeros outside.
+    """
     per_row: tl.constexpr = INNER // 64
     blocks = first + tl.arange(0, BLOCKS)
     mask = (rows < OUTER)[:, None] & (blocks < per_row)[None, :]
-    places = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
+    offsets = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
     starts = codes + rows.to(tl.int64)[:, None, None] * (INNER // 2)
-    packed = tl.load(starts + places[None, :, :], mask=mask[:, :, None], other=0)
+    packed = tl.load(starts + offsets[None, :, :], mask=mask[:, :, None], other=0)
     return packed, tl.load(absmax + rows.to(tl.int64)[:, None] * per_row + blocks[None, :], mask=mask, other=0)
 
 
@@ -124,12 +110,10 @@ def vector_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Multiplies one or two tokens (COUNT) by ROWS rows of W on the CUDA cores, in float32: out [COUNT, OUTER] = x
-    [COUNT, INNER] W^T, x being bfloat16 or float16. A program goes over its rows with BLOCKS blocks of 64 columns of
-    each at a time, and loads the next ones while it multiplies. W [OUTER, INNER] is given by codes uint8[OUTER * INNER
-    / 2], absmax (one for each block), table float32[16], the numbers that codes stand for, and, if absmax is quantised
-    (NESTED = 1, else 0), nested_absmax (one for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(OUTER
-    / ROWS),). triton.small_matmul launches it."""
+    """out [COUNT, OUTER] = x [COUNT, INNER] W^T for one or two tokens and ROWS rows of W, on the CUDA cores in float32.
+    A program takes BLOCKS blocks of 64 columns at a time, and loads the next ones while it multiplies. Grid:
+    (ceil(OUTER / ROWS),).
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = x.to(tl.pointer_type(tl.uint32))
     per_row: tl.constexpr = INNER // 64  # blocks
@@ -144,10 +128,10 @@ def vector_kernel(
         high, low = _looked_up(tl.reshape(packed, (ROWS * BLOCKS * 32,)), table)
         high = tl.reshape(high, (ROWS, BLOCKS, 32)) * scales
         low = tl.reshape(low, (ROWS, BLOCKS, 32)) * scales
-        places = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
+        offsets = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
         sums = ()
         for token in tl.static_range(COUNT):
-            pair = tl.load(words + token * (INNER // 2) + places, mask=(blocks < per_row)[:, None], other=0)
+            pair = tl.load(words + token * (INNER // 2) + offsets, mask=(blocks < per_row)[:, None], other=0)
             even, odd = _pair(pair, x.dtype.element_ty)
             sums = sums + (totals[token] + high * even.to(tl.float32)[None] + low * odd.to(tl.float32)[None],)
         totals = sums
@@ -173,13 +157,9 @@ def matrix_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Multiplies up to 16 tokens (COUNT) by ROWS rows of W on the tensor cores: out [COUNT, OUTER] = x [COUNT, INNER]
-    W^T, x being bfloat16 or float16, to which the elements of W are rounded; sums are float32. A program goes over its
-    rows with BLOCKS blocks of 64 columns of each at a time, and loads the next ones while it multiplies. W [OUTER,
-    INNER] is given by codes uint8[OUTER * INNER / 2], absmax (one for each block), table float32[16], the numbers that
-    codes stand for, and, if absmax is quantised (NESTED = 1, else 0), nested_absmax (one for each 256 blocks),
-    nested_map float32[256] and offset. Grid: (ceil(OUTER / ROWS),). triton.small_matmul launches it for 3 tokens or
-    more."""
+    """As vector_kernel for up to 16 tokens on the tensor cores: elements of W are rounded to x's dtype; sums are
+    float32.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, 16)
     per_row: tl.constexpr = INNER // 64
@@ -197,5 +177,5 @@ def matrix_kernel(
         high, low = _looked_up(tl.reshape(packed, (ROWS * BLOCKS * 32,)), table)
         left = (tl.reshape(tl.join(high, low), (ROWS, BLOCKS, 64)) * scales).to(DTYPE)
         total = tl.dot(tl.reshape(left, (ROWS, BLOCKS * 64)), right, total)
-    places = tokens[None, :] * OUTER + rows[:, None]
-    tl.store(out + places, total.to(DTYPE), mask=(rows < OUTER)[:, None] & (tokens < COUNT)[None, :])
+    offsets = tokens[None, :] * OUTER + rows[:, None]
+    tl.store(out + offsets, total.to(DTYPE), mask=(rows < OUTER)[:, None] & (tokens < COUNT)[None, :])

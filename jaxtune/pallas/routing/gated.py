@@ -1,5 +1,4 @@
-"""`gated_to_tokens`: the second half of a layer of experts, its down projection applied to the gated activation, where
-the weights are frozen and have adapters.
+"""The second half of a layer of experts: its down projection of the gated activation, for frozen weights with adapters.
 
 Neither the forward nor the backward reads the inner rows again for the adapters: both multiply them by the adapters'
 thin arrays where they compute them (grouped_matmul/gated_thin.py), if a kernel can.
@@ -37,27 +36,19 @@ def gated_to_tokens(
     fp8: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Computes experts' inner rows from gate and up, multiplies them by their router's weights and by the weights of
-    their experts, and sums the rows of each token: [rows, 2 in] -> [T, out]. It is matmul_to_tokens of gated_rows, for
-    weights that do not train. The backward computes the inner rows again from gate_up, and writes the gradient of
-    gate_up over it where a kernel can. Differentiable with respect to gate_up, row_weights and the adapters; the weight
-    has no gradient. MoE.down calls it.
+    """matmul_to_tokens of gated_rows, for weights that do not train: gate_up [rows, 2 in] -> [T, out].
 
-    Args:
-      gate_up: [rows, 2 in] bfloat16, float16 or float32, sorted by expert as `routing` says.
+    The backward computes the inner rows again from gate_up, and writes the gradient of gate_up over it where a kernel
+    can. Differentiable in gate_up, row_weights and the adapters.
+
+      gate_up: bfloat16, float16 or float32, sorted by expert.
       row_weights: float32[rows], the router's weight of each row; 0 for empty rows.
-      gate: how an inner row is computed from gate and up.
       weight: [E, out, in], or [E, in, out] if `transposed`; an array, or quantised.
-      routing: from route.
-      lora: the adapters.
       transposed, fp8, implementation: as of matmul_to_tokens.
-    Raises:
-      TypeError, ValueError: a class, dtype, shape or number is not as described here (flags and the contents of arrays
-        are not checked), or the requested implementation is unknown or refuses the call.
     """
     check_routing("gated_to_tokens", routing)
-    given = "gate_up", gate_up, "rows both", weight, routing.groups, lora, transposed, routing
-    check = grouped.checked("gated_to_tokens", *given)
+    arguments = "gate_up", gate_up, "rows both", weight, routing.groups, lora, transposed, routing
+    check = grouped.checked("gated_to_tokens", *arguments)
     in_size = weight.shape[1 if transposed else 2]
     if gate_up.shape[1] != 2 * in_size:
         raise ValueError(f"gated_to_tokens: gate_up has {gate_up.shape[1]} columns, and weight needs {2 * in_size}")
@@ -73,25 +64,20 @@ def gated_to_tokens(
 
 
 def _by_kernels(gate_up, lora, gate: RowGate, static: grouped.Static) -> bool:
-    """Whether the kernels of grouped_matmul/gated_thin.py compute the activation and the adapters' products with it.
-    The arguments are those of `_gated`."""
+    """Whether kernels compute the activation and the adapters' products with it."""
     mosaic = grouped.fills(static.implementation) and len(gate_up) >= _ROWS
     return mosaic and gated_thin.refusal(gate_up, lora[0].shape[1], gate) is None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated(gate: RowGate, static: grouped.Static, gate_up, row_weights, weight, lora, routing: Routing, given):
-    """What gated_to_tokens computes, and the adapters' low-rank input: ([T, out], [rows, r]).
+def _gated(gate: RowGate, static: grouped.Static, gate_up, row_weights, weight, lora, routing: Routing, earlier_inner):
+    """([T, out], the adapters' low-rank input [rows, r]).
 
-    Args:
-      gate: how an inner row is computed from gate and up.
-      static: how the product is computed, from grouped.prepared.
-      gate_up: [rows, 2 in]. row_weights: float32[rows].
-      weight: in the form that grouped.prepared returns. lora: the adapters' (a [E, r, in], b [E, out, r]).
-      routing: which expert and token each row belongs to.
-      given: the low-rank input that an earlier run made (quant_matmul/low_rank.py); None: it is computed.
+    row_weights: float32[rows].
+    lora: (a [E, r, in], b [E, out, r]).
+    earlier_inner: the low-rank input from an earlier run; None: it is computed.
     """
-    inner = given
+    inner = earlier_inner
     if inner is None and _by_kernels(gate_up, lora, gate, static):
         rows, inner = gated_thin.gated_rows_thin(gate_up, row_weights, lora[0], routing.groups, gate)
     else:
@@ -100,32 +86,31 @@ def _gated(gate: RowGate, static: grouped.Static, gate_up, row_weights, weight, 
     return reference.summed(out, routing.slots), grouped.low_rank_of(residuals)
 
 
-def _gated_fwd(gate, static, gate_up, row_weights, weight, lora, routing, given):
-    """The forward rule of `_gated`, with its arguments: (its results, the residuals for `_gated_bwd`). The stack's
-    backward, which runs it to differentiate, does not need the output, so the low-rank input is computed apart from
-    it."""
-    if given is None and _by_kernels(gate_up, lora, gate, static):
-        parts = gate_up, row_weights, lora[0], routing.groups, gate
-        _, given = gated_thin.gated_rows_thin(*parts, thin_alone=True)
-    results: tuple[jax.Array, jax.Array] = _gated(gate, static, gate_up, row_weights, weight, lora, routing, given)
+def _gated_fwd(gate, static, gate_up, row_weights, weight, lora, routing, earlier_inner):
+    """Computes the low-rank input apart from the output: the stack's backward runs this rule and needs no output."""
+    if earlier_inner is None and _by_kernels(gate_up, lora, gate, static):
+        operands = gate_up, row_weights, lora[0], routing.groups, gate
+        _, earlier_inner = gated_thin.gated_rows_thin(*operands, thin_alone=True)
+    results: tuple[jax.Array, jax.Array] = _gated(
+        gate, static, gate_up, row_weights, weight, lora, routing, earlier_inner
+    )
     return results, (gate_up, row_weights, weight, lora, routing, results[1])
 
 
 def _gated_bwd(gate, static, residuals, gradients):
-    """The backward rule of `_gated`: the gradients of gate_up, row_weights and lora, and None for the other arguments.
-    residuals: from `_gated_fwd`. gradients: of both results, of which that of the output [T, out] is used.
-
-    What reads the gradient of gate_up waits until those of the adapters have been computed, whose operands, such as the
-    inner rows or sums over chunks of rows, can be freed then: that lowers the peak memory, also on several devices,
-    which exchange these gradients."""
+    """What reads gate_up's gradient waits until the adapters' gradients have been computed: their operands, such as the
+    inner rows, can be freed then, also on several devices, which exchange these gradients.
+    """
     (gate_up, row_weights, weight, lora, routing, inner), (dout, _) = residuals, gradients
     (a, b), groups = lora, routing.groups
     dout, tokens = as_rows(dout, routing, static)
     dinner, db = grouped.adapter_gradients(static, b, inner, groups, dout, tokens)
     drows = grouped.rows_gradient(static, weight, lora, dinner, groups, dout, tokens)
     if _by_kernels(gate_up, lora, gate, static):
-        found = gated_thin.gated_rows_thin_backward(gate_up, row_weights, drows, dinner, a.shape[1], groups, gate)
-        dgate_up, dweights, da = found
+        kernel_results = gated_thin.gated_rows_thin_backward(
+            gate_up, row_weights, drows, dinner, a.shape[1], groups, gate
+        )
+        dgate_up, dweights, da = kernel_results
     else:
         rows, dgate_up, dweights = gated_rows_backward(gate_up, row_weights, drows, gate)
         da = grouped.contracted(dinner, rows, groups, a.shape[1], static.implementation, None)

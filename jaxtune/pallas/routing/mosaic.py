@@ -1,11 +1,8 @@
-"""Copies tokens to the rows of their experts (`spread`), as a Pallas Mosaic GPU kernel for Hopper, in which TMA copies
-whole rows. `refusal` says which calls the kernel supports.
+"""Copies tokens to the rows of their experts (`spread`), as a Pallas Mosaic GPU kernel for Hopper.
 
-The kernel reads every token once and writes it to its k rows, without passing through registers. A gather in the order
-of the rows would read a token k times, too far apart to find it in the L2 cache.
-
-On an H200, 16,384 tokens of gpt-oss-20b and Qwen3-30B-A3B: `spread` takes 0.15 and 0.20 ms (XLA's gather 0.24 and 0.33,
-like a kernel that gathered row by row); the bytes alone take 0.12 and 0.17.
+TMA copies whole rows, without registers: the kernel reads every token once and writes it to its k rows. A gather in the
+order of the rows would read a token k times, too far apart to find it in the L2 cache. For 16,384 tokens of
+Qwen3-30B-A3B on an H200 the kernel takes 0.20 ms, XLA's gather 0.33, the bytes alone 0.17.
 """
 
 from __future__ import annotations
@@ -27,10 +24,7 @@ _PROGRAMS = 2  # programs per multiprocessor
 
 
 def refusal(dtype, hidden: int, k: int) -> str | None:
-    """Returns the reason, in words, why this kernel cannot copy tokens of `hidden` numbers in this dtype to the rows of
-    their k experts, or None if it can. Reasons are: no Hopper GPU (within gpu_kernel.interpreted none is needed), a
-    dtype other than bfloat16 and float16, a hidden size that is no multiple of 64 or more than 8,192, or more than 32
-    experts a token. api.implementations asks it."""
+    """The reason why the kernel cannot copy tokens of `hidden` numbers to k rows each, or None."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -45,59 +39,47 @@ def refusal(dtype, hidden: int, k: int) -> str | None:
 
 
 def _kernel(body, name: str, **options):
-    """Makes a function of arrays from a kernel's body, a function of references: the result is compiled for the GPU, or
-    run by Pallas' interpreter within gpu_kernel.interpreted. `spread` calls it. name: the kernel's, as profiles show
-    it. options: those of gpu_kernel.kernel, such as grid and out_type."""
+    """The compiled kernel, or its interpretation within gpu_kernel.interpreted."""
     return gpu_kernel.kernel(body, name, gpu_kernel.interpreter(), **options)
 
 
 def _programs(count: int, of_a_core: int) -> int:
-    """The number of programs of `spread`'s grid: of_a_core for each multiprocessor of the GPU, but at most `count`, the
-    number of items that the programs divide among them. In Pallas' interpreter it is 3, or `count` if that is less."""
     return min(count, of_a_core * persistent.cores() if gpu_kernel.interpreter() is None else 3)
 
 
 def _spread_kernel(
     x_ref, zeros_ref, slots_ref, source_ref, out_ref, rows_smem, zero_smem, full, zero_full, *, programs, k, pairs
 ):
-    """The kernel's body, which `spread` runs: sets out[slots[t, j]] = x[t] for every pair (token t with its j-th
-    expert) that has a row, and zeros in empty rows. With n programs, each takes every n-th run of four tokens, and
-    every n-th run of 32 rows to look for empty ones.
+    """Sets out[slots[t, j]] = x[t] for every pair with a row, and zeros in empty rows. Of n programs each takes every
+    n-th run of four tokens, and every n-th run of 32 rows to look for empty ones.
 
-    Args:
-      x_ref: [tokens, hidden / 64, 64], where the number of tokens is a multiple of four. All refs up to out_ref are in
-        global memory.
-      zeros_ref: zeros [hidden / 64, 64].
-      slots_ref: int32[tokens * k], the row of each pair; a pair without an expert has the number of rows.
+      x_ref: [tokens, hidden / 64, 64], tokens a multiple of four.
+      slots_ref: int32[tokens * k]; the number of rows for a pair without an expert.
       source_ref: int32[rows], the pair of each row; `pairs` or more for empty rows.
-      out_ref: [rows, hidden / 64, 64].
-      rows_smem, zero_smem: shared memory for tokens, three times four of them, and for a row of zeros.
-      full, zero_full: barriers that complete when a copy to rows_smem, or to zero_smem, has arrived.
-      programs: the number of programs.
-      k: the number of experts of a token.
-      pairs: the number of pairs, those of padded tokens not counted.
+      rows_smem, zero_smem: stages of tokens, and a row of zeros.
+      pairs: without those of padded tokens.
     """
     program = lax.axis_index("program")
     rows, chunks = out_ref.shape[0], x_ref.shape[0] // _ROWS
-    mine = lax.div(chunks - program + (programs - 1), jnp.int32(programs))
+    run_count = lax.div(chunks - program + (programs - 1), jnp.int32(programs))
 
     def first_token(number):
-        return (program + jnp.minimum(number, mine - 1) * programs) * _ROWS
+        return (program + jnp.minimum(number, run_count - 1) * programs) * _ROWS
 
     def fetch(number):
         slot = lax.rem(number, jnp.int32(_STAGES))
 
-        @pl.when(number < mine)
+        @pl.when(number < run_count)
         def _():
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(first_token(number), _ROWS)], rows_smem.at[slot], full.at[slot])
 
     def targets(number):
         return tuple(slots_ref[first_token(number) * k + pair] for pair in range(_ROWS * k))  # all on their way at once
 
-    def store(row, to, where):
+    def store(row, row_index, where):
         @pl.when(where)  # the interpreter knows no predicate of a copy
         def _():
-            plgpu.copy_smem_to_gmem(row, out_ref.at[to], commit_group=False)
+            plgpu.copy_smem_to_gmem(row, out_ref.at[row_index], commit_group=False)
 
     def step(number, targets_now):
         slot = lax.rem(number, jnp.int32(_STAGES))
@@ -120,7 +102,7 @@ def _spread_kernel(
     plgpu.copy_gmem_to_smem(zeros_ref, zero_smem, zero_full)
     for number in range(_STAGES - 1):
         fetch(jnp.int32(number))
-    lax.fori_loop(0, mine, step, targets(jnp.int32(0)))
+    lax.fori_loop(0, run_count, step, targets(jnp.int32(0)))
     plgpu.barrier_wait(zero_full)
     looks = lax.div(jnp.int32(-(-rows // _EMPTY)) - program + (programs - 1), jnp.int32(programs))
     lax.fori_loop(0, looks, clear, None)
@@ -129,32 +111,30 @@ def _spread_kernel(
 
 
 def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
-    """Copies each token to the rows of its pairs by the kernel: x [T, H] -> [rows, H], with zeros in empty rows. It is
-    the implementation "mosaic" of api._spread. Call it only if `refusal` returns None.
+    """x [T, H] in the rows of its pairs, [rows, H], with zeros in empty rows, in bfloat16 or float16. Only if `refusal`
+    is None.
 
-    Args:
-      x: [T, H], the tokens, in bfloat16 or float16.
       slots: int32[T, k], the row of each pair; the number of rows for a pair without an expert.
       source: int32[rows], the pair of each row; T * k for empty rows.
     """
     tokens, hidden = x.shape
     rows, k = source.shape[0], slots.shape[1]
-    short = -tokens % _ROWS
-    x = jnp.pad(x, ((0, short), (0, 0)))
-    padded = jnp.pad(slots, ((0, short), (0, 0)), constant_values=rows).reshape(-1)
-    parts = hidden // _WIDTH
-    programs = _programs((tokens + short) // _ROWS, _PROGRAMS)
+    padding = -tokens % _ROWS
+    x = jnp.pad(x, ((0, padding), (0, 0)))
+    padded = jnp.pad(slots, ((0, padding), (0, 0)), constant_values=rows).reshape(-1)
+    chunks_per_row = hidden // _WIDTH
+    programs = _programs((tokens + padding) // _ROWS, _PROGRAMS)
     out = _kernel(
         functools.partial(_spread_kernel, programs=programs, k=k, pairs=slots.size),
         "permute",
-        out_type=jax.ShapeDtypeStruct((rows, parts, _WIDTH), x.dtype),
+        out_type=jax.ShapeDtypeStruct((rows, chunks_per_row, _WIDTH), x.dtype),
         grid=(programs,),
         grid_names=("program",),
         scratch_types=[
-            plgpu.SMEM((_STAGES, _ROWS, parts, _WIDTH), x.dtype),
-            plgpu.SMEM((parts, _WIDTH), x.dtype),
+            plgpu.SMEM((_STAGES, _ROWS, chunks_per_row, _WIDTH), x.dtype),
+            plgpu.SMEM((chunks_per_row, _WIDTH), x.dtype),
             plgpu.Barrier(num_arrivals=1, num_barriers=_STAGES),
             plgpu.Barrier(num_arrivals=1),
         ],
-    )(x.reshape(-1, parts, _WIDTH), jnp.zeros((parts, _WIDTH), x.dtype), padded, source)
+    )(x.reshape(-1, chunks_per_row, _WIDTH), jnp.zeros((chunks_per_row, _WIDTH), x.dtype), padded, source)
     return out.reshape(rows, hidden)

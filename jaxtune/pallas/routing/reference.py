@@ -1,18 +1,11 @@
-"""Routing in plain jnp: the sort of pairs (a token with one of its experts) by expert, the copy of tokens to their rows
-and the sum of a token's rows, and the choice of a token's values among those of all experts.
-
-`sort_pairs` is the sort, `spread` the copy and `summed` the sum; `chosen` takes the values of chosen experts,
-`chosen_by` is its transpose, `expert_counts` counts the tokens of each expert, and `rows_of` gathers rows. Passes are
-the two parts of the sort that kernels can replace, here `histogram` and `slots`.
-
-Every run with experts uses this file, and it is not only the reference that kernels are compared with: nothing else
-computes sums of rows, the choice of values and counts of experts; sort_pairs is the frame in which the kernels' passes
-(mosaic_sort.py) run, too; and below 128 experts the sort by its own passes is the first choice.
+"""Routing in plain jnp: the sort of pairs (a token with one of its experts) by expert, the copy of tokens to rows and
+the sum of a token's rows. Every run with experts uses this file: kernels replace only the copy and the two passes of
+the sort, and below 128 experts the passes here are the first choice.
 
 The sort is a counting sort by blocks of pairs. The first pass counts the pairs of each expert in each block; the second
-computes for each pair its row, from the number of earlier pairs of its expert in its block. Both are sums of
-comparisons; no array of size pairs x experts is stored. A scatter then gives the pair of each row; its order does not
-matter, because no two pairs have the same row.
+computes each pair's row, from the number of earlier pairs of its expert in its block. Both are sums of comparisons; no
+array of size pairs x experts is stored. A scatter then gives the pair of each row; its order does not matter, because
+no two pairs have the same row.
 """
 
 from __future__ import annotations
@@ -29,9 +22,7 @@ BLOCK = 256
 
 
 class Passes(NamedTuple):
-    """The two passes over all pairs (a token with one of its experts) of a counting sort, and the size of the blocks
-    of pairs that they take. `sort_pairs` is called with the functions of this file, or with the kernels of
-    mosaic_sort.py."""
+    """The two passes of the counting sort, which kernels can replace, and the size of their blocks of pairs."""
 
     block: int  # the number of pairs of a block
     # (blocks int32[n, block] with the expert of each pair, E) -> int32[n, E], the pairs of each block and expert
@@ -42,47 +33,41 @@ class Passes(NamedTuple):
 
 
 def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
-    """Selects each token's values for the experts that it chose: values [T, E], choice int32[T, k] -> [T, k], and 0
-    where choice is not 0 to E - 1 (no expert). expert_weights and the derivative of token_bias call it. It compares
-    each choice with all experts instead of gathering, because the derivative of a gather is a scatter, which adds in no
-    fixed order."""
+    """Each token's values for its chosen experts: values [T, E], choice int32[T, k] -> [T, k], 0 for no expert.
+
+    It compares each choice with all experts, because a gather's derivative is a scatter, which adds in no fixed order.
+    """
     index = jnp.arange(values.shape[1], dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, None], 0).sum(-1)
 
 
 def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Array:
-    """Writes each token's values for its chosen experts into an array of all experts: values [T, k], choice int32[T, k]
-    -> [T, E] for E = num_experts, with 0 for experts that were not chosen; the value of a choice that is not 0 to E - 1
-    is dropped. It is the transpose of `chosen`; the derivative of token_bias computes the bias's gradient with it."""
+    """The transpose of `chosen`: values [T, k], choice int32[T, k] -> [T, E], 0 for experts that were not chosen."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, :, None], 0).sum(1)
 
 
 def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.Array:
-    """Counts the pairs of a token and one of its experts that go to each expert: float32[E] for E = num_experts.
-    router_sums calls it, for the load-balancing loss; no kernel replaces it.
-
-    choice: int32[N, k], each token's experts; a number other than 0 to E - 1 is no expert and is not counted. mask:
-    float32[N], what each pair of a token adds to the count: 1, or 0 for a token that is left out."""
+    """Pairs that go to each expert, float32[E]. choice: int32[N, k]; a number other than 0 to E - 1 is not counted.
+    mask: float32[N], what each pair of a token adds: 1, or 0.
+    """
     index = jnp.arange(num_experts, dtype=jnp.int32)
     columns = [jnp.where(column[:, None] == index, mask[:, None], 0.0).sum(0) for column in choice.T]
     return jnp.stack(columns).sum(0)
 
 
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
-    """Counts the pairs of each block that go to each expert: int32[n, E] for E = num_experts. blocks: int32[n, pairs of
-    a block], the expert of each pair; E for a pair without one. It is the first pass of `sort_pairs`."""
+    """Pairs of each block that go to each expert, int32[n, E]. blocks: int32[n, pairs], the expert of each pair; E for
+    none.
+    """
     return (blocks[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)).sum(1, dtype=jnp.int32)
 
 
 def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
-    """Computes the row of each pair in the sorted buffer: int32[n, pairs of a block]. It is the row of the first pair
-    of its block and expert, plus the number of earlier pairs of that block and expert; for a pair without an expert it
-    can be any number. It is the second pass of `sort_pairs`.
+    """The row of each pair in the sorted buffer, int32[n, pairs of a block]; any number for a pair without an expert.
 
-    Args:
-      blocks: int32[n, pairs of a block], the expert of each pair; E, the number of experts, for a pair without one.
-      firsts: int32[n, E], the row of the first pair of each block and expert.
+    blocks: int32[n, pairs of a block], the expert of each pair; E for none.
+    firsts: int32[n, E], the row of the first pair of each block and expert.
     """
     index = jnp.arange(blocks.shape[1])
     before = index[:, None] > index
@@ -91,22 +76,17 @@ def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
 
 
 def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Passes):
-    """Sorts pairs (a token with one of its experts) by expert, stably, into a buffer of rows. Each expert's rows are
-    padded with empty rows to a multiple of tile_rows. `route` calls it.
+    """Sorts pairs by expert, stably, into rows; each expert's rows are padded to a multiple of tile_rows.
 
-    Args:
-      expert: int32[pairs], the expert of each pair, 0 to E - 1; any other number is a pair without an expert.
-      num_experts: E.
-      tile_rows: the rows of a tile, which all belong to one expert.
-      passes: the functions of the two passes over all pairs, and their block size.
+      expert: int32[pairs]; a number other than 0 to E - 1 means no expert.
     Returns:
-      (slots int32[pairs], the row of each pair, or the number of rows if it has no expert; source int32[rows], the pair
-        of each row, or the number of pairs for an empty row; the Groups of the rows)
+      (slots int32[pairs], the row of each pair, or the number of rows for no expert; source int32[rows], the pair of
+      each row, or the number of pairs for an empty row; the Groups of the rows)
     """
     pairs = expert.shape[0]
-    short = -pairs % passes.block
+    padding = -pairs % passes.block
     expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
-    blocks = jnp.pad(expert, (0, short), constant_values=num_experts).reshape(-1, passes.block)
+    blocks = jnp.pad(expert, (0, padding), constant_values=num_experts).reshape(-1, passes.block)
     counts = passes.histogram(blocks, num_experts)
     ends = jnp.cumsum(counts, axis=0)
     groups = groups_of(ends[-1], pairs, tile_rows)
@@ -119,21 +99,18 @@ def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Pass
 
 
 def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
-    """Copies each token to the rows of its pairs by a gather: x [T, H] -> [rows, H], with zeros in empty rows. slots:
-    int32[T, k], the row of each pair (a token with one of its experts). source: int32[rows], the pair of each row, t *
-    k + j, or T * k for an empty row. It is the implementation "reference" of api._spread, and first_use.refusal
-    compares the kernel with it."""
+    """x [T, H] in the rows of its pairs, [rows, H], with zeros in empty rows, by a gather. slots: int32[T, k]. source:
+    int32[rows], the pair of each row, or T * k for an empty row.
+    """
     tokens, k = slots.shape
     return rows_of(x, jnp.where(source < tokens * k, divided(source, k), tokens))
 
 
 def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Gathers rows (or elements, if x has one axis) of x: x[index], and zero where index is past the end, which stands
-    for an empty row. index: int32 of any shape, not negative. `spread`, the weights of rows (row_weights) and their
-    derivative use it.
+    """x[index] along the first axis, zero where index (int32, not negative) is past the end.
 
-    16-bit rows of an even number of numbers are moved as words of four numbers, or two, because XLA's gather moves one
-    element per thread (one number at a time 0.32 ms, two 0.24, H200).
+    16-bit rows are moved as words of four numbers, or two, because XLA's gather moves one element per thread (one
+    number at a time takes 0.32 ms, two 0.24, on an H200).
     """
     if x.ndim != 2 or x.dtype.itemsize != 2 or x.shape[1] % 2:
         return _gathered(x, index)
@@ -145,32 +122,26 @@ def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _gathered(x, index):
-    """Gathers x[index] along the first axis: [*index.shape, *x.shape[1:]], zero where index is past the end. index may
-    have any shape and must not be negative, which spares the tests that jnp's own filling gather makes. `rows_of` calls
-    it, with x itself or with its numbers as wider words."""
     # The same as jnp's mode "fill" with a quarter of the instructions, because no index is negative. A layer of experts
     # has eight of these, and XLA compiles each separately.
-    there = index < x.shape[0]
-    return jnp.where(jnp.expand_dims(there, range(index.ndim, index.ndim + x.ndim - 1)), _row(x, index), 0)
+    in_range = index < x.shape[0]
+    return jnp.where(jnp.expand_dims(in_range, range(index.ndim, index.ndim + x.ndim - 1)), _row(x, index), 0)
 
 
 def _row(x, index):
-    """Gathers x[index] along the first axis, [*index.shape, *x.shape[1:]]; an index past the end gets the last element,
-    and none may be negative. XLA's gather limits indices to the array by itself, so this costs nothing. `_gathered` and
-    `summed` call it."""
+    """x[index] along the first axis; an index past the end gets the last row, none may be negative. XLA's gather limits
+    indices by itself, so this costs nothing.
+    """
     return x.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
 def summed(rows: jax.Array, slots: jax.Array) -> jax.Array:
-    """Sums each token's rows: rows [rows, H] -> [T, H] in rows' dtype. The sums are float32, over the token's experts
-    from the first to the last. slots: int32[T, k], the row of each pair of a token with one of its experts, or the
-    number of rows for a pair without an expert.
+    """Sums each token's rows: [rows, H] -> [T, H] in rows' dtype, in float32, in the order of its experts.
 
-    Empty rows must be zero. If a pair has no expert, there are fewer pairs with rows than rows, and the last row is
-    empty. A slot past the end reads that last row, and so adds zero, without a comparison. `unpermute` and
-    matmul_to_tokens compute with it, and so do the derivatives of `permute` and matmul_of_tokens.
+    Empty rows must be zero: a pair without an expert has a slot past the end, which reads the last row, which is then
+    empty, and so adds zero without a comparison. slots: int32[T, k].
     """
-    first, *others = (_row(rows, column).astype(jnp.float32) for column in slots.T)
-    for other in others:
-        first = first + other
+    first, *later_rows = (_row(rows, column).astype(jnp.float32) for column in slots.T)
+    for row in later_rows:
+        first = first + row
     return first.astype(rows.dtype)

@@ -1,5 +1,4 @@
-"""The two thin products of an adapter's backward: the public operation `thin_pair`, and the choice of its
-implementation."""
+"""The two thin products of an adapter's backward."""
 
 from __future__ import annotations
 
@@ -16,22 +15,15 @@ _TOKENS, _OUT = 2048, 512  # fewer tokens and smaller outputs are left to the ve
 def thin_pair(
     dout: jax.Array, b: jax.Array, inner: jax.Array, *, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the two products of an adapter's backward that read the gradient of its output: (dout b, dout^T inner).
-    The kernel reads dout once for both, and its results have the same bits in each run. The backward of quant_matmul
-    calls it.
+    """(dout b [tokens, r] in dout's dtype, dout^T inner [out, r] in b's dtype), each rounded once from float32 sums.
+    The kernel reads dout once for both, and its results have the same bits in each run. TypeError or ValueError for
+    wrong arguments or an implementation that refuses.
 
-    Args:
-      dout: [tokens, out] bfloat16, float16 or float32, the gradient of the output.
-      b: float[out, r], the adapter's B; it is rounded to dout's dtype.
-      inner: [tokens, r] in dout's dtype, the product of the tokens and the adapter's A.
-      implementation: "triton" (the kernel: 16 bits, a rank of at most 32), "reference" (plain JAX), or None: "triton"
-        if it supports the call and there are at least 2,048 tokens and an output of at least 512 numbers, else
-        "reference".
-    Returns:
-      (dout b [tokens, r] in dout's dtype, dout^T inner [out, r] in b's dtype), each rounded once from float32 sums.
-    Raises:
-      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
-        call.
+      dout: [tokens, out] bfloat16, float16 or float32.
+      b: float[out, r], the adapter's B, rounded to dout's dtype.
+      inner: [tokens, r] in dout's dtype, the tokens times the adapter's A.
+      implementation: "triton" (16 bits, a rank of at most 32), "reference", or None: "triton" if it supports the call
+        and there are at least 2,048 tokens and 512 outputs.
     """
     check = Arguments("thin_pair")
     check.array("dout", dout, "tokens out", FLOATS)
@@ -46,7 +38,5 @@ def thin_pair(
 
 
 def implementations(dout, b) -> dispatch.Table:
-    """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
-    reason why the implementation refuses the call, or None}, in the order in which they are tried. `jaxtune info`
-    prints why implementations refuse. dout, b: those of `thin_pair`, as arrays or as shapes."""
+    """{name: why it refuses a call, or None}, in the order of trial. Arguments may be shapes."""
     return {"triton": lambda: triton.refusal(dout, b), "reference": lambda: None}

@@ -1,5 +1,4 @@
-"""The body of the Triton kernel of `thin_pair` (triton.py): each tile of an output's gradient is read once, for two
-products."""
+"""Triton kernel of `thin_pair`: reads each tile of an output's gradient once, for two products."""
 
 import triton
 import triton.language as tl
@@ -21,30 +20,29 @@ def thin_pair_kernel(
     STEPS: tl.constexpr,
 ):
     """Multiplies COLUMNS columns of STEPS tiles of BLOCK rows of dout by b, and, transposed, by inner, with float32
-    sums. Grid: (blocks of columns, ranges of rows): (OUT / COLUMNS, ROWS / (STEPS BLOCK)), rounded up.
+    sums. Grid: (OUT / COLUMNS, ROWS / (STEPS BLOCK)), rounded up.
 
-    Args:
-      dout: [ROWS, OUT], of 16 bits.
-      b: [OUT, RANK]; it is rounded to dout's dtype.
-      inner: [ROWS, RANK], like dout.
-      dinner: float32[blocks of columns, ROWS, RANK], what each block of columns adds to dout b.
-      db: float32[ranges of rows, OUT, RANK], what each range of rows adds to dout^T inner.
-      WIDTH: the columns with which the thin arrays are multiplied, at least RANK: a power of two of at least 16.
+      dout: [ROWS, OUT] of 16 bits; inner: [ROWS, RANK]; b: [OUT, RANK], rounded to dout's dtype.
+      dinner: float32[blocks of columns, ROWS, RANK], each block's share of dout b.
+      db: float32[ranges of rows, OUT, RANK], each range's share of dout^T inner.
+      WIDTH: columns of the thin products, a power of two of at least 16.
     """
     DTYPE: tl.constexpr = dout.dtype.element_ty
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, WIDTH)[None, :]
-    within, real_ranks = columns < OUT, ranks < RANK
-    sides, real = columns[:, None] * RANK + ranks, within[:, None] & real_ranks
-    side = tl.load(b + sides, mask=real, other=0.0).to(DTYPE)
+    column_mask, real_ranks = columns < OUT, ranks < RANK
+    b_offsets, real = columns[:, None] * RANK + ranks, column_mask[:, None] & real_ranks
+    b_tile = tl.load(b + b_offsets, mask=real, other=0.0).to(DTYPE)
     sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
     number = tl.arange(0, BLOCK)[:, None]
     for step in range(STEPS):
         first = (tl.program_id(1).to(tl.int64) * STEPS + step) * BLOCK
-        there = number < ROWS - first
-        tile = tl.load(dout + first * OUT + number * OUT + columns[None, :], mask=there & within[None, :], other=0.0)
+        row_mask = number < ROWS - first
+        tile = tl.load(
+            dout + first * OUT + number * OUT + columns[None, :], mask=row_mask & column_mask[None, :], other=0.0
+        )
         thin, thin_places = inner + first * RANK, number * RANK + ranks
-        sums = tl.dot(tl.trans(tile), tl.load(thin + thin_places, mask=there & real_ranks, other=0.0), sums)
-        part = dinner + (tl.program_id(0).to(tl.int64) * ROWS + first) * RANK
-        tl.store(part + thin_places, tl.dot(tile, side), mask=there & real_ranks)
-    tl.store(db + tl.program_id(1).to(tl.int64) * OUT * RANK + sides, sums, mask=real)
+        sums = tl.dot(tl.trans(tile), tl.load(thin + thin_places, mask=row_mask & real_ranks, other=0.0), sums)
+        block_sums = dinner + (tl.program_id(0).to(tl.int64) * ROWS + first) * RANK
+        tl.store(block_sums + thin_places, tl.dot(tile, b_tile), mask=row_mask & real_ranks)
+    tl.store(db + tl.program_id(1).to(tl.int64) * OUT * RANK + b_offsets, sums, mask=real)

@@ -1,9 +1,6 @@
-"""The two thin products of an adapter's backward by a Triton kernel: `thin_pair`. `refusal` says which calls it cannot
-compute on this GPU.
-
-Their time is that of reading the gradient of the output. A program multiplies one block of columns by a range of rows,
-tile after tile. It keeps the sums over these rows, of one product, in registers. Of the other it writes, for each tile,
-the sum over its columns. XLA adds up what the programs wrote, in one order.
+"""The two thin products of an adapter's backward by a Triton kernel. A program multiplies one block of columns by a
+range of rows, tile after tile: it keeps one product's sums over these rows in registers, and of the other writes each
+tile's sum over its columns. XLA adds up what the programs wrote, in one order.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ class Tile(NamedTuple):
 
 
 def tile(width: int, out: int) -> Tile:
-    """The Tile of the kernel for thin arrays of `width` columns and outputs of `out` numbers, on the GPU that is
-    compiled for."""
+    """The Tile for thin arrays of `width` columns and outputs of `out` numbers on the GPU compiled for."""
     if dispatch.compute_capability() != (9, 0):
         return Tile(64, 4096 // max(width, 16), 4, 2, 4)  # tiles are read to registers, by several programs at a time
     if width == 16:
@@ -41,11 +37,7 @@ def tile(width: int, out: int) -> Tile:
 
 
 def refusal(dout, b) -> str | None:
-    """The reason why the kernel cannot compute a call, or None if it can. It needs a GPU that runs Triton kernels,
-    jax-triton, bfloat16 or float16, an output of a multiple of 8 numbers, and a rank of at most 32. It is also refused
-    if the check at first use on this GPU found that its results differ from those of plain JAX.
-
-    dout: [tokens, out]. b: [out, r]."""
+    """Why the kernel cannot compute a call, or None; it may run its check at first use."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -60,26 +52,23 @@ def refusal(dout, b) -> str | None:
 
 
 def _first_use(dtype, b_dtype, rank: int, wide: bool) -> str | None:
-    """The reason why this GPU must not run the kernel for such calls, or None: it compares a small case with plain JAX
-    in float32, once for each kind of call (dispatch.first_use). wide: whether the output has at least _WIDE numbers,
-    for which the tile is another."""
+    """wide: at least _WIDE outputs, for which the tile is another."""
     size = _WIDE + 8 if wide else 1352
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 3)
         dout, inner = (jax.random.normal(key, (333, n)).astype(dtype) for key, n in zip(keys, (size, rank)))
         b = jax.random.normal(keys[2], (size, rank)).astype(b_dtype)
-        got = jax.jit(thin_pair)(dout, inner, b)
+        kernel_results = jax.jit(thin_pair)(dout, inner, b)
         exact = (dout.astype(jnp.float32), b.astype(dtype).astype(jnp.float32), inner.astype(jnp.float32))
-        return got, dispatch.exactly(reference.thin_pair)(*exact)
+        return kernel_results, dispatch.exactly(reference.thin_pair)(*exact)
 
     kind = f"{dtype}, {b_dtype}, rank {rank}{', wide' if wide else ''}"
     return dispatch.first_use("thin_pair", "triton", kind, compare)
 
 
 def thin_pair(dout, inner, b) -> tuple[jax.Array, jax.Array]:
-    """(dout b [tokens, r] in dout's dtype, dout^T inner float32[out, r]), by the kernel. The arguments are those of
-    api.thin_pair; `refusal` says which calls are supported."""
+    """(dout b [tokens, r] in dout's dtype, dout^T inner float32[out, r])."""
     from jaxtune.pallas.thin_pair import kernels
 
     (tokens, out), rank = dout.shape, b.shape[1]

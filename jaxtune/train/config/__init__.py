@@ -1,7 +1,4 @@
-"""The configuration of a run: the sections (sections.py, model.py, objective.py, qat.py), the whole configuration
-(train_config.py), checks of values (checks.py), reading and writing of YAML (file.py), and the translation of other
-programs' configurations (elsewhere.py). This module exports TrainConfig, ConfigError, some constants and the
-sections."""
+"""The configuration of a run: a TrainConfig of sections, checked when it is made, its reading and its writing."""
 
 from jaxtune.train.config.checks import ConfigError
 from jaxtune.train.config.model import AdapterConfig, ModelConfig

@@ -1,9 +1,4 @@
-"""Checks of the values of a configuration. Each raises a `ConfigError` that names the key, the value and the fix.
-
-Most functions check one value. `require_usable_numbers` walks a whole configuration, and refuses integers that are
-above the limit of their key (2**31 - 1 for most keys), and floats that float32 cannot represent (infinity and NaN
-included). `unique_names` gives the names that metrics of functions of equal names have.
-"""
+"""Checks of single values, each a `ConfigError` that names the key, the value and the fix."""
 
 from __future__ import annotations
 
@@ -14,55 +9,46 @@ from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
-    """Raised for a configuration that cannot be used: when it is read or made, and later if the model, the rows or the
-    device do not fit it. The message names the key, its value where there is one, and what to do. The commands print it
-    without a traceback, as they print other errors of a user, and end with code 2."""
+    """A configuration that cannot be used, or that the model, the rows or the device do not fit. The message names the
+    key and the fix; commands print it without a traceback.
+    """
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:
-    """Raises `ConfigError` with the message "KEY = VALUE: FIX" unless the condition holds. Nearly all checks of values
-    use it, so that their messages look alike.
+    """Raises `ConfigError` "KEY = VALUE: FIX" unless the condition holds.
 
-    Args:
-        condition: whether the value can be used; if True, nothing happens.
-        key: the dotted key, such as "optim.learning_rate".
-        value: its value, which the message shows by repr.
-        fix: what to do instead, in words.
+    key: dotted, such as "optim.learning_rate".
+    fix: what to do instead.
     """
     if not condition:
         raise ConfigError(f"{key} = {value!r}: {fix}")
 
 
 def positive(key: str, value: float | None) -> None:
-    """Raises `ConfigError` unless the value of the dotted key `key` is None, or finite and above 0. A config and its
-    sections check their numbers by it when they are made; None stands for a key that is not set."""
+    """Raises `ConfigError` unless `value` is None (not set), or finite and above 0."""
     require(value is None or (value > 0 and math.isfinite(value)), key, value, "must be greater than 0")
 
 
 def not_negative(key: str, value: float | None) -> None:
-    """Raises `ConfigError` unless the value of the dotted key `key` is None, or finite and at least 0. A config and its
-    sections check their numbers by it when they are made; None stands for a key that is not set."""
+    """Raises `ConfigError` unless `value` is None (not set), or finite and at least 0."""
     require(value is None or (value >= 0 and math.isfinite(value)), key, value, "must be 0 or more")
 
 
 def fraction(key: str, value: float | None, below_one: bool = False) -> None:
-    """Raises `ConfigError` unless the value of the dotted key `key` is None, or from 0 to 1. The sections check shares,
-    decays and probabilities by it when they are made; None stands for a key that is not set. below_one: whether 1
-    itself is refused (True) or accepted (False)."""
+    """Raises `ConfigError` unless `value` is None (not set), or from 0 to 1; below_one: 1 itself is refused."""
     inside = value is None or (0 <= value < 1 if below_one else 0 <= value <= 1)
     require(inside, key, value, "must be from 0 to " + ("below 1" if below_one else "1"))
 
 
 def unique_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Makes the `names` of reward functions and classes of environments different from each other, in their order, so
-    that each has metrics of its own: a name that stood before gets a number behind it, ("f", "f_2"), the smallest from
-    2 on that makes a name which is neither in `names` nor made before. A config's checks find the metrics' names with
-    it too."""
-    found: list[str] = []
+    """`names` with a number behind each that stood before, ("f", "f_2"), so that each has metrics of its own."""
+    unique: list[str] = []
     for name in names:
         numbered = (f"{name}_{number}" for number in itertools.count(2))
-        found.append(next(one for one in numbered if one not in (*names, *found)) if name in found else name)
-    return tuple(found)
+        unique.append(
+            next(candidate for candidate in numbered if candidate not in (*names, *unique)) if name in unique else name
+        )
+    return tuple(unique)
 
 
 # The ranges of the compiled programs' int32 and float32.
@@ -81,15 +67,10 @@ _LIMITS = {
 
 
 def require_usable_numbers(value: object, key: str) -> None:
-    """Raises `ConfigError` if the absolute value of an integer in a configuration is above the limit of its key
-    (`_LIMITS`, such as 65,536 for adapter.r; 2**31 - 1 for keys without one), or if a float is neither 0 nor from 1e-37
-    to 3e38 in absolute value, which float32 can represent (infinity and NaN are refused). A TrainConfig calls it when
-    it is made, because the compiled programs compute with int32 and float32.
+    """Raises `ConfigError` for an integer above its key's limit (2**31 - 1 for most), and for a float beyond float32.
 
-    Args:
-        value: a configuration, one of its sections, or a value of it. Sections and mappings are walked; lists and
-            tuples are not looked into.
-        key: its dotted key; "" for the whole configuration.
+    Sections and mappings are walked, lists are not.
+        key: the dotted key of `value`; "" for a whole configuration.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):

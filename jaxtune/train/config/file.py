@@ -1,10 +1,7 @@
-"""Reads recipes and `key.sub=value` overrides into a TrainConfig (`load_config`; `load_to_evaluate` for `jaxtune
-evaluate`), writes one (`config_to_yaml`, `config_to_dict`), and lists the keys of the schema (`config_keys`) and the
-packaged recipes. `read_values` reads YAML unchecked, `config_from_dict` checks, `flat_keys` makes {dotted key: value}.
+"""Reads recipes and `key.sub=value` overrides into a TrainConfig, writes one, and lists the keys of the schema.
 
-Pydantic checks strictly: an unknown key or a wrong type is an error that names the key and the nearest valid one. YAML
-is read by the rules of YAML 1.2: only `true` and `false` are booleans (`on` and `no` are strings), `1e-4` is a number,
-and a key that occurs twice is an error.
+Unknown keys and wrong types are errors that name the nearest valid key. YAML has the rules of YAML 1.2: only `true` and
+`false` are booleans (`on` and `no` are strings), `1e-4` is a number, and a key that occurs twice is an error.
 """
 
 from __future__ import annotations
@@ -34,28 +31,24 @@ from jaxtune.train.config.elsewhere import program_of
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One key of the configuration's schema: its name, type, default and help text, as `config_keys` lists it."""
+    """One key of the schema."""
 
     name: str
-    """The dotted key, such as "optim.learning_rate"."""
+    """Dotted, such as "optim.learning_rate"."""
     type: str
-    """Its type in words, such as "number or null"; "section" for a section that is null by default."""
+    """In words, such as "number or null"; "section" for one that is null by default."""
     default: str
-    """Its default as YAML, or "required"."""
+    """As YAML, or "required"."""
     help: str
-    """Its help text, from the Annotated hint of its field."""
 
 
 def config_keys() -> list[ConfigKey]:
-    """Every key of a TrainConfig in the order of the schema (`_keys_of`), for `--help`, the documentation and hints.
-    Records of older versions that lack a key get its default from it. No value is checked by it."""
+    """Every key of a TrainConfig, in the order of the schema."""
     return list(_keys_of(TrainConfig, ""))
 
 
 def _keys_of(cls: type, prefix: str) -> Iterator[ConfigKey]:
-    """Yields the keys of a section and of the sections in it, such as optim.eps. A section itself, such as `adapter`,
-    is yielded only if its default is null. `config_keys` lists the schema by it. cls: the section's dataclass. prefix:
-    put before the names of its keys, such as "optim."."""
+    """The keys of a section and of sections in it; a section itself only if its default is null."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for item in dataclasses.fields(cls):
         hint, name = hints[item.name], prefix + item.name
@@ -69,8 +62,7 @@ def _keys_of(cls: type, prefix: str) -> Iterator[ConfigKey]:
 
 
 def _section(hint: Any) -> type | None:
-    """The dataclass in a field's type `hint`, such as `Annotated[AdapterConfig | None, help]`, if it is a section; else
-    None. `_keys_of` and `_locate` walk through the sections by it."""
+    """The dataclass in a field's type, such as `Annotated[AdapterConfig | None, help]`, if it is a section."""
     for member in _members(hint):
         if dataclasses.is_dataclass(member) and isinstance(member, type):
             return member
@@ -78,8 +70,7 @@ def _section(hint: Any) -> type | None:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The members of a union type `hint`, or (the type itself,) if it is no union, without the help text of an
-    `Annotated`. `_section` looks for a section of keys among them, and `_describe` and error messages name them."""
+    """The members of a union type, without the help text of an `Annotated`; (the type itself,) if it is no union."""
     if typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     # Literal[...] | None is a typing.Union before Python 3.14.
@@ -90,19 +81,19 @@ _WORDS = {int: "integer", float: "number", bool: "true or false", str: "string",
 
 
 def _describe(hint: Any) -> str:
-    """The type of a field (`hint`, its annotation) in words for help texts and errors, such as "integer or null"."""
+    """A field's type in words, such as "integer or null"."""
     words = []
     for member in _members(hint):
         origin, arguments = typing.get_origin(member), typing.get_args(member)
         if origin is Literal:
             words.append(" | ".join(arguments))
         elif origin is tuple:
-            pair = [_WORDS[part] for part in typing.get_args(arguments[0]) if part is not str]
-            of = f"[string, {pair[0]}] pairs" if pair else "pairs of strings"
-            words.append(f"list of {of if typing.get_origin(arguments[0]) is tuple else 'strings'}")
+            pair = [_WORDS[member_type] for member_type in typing.get_args(arguments[0]) if member_type is not str]
+            elements = f"[string, {pair[0]}] pairs" if pair else "pairs of strings"
+            words.append(f"list of {elements if typing.get_origin(arguments[0]) is tuple else 'strings'}")
         elif origin is dict:
-            of = {int: "integers", float: "numbers", str: "names"}.get(arguments[1], "values")
-            words.append(f"mapping of names to {of}")
+            elements = {int: "integers", float: "numbers", str: "names"}.get(arguments[1], "values")
+            words.append(f"mapping of names to {elements}")
         elif dataclasses.is_dataclass(member):
             words.append("section of keys")
         else:
@@ -114,32 +105,25 @@ def _describe(hint: Any) -> str:
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """{name: file} of the packaged recipes, YAML files of configurations, sorted by name, to find and to list them."""
+    """{name: YAML file} of the packaged recipes, sorted by name."""
     folder = Path(__file__).parents[1] / "recipes"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def recipe_summary(path: Path) -> str:
-    """The first line of the comment at the beginning of the recipe file at `path`, which says what it is for; "" if
-    there is none. Lists of the packaged recipes show it."""
+    """The comment in a recipe's first line; "" if there is none."""
     first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]
     return first_line.lstrip("# ") if first_line.startswith("#") else ""
 
 
 def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = True) -> TrainConfig:
-    """Reads a recipe and applies `key.sub=value` overrides to it, for the commands train and sensitivity, and, through
-    `load_to_evaluate`, evaluate. A run reads by it whether the config.yaml in its output folder is its own.
+    """Reads a recipe and applies overrides to it. ConfigError has a line for each fault: key, value and place.
 
-    Args:
-        recipe: the path of a YAML file, or the name of a packaged recipe. In its values, `{package}` becomes the folder
-            of the jaxtune package; in `output`, `{recipe}` becomes the recipe's name.
-        overrides: such as `["optim.learning_rate=1e-4", "adapter=null", "adapter.target_modules=[q_proj, v_proj]"]`; a
-            value is a YAML scalar, `[list]`, `{mapping}` or quoted string.
-        rows_needed: whether data.train must be set. If False, as only `jaxtune train --plan` says, a missing one is "".
-    Raises:
-        ConfigError: the recipe cannot be read, is the config of another program (`jaxtune convert` translates those),
-            or has faults. The message has one line for each fault: the key, the value, the file and line, and the
-            nearest valid key.
+    A config of another program is an error that names `jaxtune convert`.
+        recipe: a YAML file, or the name of a packaged recipe. {package} in values becomes the package's folder,
+            {recipe} in `output` the recipe's name.
+        overrides: such as "optim.learning_rate=1e-4" or "adapter.target_modules=[q_proj]"; values are YAML.
+        rows_needed: False: a missing data.train is "".
     """
     path = _find_recipe(recipe)
     origins: dict[str, str] = {}
@@ -160,14 +144,9 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
 
 
 def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, Any]:
-    """The keys and values of a YAML file, a recipe or another program's config, as nested dicts, lists and scalars,
-    unchecked: `load_config` reads recipes by it, `jaxtune convert` the others.
+    """The nested values of a YAML file, unchecked; ConfigError if it is no YAML mapping.
 
-    Args:
-        path: the file.
-        origins: if given, receives {dotted key: "file:line"} for error messages.
-    Raises:
-        ConfigError: the file cannot be read, or is no YAML mapping.
+    origins: receives {dotted key: "file:line"}.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -180,38 +159,28 @@ def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, 
 
 
 def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainConfig, float]:
-    """Reads a recipe for `jaxtune evaluate`, whose held-out rows may be replaced by an override of data.eval. Such an
-    override also unsets the recipe's data.eval_rows, which cannot be set beside data.eval, unless an override sets it;
-    data.eval=null leaves it as it is.
+    """(the configuration, the unset data.eval_rows or 0). An override of data.eval unsets the recipe's data.eval_rows,
+    which cannot be set beside it.
 
-    Args:
-        recipe: the path of a YAML file, or the name of a packaged recipe; data.train must be set, as for training.
-        overrides: texts such as "data.eval=rows.jsonl".
-    Returns:
-        The configuration, and the data.eval_rows that was unset (0 if none was): a number of rows, or below 1 a share.
-            The command leaves these rows out of data.train as the run did, because a run's checkpoint is recognised by
-            its training rows.
-    Raises:
-        ConfigError: the recipe cannot be read, or it has faults.
+    These rows, a number or a share below 1, must still be left out of data.train: a run's checkpoint is recognised by
+    its training rows.
     """
-    given = {key.strip(): value.strip() for key, _, value in (override.partition("=") for override in overrides)}
-    if _scalar(given.get("data.eval", "")) is not None and "data.eval_rows" not in given:
+    override_values = {
+        key.strip(): value.strip() for key, _, value in (override.partition("=") for override in overrides)
+    }
+    if _scalar(override_values.get("data.eval", "")) is not None and "data.eval_rows" not in override_values:
         try:
-            others = [override for override in overrides if override.split("=")[0].strip() != "data.eval"]
-            taken = load_config(recipe, others).data.eval_rows
+            other_overrides = [override for override in overrides if override.split("=")[0].strip() != "data.eval"]
+            held_out_rows = load_config(recipe, other_overrides).data.eval_rows
         except ConfigError:  # the call below, with all overrides, shows the error if there still is one
-            taken = 0
-        if taken:
-            return load_config(recipe, [*overrides, "data.eval_rows=0"]), taken
+            held_out_rows = 0
+        if held_out_rows:
+            return load_config(recipe, [*overrides, "data.eval_rows=0"]), held_out_rows
     return load_config(recipe, overrides), 0
 
 
 def _find_recipe(recipe: str) -> Path:
-    """Returns the file of a recipe. `recipe` is the name of a packaged one, which is looked up first, or a path.
-    Raises:
-      ConfigError: there is no such file (the message for a name lists the packaged ones, and the nearest one if any is
-        near), or the path is a run's folder (the message names the config.yaml in it).
-    """
+    """The file of a packaged recipe's name, or of a path; ConfigError names the nearest name, or config.yaml."""
     recipes = packaged_recipes()
     if recipe in recipes:
         return recipes[recipe]
@@ -243,8 +212,7 @@ _LONGEST_NUMBER = 40
 
 
 def _scalar(text: str) -> Any:
-    """The value of `text`, an unquoted scalar of a recipe or an override, by the rules of YAML 1.2: None (also for ""),
-    a bool, an int, a float or the string itself. A text of over 40 characters is always a string."""
+    """An unquoted scalar by YAML 1.2: None (also for ""), a bool, a number, or a string (always over 40 characters)."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if len(text) > _LONGEST_NUMBER:
@@ -259,14 +227,10 @@ def _scalar(text: str) -> Any:
 
 
 def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -> Any:
-    """Parses YAML, of a recipe or of an override whose value is a list, a mapping or quoted, to dicts, lists, scalars.
+    """Parses YAML to dicts, lists and scalars; ConfigError for a key that is set twice, too many values or levels.
 
-    Args:
-        text: the YAML; an empty text gives None.
-        source: its file name, or the override, for messages.
-        origins: if given, receives "source:line" for each dotted key.
-    Raises:
-        ConfigError: it is not YAML, has a key twice, more than 10,000 values, or more than 20 levels of nesting.
+    source: the file's name, or the override, for messages.
+    origins: receives "source:line" for each dotted key.
     """
     try:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
@@ -278,7 +242,6 @@ def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -
     values = 0
 
     def read(node: yaml.Node | None, prefix: str, depth: int = 0) -> Any:
-        """The value of a node; prefix: the dotted key of the mapping that it is in, or ""; depth: its level, from 0."""
         nonlocal values
         if node is None:
             return None
@@ -307,7 +270,7 @@ def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -
 
 
 def _substitute(value: Any, name: str, text: str) -> Any:
-    """`value`, nested dicts and lists of a recipe, copied with `name` ("{package}") replaced by `text` in strings."""
+    """`value` copied, with `name` ("{package}") replaced in all strings."""
     if isinstance(value, dict):
         return {key: _substitute(item, name, text) for key, item in value.items()}
     if isinstance(value, list):
@@ -327,28 +290,20 @@ _REPLACING = (
 
 def _unset_replaced(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Unsets the recipe's keys whose counterpart is overridden; two overrides of a pair contradict each other."""
-    parts = [override.partition("=") for override in overrides]
-    keys = [key.strip() for key, _, text in parts if _scalar(text.strip()) is not None]
-    named = [key.strip() for key, _, _ in parts]
+    key_values = [override.partition("=") for override in overrides]
+    keys = [key.strip() for key, _, text in key_values if _scalar(text.strip()) is not None]
+    overridden_keys = [key.strip() for key, _, _ in key_values]
     for pair in _REPLACING:
-        for key, other in (pair, pair[::-1]):
-            *sections, last = other.split(".")
+        for key, counterpart in (pair, pair[::-1]):
+            *sections, last = counterpart.split(".")
             inner = values.get(sections[0]) if sections else values
-            if key in keys and other not in named and isinstance(inner, dict):
+            if key in keys and counterpart not in overridden_keys and isinstance(inner, dict):
                 inner.pop(last, None)
 
 
 def _apply_override(values: dict[str, Any], override: str, origins: dict[str, str]) -> None:
-    """Sets one key in a recipe's nested values, in place. Sections that are missing or null are made; names are not
-    checked. A string for a section of `SHORTHANDS`, such as qat=int4, sets one key of it (qat.format) if the recipe has
-    that section as a mapping. A recipe's `qat: int4` becomes such a mapping for an override such as qat.start=5.
-
-    Args:
-        values: the recipe.
-        override: "key.sub=value".
-        origins: where each dotted key was set, for messages; it is updated.
-    Raises:
-        ConfigError: the override cannot be read, or a name before the last one in its key has a value with no keys.
+    """Sets one key in nested values, in place; missing sections are made, names are not checked. A string for a section
+    of SHORTHANDS, such as qat=int4, sets one key of it if the recipe has the section as a mapping.
     """
     key, equals, text = override.partition("=")
     if not equals or not key.strip(". "):
@@ -382,19 +337,13 @@ def _apply_override(values: dict[str, Any], override: str, origins: dict[str, st
 
 @functools.cache
 def _adapter() -> pydantic.TypeAdapter[TrainConfig]:
-    """Pydantic's validator of a TrainConfig, for `config_from_dict`; building it takes a while, so it is built once."""
     return pydantic.TypeAdapter(TrainConfig)
 
 
 def config_from_dict(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> TrainConfig:
-    """Checks nested plain values, such as those of a recipe, and makes a TrainConfig of them: `load_config` returns it,
-    and `jaxtune convert` only checks. Configs that checkpoints record are not read by it.
+    """A TrainConfig of nested plain values; ConfigError has a line for each fault.
 
-    Args:
-        values: dicts, lists and scalars.
-        origins: where each dotted key was set, such as "file:line", for messages.
-    Raises:
-        ConfigError: the values have faults; the message has one line for each.
+    origins: where each dotted key was set, such as "file:line", for messages.
     """
     for key, value in flat_keys(values).items():
         try:
@@ -415,8 +364,7 @@ def config_from_dict(values: Mapping[str, Any], origins: Mapping[str, str] | Non
 
 
 def _explain(fault: Any, origins: Mapping[str, str]) -> tuple[str, str]:
-    """Returns (the dotted key, the message for the user) of `fault`, one entry of pydantic's `errors()`;
-    `config_from_dict` raises a line for each. origins: where each dotted key was set, such as "file:line"."""
+    """(dotted key, message) of one entry of pydantic's `errors()`."""
     key, hint, section = _locate(fault["loc"])
     kind, value = fault["type"], fault["input"]
     if kind == "value_error":  # from a __post_init__, whose message begins with the key
@@ -438,49 +386,43 @@ def _explain(fault: Any, origins: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _where(key: str, origins: Mapping[str, str]) -> str:
-    """Returns the place where the dotted key `key` was set, as " (file:line)" for `_explain`'s message. If `origins`
-    does not have the key, as for one in a mapping that an override set, it is the place of the innermost section around
-    it that `origins` has; "" if there is none. origins: {dotted key: "file:line", or the override that set it}."""
-    parts = key.split(".")
-    for end in range(len(parts), 0, -1):
-        origin = origins.get(".".join(parts[:end]))
+    """ " (file:line)" of the dotted key, or of the innermost section around it; "" if neither is known."""
+    names = key.split(".")
+    for end in range(len(names), 0, -1):
+        origin = origins.get(".".join(names[:end]))
         if origin is not None:
             return f" ({origin})"
     return ""
 
 
 def _locate(location: tuple[int | str, ...]) -> tuple[str, Any, type]:
-    """Finds the field of the configuration that an error of pydantic is about, for `_explain`. location: the "loc" of
-    one of its `errors()`, the names (or indices of lists) on the way from TrainConfig to the faulty value.
-
-    Returns (the field's dotted key; the type of the last field on that way, or None; the dataclass that has the field).
-    The walk ends at a field that is no section (indices and members of a union follow), or with an unknown key.
+    """(dotted key, the last field's type or None, the dataclass with the field) of pydantic's "loc"; ends at a field
+    that is no section, or at an unknown key.
     """
     section, hint, names = TrainConfig, None, []
-    for part in location:
+    for name in location:
         hints = typing.get_type_hints(section, include_extras=True)
-        names.append(str(part))
-        if part not in hints:
+        names.append(str(name))
+        if name not in hints:
             break
-        hint = hints[str(part)]
+        hint = hints[str(name)]
         inner = _section(hint)
         if inner is None:
             break
-        if part is not location[-1]:
+        if name is not location[-1]:
             section = inner
     return ".".join(names), hint, section
 
 
 def _nearest(key: str, section: type) -> str:
-    """A hint for an unknown dotted key, for `_explain`: "did you mean ...?" with the nearest valid key of its section
-    (the dataclass `section`) or of all sections, or else the keys of the section."""
+    """A hint for an unknown key: the nearest valid one of its section or of all, or else the section's keys."""
     prefix, _, name = key.rpartition(".")
     siblings = [item.name for item in dataclasses.fields(section)]
     near = difflib.get_close_matches(name, siblings, 1, cutoff=0.7)
     if near:
         return f"did you mean {prefix + '.' if prefix else ''}{near[0]}?"
     every = [item.name for item in config_keys()]
-    elsewhere = [other for other in every if other.rpartition(".")[2] == name] or difflib.get_close_matches(
+    elsewhere = [valid_key for valid_key in every if valid_key.rpartition(".")[2] == name] or difflib.get_close_matches(
         key, every, 1
     )
     if elsewhere:
@@ -492,13 +434,12 @@ def _nearest(key: str, section: type) -> str:
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
-    """`config` as nested dicts, lists and scalars with every key, as checkpoints and profiles record it;
-    `config_from_dict` would make an equal config of it."""
+    """The configuration as nested dicts, lists and scalars, with every key."""
     return json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes strings that look like numbers of YAML 1.2, which `_scalar` would read back as numbers."""
+    """Quotes strings that look like YAML 1.2's numbers, which `_scalar` would read back as numbers."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^({_NUMBER.pattern})$"), list("-+.0123456789"))
@@ -506,15 +447,13 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(f"^({_INTEGER.
 
 
 def config_to_yaml(config: TrainConfig | Mapping[str, Any]) -> str:
-    """`config`, with every key, or a recipe's nested values, as YAML that `load_config` reads back as they are: a run's
-    config.yaml, and what `jaxtune convert` prints."""
+    """A configuration, or a recipe's nested values, as YAML that `load_config` reads back equal."""
     values = config if isinstance(config, Mapping) else config_to_dict(config)
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{dotted key: value} of the nested mappings of `tree`; an empty mapping counts as a value. Configurations are
-    compared and shown in this form. prefix: put before every key."""
+    """{dotted key: value} of nested mappings; an empty mapping counts as a value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

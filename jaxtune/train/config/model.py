@@ -1,6 +1,4 @@
-"""The sections `model` and `adapter` of a configuration: where the model and its tokenizer come from, and in which
-format its frozen weights are stored and multiplied; and the settings of a new LoRA adapter, or the folder of one that
-is trained further. Dtypes are set elsewhere (`precision`, optim.weights)."""
+"""The sections `model` and `adapter`."""
 
 from __future__ import annotations
 
@@ -22,12 +20,11 @@ else:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The section `model` of a configuration: where the model comes from, exactly one of `path` and `from_config`; its
-    tokenizer; and how its frozen weights are stored and multiplied. A model from `from_config` has random weights: it
-    needs `tokenizer`, and cannot have `load_in`. What contradicts this raises ConfigError. Without `load_in`, weights
-    that the checkpoint itself stores quantised stay in their format (MXFP4 is decoded), and other frozen weights are
-    stored as `precision` says, in float32 for fp32. The train, evaluate and sensitivity commands load the model by it;
-    a `Trainer` gets a model that its caller has loaded."""
+    """Where the model comes from (`path` or `from_config`), its tokenizer, and the format of its frozen weights.
+
+    A model from `from_config` has random weights: it needs `tokenizer` and cannot have `load_in`. Without `load_in`
+    weights that the files store quantised stay so (MXFP4 is decoded), others are stored as `precision` says.
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -56,12 +53,10 @@ class ModelConfig:
     @property
     def positions(self) -> dict[str, Any]:
         """The keys that replace config.json's, where they are set."""
-        found = {"rope_scaling": self.rope_scaling, "max_position_embeddings": self.max_position_embeddings}
-        return {key: value for key, value in found.items() if value is not None}
+        values = {"rope_scaling": self.rope_scaling, "max_position_embeddings": self.max_position_embeddings}
+        return {key: value for key, value in values.items() if value is not None}
 
     def __post_init__(self) -> None:
-        """Raises ConfigError unless exactly one of `path` and `from_config` is set, or if `from_config` is set without
-        `tokenizer` or with `load_in`."""
         require(
             self.from_config is None or not self.positions,
             "model.rope_scaling",
@@ -83,10 +78,9 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The section `adapter` of a configuration: a LoRA adapter. The names and meanings of the keys are those of PEFT's
-    LoraConfig, except `path`: with it, training starts from the weights and settings of an adapter that was saved
-    before, and no other key may differ from its default. What contradicts this, or is out of range, raises
-    ConfigError."""
+    """A LoRA adapter, with the names and meanings of PEFT's LoraConfig. With `path` training starts from a saved
+    adapter, and no other key may differ from its default.
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -107,9 +101,6 @@ class AdapterConfig:
     path: Annotated[str | None, "Start from this PEFT adapter folder, with the settings it holds."] = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if a rank or an alpha is not above 0, lora_dropout is not from 0 to below 1, neither
-        target_modules nor target_parameters names anything, or `path` is set and another key differs from its
-        default."""
         positive("adapter.r", self.r)
         positive("adapter.lora_alpha", self.lora_alpha)
         fraction("adapter.lora_dropout", self.lora_dropout, below_one=True)
@@ -133,8 +124,5 @@ class AdapterConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keyword arguments with which `get_peft_model` makes a new adapter: {key: value} of every key except
-        `path`. With `path` set they are only the defaults; the adapter's own settings are in its folder. The loading of
-        a model makes its adapter by them, and the planner does so with shapes only; a record compares them with the
-        adapters of a model that the caller gave."""
+        """Keyword arguments of `get_peft_model`: every key but `path`, with which they are only defaults."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "path"}

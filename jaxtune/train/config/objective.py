@@ -1,5 +1,4 @@
-"""The section `objective` of a configuration: what a run trains for, such as sft, dpo or grpo, and which options each
-objective has."""
+"""The section `objective`: what a run trains for, and which options each objective has."""
 
 from __future__ import annotations
 
@@ -100,15 +99,13 @@ _DEFAULTS = {
 
 
 def without_effect(name: str, options: Mapping[str, object]) -> dict[str, str]:
-    """{option: why and what to do} of the `options` of the objective `name` that change nothing beside the others, and
-    have another value than their default."""
-    found: dict[str, str] = {}
+    """{option: why and what to do} of options that change nothing beside the others and are not at their default."""
+    reasons: dict[str, str] = {}
 
     def idle(condition: bool, why: str, *names: str) -> None:
-        """Adds those of `names` that are set, if the condition holds."""
         for option in names if condition else ():
             if options.get(option) not in (None, _DEFAULTS.get(option)):
-                found.setdefault(option, f"{why}; leave it out")
+                reasons.setdefault(option, f"{why}; leave it out")
 
     if name in ("grpo", "rloo"):
         tools = options.get("tools") or options.get("environment_factory")
@@ -130,19 +127,15 @@ def without_effect(name: str, options: Mapping[str, object]) -> dict[str, str]:
         idle(sums == "normalize_then_sum", f"multi_objective_aggregation = {sums} scales by itself", "scale_rewards")
     if name == "distill":
         idle(options.get("on_policy") == 0, "on_policy = 0 samples no answers", "sampling_temperature", *_DRAWN)
-    return found
+    return reasons
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """The section `objective` of a configuration: what is trained for. `objective_of` constructs the objective of a run
-    by it. Where TRL has an option, its name and meaning are TRL's. ConfigError: an option differs from its default and
-    the objective `name` does not have it (`_OPTIONS`), it contradicts another or is out of range, or one is missing
-    that the objective needs: reward functions, an environment or a rollout_func for grpo and rloo; a teacher or its
-    stored log-probabilities for distill.
+    """What is trained for. Options have TRL's names and meanings; one that the objective lacks is an error.
 
-    An option that is None takes the default of the objective's class, which its description gives in brackets. So does
-    loss_type = "sigmoid" for grpo, which has no such loss; it has no meaning for objectives other than dpo and grpo.
+    None is the default of the objective's class, which an option's description gives in brackets; so is loss_type =
+    "sigmoid" for grpo.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -277,16 +270,10 @@ class ObjectiveConfig:
 
     @property
     def samples(self) -> bool:
-        """Whether the model samples answers in the run, on which it trains: True for grpo and rloo, and for distill
-        unless on_policy is 0. False for objectives that train on given answers. What such a run cannot have (divided
-        weights, several processes) is refused by it, and the planner then chooses no mesh that divides weights. Whether
-        a run needs a batch source that samples is not asked here, but of its objective (run_rows.samples)."""
+        """Whether the run trains on answers that the model samples (grpo, rloo, and distill unless on_policy is 0)."""
         return self.name in ("grpo", "rloo") or (self.name == "distill" and self.on_policy != 0)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if an option is out of range, is not one of the objective `name` (`_OPTIONS`) and differs
-        from its default, contradicts another, or is needed and missing: rewards, an environment or a rollout_func for
-        grpo and rloo; a teacher or its stored log-probabilities for distill."""
         if self.name == "distill":
             fraction("objective.beta", self.beta)
             positive("objective.temperature", self.temperature)
@@ -363,10 +350,6 @@ class ObjectiveConfig:
         )
 
     def _check_stored(self) -> None:
-        """Raises `ConfigError` if a teacher's log-probabilities are to be stored (teacher_top_k) or read from a file
-        (teacher_logprobs) before the run, and on_policy is not 0, or teacher_logprobs stands beside another key of the
-        teacher; also if teacher_top_k is not positive. `__post_init__` calls it when a config is made; it reads no
-        file."""
         positive("objective.teacher_top_k", self.teacher_top_k)
         for key in ("teacher", "teacher_load_in", "teacher_top_k"):
             require(
@@ -386,20 +369,14 @@ class ObjectiveConfig:
 
     @property
     def of_source(self) -> tuple[str, ...]:
-        """The names of the options of reward functions, tools and environments, such as "reward_funcs", the same for
-        every objective. They belong to the batch source that samples and scores answers (grpo, rloo), and are no
-        keyword arguments of the objective's class, so `objective_of`, which constructs it from `options`, leaves them
-        out."""
+        """Options of reward functions, tools and environments, which are for the batch source, not for the class."""
         return _REWARDED
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `objective_of`, which constructs the objective of a run: the options that are not None, as {name: value}:
-        the keyword arguments of the objective's class (of its constructor `of` for grpo, rloo and distill), which has
-        its own defaults for the others. For grpo and rloo the dict also has the options of reward functions and tools
-        (their names are in the property `of_source`), and for distill `teacher_load_in`; all of these are for the batch
-        source or the loader, and must be left out when the class is constructed. grpo's loss_type is left out if it is
-        "sigmoid", the default, which is a loss of dpo."""
+        """{name: value} of the options that are not None: arguments of the objective's class, and those of `of_source`
+        and teacher_load_in, which it does not take. Without grpo's "sigmoid", which is dpo's loss.
+        """
         named = {name: getattr(self, name) for name in _OPTIONS[self.name]}
         if self.name == "grpo" and self.loss_type == "sigmoid":  # the default, which is dpo's
             del named["loss_type"]

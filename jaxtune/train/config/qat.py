@@ -1,5 +1,4 @@
-"""The section `qat` of a configuration: quantisation-aware training, in which weights are rounded to a low-bit
-format."""
+"""The section `qat`: quantisation-aware training."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ _STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True)
 class QatConfig:
-    """The section `qat` of a configuration: quantisation-aware training, in which the layers compute with weights
-    rounded to a low-bit format, so that the model can be stored in that format afterwards. A group_size of None becomes
-    the default of the format, which is None for int8 (a scale for each row) and for formats whose scales have groups of
-    their own (fp8, nvfp4, mxfp4). One that the format does not have, and a negative start, raise ConfigError."""
+    """Layers compute with weights rounded to a low-bit format, so that the model can be stored in it afterwards. A
+    group_size of None becomes the format's default, which may be None: a scale for each row, or the format's own
+    groups.
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -52,8 +51,6 @@ class QatConfig:
     ] = "straight_through"
 
     def __post_init__(self) -> None:
-        """Replaces a group_size of None by the default of the format, which may be None as well. Raises ConfigError if
-        the format has no groups of this size, or `start` is negative."""
         if self.group_size is None:
             object.__setattr__(self, "group_size", QAT_GROUPS[self.format][-1])
         problem = qat_group_size(self.format, self.group_size)

@@ -1,6 +1,6 @@
-"""Most sections of a configuration, as frozen dataclasses with defaults and help texts (the second argument of an
-`Annotated` type). The others are in model.py, objective.py and qat.py; train_config.py combines all, and file.py reads
-and writes them. What types cannot express is checked in `__post_init__`, for configurations made in Python too."""
+"""Most sections of a configuration: frozen dataclasses with defaults and help texts (the second argument of
+`Annotated`). `__post_init__` checks what types cannot express, also of configurations made in Python: ConfigError.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ COLUMN_NAMES = (
 
 
 def _is_day(text: str) -> bool:
-    """Whether it is a day of the calendar, as 2026-11-28."""
     try:
         return bool(_DAY.fullmatch(text)) and bool(datetime.date.fromisoformat(text))
     except ValueError:
@@ -56,8 +55,7 @@ class Unset(int):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The section `data` of a configuration: which rows are trained on and evaluated, how they are read, tokenised and
-    packed, and which tokens count in the loss. Contradictions, and values out of range, raise ConfigError."""
+    """Which rows are trained on and evaluated, how they are read, tokenised and packed, and which tokens count."""
 
     __pydantic_config__ = _STRICT
 
@@ -126,7 +124,7 @@ class DataConfig:
 
     @property
     def trained_template(self) -> str | None:
-        """The template as the tokenizer of the trained model has it: `template`, or with arguments the tokenizer's."""
+        """The template as the trained model's tokenizer has it: `template`, or with arguments the tokenizer's."""
         return "tokenizer" if self.template_arguments and self.template is not None else self.template
 
     def __post_init__(self) -> None:
@@ -144,8 +142,8 @@ class DataConfig:
             "must be a number of rows, or a share of them below 1",
         )
         for name in self.columns or ():
-            known = ", ".join(COLUMN_NAMES)
-            require(name in COLUMN_NAMES, "data.columns", name, f"is not a column of any format; there are {known}")
+            names = ", ".join(COLUMN_NAMES)
+            require(name in COLUMN_NAMES, "data.columns", name, f"is not a column of any format; there are {names}")
         positive("data.max_rows", self.max_rows)
         positive("data.buffer_size", self.buffer_size)
         self._require_what_can_be_streamed()
@@ -154,15 +152,15 @@ class DataConfig:
             require(
                 self.eval_rows == 0, "data.eval_rows", self.eval_rows, "takes rows out of data.train; unset data.eval"
             )
-        for key, other in (("instruction_part", "response_part"), ("response_part", "instruction_part")):
+        for key, partner in (("instruction_part", "response_part"), ("response_part", "instruction_part")):
             if getattr(self, key) is not None:
-                require(getattr(self, other) is not None, f"data.{other}", None, f"data.{key} needs it: set both")
+                require(getattr(self, partner) is not None, f"data.{partner}", None, f"data.{key} needs it: set both")
                 require(getattr(self, key) != "", f"data.{key}", "", "must not be empty")
                 trains = self.train_on in ("responses", "turns")
                 require(trains, f"data.{key}", getattr(self, key), "needs data.train_on=responses or turns")
         for pair in self.mask_spans or ():
             require(
-                all(part.strip() for part in pair),
+                all(mark.strip() for mark in pair),
                 "data.mask_spans",
                 self.mask_spans,
                 "an opening and a closing must not be empty, as in [[<think>, </think>]]",
@@ -173,15 +171,12 @@ class DataConfig:
 
     @property
     def mixed(self) -> tuple[tuple[str, float], ...]:
-        """The (name of rows, weight) pairs that `train` mixes; empty if its rows have no weights. The config's checks
-        and `first_look` read it; the run finds the pairs in `train` itself."""
-        given = () if isinstance(self.train, str) else self.train
-        return tuple(part for part in given if not isinstance(part, str))
+        """The (rows, weight) pairs that `train` mixes; empty without weights."""
+        sets = () if isinstance(self.train, str) else self.train
+        return tuple(entry for entry in sets if not isinstance(entry, str))
 
     def _require_what_can_be_streamed(self) -> None:
-        """Raises `ConfigError` if data.train is an empty list or a weight in it is not positive; if data.eval_rows or
-        data.packing=step is set, which need all rows before the run, and rows are streamed (data.streaming) or mixed
-        (data.train has weights); or if data.max_rows is set for a stream. `__post_init__` calls it."""
+        """Refuses what needs all rows before the run, if rows are streamed or mixed."""
         require(self.train != (), "data.train", [], "must name rows")
         for rows, weight in self.mixed:
             positive(f"data.train, the weight of {rows}", weight)
@@ -218,9 +213,9 @@ _MOMENTUM = {"muon": 0.95}  # by optim.name; 0.9 of all others
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The section `optim`: the optimizer and its numbers, and how trained weights and its states are stored. If
-    `weights` is null, trained matrices are bf16 if the run computes in bf16 and trains over 2 billion parameters, else
-    fp32. ConfigError for values out of range, and for `offload` with an optimizer that lacks it."""
+    """The optimizer and its numbers, and how trained weights and its states are stored. `weights` null is bf16 for
+    matrices if the run computes in bf16 and trains over 2 billion parameters, else fp32.
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -269,11 +264,10 @@ _DECAYS = Literal["linear", "cosine", "1-sqrt"]
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The section `schedule`: the learning rate over the steps of the run, as a share of its peak
-    (optim.learning_rate). First comes a warm-up of n steps, whose first step has 1 / n of the peak (0 with zero_start).
-    Then the rate falls to min_ratio of the peak at the end, unless it is "constant" or "inverse_sqrt". warmup_ratio
-    replaces warmup_steps, and decay_ratio decay_steps. ConfigError for both at once, for a key that `name` does not
-    read, and for values out of range."""
+    """The learning rate over the steps, as a share of its peak. In a warm-up of n steps the first has 1 / n of the peak
+    (0 with zero_start); then the rate falls to min_ratio, unless it is "constant" or "inverse_sqrt". warmup_ratio
+    replaces warmup_steps, decay_ratio decay_steps; a key that `name` does not read is an error.
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -344,9 +338,9 @@ _READ_BY = {
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """The section `memory`: the memory that a run may use (budget_gb, in GiB: a card sold as 24 GB has 24 GiB), and
-    whether each residual (a value that the forward computes and the backward needs) is kept, recomputed, stored in FP8
-    or offloaded. Whether `plan` can be read is checked when the run is planned. An empty one raises ConfigError."""
+    """The memory that a run may use (budget_gb in GiB: a card sold as 24 GB has 24 GiB), and whether each residual, a
+    value of the forward that the backward needs, is kept, recomputed, stored in FP8 or offloaded.
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -366,9 +360,7 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """The section `plan` of a configuration: the device that --plan makes a forecast for, here or elsewhere, the host
-    memory beside it, and the price of a device, from which --plan and a run print the cost. host_gb without device, and
-    values that are not above 0, raise ConfigError."""
+    """The device that --plan makes a forecast for, its host memory, and its price."""
 
     __pydantic_config__ = _STRICT
 
@@ -394,10 +386,10 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """The section `mesh` of a configuration: how devices share the work. There are `data` groups of `fsdp` devices
-    each. All devices divide the rows of a step among them. The devices of a group also divide the weights and optimizer
-    states; each group has all of these. One of the two sizes may be -1: as many as the other one leaves. Other sizes
-    below 1, and a gradient_sync or gradient_rounding that would have no effect, raise ConfigError."""
+    """How devices share the work: `data` groups of `fsdp` devices. All divide the rows of a step; the devices of a
+    group also divide weights and optimizer states, which each group has whole. One size may be -1: what the other
+    leaves.
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -413,12 +405,12 @@ class MeshConfig:
     ] = "error_feedback"
 
     def __post_init__(self) -> None:
-        rest = []
+        open_keys = []
         for key, value in self.axes.items():
             require(value > 0 or value == -1, f"mesh.{key}", value, "must be greater than 0, or -1 for all devices")
-            rest += [f"mesh.{key}"] if value == -1 else []
-        if len(rest) > 1:
-            require(False, rest[1], -1, f"{rest[0]} is -1 too: only one can take what is left")
+            open_keys += [f"mesh.{key}"] if value == -1 else []
+        if len(open_keys) > 1:
+            require(False, open_keys[1], -1, f"{open_keys[0]} is -1 too: only one can take what is left")
         key, value = "mesh.gradient_sync", self.gradient_sync
         alone = "nothing is sent on a mesh of one device; set mesh.data (-1: all devices) or mesh.fsdp, or leave it out"
         require(value == "fp32" or self.sizes != (1, 1), key, value, alone)
@@ -428,39 +420,36 @@ class MeshConfig:
 
     @property
     def axes(self) -> dict[str, int]:
-        """{axis: its size}, for messages and `sizes`, in the order of partition.AXES; -1: what others leave."""
+        """{axis: size}, in the order of partition.AXES; -1: what others leave."""
         return {"data": self.data, "fsdp": self.fsdp}
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """(data, fsdp): the values of `axes`, of which the mesh is made; -1 as there."""
         return tuple(self.axes.values())
 
     @property
     def keys(self) -> str:
-        """The config keys whose product is the number of devices, in words for messages: "mesh.data", or "mesh.data x
-        mesh.fsdp" if fsdp is not 1."""
-        used = [f"mesh.{key}" for key, value in self.axes.items() if value != 1 or key == "data"]
-        return " x ".join(used)
+        """The keys whose product is the number of devices, for messages, such as "mesh.data x mesh.fsdp"."""
+        names = [f"mesh.{key}" for key, value in self.axes.items() if value != 1 or key == "data"]
+        return " x ".join(names)
 
     @property
     def divides_tensors(self) -> str | None:
-        """The config key because of which weights are divided among devices, with its value, such as "mesh.fsdp = 4",
-        for messages about what does not work then, and to load the weights divided; None if fsdp is 1."""
+        """The setting that divides weights among devices, such as "mesh.fsdp = 4"; None if fsdp is 1."""
         return None if self.fsdp == 1 else f"mesh.fsdp = {self.fsdp}"
 
 
 def _check_every(section: str, steps: float | None, epochs: float | None) -> None:
     positive(f"{section}.every_steps", steps)
     positive(f"{section}.every_epochs", epochs)
-    whole = steps is None or steps < 1 or steps == int(steps)
-    require(whole, f"{section}.every_steps", steps, "must be a number of steps, or a share of all steps below 1")
-    both = steps is not None and epochs is not None
-    require(not both, f"{section}.every_epochs", epochs, f"{section}.every_steps is set too: keep one")
+    is_whole = steps is None or steps < 1 or steps == int(steps)
+    require(is_whole, f"{section}.every_steps", steps, "must be a number of steps, or a share of all steps below 1")
+    both_set = steps is not None and epochs is not None
+    require(not both_set, f"{section}.every_epochs", epochs, f"{section}.every_steps is set too: keep one")
 
 
 def in_steps[T: (CheckpointConfig, EvaluationConfig)](section: T, total_steps: int, steps_per_epoch: int | None) -> T:
-    """The section with every_steps as a number of steps, rounded up; steps_per_epoch: None if the rows have no end."""
+    """The section with every_steps as a number of steps, rounded up. steps_per_epoch: None if the rows have no end."""
     every = section.every_steps
     if section.every_epochs is not None:
         name = "checkpoint" if isinstance(section, CheckpointConfig) else "evaluation"
@@ -478,9 +467,9 @@ def in_steps[T: (CheckpointConfig, EvaluationConfig)](section: T, total_steps: i
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """The section `checkpoint` of a configuration: when checkpoints are saved, which are kept, whether a run resumes
-    ("never": it refuses a folder with checkpoints), and whether its result is the best of them. Unless it `saves`, only
-    a signal, `best` or a callback saves. Bad values raise ConfigError."""
+    """When checkpoints are saved, which are kept, whether a run resumes ("never" refuses a folder with checkpoints),
+    and whether its result is the best of them. Unless it `saves`, only a signal, `best` or a callback saves.
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -525,15 +514,13 @@ class CheckpointConfig:
 
     @property
     def best_is_greatest(self) -> bool:
-        """Whether the best checkpoint is that of the greatest value of the metric `best` (True) or of the least
-        (False): as best_is says or, if that is None, the least for a name that ends in "loss", else the greatest."""
+        """Whether the greatest value of the metric `best` is the best one."""
         return not (self.best or "").endswith("loss") if self.best_is is None else self.best_is == "greatest"
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """The section `evaluation` of a configuration: when the held-out rows are evaluated, how many of them the model
-    answers by generation, and how the answers are sampled and measured. Values out of range raise ConfigError."""
+    """When held-out rows are evaluated, how many the model answers, and how answers are sampled and measured."""
 
     __pydantic_config__ = _STRICT
 
@@ -562,26 +549,22 @@ class EvaluationConfig:
 
     @property
     def asking(self) -> list[tuple[str, object]]:
-        """The (dotted key, value) of each setting that makes evaluations generate answers to held-out rows; [] if none
-        does. With one, the planner divides no weights, and mesh.fsdp and several processes are refused."""
+        """(dotted key, value) of each setting that makes evaluations generate answers."""
         settings = ("exact_match_rows", self.exact_match_rows), ("generate", list(self.generate))
         return [(f"evaluation.{name}", value) for name, value in settings if value]
 
     def after_last(self, step: int) -> bool:
-        """Whether an evaluation is asked for after the last step of a run, which is number `step` (from 1): because
-        `at_end` is True, or because `every_steps` divides that number. Whether there are rows is not asked."""
+        """Whether an evaluation is due after the last step, number `step` from 1, whether or not there are rows."""
         return self.at_end or self.between(step)
 
     def between(self, step: int) -> bool:
-        """Whether `every_steps` asks for an evaluation after step `step` (from 1); held-out rows are not looked for.
-        Shares must have been counted (in_steps)."""
+        """Whether every_steps asks for an evaluation after `step` (from 1). Shares must have become steps."""
         return self.every_steps is not None and step % self.every_steps == 0
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """The section `guards` of a configuration: when a run stops by itself, because it diverges, trains nothing, or no
-    longer becomes better. Values out of range raise ConfigError."""
+    """When a run stops by itself: it diverges, trains nothing, or no longer becomes better."""
 
     __pydantic_config__ = _STRICT
 
@@ -613,7 +596,7 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """The section `metrics`: where metrics and sampled answers go, and how often. Values out of range: ConfigError."""
+    """Where metrics and sampled answers go, and how often."""
 
     __pydantic_config__ = _STRICT
 
@@ -638,7 +621,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """The section `profile` of a configuration: which steps are profiled. Values out of range raise ConfigError."""
+    """Which steps are profiled."""
 
     __pydantic_config__ = _STRICT
 
@@ -652,7 +635,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """The section `export`: what `jaxtune train` exports to the output folder in the end; a Trainer exports nothing."""
+    """What `jaxtune train` exports to the output folder in the end; a Trainer exports nothing."""
 
     __pydantic_config__ = _STRICT
 

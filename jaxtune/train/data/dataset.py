@@ -1,6 +1,4 @@
-"""Prepares rows for training: `prepare` reads, tokenises and caches one set of rows, and returns it as a
-`TokenDataset`, which packs it and makes its batches. The other functions are steps of `prepare`: they check its
-arguments and its result, stop at bad rows, and show progress."""
+"""Prepares rows for training: `prepare` reads, tokenises and caches a set of rows."""
 
 from __future__ import annotations
 
@@ -37,48 +35,33 @@ TRUNCATED_TOKENS = 65_536
 
 @dataclasses.dataclass(frozen=True)
 class TokenDataset:
-    """Tokenised rows, ready to be packed and batched. `prepare` makes it from rows to train or to evaluate on, and a
-    run may add a teacher's values to it with `dataclasses.replace`; preference objectives make a `pairs.PairDataset`, a
-    subclass, of it. `rows` packs the documents, `batches` makes batches of them, and `split` takes some out for
-    evaluation; `report` and `warnings` are for the screen."""
+    """Tokenised rows, ready to be packed and batched."""
 
     documents: Documents
-    """The tokens: one document for each usable row (two for each preference pair or labelled row)."""
+    """One document for each usable row, two for each pair or labelled row."""
     summary: Summary
-    """How many rows were read, used and left out, and why; both parts of a `split` have that of all rows."""
+    """Counts of the rows read; both parts of a `split` have those of all rows."""
     length: int
-    """The number of tokens in a packed row, padding included; with packing="step" the most tokens of a document."""
+    """Tokens of a packed row, padding included; with packing="step" the most of a document."""
     packing: Packing = True
-    """Whether several documents share a packed row (True) or each has a row of its own (False). With "step", `rows` has
-    one document a row, and steps.py packs the documents of each step."""
+    """Several documents a row (True) or one (False); "step": `rows` has one, and each step's are packed later."""
     overflow: Overflow = "truncate"
-    """What happens to documents that are longer than `length`: "truncate" cuts them, "split" divides them into several
-    pieces, and "error" refuses them."""
+    """What happens to longer documents: "truncate", "split" into pieces, "drop" or "error"."""
     cached: bool = False
-    """Whether the tokens were read from the token cache instead of being made; a run does not read this."""
     mask_spans: tuple[tuple[str, str], ...] = ()
-    """The (opening, closing) texts between which tokens of responses are not trained on. The masks of `documents` show
-    it already; the field only lets `warnings` say if no response has such a span."""
+    """(opening, closing) texts of untrained spans; the masks show them already."""
     order: Order = "shuffled"
-    """How the rows of an epoch are ordered, a key of `batches.ORDERS`: "shuffled", "torch" (as transformers' Trainer
-    does) or "given" (as they were packed)."""
+    """Of an epoch's rows: "shuffled", "torch" (as transformers' Trainer) or "given"."""
     max_documents: int | None = None
-    """The most documents that a packed row may have, and for which its batches have room; None sets no limit."""
+    """Most documents of a packed row; None sets no limit."""
     copies: int = 0
-    """Rows that `split` left out of training because they equal one that it held out."""
+    """Rows that `split` left out because they equal a held-out one."""
     teacher: TeacherValues | None = None
-    """A teacher's log-probabilities, which the batches of the rows then have too, for distillation from stored values;
-    None without."""
 
     @functools.cached_property
     def rows(self) -> PackedRows:
-        """The packed rows, with a teacher's values (`TaughtRows`) if `teacher` is set. With packing="step" each row is
-        one document, and `steps.pack_steps` packs them. Packing is planned on first access, and kept. Batches, passes
-        of reference models, and counts for the screen are made of these rows.
-
-        Raises:
-            NothingUsable: no token that is trained on is left within `length`.
-            ValueError: `overflow` is "error", and a document is longer than `length`; or `length` is below 2.
+        """The packed rows, planned on first access. Raises NothingUsable without a trained token, and ValueError for a
+        longer document with overflow="error" or a `length` below 2.
         """
         rows = PackedRows(
             self.documents,
@@ -95,42 +78,33 @@ class TokenDataset:
 
     @property
     def report(self) -> PackingReport:
-        """The counts of packing: documents, rows, tokens, and how many were cut or dropped. The lines before a run, and
-        --check, show it, and jaxtune.compat makes notes of it. Packing is planned on first access, with the errors of
-        `rows`."""
         return self.rows.report
 
     def warnings(self) -> list[str]:
-        """Warnings about these rows to show before training, one sentence each: those of `Summary.warnings`, and, where
-        there are any, the number of documents that packing dropped, the number of documents whose text beyond
-        data.length was not tokenised, and that no response has a span that data.mask_spans masks. The rows are packed
-        for it, with the errors of `rows`."""
-        found, report = self.summary.warnings(), self.report
+        """Sentences to show before training. Packs the rows."""
+        sentences, report = self.summary.warnings(), self.report
         if report.dropped and self.overflow == "drop":
-            found.append(
+            sentences.append(
                 f"{report.dropped:,} of {report.documents:,} documents left out: empty, or longer than data.length="
                 f"{self.length} (data.overflow=drop)"
             )
         elif report.dropped:
-            found.append(
+            sentences.append(
                 f"{report.dropped:,} of {report.documents:,} documents dropped: empty, or cut at data.length="
                 f"{self.length} before their first trained token; raise data.length"
             )
         if self.summary.cut:
-            found.append(
+            sentences.append(
                 f"{self.summary.cut:,} documents are so long that their text beyond data.length was not tokenised"
             )
         if self.copies:
-            found.append(f"{self.copies:,} rows are left out because they equal held-out ones (data.eval_rows)")
+            sentences.append(f"{self.copies:,} rows are left out because they equal held-out ones (data.eval_rows)")
         if self.mask_spans and not self.summary.masked:
-            found.append("data.mask_spans: no response holds such a span")
-        return found
+            sentences.append("data.mask_spans: no response holds such a span")
+        return sentences
 
     def require_vocabulary(self, vocab_size: int) -> None:
-        """Raises ValueError if a token id is not below `vocab_size`, the number of rows of the model's embedding. It
-        compares the largest id, which was recorded when the rows were tokenised (summary.max_token), and reads no
-        tokens. Objectives call it for a data set that was prepared before, maybe with another model's tokenizer;
-        `prepare` itself checks the ids of the rows that it reads."""
+        """Raises ValueError if a token id is not below `vocab_size`. Reads no tokens."""
         if self.summary.max_token >= vocab_size:
             raise ValueError(
                 f"token id {self.summary.max_token} is beyond the model's vocabulary of {vocab_size}: these rows were "
@@ -138,48 +112,37 @@ class TokenDataset:
             )
 
     def batches(self, rows_per_step: int, *, seed: int = 0, shuffle: bool = True) -> Batches:
-        """The source of batches of `rows_per_step` packed rows (`batches.Batches`), for the steps of a run and for
-        evaluations. The field `order` says how the rows of an epoch are ordered: unless it is "given", each epoch has
-        an order of its own, which depends on `seed`. With shuffle=False, as in evaluations, the rows keep the order in
-        which they were packed. With packing="step" a run only counts its steps by this source, and `steps.pack_steps`
-        makes the source of their batches. Raises what `rows` raises, and ValueError if `rows_per_step` is below 1 or
-        `seed` is negative."""
+        """Batches of `rows_per_step` packed rows; without `shuffle` in the order of packing, else by `order`, with a
+        new order each epoch. Raises ValueError if `rows_per_step` is below 1 or `seed` negative.
+        """
         return Batches(self.rows, rows_per_step, seed=seed, order=self.order if shuffle else "given")
 
     def with_max_documents(self, documents: int) -> Self:
-        """A copy whose packed rows have at most `documents` documents, and whose batches have room for as many. The
-        copy plans its packing anew, on first access to `rows`.
-
-        The sets that are mixed in one run, and the windows of a stream, need batches of equal shapes, so each is given
-        the largest number that any of them needs or may need.
+        """A copy that packs at most `documents` a row, with room for as many: sets that are mixed and windows of a
+        stream need batches of equal shapes.
         """
         return dataclasses.replace(self, max_documents=documents)
 
     @property
     def longest(self) -> int:
-        """The most tokens that one document (or one preference pair) can have in a row, here `length`. `pack_steps`
-        makes the rows of data.packing=step no longer than this, because such a row must have room for any document, not
-        for more."""
+        """The most tokens that a document (or pair) can have in a row."""
         return self.length
 
     def in_rows(self, slots: int) -> TokenDataset:
-        """The data set as it is evaluated, or passed once to a reference model. With packing="step" it is a copy that
-        is packed into rows of `slots` tokens, because the length of rows is known only when the training steps are
-        packed (`steps.pack_steps`). A document that is longer than `slots` (not `length`) is treated as `overflow`
-        says; callers give the length of the training rows or more. Otherwise it is `self`, and `slots` is not used."""
+        """The data set for evaluation. With packing="step" a copy in rows of `slots` tokens, as their length is known
+        only after the training steps are packed; else itself.
+        """
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, length=slots)
 
     def split(self, eval_rows: float) -> tuple[TokenDataset, TokenDataset]:
-        """(train, eval), as data.eval_rows asks. eval_rows: the number of distinct documents for evaluation, or below 1
-        the share of them, chosen by `Documents.held_out`. Training rows that equal one are in neither set, and are
-        counted as `copies` of the first. Raises ValueError if either set would be empty."""
+        """(train, eval). eval_rows: number, or below 1 share, of distinct documents to hold out (`Documents.held_out`).
+        Training rows that equal one are in neither. Raises ValueError if a set would be empty.
+        """
         train, held_out, copies = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
         return dataclasses.replace(self._of(train), copies=copies), self._of(held_out)
 
     def _of(self, documents: np.ndarray) -> TokenDataset:
-        """A copy of this data set with only the documents at the indices `documents` (int[n]), in that order; `split`
-        makes both of its parts by it. `summary` stays that of all rows, and so would `teacher`, whose values belong to
-        documents by their index: a run splits the rows before it adds a teacher's values."""
+        """A copy with the documents at these indices. `teacher` would no longer fit, so rows are split before."""
         return dataclasses.replace(self, documents=self.documents.select(documents))
 
 
@@ -208,39 +171,32 @@ def prepare(
     say: Callable[[str], None] = print,
     poll: Callable[[], None] = lambda: None,
 ) -> TokenDataset:
-    """Reads rows and tokenises them by a chat template, or opens the token cache of an earlier run.
+    """Reads rows and tokenises them, or opens the token cache of an earlier run.
 
-    Args:
-        source: the rows, in any of the forms that `reading.open_sources` takes.
-        tokenizer: a fast Hugging Face tokenizer.
-        length: the number of tokens in a packed row; with "truncate" very long texts are not tokenised whole.
-        format: the format of the rows, one of `formats.FORMATS`; "auto" detects it by their columns. See `pairs`.
-        columns: {name of a format's column: its name in these rows}, where they differ.
-        template: as `resolve_template` takes it. With None, Alpaca rows get Alpaca's prompt, and a prompt that is plain
-            text is followed directly by its completion; with any other value both become a conversation.
-        today: the day that the template writes, such as 2026-11-28; None: the current one. Tokens are cached by it.
-        train_on: as RowEncoder takes it.
-        instruction_part, response_part: markers, the texts that begin a user's turn and a response, both or neither.
-            They find the responses instead of the template, except in rows whose own text has one or a special token.
-        last_response_only: train only on the last response of a conversation (True) or on all of them (False).
-        mask_spans: (opening, closing) pairs of texts, such as ("<think>", "</think>"): the tokens of a response from
-            an opening to its closing, both included, or to the end of the response, are not trained on.
-        packing: True puts several documents into a row, False one; "step" packs the documents of each step separately.
-        overflow: longer documents are cut ("truncate"), divided ("split"), left out ("drop"), or refused ("error").
-        on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
-        max_rows: the largest number of rows to read; None reads all.
-        cache_dir: the folder of token caches; None: as `cache_folder` says. A list of dicts is not cached.
-        num_workers: the number of tokenising processes; None chooses it, 0 or 1 tokenises in this process.
-        vocab_size: the number of rows of the model's embedding, below which all ids must be; None: they are unchecked.
-        pairs: whether `format` is `formats.PREFERENCE` or LABELLED. Each row then makes two documents, the prompt with
-            the chosen answer and that with the rejected one; of a labelled row, which has one answer, one is empty.
-        say: called with a line for the user if a folder of the token cache is damaged or cannot be read.
-        poll: called several times a second while rows are tokenised; it may raise, and then no partial cache is left.
+    Raises ValueError for data that cannot be trained on (NothingUsable: no row or token) or that changed meanwhile, an
+    unwritable cache or a wrong argument; OSError for an unreadable file.
 
-    Raises:
-        ValueError: the data cannot be trained on (NothingUsable: no row or token) or changed while it was read, the
-            cache cannot be written, or an argument is wrong.
-        OSError: a file of rows cannot be read.
+      source: in any form of `reading.open_sources`.
+      tokenizer: a fast Hugging Face tokenizer.
+      length: tokens of a packed row.
+      format: of `formats.FORMATS`; "auto" detects it by columns.
+      columns: {name of a format's column: its name in these rows}.
+      template: as `resolve_template` takes it. None: Alpaca rows get Alpaca's prompt, and plain text is followed by its
+      completion; otherwise both become conversations.
+      today: the day that templates write, such as 2026-11-28; None: the current one. Part of the cache's key.
+      train_on: as RowEncoder takes it.
+      instruction_part, response_part: markers of a user's turn and a response, both or neither. They find responses in
+      place of the template, except in rows whose own text has one or a special token.
+      mask_spans: (opening, closing) texts, such as ("<think>", "</think>"), of untrained spans in responses.
+      packing: several documents a row (True), one (False), or packed for each "step".
+      overflow: longer documents are cut ("truncate"), divided ("split"), left out ("drop") or refused ("error").
+      on_bad_row: stop ("error"), or leave out and count ("skip").
+      cache_dir: None: as `cache_folder`. A list of dicts is not cached.
+      num_workers: processes; None chooses, 0 or 1: this process.
+      vocab_size: all ids must be below it; None: unchecked.
+      pairs: whether `format` is PREFERENCE or LABELLED: a row makes two documents, one empty for a labelled row.
+      say: takes lines about the token cache.
+      poll: called several times a second; it may raise, which leaves no partial cache.
     """
     _require_known(format, pairs, on_bad_row, overflow)
     if template is not None:
@@ -260,7 +216,6 @@ def prepare(
     sources = open_sources(source, columns=columns)
 
     def chunks() -> Iterator[Chunk]:
-        """Yields the tokenised rows in chunks. Raises ValueError at a bad row (on_bad_row), or if the rows changed."""
         rows = read_rows(sources, format, max_rows)
         encoded = encode_rows(rows, tokenizer, options, num_workers, poll)
         encoded = _with_progress(encoded, sources, max_rows)
@@ -269,7 +224,7 @@ def prepare(
             raise _changed_while_read(sources, template)
 
     def identity() -> str | None:
-        """The `cache_key` of these tokens, None if they are not cached; of a template the text counts, not the path."""
+        """The cache key, or None; a template counts by its text, not its path."""
         key_options = {**options, "format": format, "max_rows": max_rows, "on_bad_row": on_bad_row}
         if template is not None:
             texts = {resolve_template(tokenizer, template, tools): None for tools in (None, True)}
@@ -286,14 +241,6 @@ def prepare(
 
 
 def _changed_while_read(sources: list[Source], template: str | None) -> ValueError:
-    """Returns the error that `prepare` raises if the rows or the template file changed while they were tokenised. A
-    token cache is named by a hash of their content, which is computed before they are read; after a change, the cache
-    would store the tokens of other content under that name.
-
-    Args:
-        sources: the sources of the rows, whose names the message has.
-        template: data.template, or None.
-    """
     names = ", ".join([*(source.name for source in sources), *([template] if template else [])])
     return ValueError(
         f"{names}: changed while the rows were tokenised, so the tokens may be of either version and were discarded. "
@@ -302,10 +249,7 @@ def _changed_while_read(sources: list[Source], template: str | None) -> ValueErr
 
 
 def _require_known(format: str, pairs: bool, on_bad_row: str, overflow: str) -> None:
-    """Raises ValueError if one of these arguments of `prepare` has a value that is not allowed: on_bad_row (not
-    "error" or "skip"), overflow, or a `format` that does not fit `pairs`. A
-    preference or labelled format needs pairs=True, and pairs=True needs one of them. It is called before any row is
-    read; a `format` that is not known at all is refused by `read_rows`."""
+    """Raises ValueError for values of these arguments that are unknown or do not fit each other."""
     if (format in (PREFERENCE, LABELLED)) != pairs:
         raise ValueError(
             f"data.format = {format!r}: "
@@ -322,9 +266,6 @@ def _require_known(format: str, pairs: bool, on_bad_row: str, overflow: str) -> 
 
 
 def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-    """Yields the chunks of tokenised rows unchanged, and raises ValueError, with the place of the row and the reason,
-    at the first one that has a bad row. `prepare` uses it with on_bad_row="error"; otherwise bad rows are left out and
-    counted."""
     for chunk in chunks:
         if chunk.problems:
             place, reason = chunk.problems[0]
@@ -333,16 +274,7 @@ def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 
 
 def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int | None) -> Iterator[Chunk]:
-    """Yields the chunks unchanged, and shows a progress bar of rows on stderr meanwhile, if stderr is a terminal.
-    Windows of a stream after the first get no bar, because they are tokenised during the run, which shows a bar of its
-    own. `prepare` uses it.
-
-    Args:
-        chunks: the tokenised chunks, in order.
-        sources: the sources of the rows. The sum of their counts is the bar's total, if all are known.
-        max_rows: the largest number of rows that are read, which limits the total, and is the total if a count is not
-            known; None: there is no limit, and then perhaps no total.
-    """
+    """The chunks, with a progress bar on a terminal; none in a stream's later windows, where the run has its own."""
     console = terminal.console(stderr=True)
     if not console.is_terminal or any(source.part for source in sources):
         yield from chunks
@@ -369,22 +301,8 @@ def _require_usable(
     vocab_size: int | None,
     sources: list[Source],
 ) -> None:
-    """Raises a ValueError that says why a set of rows cannot be trained on: it has no usable row, no trained token, no
-    response that ends its turn, or a token id of `vocab_size` or more. `prepare` calls it, also for cached rows.
-
-    A stream is tokenised in windows of rows during the run; one after the first may have no response that ends its
-    turn.
-
-    Args:
-        documents, summary: what tokenising the rows gave.
-        tokenizer: their tokenizer, to show tokens in messages.
-        options: the keyword arguments of `RowEncoder` that they were tokenised with, for messages.
-        vocab_size: the number of rows of the model's embedding; None leaves the ids unchecked.
-        sources: the sources of the rows, for messages.
-
-    Raises:
-        NothingUsable: there is no usable row, or no trained token; a run may leave out a window of a stream then.
-        ValueError: one of the other two faults.
+    """Raises NothingUsable if there is no usable row or trained token, and ValueError if no response ends its turn
+    (allowed in a stream's later windows) or a token id is `vocab_size` or more.
     """
     name = ", ".join(dict.fromkeys(source.name for source in sources))
     if not summary.documents:
@@ -407,10 +325,10 @@ def _require_usable(
         raise NothingUsable(f"{name}: {where}: the template shows no response; set data.train_on: all, or give markers")
     if not summary.ended and not any(source.part for source in sources):
         tail = documents[0]
-        shown = tokenizer.decode(tail.tokens[tail.mask.nonzero()[0][-12:]])
+        ending = tokenizer.decode(tail.tokens[tail.mask.nonzero()[0][-12:]])
         raise ValueError(
             f"{name}: no response trains a token that ends the turn, so the model would never stop; the first one "
-            f"ends with {shown!r}. Use a template that ends a response with a special token of this tokenizer "
+            f"ends with {ending!r}. Use a template that ends a response with a special token of this tokenizer "
             f"(data.template: {', '.join([*packaged_that_fit(tokenizer), 'or a .jinja file'])})"
         )
     if vocab_size is not None and summary.max_token >= vocab_size:

@@ -1,8 +1,7 @@
-"""Tokenised documents. `Documents` has the token ids and the mask (which tokens are trained on) of all documents in two
-flat arrays, with each document's start and length; `Document` is one document of it: one row of data, or the prompt
-with one answer of a preference pair. The arrays may be memory-mapped files of the token cache, so that a data set need
-not fit in memory. Documents are selected, written into rows of batches, and divided into training and held-out
-ones."""
+"""Tokenised documents in flat arrays, which may be memory-mapped files, so that a data set need not fit in memory.
+
+A document is a row of data, or the prompt with one answer of a preference pair.
+"""
 
 from __future__ import annotations
 
@@ -19,75 +18,58 @@ from jaxtune.train.data.batches import Batch
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """The tokens of one document: an entry of `Documents`, or an argument of `Documents.gather`. It is for code that
-    looks at one document, such as kto's, which joins prompts with other rows' answers. Batches are written from the
-    flat arrays without it (`Documents.write`)."""
+    """One document's tokens."""
 
     tokens: np.ndarray
-    """int32[n]: token ids."""
+    """int32[n]"""
     mask: np.ndarray
     """bool[n]: True where the token is trained on."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Many documents in flat arrays, which may be memory-mapped files. The token cache opens them, and `gather` makes
-    them of arrays in memory. A selection of documents (`select`) shares `tokens` and `mask` with the set that it was
-    made of. `write` puts a document or a piece of it into a row of a batch, `held_out` chooses the rows that
-    data.eval_rows takes out of data.train, and `also_in` counts documents that two sets have in common."""
+    """Many documents in flat arrays. A selection shares `tokens` and `mask` with its original."""
 
     tokens: np.ndarray
-    """int32[total]: the token ids of all documents, one document after another; in a selection, also those of the
-    documents that were not selected."""
+    """int32[total]: all documents' token ids in sequence; in a selection also those of documents left out."""
     mask: np.ndarray
-    """bool or uint8 [total]: nonzero where the token of `tokens` is trained on."""
+    """bool or uint8 [total]: nonzero where the token is trained on."""
     starts: np.ndarray
-    """int64[n]: the index in `tokens` of each document's first token."""
+    """int64[n]: index in `tokens` of each first token."""
     lengths: np.ndarray
-    """int64[n]: the number of tokens of each document; 0 for the answer that a labelled row does not have."""
+    """int64[n]: tokens of each document; 0 for the answer that a labelled row lacks."""
     trained: np.ndarray
-    """int64[n]: the number of trained targets of each document. Its first token is never a target."""
+    """int64[n]: trained targets of each document; its first token is never one."""
     origins: np.ndarray | None = None
-    """int64[n, 2]: for each document, an index into `files` and the number of its line or row there, from 1. None if it
-    is not known, as in a set that `gather` made."""
+    """int64[n, 2]: index into `files`, and line or row number from 1. None: unknown."""
     files: tuple[str, ...] = ()
-    """The names of the files or data sets that the documents came from; "rows" for a list of dicts."""
+    """Names of the files or data sets; "rows" for a list of dicts."""
 
     def __len__(self) -> int:
-        """The number of documents."""
         return len(self.starts)
 
     @functools.cached_property
     def tokens_crc32(self) -> int:
-        """The CRC-32 of the flat array `tokens`, by which checkpoints and metrics recognise the rows, and which the
-        processes of a run compare. It reads all tokens on first access. A selection has the same CRC-32 as the set that
-        it was made of, whose flat array it shares."""
+        """The CRC-32 of `tokens`, by which checkpoints recognise rows; a selection has the same. Reads all tokens."""
         return zlib.crc32(np.ascontiguousarray(self.tokens))
 
     @property
     def identity(self) -> str:
-        """`tokens_crc32` as 8 hex digits. The metrics of an evaluation have it, so that a resumed run counts only
-        evaluations of the same held-out rows as its own. For rows that `TokenDataset.split` held out, it is that of the
-        undivided set, so it does not show another choice of them."""
+        """`tokens_crc32` as 8 hex digits. Two splits of one set have the same."""
         return f"{self.tokens_crc32:08x}"
 
     def __getitem__(self, index: int) -> Document:
-        """Document number `index`: a view of its tokens, and a bool copy of its mask."""
         start, length = self.starts[index], self.lengths[index]
         return Document(self.tokens[start : start + length], self.mask[start : start + length].astype(bool))
 
     def source(self, index: int) -> str:
-        """Where document number `index` came from, for messages: `file:line` (or the data set's name and the number of
-        the row), or `document INDEX` if that is not known. The objective reward also finds the rows of its pairs by it,
-        to read their margins."""
+        """Where a document came from: `file:line`, or `document INDEX` if unknown."""
         if self.origins is None:
             return f"document {index}"
         file, line = self.origins[index]
         return f"{self.files[file]}:{line}"
 
     def select(self, indices: np.ndarray) -> Documents:
-        """The documents at `indices` (int[n]), in that order. The tokens are not copied. `TokenDataset.split` and
-        `PairDataset.split` make the training and the held-out documents by it."""
         return dataclasses.replace(
             self,
             starts=self.starts[indices],
@@ -97,20 +79,11 @@ class Documents:
         )
 
     def write(self, start: int, count: int, batch: Batch, slot: int, at: int, segment: int) -> int:
-        """Writes a run of the flat tokens into a row of a batch, in place, with their targets, weights, segment ids and
-        positions. The last token of the run gets no target, and positions count from 0 at its first token. Packed rows
-        fill batches by it (`PackedRows.fill`, `PackedPairs.fill`); answers that are sampled during a run are not
-        Documents, and are written without it.
+        """Writes tokens[start : start + count] (at least one) into a batch's row in place; the index after them. The
+        last token gets no target; positions count from 0.
 
-        Args:
-            start, count: the run is `tokens[start : start + count]`, a document or a piece of one; at least 1 token.
-            batch: a batch of numpy arrays.
-            slot: the index of the batch's row that is written into.
-            at: the index in that row at which the first token is written.
-            segment: the segment id of the run, from 1 on, which tells it from the other documents of the row.
-
-        Returns:
-            The index in the row after the last token.
+          slot, at: the batch's row, and the index in it.
+          segment: segment id, from 1.
         """
         end, tokens = at + count, self.tokens[start : start + count]
         batch.tokens[slot, at:end] = tokens
@@ -121,20 +94,15 @@ class Documents:
         return end
 
     def held_out(self, firsts: np.ndarray, eval_rows: float, what: str) -> tuple[np.ndarray, np.ndarray, int]:
-        """Chooses rows to hold out (data.eval_rows): of the distinct texts those with the smallest hashes, and of each
-        of them its first row. The choice of texts depends neither on the order of the rows nor on a seed.
+        """(Training, held-out, copies): ascending int64 indices into `firsts`, and the number of rows in neither,
+        because they equal a held-out one.
 
-        Args:
-            firsts: int[n], the index of the document that identifies each row (or each pair); others are not compared.
-            eval_rows: how many texts to choose, or below 1 which share of them, rounded to at least 1.
-            what: what is chosen, in plural ("rows" or "pairs"), for error messages.
+        Chooses the distinct texts with the smallest hashes, and each one's first row; order and seed do not matter.
+        Raises ValueError unless between 1 and all but one are chosen.
 
-        Returns:
-            (training, held-out, copies): indices into `firsts`, int64, both ascending, and the number of rows in
-                neither, because they equal a held-out one.
-
-        Raises:
-            ValueError: the number to choose is not between 1 and one less than the texts.
+          firsts: int[n], the document that identifies each row or pair.
+          eval_rows: number of texts, or below 1 their share, rounded to at least 1.
+          what: plural noun for messages.
         """
         hashes = self._hashes(firsts)
         texts, first_rows = np.unique(hashes, return_index=True)
@@ -148,39 +116,31 @@ class Documents:
         return training, np.sort(first_rows[:count]), len(firsts) - len(training) - count
 
     def _hashes(self, indices: np.ndarray) -> np.ndarray:
-        """uint64[n]: a hash of the tokens of each of the documents at `indices` (int[n]), in that order, by which
-        `held_out` and `also_in` compare documents. Equal documents have equal hashes, in every run and process; their
-        masks do not matter."""
+        """uint64[n]: hashes of the documents' tokens, the same in every process; masks do not count."""
         hashes = np.empty(len(indices), np.uint64)
-        for place, index in enumerate(indices.tolist()):
+        for number, index in enumerate(indices.tolist()):
             data = self.tokens[self.starts[index] : self.starts[index] + self.lengths[index]].tobytes()
-            hashes[place] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+            hashes[number] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
         return hashes
 
     def also_in(self, other: Documents) -> int:
-        """The number of non-empty documents of this set that the set `other` also has, with exactly the same tokens (by
-        their hashes). A run warns by it if held-out documents are also training documents."""
-        own, candidates = np.flatnonzero(self.lengths), np.flatnonzero(other.lengths)
+        """How many non-empty documents of this set have exactly the tokens of one in `other`."""
+        indices, candidates = np.flatnonzero(self.lengths), np.flatnonzero(other.lengths)
         for share in (0.5, 0.9, 0.99):  # single tokens exclude most documents, and cost far less than hashes of all
-            own_keys, other_keys = self._cheap_keys(own, share), other._cheap_keys(candidates, share)
-            own, candidates = own[np.isin(own_keys, other_keys)], candidates[np.isin(other_keys, own_keys)]
-        return int(np.isin(self._hashes(own), other._hashes(candidates)).sum())
+            own_keys, other_keys = self._cheap_keys(indices, share), other._cheap_keys(candidates, share)
+            indices, candidates = indices[np.isin(own_keys, other_keys)], candidates[np.isin(other_keys, own_keys)]
+        return int(np.isin(self._hashes(indices), other._hashes(candidates)).sum())
 
     def _cheap_keys(self, indices: np.ndarray, share: float) -> np.ndarray:
-        """int64[n]: a key of each of the documents at `indices` (int[n]; none is empty): its length in the upper 32
-        bits, and its token at index int(share * length), with 0 <= share < 1, in the lower 32 bits. Equal documents
-        have equal keys. `also_in` first compares the keys of three shares, so that it needs `_hashes` of few documents
-        only."""
+        """int64[n]: length (upper 32 bits) and token at int(share * length) (lower 32 bits) of non-empty documents."""
         lengths = self.lengths[indices]
         return lengths << 32 | self.tokens[self.starts[indices] + (share * lengths).astype(np.int64)]
 
     @classmethod
     def gather(cls, documents: Iterable[Document | Sequence[int]]) -> Documents:
-        """The set of these documents, copied into flat arrays, for documents that are in memory and not in the token
-        cache, as in `packing.pack` and in KTO. Without any, it is an empty set, as for rows of which none is usable. It
-        has no `origins` and no `files`. A plain sequence of ints is a document of which every token is trained on.
-        Raises ValueError for tokens that are not a one-dimensional sequence of integers, or a mask of another
-        length."""
+        """A set in memory, without origins; in a plain sequence of ints every token is trained on. Raises ValueError
+        for tokens that are not integers [n], or a mask of another shape.
+        """
         tokens, masks = [], []
         for index, document in enumerate(documents):
             if isinstance(document, Document):

@@ -1,5 +1,4 @@
-"""A first look at what a config names, which `jaxtune train` takes before anything is loaded: `require_readable` opens
-the rows and the model's folder, so that a wrong name or format is reported at once."""
+"""A first look at what a config names, so that a wrong name or format shows before anything is loaded."""
 
 from __future__ import annotations
 
@@ -17,20 +16,12 @@ _MOST_FILES = 32  # the most files of a folder that are opened
 
 
 def require_readable(config: TrainConfig) -> None:
-    """Opens the rows that a config names (data.train and data.eval), and reads the first row of each file: of each
-    folder 32 files at most, and with data.streaming only the first file or shard of each training source. A data set
-    that is given by name is downloaded for it; with data.streaming only data.eval is. For sft the row is also
-    converted, which checks its columns, unless data.on_bad_row is "skip"; the columns of other objectives are checked
-    later. If the model is a local folder and model.tokenizer is not set, the folder must have a tokenizer. Only the
-    command `jaxtune train` calls it, before the model is loaded, so that a wrong name or format is reported at once. It
-    returns nothing: the run opens and reads the rows again.
+    """Reads the first row of each file of data.train and data.eval (at most 32 of a folder; of a stream the first
+    shard), and looks for a local model's tokenizer. For sft it converts the row, which checks columns. A data set named
+    on the hub is downloaded unless streamed.
 
-    Raises:
-      ConfigError: a file or data set is not there, or is empty (of several files of a folder, some may be empty); or a
-        first row cannot be read, or for sft not converted, and data.on_bad_row is "error". The message names the key.
-      ValueError: the folder of the model has no tokenizer or no usable config.json, data.format is not known (sft
-        only), or a file cannot be read at all.
-      OSError: a file cannot be opened.
+    Raises ConfigError for missing or empty sources and, unless data.on_bad_row is "skip", bad rows; ValueError for a
+    missing tokenizer, an unusable config.json, an unknown data.format or an unreadable file; OSError.
     """
     data = config.data
     mixed = [rows for rows, _ in data.mixed]
@@ -45,21 +36,6 @@ def require_readable(config: TrainConfig) -> None:
 
 
 def _look(key: str, rows: Any, config: TrainConfig) -> None:
-    """Opens one of the names that a config key has, for `require_readable`, and reads its first row; of a folder, the
-    first row of each file (of `_MOST_FILES`, 32, at most), and of training rows with data.streaming, that of the first
-    file or shard. For the objective sft the row is also converted to an example. A bad row is no error if
-    data.on_bad_row is "skip".
-
-    Args:
-      key: "data.train" or "data.eval".
-      rows: one of its names, in any form that `open_sources` takes.
-      config: the run's.
-    Raises:
-      ConfigError: it is not found, or is a file or data set without rows (of several files of a folder, some may be
-        empty); or a first row cannot be read, or for sft not converted, and data.on_bad_row is "error".
-      ValueError: data.format is not known (sft only), or a file cannot be read at all.
-      OSError: a file cannot be opened.
-    """
     data, objective = config.data, config.objective.name
     streaming = data.streaming and key == "data.train"
     try:
@@ -74,10 +50,10 @@ def _look(key: str, rows: Any, config: TrainConfig) -> None:
             raise ConfigError(f"{key} = {rows!r}: there are no rows in it")
         if row is None or data.on_bad_row == "skip":
             continue
-        used = RowError(row.error) if row.value is None else None
-        if used is None and form != PREFERENCE:
-            used = attempt(normalize, row.value, row.format)
-        if isinstance(used, RowError):
+        outcome = RowError(row.error) if row.value is None else None
+        if outcome is None and form != PREFERENCE:
+            outcome = attempt(normalize, row.value, row.format)
+        if isinstance(outcome, RowError):
             raise ConfigError(
-                f"{key}: {row.place}: {used} (data.on_bad_row: skip leaves such rows out and counts them)"
+                f"{key}: {row.place}: {outcome} (data.on_bad_row: skip leaves such rows out and counts them)"
             )

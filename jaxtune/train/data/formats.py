@@ -1,5 +1,6 @@
-"""The formats of rows: text, Alpaca, prompt and completion, messages and ShareGPT; and two for preference objectives,
-one with a chosen and a rejected answer, one with an answer and a label."""
+"""The formats of rows: text, Alpaca, prompt and completion, messages, ShareGPT; and for preference objectives two
+answers, or one with a label.
+"""
 
 from __future__ import annotations
 
@@ -97,61 +98,56 @@ ALPACA_PREAMBLE_WITH_INPUT = (
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A row in the form that chat templates render: `text`; or `messages`; or `prompt`, `completion` and `messages`,
-    which are trained on as plain text if no template was chosen, and else as a conversation."""
+    """A row in the form that templates render: `text`; `messages`; or `prompt` and `completion`, plain without a
+    template, with `messages` for one.
+    """
 
     text: str | None = None
-    """Text that is trained on as a whole, except for the spans of data.mask_spans."""
+    """Trained on as a whole, without data.mask_spans."""
     prompt: str | None = None
-    """Text before the completion, not trained on."""
+    """Not trained on."""
     completion: str | None = None
-    """Text that follows the prompt and is trained on."""
+    """Follows the prompt, trained on."""
     messages: list[Message] | None = None
-    """A conversation, as `read_messages` gives it."""
     tools: list[Message] | None = None
-    """The JSON schemas of the tools that the conversation may call."""
     prompt_messages: int = 0
-    """How many of the messages, from the first and with a system message, are the prompt; responses among them are not
-    trained on."""
+    """First messages, with a system message, that are the prompt; responses there are not trained on."""
     asked_messages: int = 0
-    """Of a preference, how many of the messages, from the first, come before its answer; 0: all but the last."""
+    """Of a preference, messages before its answer; 0: all but the last."""
     unknown: tuple[str, ...] = ()
-    """Keys of its messages that only a template may read."""
+    """Keys of messages that only a template may read."""
     implied: bool = False
-    """Whether its prompt is the text with which both answers of a preference begin."""
+    """Whether the prompt is the common beginning of both answers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt, each an example with the prompt before it, for preference objectives. `workers.py`
-    makes two documents of it. A labelled row has only one answer, and its other document is empty."""
+    """Two answers to one prompt, each an example with it."""
 
     chosen: Example | None
-    """The preferred or desirable answer; None for a labelled row with an undesirable answer."""
+    """The preferred or desirable answer; None for a labelled undesirable one."""
     rejected: Example | None
-    """The worse or undesirable answer; None for a labelled row with a desirable answer."""
+    """The worse or undesirable answer; None for a labelled desirable one."""
 
 
 def detect_format(columns: Iterable[str]) -> str:
-    """The row format, a key of `COLUMNS` such as "alpaca", of rows that have these columns (`columns`, their names). Of
-    several formats that fit, it is the first in `COLUMNS`; the names alone decide, even if a cell is null. With
-    data.format=auto it decides how rows are read, and objectives that sample answers read their prompts by it. Raises
-    `RowError` if none fits, or if there are columns chosen and rejected, which need a preference objective."""
+    """The first key of COLUMNS that fits these column names; cells do not count. Raises RowError if none fits, or for
+    chosen and rejected, which need a preference objective.
+    """
     columns = list(columns)
     if {"chosen", "rejected"} <= set(columns):
         raise RowError("columns chosen and rejected are preference data: set objective=dpo, orpo or simpo")
     for format, groups in COLUMNS.items():
         if all(any(name in columns for name in group) for group in groups):
             return format
-    known = "; ".join(
+    known_formats = "; ".join(
         f"{format}: {' + '.join('|'.join(group) for group in groups)}" for format, groups in COLUMNS.items()
     )
-    raise RowError(f"columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known})")
+    raise RowError(f"columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known_formats})")
 
 
 def unread(value: Columns, format: str) -> list[str]:
-    """The names of the columns of a row that have a value and are not read in this row format; of columns that mean the
-    same, only the first is read. format: a key of `COLUMNS`, PREFERENCE or LABELLED."""
+    """Columns with values that are not read in this format; of columns that mean the same only the first is."""
     groups = _READ[format]
     if format == LABELLED and value.get("completion") is None and value.get("messages") is not None:
         groups = tuple(group for group in groups if group is not _PROMPT)
@@ -169,12 +165,10 @@ def unread(value: Columns, format: str) -> list[str]:
 
 
 def _is_blank(cell: object) -> bool:
-    """Whether a cell is null, or an empty text, list or object."""
     return cell is None or (isinstance(cell, str | list | tuple | Mapping) and not cell)
 
 
 def _asks_in_text(value: Columns, format: str) -> bool:
-    """Whether the question of a row is text, before which HISTORY is read."""
     if format == "alpaca":
         return True
     if format == "prompt_completion":
@@ -184,7 +178,6 @@ def _asks_in_text(value: Columns, format: str) -> bool:
 
 
 def _is_text(cell: object) -> bool:
-    """Whether a cell is text, and not the JSON text of turns."""
     try:
         return isinstance(turns_in(cell, ""), str)
     except ConversationError:
@@ -192,18 +185,16 @@ def _is_text(cell: object) -> bool:
 
 
 def refuse_media(value: Columns) -> None:
-    """Raises `RowError` for a row with an image, video or audio column (`_MEDIA`), which cannot be trained on: without
-    it, the text would teach another task, and the tag that represents it is plain letters to the tokenizer. value: the
-    row's columns by name. The functions that normalize rows, or read prompts, call it first.
+    """Raises RowError for a row with an image, video or audio column: without it the text would teach another task, and
+    its tag is plain letters.
 
-    A column that is empty or null does not count. One whose value is a single text is accepted if the other columns
-    have no such tag: it is metadata, such as the address of a page's image. A list of texts is refused.
+    Empty columns do not count, nor a single text without tags elsewhere, such as an address.
     """
     for name, cell in value.items():
         tag = _MEDIA.get(name.lower()) if isinstance(name, str) else None
         if tag is None or cell is None or (isinstance(cell, str | list | tuple | Mapping) and not cell):
             continue
-        tagged = any(tag in text for key, other in value.items() if key != name for text in strings(other))
+        tagged = any(tag in text for key, other_cell in value.items() if key != name for text in strings(other_cell))
         if tagged or not isinstance(cell, str):
             raise RowError(
                 f"column {name} holds what the text is about{f' ({tag} represents it)' if tagged else ''}; only text "
@@ -212,22 +203,18 @@ def refuse_media(value: Columns) -> None:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yields every string in `value`, which may be nested lists, tuples and mappings, the keys of mappings included.
-    `refuse_media` searches the other columns for tags of images by it, and `RowEncoder` the messages and tools of a
-    conversation for special tokens."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for name, part in value.items():
+        for name, element in value.items():
             yield from strings(name)
-            yield from strings(part)
+            yield from strings(element)
     elif isinstance(value, list | tuple):
-        for part in value:
-            yield from strings(part)
+        for element in value:
+            yield from strings(element)
 
 
 def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
-    """`work`, whose errors of conversations are errors of rows."""
 
     @functools.wraps(work)
     def wrapped(*arguments: Any) -> T:
@@ -241,15 +228,14 @@ def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
 
 @_as_row_errors
 def refuse_excluded(value: Columns) -> None:
-    """Raises `Excluded` for a row whose columns leave it out of training, such as `weight: 0`."""
+    """Raises Excluded for a row that its columns leave out, such as `weight: 0`."""
     if mark := exclusion(value):
         raise Excluded(mark)
 
 
 @_as_row_errors
 def normalize_pair(value: Columns) -> Pair:
-    """The `Pair` of a row with a question and two answers. Raises `RowError` if it cannot be used, or if its answers
-    are not to one question."""
+    """The Pair of a row with two answers. Raises RowError if unusable, or if they answer different questions."""
     refuse_media(value)
     if value.get("rejected_response") is not None and _column(value, CHOSEN, False) is None:
         turns = read_messages(_column(value, ("messages",)), "messages")
@@ -260,8 +246,9 @@ def normalize_pair(value: Columns) -> Pair:
 
 @_as_row_errors
 def normalize_labelled(value: Columns) -> Pair:
-    """The `Pair` of a row with one answer (the column completion, or the last turn of messages) and a label; its other
-    side is None. Raises `RowError` if the row cannot be used, or its label is not true, false, 1 or 0."""
+    """The Pair of a row with one answer (completion, or the last of messages) and a label; the other side is None.
+    Raises RowError.
+    """
     refuse_media(value)
     label = _column(value, ("label",))
     if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation
@@ -275,7 +262,7 @@ def normalize_labelled(value: Columns) -> Pair:
 
 @_as_row_errors
 def normalize(value: Columns, format: str) -> Example:
-    """The `Example` of a row of a format of `COLUMNS`. Raises `RowError` with the reason if it cannot be used."""
+    """The Example of a row of a format of COLUMNS. Raises RowError."""
     refuse_media(value)
     if format == "text":
         text = _text(value, ("text",))
@@ -287,19 +274,19 @@ def normalize(value: Columns, format: str) -> Example:
         output = _text(value, COLUMNS["alpaca"][1])
         _not_empty(instruction, "instruction")
         _not_empty(output, "response")
-        asked = f"{instruction}\n\n{context}" if context.strip() else instruction
+        question = f"{instruction}\n\n{context}" if context.strip() else instruction
         system = _text(value, SYSTEM, required=False)
         if (before := _history(value)) is not None:
-            return Example(messages=_exchange(system, asked, output, before))
+            return Example(messages=_exchange(system, question, output, before))
         return Example(
             prompt=_after(system, _alpaca_prompt(instruction, context)),
             completion=output,
-            messages=_exchange(system, asked, output),
+            messages=_exchange(system, question, output),
         )
     if format == "prompt_completion":
-        asked, answer = (_cell(value, group) for group in COLUMNS["prompt_completion"])
-        if any(isinstance(part, Iterable) and not isinstance(part, str) for part in (asked, answer)):
-            return _prompted(value, asked, answer)
+        question, answer = (_cell(value, group) for group in COLUMNS["prompt_completion"])
+        if any(isinstance(side, Iterable) and not isinstance(side, str) for side in (question, answer)):
+            return _prompted(value, question, answer)
         prompt, completion = (_text(value, group) for group in COLUMNS["prompt_completion"])
         _not_empty(completion, "response")
         system = _text(value, SYSTEM, required=False)
@@ -315,43 +302,44 @@ def normalize(value: Columns, format: str) -> Example:
 
 
 def _answered(value: Columns, answers: Mapping[str, Any]) -> list[Example]:
-    """The examples of one question with each of its answers, {column: text or turns}. Raises `RowError` if an answer is
-    empty or not the assistant's, or there is not one question before all of them."""
+    """An example for each of {column: text or turns}. Raises RowError for an answer that is empty or not the
+    assistant's, or without one common question.
+    """
     for side, answer in answers.items():
         if isinstance(answer, str):
             check_unicode(answer)
             _not_empty(answer, f"{side} response")
     names = _question_columns(value)
-    asked = _question(value, names)
+    question = _question(value, names)
     texts = [answer for answer in answers.values() if isinstance(answer, str)]
-    if len(texts) == len(answers) and isinstance(asked, str | None):
-        if asked is None and all(_SPOKEN.match(text) for text in texts):  # transcripts, as Anthropic's HH has them
+    if len(texts) == len(answers) and isinstance(question, str | None):
+        if question is None and all(_SPOKEN.match(text) for text in texts):  # transcripts, as Anthropic's HH has them
             return _in_conversation(value, None, "", {side: _transcript(text) for side, text in answers.items()})
-        implied = asked is None
-        if asked is None:
-            asked = _common_question(value, texts)
-            if not asked:
+        implied = question is None
+        if question is None:
+            question = _common_question(value, texts)
+            if not question:
                 raise RowError(
                     f"{next(iter(answers))} is text, and there is no prompt before it; {_other_columns(value)}"
                 )
-            texts = [text[len(asked) :] for text in texts]
+            texts = [text[len(question) :] for text in texts]
         else:
-            check_unicode(asked)
-            _not_empty(asked, names[0])
-            texts = _without_question(asked, texts)
+            check_unicode(question)
+            _not_empty(question, names[0])
+            texts = _without_question(question, texts)
         system = _text(value, SYSTEM, required=False)
         before = None if implied else _history(value)
-        prompt = _after(system, asked) if before is None else None
+        prompt = _after(system, question) if before is None else None
         return [
             Example(
                 prompt=prompt,
                 completion=None if prompt is None else text,
-                messages=_exchange(system, asked, text, before or ()),
+                messages=_exchange(system, question, text, before or ()),
                 implied=implied,
             )
             for text in texts
         ]
-    return _in_conversation(value, asked, names[0] if names else "", answers)
+    return _in_conversation(value, question, names[0] if names else "", answers)
 
 
 _SPOKEN = re.compile(r"\s*Human:")
@@ -359,47 +347,53 @@ _SPEAKERS = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 
 
 def _transcript(text: str) -> list[Message]:
-    """The messages of a transcript, "Human: ... Assistant: ..."."""
-    _, *parts = _SPEAKERS.split(text.strip())
+    _, *segments = _SPEAKERS.split(text.strip())
     roles = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+    return [
+        {"role": roles[speaker], "content": utterance.strip()}
+        for speaker, utterance in zip(segments[::2], segments[1::2], strict=True)
+    ]
 
 
-def _is_long(asked: str) -> bool:
-    """Whether a text may be a question that answers repeat; a greeting may be answered by the same word."""
-    return len(asked.split()) > 1 or len(asked.strip()) >= 16
+def _is_long(question: str) -> bool:
+    """Whether a text may be a question that answers repeat; a greeting may get the same word back."""
+    return len(question.split()) > 1 or len(question.strip()) >= 16
 
 
-def _without_question(asked: str, answers: Sequence[str]) -> list[str]:
-    """The answers without the question, where all of them repeat it at their beginning."""
-    if not _is_long(asked) or not all(text.startswith(asked) and text[len(asked) :].strip() for text in answers):
+def _without_question(question: str, answers: Sequence[str]) -> list[str]:
+    """The answers without the question, if all begin with it."""
+    if not _is_long(question) or not all(
+        text.startswith(question) and text[len(question) :].strip() for text in answers
+    ):
         return list(answers)
-    rests = [text[len(asked) :] for text in answers]
-    cut = any(asked[-1].isalnum() and rest[0].isalnum() for rest in rests)  # within a word
-    return list(answers) if cut else rests
+    rests = [text[len(question) :] for text in answers]
+    cuts_word = any(question[-1].isalnum() and tail[0].isalnum() for tail in rests)  # within a word
+    return list(answers) if cuts_word else rests
 
 
 def _common_question(value: Columns, answers: Sequence[str]) -> str:
-    """The text with which the answers of a preference without a column for its question begin, up to a word's end;
-    spaces after it are the answers'. "" if it is too short for a question, if an answer has no more than it, or if
-    another column of text may be the question."""
-    known = (*CHOSEN, *REJECTED, *SYSTEM)
+    """The text, up to a word's end, with which both answers of a preference without a question begin; "" if too short,
+    all of an answer, or if another column may be the question.
+    """
+    known_columns = (*CHOSEN, *REJECTED, *SYSTEM)
     if len(answers) < 2 or any(
-        isinstance(cell, str) and cell.strip() and name not in known and snake(name) not in NEUTRAL
+        isinstance(cell, str) and cell.strip() and name not in known_columns and snake(name) not in NEUTRAL
         for name, cell in value.items()
     ):
         return ""
-    size = next((at for at, chars in enumerate(zip(*answers, strict=False)) if len(set(chars)) > 1), len(min(answers)))
+    size = next(
+        (index for index, chars in enumerate(zip(*answers, strict=False)) if len(set(chars)) > 1), len(min(answers))
+    )
     while size and answers[0][size - 1].isalnum() and any(text[size : size + 1].isalnum() for text in answers):
         size -= 1  # within a word
-    asked = answers[0][:size].rstrip(" ")
-    if not _is_long(asked) or not all(text[len(asked) :].strip() for text in answers):
+    question = answers[0][:size].rstrip(" ")
+    if not _is_long(question) or not all(text[len(question) :].strip() for text in answers):
         return ""
-    return asked
+    return question
 
 
 def _history_cell(value: Columns) -> Sequence[Any] | None:
-    """The list in the column HISTORY, also of JSON text; None without one."""
+    """The list in HISTORY, also from JSON; None without one."""
     cell = value.get(HISTORY)
     if isinstance(cell, str) and cell.lstrip().startswith("["):
         try:
@@ -410,7 +404,7 @@ def _history_cell(value: Columns) -> Sequence[Any] | None:
 
 
 def _history(value: Columns) -> list[Message] | None:
-    """The turns before a row's question: pairs of a question and its answer, or turns; None without the column."""
+    """Turns before the question, from [question, answer] pairs or turns; None without the column."""
     cell = _history_cell(value)
     if cell is None:
         return None
@@ -429,35 +423,39 @@ def _history(value: Columns) -> list[Message] | None:
     return turns
 
 
-def _in_conversation(value: Columns, asked: Any, column: str, answers: Mapping[str, Any]) -> list[Example]:
-    """The examples of `_answered` where the question (`asked`, of a column) or an answer is turns."""
-    question = [] if asked is None else _turns(value, asked, column, "user")
-    whole = {side: _turns(value, answer, side, "assistant") for side, answer in answers.items()}
-    for side, turns in whole.items():
+def _in_conversation(value: Columns, question_cell: Any, column: str, answers: Mapping[str, Any]) -> list[Example]:
+    """The examples of `_answered` where question or an answer is turns."""
+    question = [] if question_cell is None else _turns(value, question_cell, column, "user")
+    conversations = {side: _turns(value, answer, side, "assistant") for side, answer in answers.items()}
+    for side, turns in conversations.items():
         last = turns[-1]["role"] if turns else "nothing"
         if last != "assistant":
             raise RowError(f"{side} does not end with an answer of the assistant, but with {last}")
-    tellings = [_begins_with_question(turns) for turns in whole.values()]
-    sizes = {side: len(turns) for side, turns in whole.items()}  # of the answers
+    tellings = [_begins_with_question(turns) for turns in conversations.values()]
+    sizes = {side: len(turns) for side, turns in conversations.items()}  # of the answers
     if all(tellings):
-        if not any(turn["role"] == "user" for turn in _common(list(whole.values()))):
-            raise RowError(f"{' and '.join(whole)} begin with different questions: they must answer one")
-        for side, turns in whole.items():
+        if not any(turn["role"] == "user" for turn in _common(list(conversations.values()))):
+            raise RowError(f"{' and '.join(conversations)} begin with different questions: they must answer one")
+        for side, turns in conversations.items():
             _check_repeated(question, turns, column, side)
-            sizes[side] = len(turns) - (len(_common(list(whole.values()))) if len(whole) > 1 else len(turns) - 1)
+            sizes[side] = len(turns) - (
+                len(_common(list(conversations.values()))) if len(conversations) > 1 else len(turns) - 1
+            )
         system = [turn for turn in question[:1] if turn["role"] == "system"]
-        whole = {s: [*([] if t[0]["role"] == "system" else system), *t] for s, t in whole.items()}
+        conversations = {s: [*([] if t[0]["role"] == "system" else system), *t] for s, t in conversations.items()}
     elif any(tellings):
-        raise RowError(f"{' and '.join(whole)}: one begins with its question, and the other does not")
+        raise RowError(f"{' and '.join(conversations)}: one begins with its question, and the other does not")
     else:
         if not any(turn["role"] == "user" for turn in question):
-            raise RowError(f"{next(iter(whole))} has no question before it; {_other_columns(value)}")
-        before = _history(value) if isinstance(asked, str) else None
-        whole = {side: _following([*(before or ()), *question], turns, side) for side, turns in whole.items()}
-    found = {side: _conversation(value, turns) for side, turns in whole.items()}
+            raise RowError(f"{next(iter(conversations))} has no question before it; {_other_columns(value)}")
+        before = _history(value) if isinstance(question_cell, str) else None
+        conversations = {
+            side: _following([*(before or ()), *question], turns, side) for side, turns in conversations.items()
+        }
+    examples = {side: _conversation(value, turns) for side, turns in conversations.items()}
     return [
-        dataclasses.replace(made, asked_messages=max(0, len(made.messages or ()) - sizes[side]))
-        for side, made in found.items()
+        dataclasses.replace(example, asked_messages=max(0, len(example.messages or ()) - sizes[side]))
+        for side, example in examples.items()
     ]
 
 
@@ -466,29 +464,32 @@ def _begins_with_question(turns: Sequence[Message]) -> bool:
 
 
 def _check_repeated(question: Sequence[Message], turns: Sequence[Message], column: str, side: str) -> None:
-    """Raises `RowError` if the answer's turns, which begin with their question, do not ask that of the column."""
-    said = [_said(turn) for turn in question if turn["role"] != "system"]
-    if said and question[-1]["role"] == "assistant":  # the whole conversation, with an answer
-        said.pop()
+    """Raises RowError if an answer's turns begin with another question than the column's."""
+    asked_turns = [_said(turn) for turn in question if turn["role"] != "system"]
+    if asked_turns and question[-1]["role"] == "assistant":  # the whole conversation, with an answer
+        asked_turns.pop()
     heard = [_said(turn) for turn in turns if turn["role"] != "system"]
     last = max((index for index, turn in enumerate(heard) if turn[0] == "user"), default=0)
-    if said and said not in (heard[: len(said)], heard[max(last + 1 - len(said), 0) : last + 1]):
+    if asked_turns and asked_turns not in (
+        heard[: len(asked_turns)],
+        heard[max(last + 1 - len(asked_turns), 0) : last + 1],
+    ):
         raise RowError(
             f"{side} begins with another question than column {column}: leave out that column, or the turns before the "
             "answer"
         )
-    systems = [[turn["content"] for turn in part[:1] if turn["role"] == "system"] for part in (question, turns)]
+    systems = [
+        [turn["content"] for turn in conversation[:1] if turn["role"] == "system"] for conversation in (question, turns)
+    ]
     if all(systems) and systems[0] != systems[1]:
         raise RowError(f"{side} begins with another system message than column {column}: leave one out")
 
 
 def _said(turn: Message) -> tuple[object, ...]:
-    """What a turn says, without marks and spaces around it."""
     return turn["role"], turn["content"].strip(), turn.get("tool_calls")
 
 
 def _common(conversations: Sequence[Sequence[Message]]) -> list[Message]:
-    """The turns with which all conversations begin."""
     count = 0
     for turns in zip(*conversations, strict=False):
         if any(_said(turn) != _said(turns[0]) for turn in turns):
@@ -497,47 +498,47 @@ def _common(conversations: Sequence[Sequence[Message]]) -> list[Message]:
     return list(conversations[0][:count])
 
 
-def _following(asked: list[Message], answer: list[Message], side: str) -> list[Message]:
-    """The turns of a prompt and of what follows it. Raises `RowError` if the last and the first are one message."""
-    if asked and answer and asked[-1]["role"] == answer[0]["role"] == "assistant":
-        if "tool_calls" in asked[-1] or "tool_calls" in answer[0]:
+def _following(prompt_turns: list[Message], answer: list[Message], side: str) -> list[Message]:
+    """A prompt's turns and those after. Raises RowError if last and first are one message."""
+    if prompt_turns and answer and prompt_turns[-1]["role"] == answer[0]["role"] == "assistant":
+        if "tool_calls" in prompt_turns[-1] or "tool_calls" in answer[0]:
             raise RowError(f"the last turn before {side} and its first one are one message of the assistant: join them")
-    return [*asked, *answer]
+    return [*prompt_turns, *answer]
 
 
-def _prompted(value: Columns, asked: Any, answer: Any) -> Example:
-    """The example of a prompt and a completion of which at least one is turns: one conversation, in which only the
-    completion's responses are trained on. Raises `RowError` if one is empty or wrong."""
+def _prompted(value: Columns, question_cell: Any, answer: Any) -> Example:
+    """A prompt and a completion, at least one in turns, as one conversation in which only the completion is trained on.
+    Raises RowError.
+    """
     if isinstance(answer, str):
         _not_empty(answer, "response")
     if marks := _marks(value):
         raise RowError(f"column {next(iter(marks))} marks turns: put prompt and completion into one list `messages`")
     names = [_name(value, group) for group in COLUMNS["prompt_completion"]]
     turns = _turns(value, answer, names[1], "assistant")
-    question = _turns(value, asked, names[0], "user")
+    question = _turns(value, question_cell, names[0], "user")
     if not turns or not question:
         raise RowError(f"the {'prompt' if turns else 'completion'} is an empty list of turns")
     if turns[-1]["role"] != "assistant":
         raise RowError(f"completion does not end with an answer of the assistant, but with {turns[-1]['role']}")
-    said = [_said(turn) for turn in question]
-    if len(turns) > len(question) and [_said(turn) for turn in turns[: len(said)]] == said:  # it is asked twice
-        turns = turns[len(said) :]
+    asked_turns = [_said(turn) for turn in question]
+    # The question may be there twice.
+    if len(turns) > len(question) and [_said(turn) for turn in turns[: len(asked_turns)]] == asked_turns:
+        turns = turns[len(asked_turns) :]
     example = _conversation(value, _following(question, turns, names[1]))
     return dataclasses.replace(example, prompt_messages=len(example.messages or ()) - len(turns))
 
 
 def _question_columns(value: Columns) -> list[str]:
-    """The columns with the question of a preference."""
-    known = [name for name in _PROMPT if value.get(name) is not None]
-    if known:
-        return known[:1]
-    others = [name for name in _ASKED if not _is_blank(value.get(name))]
-    alpaca = others in (["instruction", "input"], ["instruction", "context"])
-    return others if alpaca or (len(others) == 1 and others != ["context"]) else []
+    prompt_columns = [name for name in _PROMPT if value.get(name) is not None]
+    if prompt_columns:
+        return prompt_columns[:1]
+    other_columns = [name for name in _ASKED if not _is_blank(value.get(name))]
+    alpaca = other_columns in (["instruction", "input"], ["instruction", "context"])
+    return other_columns if alpaca or (len(other_columns) == 1 and other_columns != ["context"]) else []
 
 
 def _question(value: Columns, names: Sequence[str]) -> Any:
-    """The question in these columns: text, turns, or None."""
     if not names:
         return None
     if len(names) > 1:
@@ -547,15 +548,14 @@ def _question(value: Columns, names: Sequence[str]) -> Any:
 
 
 def _other_columns(value: Columns) -> str:
-    """What to do about a question that is not found, with the names of the row's other columns."""
-    known = (*CHOSEN, *REJECTED, "completion", "label", *SYSTEM, *TOOLS)
-    names = [str(name) for name in value if name not in known]
-    which = f" to one of {', '.join(names)}" if names else ""
-    return f"set data.columns={{prompt: ...}}{which}, or put the question into a column prompt"
+    known_columns = (*CHOSEN, *REJECTED, "completion", "label", *SYSTEM, *TOOLS)
+    names = [str(name) for name in value if name not in known_columns]
+    choice = f" to one of {', '.join(names)}" if names else ""
+    return f"set data.columns={{prompt: ...}}{choice}, or put the question into a column prompt"
 
 
 def _turns(value: Columns, cell: Any, column: str, role: str) -> list[Message]:
-    """The messages of a prompt or an answer: turns in any form, or text, which a speaker of this role says."""
+    """Messages of turns in any form, or of text that a speaker of this role says."""
     if isinstance(cell, str):
         check_unicode(cell)
         return [{"role": role, "content": cell}]
@@ -563,7 +563,7 @@ def _turns(value: Columns, cell: Any, column: str, role: str) -> list[Message]:
 
 
 def _read(value: Columns, cell: Any, column: str) -> list[Message]:
-    """The messages of a column; columns that mark its turns (`loss_mask: [0, 1]`) are put into them."""
+    """Messages of a column, with marks from columns such as `loss_mask: [0, 1]`."""
     turns = turns_of(cell, column)
     for name, marks in (_marks(value) if column in _WHOLE else {}).items():
         if len(marks) != len(turns):
@@ -574,15 +574,13 @@ def _read(value: Columns, cell: Any, column: str) -> list[Message]:
 
 
 def _marks(value: Columns) -> dict[str, Sequence[Any]]:
-    """The columns that say of each turn of the row's conversation whether it is trained on."""
+    """Columns that mark each turn as trained on or not."""
     lists = {name: cell for name, cell in value.items() if isinstance(cell, list | tuple) and cell}
     return {name: cell for name, cell in lists.items() if isinstance(name, str) and snake(name) in MARKS}
 
 
 def _alpaca_prompt(instruction: str, context: str) -> str:
-    """The text of Alpaca's prompt for an instruction and its input (`context`; if that is blank, the prompt without
-    input), up to where the response begins. `normalize` makes `Example.prompt` of it, which is used without a template;
-    a template gets the plain instruction as a user's turn."""
+    """Alpaca's prompt up to the response, with input unless `context` is blank."""
     if context.strip():
         body = f"{ALPACA_PREAMBLE_WITH_INPUT}\n\n### Instruction:\n{instruction}\n\n### Input:\n{context}"
     else:
@@ -591,30 +589,26 @@ def _alpaca_prompt(instruction: str, context: str) -> str:
 
 
 def _after(system: str, prompt: str) -> str:
-    """The text of a prompt in which the system message comes first: `system`, an empty line, and `prompt`. If `system`
-    is blank, it is `prompt` alone. It is `Example.prompt`, which is used without a template."""
+    """The system message, unless blank, an empty line, and the prompt."""
     return f"{system}\n\n{prompt}" if system.strip() else prompt
 
 
 def _exchange(system: str, user: str, assistant: str, before: Sequence[Message] = ()) -> list[Message]:
-    """The messages of a question and its answer, after the system message, unless it is blank, and earlier turns."""
+    """A question and its answer after the system message, unless blank, and earlier turns."""
     turns = [*before, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     return with_system(turns, system)
 
 
 def _name(value: Columns, names: tuple[str, ...]) -> str:
-    """The first of the columns `names` that is not null."""
     return next((name for name in names if value.get(name) is not None), names[0])
 
 
 def _cell(value: Columns, names: tuple[str, ...]) -> Any:
-    """The value of the first of the columns `names` that is not null; the JSON text of turns is decoded."""
     return turns_in(_column(value, names), _name(value, names))
 
 
 def _column(value: Columns, names: tuple[str, ...], required: bool = True) -> Any:
-    """The value of the first of the columns `names` that is not null; without one it raises `RowError` (required) or
-    returns None."""
+    """The first of `names` that is not null; without one RowError, or None."""
     for name in names:
         if value.get(name) is not None:
             return value[name]
@@ -626,30 +620,29 @@ def _column(value: Columns, names: tuple[str, ...], required: bool = True) -> An
 
 
 def _text(value: Columns, names: tuple[str, ...], required: bool = True) -> str:
-    """The text in the first of the columns `names` that is not null; without one it raises `RowError` (required) or
-    returns "". Raises `RowError` for turns and for any other value."""
-    found = _column(value, names, required)
-    if found is None:
+    """As `_column`, of text; without one RowError, or "". Raises RowError for turns and other values."""
+    cell = _column(value, names, required)
+    if cell is None:
         return ""
-    if not isinstance(found, str):
+    if not isinstance(cell, str):
         raise RowError(
-            f"column {next(n for n in names if value.get(n) is not None)} is not text but {type(found).__name__}"
+            f"column {next(n for n in names if value.get(n) is not None)} is not text but {type(cell).__name__}"
         )
-    check_unicode(found)
-    if names != ("text",) and not isinstance(turns_in(found, _name(value, names)), str):
+    check_unicode(cell)
+    if names != ("text",) and not isinstance(turns_in(cell, _name(value, names)), str):
         raise RowError(f"column {_name(value, names)} holds turns: put them into a column messages, or set data.format")
-    return found
+    return cell
 
 
-def _not_empty(text: str, what: str) -> None:
-    """Raises `RowError` if `text` is only white space. what: its name in the message."""
+def _not_empty(text: str, noun: str) -> None:
     if not text.strip():
-        raise RowError(f"empty {what}")
+        raise RowError(f"empty {noun}")
 
 
 def _conversation(value: Columns, messages: list[Message]) -> Example:
-    """The example of a conversation, with the row's system message (unless it begins with one) and tools. Raises
-    `RowError` if it is empty, or a response is empty and calls no tool."""
+    """The example of a conversation with the row's system message and tools. Raises RowError if it is empty, or a
+    response is empty without calls.
+    """
     if not messages:
         raise RowError("empty conversation")
     for message in messages:
@@ -662,7 +655,7 @@ def _conversation(value: Columns, messages: list[Message]) -> Example:
 
 
 def _tools(value: Columns) -> list[Message] | None:
-    """The schemas of a row's tools; OpenAI's preferences have them beside the messages of `input`."""
+    """Schemas of a row's tools; OpenAI's preferences have them in `input`."""
     inner = value.get("input")
     if _column(value, TOOLS, False) is None and isinstance(inner, Mapping):
         value = inner

@@ -1,18 +1,11 @@
-"""Finds responses by marker strings (`Markers`): a response is the tokens from a response marker to the end of that
-turn. `templates.RowEncoder` decides by it what is trained on, if data.response_part is set.
+"""Finds responses by marker strings, with the rules of Unsloth's `train_on_responses_only`.
 
-The rules are those of Unsloth's `train_on_responses_only`. They work on token ids, so they also apply to rows that were
-tokenised elsewhere. A marker is found by its stable core, the tokens that are the same whatever text is next to the
-marker. The tokens at its edges may merge with their neighbours, and are optional.
+They work on token ids, so also on rows tokenised elsewhere. A marker is found by its core, the tokens that are the same
+in every context; tokens at its edges may merge with their neighbours.
 
-Token ids do not show who wrote them. If a user types "<|im_start|>assistant" into a message, a search for markers takes
-that for the begin of a response, as it does in Unsloth and in TRL's older collator for completions. TRL's
-assistant-only loss (the template's `{% generation %}` marks) and Axolotl (turns rendered one by one) are not misled,
-but like everything that renders a conversation to one text, they let the model read the typed text as a control token.
-Tokenizers that encode each message separately (torchtune, mistral-common) make it plain text. Here, markers are used
-for conversations whose own text has neither a special token nor a marker. For the others, the template's turns decide
-and the row is counted in a warning; if the template cannot show the responses either, the row is bad
-(`templates.RowEncoder`). Rows of text that is already rendered are not checked.
+Token ids do not show who wrote them: a user's "<|im_start|>assistant" would begin a response, as in Unsloth and TRL's
+completion collator. So markers decide only for conversations whose own text has no special token or marker; for others
+the template does, with a warning, or the row is bad. Rendered text is not checked.
 """
 
 from __future__ import annotations
@@ -29,28 +22,15 @@ _AFTER_TEXT = ("\n", "\n\n", "\nA", " a", " A", "a", "1")
 
 
 class _Marker:
-    """A marker string as token ids, which `find` searches for in the tokens of a row. `Markers` makes it by tokenising
-    the marker between several texts and keeping the longest run of tokens that it has in all of them.
+    """A marker as token ids: it is tokenised in several contexts, and the longest run common to all is the core.
 
-    Attributes:
-        text: the marker.
-        core: int32[n], the longest run of tokens of the marker that are the same whatever text is next to it.
-        lead, trail: the marker's head and tail, the text before and after the core, as the tokenizer's raw pieces
-            (token strings); "" if there is none, or if it is merged with its neighbours in every context. In real text
-            these tokens may be merged with their neighbours.
+    Raises ValueError if the marker is empty, or its core empty or white space. key: the config key below `data`.
 
-    Args:
-        tokenizer: a fast Hugging Face tokenizer.
-        text: the marker.
-        key: the config key below `data` that it comes from, for error messages.
-
-    Raises:
-        ValueError: the marker is empty, or its core would be empty or only white space.
+      core: int32[n].
+      lead, trail: the text before and after the core as raw pieces; "" if always merged with neighbours.
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str, key: str):
-        """Tokenises the marker between several texts, and finds its core: the longest run of tokens that it has in all
-        of them. The class describes the arguments."""
         if not text or not text.strip():
             raise ValueError(f"data.{key} is empty: give the string that begins such a turn")
         contexts = [
@@ -79,14 +59,10 @@ class _Marker:
 
     @staticmethod
     def _edge(tokenizer: Tokenizer, encoded: list[list[tuple[int, int, int]]], start: int, end: int) -> str:
-        """The raw pieces (token strings) of the characters `start:end` of the marker, its head or its tail, joined,
-        from which `lead` and `trail` are made. The marker was tokenised between several texts, the contexts; the pieces
-        are those of the first context in which whole tokens cover exactly these characters, or "" if there is none.
+        """The raw pieces of the marker's characters start:end, joined, from the first context where whole tokens cover
+        exactly these; else "".
 
-        Args:
-            tokenizer: a fast Hugging Face tokenizer.
-            encoded: for each context, the (start, end, id) of the tokens that are entirely inside the marker.
-            start, end: indices of characters in the marker.
+          encoded: for each context, (start, end, id) of the tokens inside the marker.
         """
         for tokens in encoded:
             inside = [token for token in tokens if start <= token[0] and token[1] <= end and token[0] < token[1]]
@@ -95,34 +71,20 @@ class _Marker:
         return ""
 
     def find(self, tokens: np.ndarray) -> np.ndarray:
-        """int64[n]: the indices in `tokens` (a row, int32) at which the marker's core begins, the tokens that are the
-        same whatever text is next to the marker. `Markers.spans` looks for the ends of the marker around each."""
         return _find(tokens, self.core)
 
 
-def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """int64[n]: the indices at which the sequence `wanted` (not empty) begins in `tokens`; both are int32 arrays. It
-    finds the cores of markers in a row, or in another marker's core, and the special tokens that open a turn; [] if
-    there are none."""
-    at = np.flatnonzero(tokens[: max(len(tokens) - len(wanted) + 1, 0)] == wanted[0])
-    for shift in range(1, len(wanted)):
-        at = at[tokens[at + shift] == wanted[shift]]
-    return at
+def _find(tokens: np.ndarray, sequence: np.ndarray) -> np.ndarray:
+    """int64[n]: indices where `sequence` (not empty) begins in `tokens`."""
+    starts = np.flatnonzero(tokens[: max(len(tokens) - len(sequence) + 1, 0)] == sequence[0])
+    for shift in range(1, len(sequence)):
+        starts = starts[tokens[starts + shift] == sequence[shift]]
+    return starts
 
 
 def _spellings(tokenizer: Tokenizer, text: str, key: str) -> list[_Marker]:
-    """The forms in which the marker `text` can occur in tokens, one or two: the marker itself and, if the core (the
-    tokens that are the same in every context) that it has after a space does not contain its own, the marker after a
-    space ("hi ASSISTANT:"). A marker that begins with white space, or has no core after a space, has one form.
-    `Markers` searches for all forms.
-
-    Args:
-        tokenizer: a fast Hugging Face tokenizer.
-        text: the marker.
-        key: its config key below `data`, for error messages.
-
-    Raises:
-        ValueError: the marker is empty, or its own core would be empty or only white space.
+    """The marker, and the marker after a space ("hi ASSISTANT:") if its core there does not contain the plain one.
+    Raises ValueError as `_Marker`.
     """
     plain = _Marker(tokenizer, text, key)
     if text[0].isspace():
@@ -135,13 +97,15 @@ def _spellings(tokenizer: Tokenizer, text: str, key: str) -> list[_Marker]:
     return [plain] if has_plain else [plain, spaced]
 
 
-def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Divides the tokens `kept`, some of `tokens`, into runs that are consecutive in `tokens`, of which the longest
-    becomes a marker's core. Each token is (start, end, id): its characters in the marker, and its token id. The last
-    run may be empty."""
-    chosen, runs = set(kept), [[]]
+def _runs(
+    stable_tokens: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]
+) -> list[list[tuple[int, int, int]]]:
+    """`stable_tokens` divided into runs that are consecutive in `tokens`; each is (start, end, id). The last may be
+    empty.
+    """
+    stable_set, runs = set(stable_tokens), [[]]
     for token in tokens:
-        if token in chosen:
+        if token in stable_set:
             runs[-1].append(token)
         elif runs[-1]:
             runs.append([])
@@ -149,28 +113,17 @@ def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) 
 
 
 def _is_blank(pieces: str) -> bool:
-    """Whether raw pieces (token strings, joined) are only white space, which byte-level BPE writes as "Ġ", "Ċ" and so
-    on, and SentencePiece as "▁" and "<0x0A>". `Markers._after` sees by it whether a token has a word of the response
-    beside the marker's last white space; such a token belongs to the response."""
+    """Whether raw pieces of byte-level BPE or SentencePiece are only white space."""
     return not pieces.replace("<0x0A>", "").strip("ĠĊĉč▁ \t\n\r")
 
 
 class Markers:
-    """Finds responses by an instruction marker and a response marker (data.instruction_part, data.response_part):
-    `spans` returns their token ranges in a row. `RowEncoder` makes it if they are set.
+    r"""Finds responses by the strings that begin a user's turn and a response, such as "<|im_start|>user\n".
 
-    Args:
-        tokenizer: a fast Hugging Face tokenizer.
-        instruction_part: the string that begins a user's turn, such as "<|im_start|>user\\n".
-        response_part: the string that begins a response, such as "<|im_start|>assistant\\n".
-
-    Raises:
-        ValueError: a marker is missing or empty, or has no token but white space that is the same whatever text is next
-            to it.
+    Raises ValueError for a missing or empty marker, or one without a token that is the same in every context.
     """
 
     def __init__(self, tokenizer: Tokenizer, instruction_part: str | None, response_part: str | None):
-        """Makes the forms in which both markers can occur in tokens. The class describes the arguments."""
         if instruction_part is None or response_part is None:
             missing = "instruction_part" if instruction_part is None else "response_part"
             raise ValueError(f"data.{missing} is missing: markers come in pairs, give both or neither")
@@ -180,38 +133,36 @@ class Markers:
         self.opener = self._shared_special_prefix(instruction_part, response_part)
 
     def _shared_special_prefix(self, instruction_part: str, response_part: str) -> np.ndarray:
-        """int32[n]: the special tokens with which the tokens of both marker texts, instruction_part and response_part,
-        begin. They also open the turns of other roles, and so end a response: `Markers` keeps them as `opener`, which
-        `spans` looks for. It is empty if they begin with different tokens or with none that is special."""
+        """int32[n]: special tokens with which both markers begin. They open other roles' turns too, and so end a
+        response.
+        """
         special = special_ids(self.tokenizer)
-        parts = (instruction_part, response_part)
-        both = [self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts]
+        marker_texts = (instruction_part, response_part)
+        marker_ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in marker_texts]
         shared = []
-        for first, second in zip(*both, strict=False):
+        for first, second in zip(*marker_ids, strict=False):
             if first != second or first not in special:
                 break
             shared.append(first)
         return np.array(shared, np.int32)
 
     def spans(self, tokens: np.ndarray, whole: bool = False) -> list[tuple[int, int]]:
-        """The (start, end) token ranges of the responses in `tokens` (int32[n]), in order and without empty ones. A
-        response begins after its marker.
+        """(start, end) token ranges of the responses in `tokens` (int32[n]), in order, none empty.
 
-        whole: it ends before the next instruction marker, or with the row, as in Unsloth. Else it ends at whichever
-        comes first: after an EOS, which belongs to it; before a BOS (that is not EOS), the special tokens with which
-        both markers begin, a response marker or an instruction marker; or at the end of the row.
+        whole: responses end before the next instruction marker, as in Unsloth. Else they end at the first of: an EOS
+        (included), a BOS that is no EOS, the markers' common special prefix, any marker.
         """
         tokens = np.asarray(tokens, np.int32)
         starts = {
-            self._after(tokens, int(at) + len(marker.core), marker.trail)
+            self._after(tokens, int(index) + len(marker.core), marker.trail)
             for marker in self.responses
-            for at in marker.find(tokens)
+            for index in marker.find(tokens)
         }
         if not starts:
             return []
         stops = [len(tokens)]
         for marker in self.instructions if whole else (*self.responses, *self.instructions):
-            stops += [self._before(tokens, int(at), marker.lead) for at in marker.find(tokens)]
+            stops += [self._before(tokens, int(index), marker.lead) for index in marker.find(tokens)]
         if whole:
             turns: list[tuple[int, int]] = []
             for start in sorted(starts):
@@ -228,46 +179,31 @@ class Markers:
         spans = [(start, int(ordered[np.searchsorted(ordered, start)])) for start in sorted(starts)]
         return [(start, end) for start, end in spans if start < end]
 
-    def _after(self, tokens: np.ndarray, at: int, trail: str) -> int:
-        """The index of the first token after a marker, at which `spans` begins a response. The marker's tail, the text
-        after its core, is skipped as far as it follows there. (The core is the tokens of the marker that are the same
-        whatever text is next to it.)
-
-        A token that has the tail and more (":" and a line break) belongs to the marker, unless it is a word of the
-        response that the tokenizer merged with the marker's last white space.
-
-        Args:
-          tokens: the row, int32[n].
-          at: the index after the marker's core.
-          trail: the marker's tail as raw pieces (token strings, joined).
+    def _after(self, tokens: np.ndarray, index: int, trail: str) -> int:
+        """The index after a marker whose core ends before `index`, with as much of its tail as follows. A token with
+        the tail and more belongs to the marker, unless the response's first word merged with the marker's last white
+        space. trail: raw pieces.
         """
-        rest = trail
-        while rest and at < len(tokens):
-            piece = self.tokenizer.convert_ids_to_tokens(int(tokens[at]))
-            if piece.startswith(rest) and (_is_blank(piece) or not _is_blank(rest)):
-                return at + 1
-            if not rest.startswith(piece):
+        remaining_trail = trail
+        while remaining_trail and index < len(tokens):
+            piece = self.tokenizer.convert_ids_to_tokens(int(tokens[index]))
+            if piece.startswith(remaining_trail) and (_is_blank(piece) or not _is_blank(remaining_trail)):
+                return index + 1
+            if not remaining_trail.startswith(piece):
                 break
-            rest = rest[len(piece) :]
-            at += 1
-        return at
+            remaining_trail = remaining_trail[len(piece) :]
+            index += 1
+        return index
 
-    def _before(self, tokens: np.ndarray, at: int, lead: str) -> int:
-        """The index of the first token of a marker, at which `spans` ends a response before it. It is where the
-        marker's head, the text before its core, begins, as far as the tokens before `at` are those of the head; `at` if
-        the last of them is not. (The core is the tokens of the marker that are the same whatever text is next to it.) A
-        token that also has text from before the marker is not counted.
-
-        Args:
-            tokens: the row, int32[n].
-            at: the index at which the marker's core begins.
-            lead: the marker's head as raw pieces (token strings, joined).
+    def _before(self, tokens: np.ndarray, index: int, lead: str) -> int:
+        """The index where a marker begins whose core begins at `index`, with as much of its head as precedes. lead: raw
+        pieces.
         """
-        rest = lead
-        while rest and at > 0:
-            piece = self.tokenizer.convert_ids_to_tokens(int(tokens[at - 1]))
-            if not rest.endswith(piece):
+        remaining_lead = lead
+        while remaining_lead and index > 0:
+            piece = self.tokenizer.convert_ids_to_tokens(int(tokens[index - 1]))
+            if not remaining_lead.endswith(piece):
                 break
-            rest = rest[: -len(piece)]
-            at -= 1
-        return at
+            remaining_lead = remaining_lead[: -len(piece)]
+            index -= 1
+        return index

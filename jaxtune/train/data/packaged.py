@@ -1,13 +1,8 @@
-"""Packaged chat templates, chat_templates/NAME.jinja, for the tokenizers of base models, which often have none of their
-own.
+"""Chat templates for tokenizers of base models, which often have none: chat_templates/NAME.jinja.
 
-Each template writes the same text as the template of its family's chat models (alpaca and chatml: that format), with
-`{% generation %}` around what is trained on: a response and the token that ends its turn. It writes a BOS if the
-family's own template does; training rows never have two (`RowEncoder`). There are these differences: the templates do
-not look up the current date (Llama's have the date of its first template with one, gpt-oss the day of its release),
-phi-4 has no default system message, and gpt-oss writes no tools. Mistral's template is that of its tokenizers from
-version 3 on. `PACKAGED` has the templates by name. `missing_marks` returns the special tokens that a tokenizer lacks
-for one of them, and `packaged_that_fit` the names of those that it can use.
+Each writes the text of its family's chat template, BOS included, with `{% generation %}` around responses and the
+tokens that end their turns. Differences: none reads the date (Llama's have a fixed one), phi-4 has no default system
+message, and gpt-oss writes no tools.
 """
 
 from __future__ import annotations
@@ -23,19 +18,15 @@ _FOLDER = Path(__file__).with_name("chat_templates")
 
 @dataclasses.dataclass(frozen=True)
 class Packaged:
-    """One packaged chat template, an entry of `PACKAGED`. `templates.resolve_template` takes its `text` if
-    data.template is its name, and `missing_marks` compares its `marks` with the tokenizer."""
+    """A packaged chat template."""
 
     name: str
-    """The name by which data.template selects it, and of its file."""
+    """The value of data.template, and its file's name."""
     marks: tuple[str, ...] | None
-    """Of the tokens that the template writes, those that must be special tokens of the tokenizer; the last one ends a
-    turn. None if the template needs only an EOS, which ends a turn."""
+    """Tokens that must be special in the tokenizer; the last one ends a turn. None: only EOS is needed."""
 
     @property
     def text(self) -> str:
-        """The template's Jinja text, which `templates.resolve_template` returns: its file without the line break at the
-        end."""
         return (_FOLDER / f"{self.name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
 
 
@@ -61,12 +52,9 @@ PACKAGED = {name: Packaged(name, marks) for name, marks in _MARKS.items()}
 
 
 def missing_marks(tokenizer: Tokenizer, name: str) -> list[str]:
-    """Returns those of the marks (`Packaged.marks`, the special tokens that the template writes) of the packaged
-    template `name` that are not special tokens of this tokenizer, a Hugging Face one: empty if the template can be
-    used. For a template that needs only an EOS, it is the tokenizer's EOS text if that is no special token, or "EOS" if
-    the tokenizer has none. `templates.resolve_template` refuses a template with missing marks, because the model would
-    not learn where a turn ends. jaxtune.compat calls it before it gives a script's tokenizer such a template. Raises
-    KeyError if `name` is not in `PACKAGED`."""
+    """The marks of the packaged template `name` that are not special tokens of the tokenizer; without them a model
+    would not learn where a turn ends. Empty if the template can be used. Raises KeyError for an unknown name.
+    """
     special = set(tokenizer.convert_ids_to_tokens(list(special_ids(tokenizer))))
     marks = PACKAGED[name].marks
     if marks is None:
@@ -75,6 +63,4 @@ def missing_marks(tokenizer: Tokenizer, name: str) -> list[str]:
 
 
 def packaged_that_fit(tokenizer: Tokenizer) -> list[str]:
-    """The names of the packaged templates that `tokenizer`, a Hugging Face one, can use: those without `missing_marks`.
-    Error messages about a template propose them; no template is chosen by it."""
     return [name for name in PACKAGED if not missing_marks(tokenizer, name)]

@@ -1,13 +1,9 @@
-"""Packs whole documents into rows of a fixed length, by best fit decreasing.
+"""Packs whole documents into rows of a fixed length, by best fit decreasing: lengths 6, 5, 4, 3, 2 in rows of 10 give
+[6, 4] and [5, 3, 2].
 
-First, a `Plan` assigns each document (or each piece of a document that is split) to a row. `plan_rows` makes it from
-lengths alone, so it costs little even for millions of documents. `PackedRows` then builds rows from the plan on demand,
-from arrays in memory or from the memory-mapped token cache; its `PackingReport` counts what was packed and cut. `pack`
-makes one batch of all rows, for scripts and tests. `NothingUsable` is the error of a set of rows without a trained
-token.
-
-A document never continues in another row: with overflow="split", each piece of a long document is a document of its
-own. The documents of a row do not attend to each other, because `Batch.segment_ids` separates them.
+A `Plan` needs lengths alone, so millions cost little; `PackedRows` builds rows from it on demand. A document never
+continues in another row: with overflow="split" each piece is a document. Documents of a row do not attend to each other
+(`Batch.segment_ids`).
 """
 
 from __future__ import annotations
@@ -27,61 +23,49 @@ OVERFLOW_POLICIES = ("truncate", "split", "drop", "error")
 
 
 class NothingUsable(ValueError):
-    """Raised by `prepare`, and when a data set is packed, if there is no token that can be trained on; the message says
-    why. A run leaves out such a window of a stream (the part that is tokenised at a time) and continues, unless it is
-    the first; in all other cases it stops."""
+    """No token can be trained on. A run leaves out such a window of a stream, unless it is the first; otherwise it
+    stops.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class PackingReport:
-    """Counts of what packing did to a set of documents, for the lines and warnings that a run prints.
-    `TokenDataset.rows` also refuses rows without a trained token by it, and checkpoints have the number of trained
-    tokens. For preference pairs (pairs.py) documents are counted too, two for each pair."""
+    """Counts of what packing did. A preference pair counts as two documents."""
 
     documents: int
-    """Documents that packing was given."""
     rows: int
-    """Rows made."""
     tokens: int
-    """Tokens in the rows, padding not counted."""
     slots: int
-    """Tokens and padding in the rows: rows x length."""
+    """Tokens and padding: rows x length."""
     trained_tokens: int
-    """Trained targets in the rows."""
     truncated: int
-    """Documents that were cut because they are longer than a row (or, with their pair, than its limit), without those
-    that were dropped."""
+    """Documents that were cut, without dropped ones."""
     cut_tokens: int
-    """Tokens that were cut off these documents."""
     split: int
-    """Documents that were divided into several pieces."""
     dropped: int
-    """Documents that are in no row: empty ones, those that lost every trained token when they were cut or divided, and
-    with overflow="drop" the long ones; both of each pair that is left out."""
+    """Documents in no row: empty, without a trained token after cutting, or too long with overflow="drop"; both of a
+    pair.
+    """
     max_documents: int
-    """The most documents (or pieces) in any row; for pairs the number that batches have room for."""
+    """Most documents in a row; for pairs the number that batches have room for."""
     untrained_pieces: int = 0
-    """Pieces of split documents that were left out because none of their tokens is trained on."""
+    """Pieces left out because they have no trained token."""
 
     @property
     def fill(self) -> float:
-        """The share of the slots, the positions of all rows, that are tokens and not padding, 0 to 1; 0 without rows.
-        `str()` shows it; a run decides nothing by it."""
+        """Share of slots that are tokens, 0 to 1; 0 without rows."""
         return self.tokens / self.slots if self.slots else 0.0
 
     def __str__(self) -> str:
-        """The counts in words, those of rows and slots included; `dropped` is left to `TokenDataset.warnings`."""
         return self._text(f" in {self.rows:,} rows", f" in {self.slots:,} slots (fill {self.fill:.3f})")
 
     @property
     def of_documents(self) -> str:
-        """The counts in words, as in `str()` but without those of rows and of slots (tokens and padding): for
-        data.packing=step, where rows are packed again for each step. `StepBatches.described` shows it."""
+        """The counts without rows and slots, for data.packing=step."""
         return self._text("", "")
 
     def _text(self, rows: str, slots: str) -> str:
-        """The counts in words, for `str()` and `of_documents`. rows, slots: texts such as " in 8 rows", which are
-        inserted after the number of documents and after the number of tokens; "" leaves them out."""
+        """The counts in words. rows, slots: inserted after the numbers of documents and of tokens."""
         text = f"{self.documents:,} documents{rows}, {self.tokens:,} tokens{slots}, {self.trained_tokens:,} trained"
         if self.truncated:
             text += f"; {self.truncated:,} documents truncated, {self.cut_tokens:,} tokens cut"
@@ -94,45 +78,36 @@ class PackingReport:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The assignment of pieces to rows, which `plan_rows` makes, and by which PackedRows and PackedPairs write their
-    rows. A piece is a run of tokens of one document (or pair of documents), usually all of it. The arrays have the
-    pieces in the order of the rows."""
+    """Assigns pieces, runs of tokens of one document (or pair), to rows. Arrays are in the order of the rows."""
 
     length: int
-    """The number of tokens in a row."""
     row_starts: np.ndarray
-    """int64[rows + 1]: row r has the pieces `row_starts[r]:row_starts[r + 1]`, in order."""
+    """int64[rows + 1]: row r has pieces row_starts[r]:row_starts[r + 1]."""
     document: np.ndarray
-    """int64[pieces]: the index of the document (or pair) of each piece."""
+    """int64[pieces]: index of the document (or pair)."""
     offset: np.ndarray
-    """int64[pieces]: the index in its document of each piece's first token."""
+    """int64[pieces]: index of the first token in the document."""
     count: np.ndarray
-    """int64[pieces]: the number of tokens of each piece."""
+    """int64[pieces]: tokens."""
 
     @property
     def rows(self) -> int:
-        """The number of rows into which the pieces are packed; 0 if nothing was left to pack."""
         return len(self.row_starts) - 1
 
     @property
     def max_documents(self) -> int:
-        """The most pieces in any row; 0 without rows. A piece becomes a document of the row, and a pair two.
-        Attention's kernels are compiled for the most documents of a row, which PackedRows and PackedPairs take from
-        here unless they are given a number."""
+        """Most pieces in a row; 0 without rows. Attention's kernels are compiled for it."""
         return int(np.diff(self.row_starts).max(initial=0))
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[rows]: the number of tokens in each row, the sum of its pieces, padding not counted, in the order of
-        the rows. PackedRows and PackedPairs return it as their `lengths`, by which data.packing=step packs its
-        steps."""
+        """int64[rows]: tokens, without padding."""
         ends = np.concatenate([[0], np.cumsum(self.count)])[self.row_starts]
         return np.diff(ends)
 
     @property
     def full(self) -> bool:
-        """Whether every row is a single piece without padding; attention then needs no mask of documents. PackedRows
-        takes its `full` from it; PackedPairs does not."""
+        """Whether each row is one piece without padding, so that attention needs no mask of documents."""
         return self.rows == len(self.count) and bool((self.count == self.length).all())
 
 
@@ -146,27 +121,19 @@ def plan_rows(
     is_trained: Callable[[int, int, int], bool] | None = None,
     max_documents: int | None = None,
 ) -> Plan:
-    """Assigns documents, or pairs of documents, to rows by best fit decreasing: longest first, each into the fullest
-    row with enough room. With packing=False each gets the next row. It needs their lengths only. `PackedRows` and
-    `pairs.PackedPairs` build their rows from the plan. With data.packing=step it only gives each document or pair a row
-    of its own; `steps.StepBatches` then packs these for each step, by first fit.
+    """Assigns documents (or pairs) to rows by best fit decreasing: longest first, each into the fullest row with room.
+    Equal lengths go in index order, so the plan is deterministic; a row's pieces are in document order. Empty documents
+    are left out.
 
-    The plan is deterministic: equally long documents are taken in the order of their indices. Within a row, pieces are
-    in the order of their documents. Documents of length 0 are left out.
+    Raises ValueError for wrong arguments, or a long document with overflow="error".
 
-    Args:
-        lengths: int[n], the number of tokens of each document.
-        length: the number of tokens in a row, at least 2.
-        overflow: documents longer than a row are cut ("truncate"), divided into pieces ("split"), left out ("drop"), or
-            refused ("error").
-        packing: True puts several pieces into a row; False gives every piece a row of its own.
-        name: gives the name of a document by its index, for the message that refuses it.
-        is_trained: takes (document, offset, count) of a piece of a split document, and says whether a token of it is
-            trained on; pieces of split documents without one are left out. None keeps all pieces.
-        max_documents: the most pieces in a row; None sets no limit.
-
-    Raises:
-        ValueError: `length` or `overflow` is not allowed, or `overflow` is "error" and a document is too long.
+      lengths: int[n], tokens of each document.
+      length: tokens of a row, at least 2.
+      packing: False gives each piece a row of its own.
+      name: a document's name by index, for messages.
+      is_trained: of (document, offset, count), whether a split document's piece has a trained token; others are left
+      out. None keeps all.
+      max_documents: most pieces of a row; None: no limit.
     """
     if length < 2:
         raise ValueError(f"length must be at least 2 (one token and its target), got {length}")
@@ -191,21 +158,8 @@ def plan_rows(
 def _pieces(
     lengths: np.ndarray, length: int, overflow: Overflow, name: Callable[[int], str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Divides documents into pieces, which `plan_rows` then assigns to rows. A document is one piece unless it is
-    longer than `length`; then it is cut, split or refused, as `overflow` says. An empty document has no piece.
-
-    Args:
-        lengths: int64[n], the number of tokens of each document.
-        length: the number of tokens in a row.
-        overflow: "truncate", "split", "drop" or "error".
-        name: gives the name of a document by its index, for the message.
-
-    Returns:
-        (document, offset, count), three arrays int64[pieces] in the order of the documents: the index of each piece's
-            document, the index of its first token there, and its number of tokens.
-
-    Raises:
-        ValueError: a document is too long and `overflow` is "error".
+    """(document, offset, count), int64[pieces] in document order; see `plan_rows`. Raises ValueError for a long
+    document with overflow="error".
     """
     if overflow == "error":
         too_long = np.flatnonzero(lengths > length)
@@ -216,25 +170,21 @@ def _pieces(
                 f"{lengths[first]} tokens; raise data.length, or set data.overflow to truncate, split or drop"
             )
     if overflow == "split":
-        parts = -(-lengths // length)
-        document = np.repeat(np.arange(len(lengths)), parts)
-        offset = (np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)) * length
+        piece_counts = -(-lengths // length)
+        document = np.repeat(np.arange(len(lengths)), piece_counts)
+        offset = (np.arange(len(document)) - np.repeat(np.cumsum(piece_counts) - piece_counts, piece_counts)) * length
         return document, offset, np.minimum(lengths[document] - offset, length)
     document = np.flatnonzero(lengths if overflow != "drop" else (lengths > 0) & (lengths <= length))
     return document, np.zeros(len(document), np.int64), np.minimum(lengths[document], length)
 
 
 def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None = None) -> tuple[np.ndarray, int]:
-    """Returns (the row of every piece, int64[pieces]; the number of rows), by best fit decreasing, for `plan_rows`.
+    """(Row of each piece, int64[pieces]; number of rows).
 
-    Rows that have room for tokens and for another piece are kept in one stack for each remaining capacity. A Python
-    integer has a bit set for every capacity with such a row, so the fullest row with room for `c` tokens is found as
-    the lowest set bit at or above `c`, without a search over rows.
+    Open rows are in one stack for each remaining capacity, and a Python integer has a bit for each capacity with one:
+    the fullest row with room for c tokens is the lowest set bit from c on, without a search.
 
-    Args:
-        count: int[pieces], the number of tokens of each piece, at most `length`.
-        length: the number of tokens in a row.
-        max_pieces: the most pieces in a row; None sets no limit.
+      count: int[pieces], tokens, at most `length`.
     """
     order = np.argsort(-count, kind="stable")
     row_of = np.empty(len(count), np.int64)
@@ -242,10 +192,10 @@ def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None 
     occupied = 0
     rows = 0
     pieces_of: list[int] = []
-    for piece, needed in zip(order.tolist(), count[order].tolist(), strict=True):
-        candidates = occupied >> needed
+    for piece, tokens in zip(order.tolist(), count[order].tolist(), strict=True):
+        candidates = occupied >> tokens
         if candidates:
-            capacity = needed + (candidates & -candidates).bit_length() - 1
+            capacity = tokens + (candidates & -candidates).bit_length() - 1
             stack = open_rows[capacity]
             row = stack.pop()
             if not stack:
@@ -256,31 +206,23 @@ def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None 
             pieces_of.append(0)
         row_of[piece] = row
         pieces_of[row] += 1
-        left = capacity - needed
-        if left and pieces_of[row] != max_pieces:
-            open_rows[left].append(row)
-            occupied |= 1 << left
+        remaining = capacity - tokens
+        if remaining and pieces_of[row] != max_pieces:
+            open_rows[remaining].append(row)
+            occupied |= 1 << remaining
     return row_of, rows
 
 
 class PackedRows:
-    """Packed rows of documents (`batches.Rows`), which are built when they are written into a batch;
-    `TokenDataset.rows` makes them. Documents that are empty, or lose all their trained tokens when they are cut, are in
-    no row; nor are untrained pieces of a divided document that has trained tokens. A document that never had a trained
-    token stays, but a run has none. The attribute `report` has the
-    counts, a PackingReport, `plan` the assignment of documents to rows, and `full` says whether every row is one
-    document without padding. `empty` makes a batch, `fill` writes a row into it, and `batch` makes one of all rows.
+    """Packed rows of documents, built when written into a batch. Documents that are empty, or lose all trained tokens
+    when cut, are in no row, nor are untrained pieces; a document that never had one stays.
 
-    Args:
-        documents: the documents.
-        length: the number of tokens in a row.
-        overflow: what happens to documents longer than a row: "truncate", "split", "drop" or "error".
-        packing: True puts several documents into a row; False gives every document a row of its own.
-        max_documents: the most documents in a row. The attribute `max_documents` then has this value even if no row has
-            as many. None sets no limit, and the attribute is the most that any row has.
+    `report` has the counts, and `full` says whether each row is one document without padding. Raises ValueError for a
+    long document with overflow="error", or wrong arguments.
 
-    Raises:
-        ValueError: `overflow` is "error" and a document is too long, or an argument is not allowed.
+      length: tokens of a row.
+      packing: False gives each document a row of its own.
+      max_documents: most of a row, and the room in batches; None: no limit, and the most of any row.
     """
 
     def __init__(
@@ -292,8 +234,6 @@ class PackedRows:
         packing: bool = True,
         max_documents: int | None = None,
     ) -> None:
-        """Plans the packing from the lengths of the documents, and counts what it does; no row is built yet. The class
-        describes the arguments."""
         lengths = np.asarray(documents.lengths)
         too_long = np.flatnonzero(lengths > length)
         trained = np.array(documents.trained)
@@ -301,13 +241,13 @@ class PackedRows:
         if overflow == "truncate" and too_long.size:
             lengths = lengths.copy()
             for index in too_long.tolist():
-                kept = int(np.count_nonzero(documents[index].mask[1:length]))
-                if trained[index] and not kept:
+                kept_trained = int(np.count_nonzero(documents[index].mask[1:length]))
+                if trained[index] and not kept_trained:
                     lengths[index] = 0  # no trained token is left, so the document is dropped
                 else:
                     truncated += 1
                     cut_tokens += int(lengths[index]) - length
-                trained[index] = kept
+                trained[index] = kept_trained
         if overflow == "drop":
             trained[too_long] = 0
         self.documents = documents
@@ -344,40 +284,31 @@ class PackedRows:
         )
 
     def _is_trained(self, document: int, offset: int, count: int) -> bool:
-        """Whether a piece of a split document has a trained target; `plan_rows` leaves out pieces that have none. For a
-        document that has no trained target at all, it is True for every piece, so that all are kept, as the document is
-        if it is not split. A run has no such documents: `workers.encode_chunk` leaves them out.
-
-        Args:
-            document: the index of the document.
-            offset, count: the piece is the `count` tokens of the document from token `offset` on.
+        """Whether a piece of a split document has a trained target; True if the document has none at all, which is then
+        kept as it would be unsplit.
         """
         documents = self.documents
         first = documents.starts[document] + offset
         return not documents.trained[document] or bool(documents.mask[first + 1 : first + count].any())
 
     def __len__(self) -> int:
-        """The number of rows."""
         return self.plan.rows
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[rows]: the number of tokens in each row, padding not counted, in the order of the rows. With
-        data.packing=step, where a row is one document, steps are packed by them (`steps.StepBatches`)."""
+        """int64[rows]: tokens of each row, without padding."""
         return self.plan.lengths
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
-        """A batch of `rows` rows of padding, each of `length` tokens (None: as long as these rows), as new numpy
-        arrays, into which `fill` then writes; the train step is compiled for its shapes. Only StepBatches gives another
-        length, that of the rows into which it packs documents. `shared`, an argument of `batches.Rows.empty`, changes
-        nothing: these rows have no `extra` arrays."""
+        """A batch of padding, [rows, length], for `fill`. length: None is that of these rows; `shared` changes nothing
+        here.
+        """
         return Batch.empty(rows, length or self.length)
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes row number `row` of these, in place, into row `slot` of a batch, from token `at` on, and returns the
-        index after its last token. place: how many of these rows were written into the same row of the batch before;
-        segment ids count from 1 + place x `max_documents`, so that those of different rows differ. `Batches`,
-        `FedBatches` and `StepBatches` call it; only StepBatches writes several of these rows into one."""
+        """Writes row `row` into row `slot` of a batch in place, from token `at` on; the index after it. place: how many
+        of these rows the slot has already, for distinct segment ids.
+        """
         plan, documents = self.plan, self.documents
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
         for segment, piece in enumerate(pieces, start=1 + place * self.max_documents):
@@ -386,15 +317,12 @@ class PackedRows:
         return at
 
     def sources(self, row: int) -> list[str]:
-        """Where the documents of row number `row` came from, as `file:line` (`Documents.source`), in the order in which
-        the row has them. A run prints it if the loss of a step with this row is not finite."""
+        """`file:line` of the documents of a row, in order."""
         plan = self.plan
         pieces = slice(plan.row_starts[row], plan.row_starts[row + 1])
         return [self.documents.source(int(index)) for index in plan.document[pieces]]
 
     def batch(self) -> Batch:
-        """All rows in one batch of numpy arrays `[rows, length]`: row i of the batch is row number i of these. `pack`
-        returns it, for scripts and tests; a run makes its batches by `empty` and `fill`, one step at a time."""
         batch = Batch.empty(len(self), self.length)
         for row in range(len(self)):
             self.fill(batch, row, row)
@@ -404,22 +332,10 @@ class PackedRows:
 def pack(
     documents: Iterable[Document | Sequence[int]], length: int, overflow: Overflow = "truncate", *, packing: bool = True
 ) -> tuple[Batch, PackingReport]:
-    """Packs documents into rows of `length` tokens by best fit decreasing, all at once and in memory, for scripts and
-    tests; equal arguments give equal rows. A run does not call it: it packs by `PackedRows`.
+    """Packs documents in memory, for scripts and tests; (batch [rows, length], report). Arguments and errors as
+    PackedRows.
 
-    Args:
-        documents: `Document`s, or plain sequences of ints, of which every token is trained on.
-        length: the number of tokens in a row.
-        overflow: documents longer than a row are cut ("truncate"), divided into several pieces ("split"), or refused
-            ("error").
-        packing: True puts several documents into a row; False gives every document a row of its own (padded mode).
-
-    Returns:
-        The packed rows (numpy arrays `[rows, length]`) and a report with every count.
-
-    Raises:
-        ValueError: a document is longer than a row and `overflow` is "error"; `length` is below 2, or `overflow` is not
-            known; tokens that are not integers; a mask of another length than its tokens.
+      documents: plain sequences of ints are trained on completely.
     """
     rows = PackedRows(Documents.gather(documents), length, overflow=overflow, packing=packing)
     return rows.batch(), rows.report

@@ -1,10 +1,7 @@
-"""Packs preference pairs into rows. A pair has two documents, which are always in the same row.
+"""Packs preference pairs into rows, both documents of a pair in the same one.
 
-Documents 2i and 2i + 1 of a set are pair i: the prompt with the chosen answer, then the prompt with the rejected one.
-(For kto, the "chosen" one is the row's own answer, desirable or not, and the "rejected" one a mismatched answer.) A
-pair is packed as one piece, so its documents are next to each other: in a row, segment 2p + 1 is the chosen document of
-the row's pair p, and segment 2p + 2 the rejected one. `PairDataset` is the data set of pairs, and `PackedPairs` its
-packed rows.
+Documents 2i and 2i + 1 are pair i: the prompt with the chosen answer, then with the rejected one (for kto, the row's
+own answer and a mismatched one). A row's pair p is segments 2p + 1 and 2p + 2.
 """
 
 from __future__ import annotations
@@ -26,36 +23,23 @@ REFERENCE = "reference"  # float32[rows, P, 2]: log-probabilities of the two ans
 
 
 class PackedPairs:
-    """Packed rows of preference pairs, which are built when they are written into a batch (`batches.Rows`);
-    `PairDataset.rows` makes them. The attribute `kept`, int64[pairs, 2], is the number of tokens of each document after
-    truncation, 0 for a pair that is left out; the name of the file in which a reference's log-probabilities are stored
-    depends on it, too. `report` has the counts, a PackingReport, `plan` the assignment of pairs to rows, `length` is
-    the number of tokens in a row, and `max_pairs` the most pairs of a row (half of `max_documents`, if that is given).
-    `full` is always False.
+    """Packed rows of pairs, built when written into a batch.
 
-    With overflow="truncate", a pair that is longer than `length` is cut: first its longer document, to the length of
-    the shorter one, then both equally; with `width`, each document is cut by itself. With any overflow, a pair is left
-    out if one of its documents has no trained token, or has lost all of them. With `second_yields`, the first document
-    is cut to `length` alone, the second to the room that is left, and only the second one is left out.
+    With overflow="truncate" a pair longer than `length` is cut: first its longer document to the shorter one's length,
+    then both equally; with `width` each by itself. A pair is left out if a document has no trained token left. With
+    `second_yields` the first document is cut to `length` alone, the second to the remaining room, and only the second
+    is left out. `kept`, int64[pairs, 2], has the tokens left of each document, 0 if left out.
 
-    Args:
-        documents: two documents for each pair.
-        length: without `width`, the most tokens of a pair, and the length of a row; with `width`, the most tokens of
-            each document.
-        overflow: what happens to what is longer: "truncate", "drop" or "error".
-        packing: True puts several pairs into a row; False gives every pair a row of its own.
-        reference: float32[documents] or None, the sum of the log-probabilities of each document's answer under the
-            reference model. NaN where it is not computed yet; it is filled in place later.
-        labels: float32[pairs] or None, a number that the objective gives each pair, such as its margin.
-        whole: True leaves out pairs that would have to be cut; False cuts them.
-        second_yields: whether the second documents have only the room that the first ones leave.
-        width: the number of tokens in a row, at least that of the longest pair; None: `length` is that of a row.
-        max_documents: the most documents that a row may have, at least 2; batches have room for as many. None sets no
-            limit, and batches have room for the most of any row.
+    Raises ValueError for an odd number of documents, overflow="split", a too long pair (with `width` document) with
+    "error", or a pair longer than `width`.
 
-    Raises:
-        ValueError: the number of documents is odd; `overflow` is "split"; it is "error", and a pair, or with `width` a
-            document, is longer than `length`; or a pair is longer than `width`.
+      length: most tokens of a pair and a row's length; with `width`, most tokens of a document.
+      packing: False gives each pair a row of its own.
+      reference: float32[documents], answers' log-probabilities under the reference; NaN until filled in place.
+      labels: float32[pairs], such as margins.
+      whole: leave out pairs that would be cut.
+      width: tokens of a row.
+      max_documents: most of a row, and the room in batches; None: no limit, and the most of any row.
     """
 
     def __init__(
@@ -72,8 +56,6 @@ class PackedPairs:
         width: int | None = None,
         max_documents: int | None = None,
     ):
-        """Decides how far each pair is cut, plans the packing from the lengths, and counts what it does; no row is
-        built yet. The class describes the arguments."""
         if len(documents) % 2:
             raise ValueError(f"there are {len(documents)} documents: pairs need two each")
         if overflow == "split":
@@ -89,28 +71,28 @@ class PackedPairs:
             name = lambda index: documents.source(every * index)  # noqa: E731
             plan_rows(sides.reshape(-1), length, overflow="error", packing=False, name=name)
         if width is not None:
-            kept = lengths if overflow == "error" else np.minimum(lengths, length)
+            kept_lengths = lengths if overflow == "error" else np.minimum(lengths, length)
         elif second_yields:
-            kept = _yielded(lengths, length)
+            kept_lengths = _yielded(lengths, length)
         else:
-            kept = lengths if overflow == "error" else _shortened(lengths, length)
-        cut = (kept < lengths)[:, :1] if second_yields else (kept < lengths).any(1, keepdims=True)
+            kept_lengths = lengths if overflow == "error" else _shortened(lengths, length)
+        is_cut = (kept_lengths < lengths)[:, :1] if second_yields else (kept_lengths < lengths).any(1, keepdims=True)
         if overflow == "drop":
-            kept = np.where(cut, 0, kept)
+            kept_lengths = np.where(is_cut, 0, kept_lengths)
         if whole:
-            kept = np.where((kept < lengths).any(1, keepdims=True), 0, kept)
+            kept_lengths = np.where((kept_lengths < lengths).any(1, keepdims=True), 0, kept_lengths)
         trained = np.array(documents.trained).reshape(-1, 2)
-        for pair, side in np.argwhere(kept < lengths):
+        for pair, side in np.argwhere(kept_lengths < lengths):
             mask = documents[2 * int(pair) + int(side)].mask
-            trained[pair, side] = np.count_nonzero(mask[1 : kept[pair, side]])
+            trained[pair, side] = np.count_nonzero(mask[1 : kept_lengths[pair, side]])
         out = trained == 0
         dropped = out[:, 0] if second_yields else out.any(1)
         out = out | dropped[:, None] if second_yields else np.stack([dropped, dropped], 1)
-        kept, trained = np.where(out, 0, kept), np.where(out, 0, trained)
-        self.kept = kept
+        kept_lengths, trained = np.where(out, 0, kept_lengths), np.where(out, 0, trained)
+        self.kept = kept_lengths
         max_pairs = None if max_documents is None else max_documents // 2
         self.plan = plan_rows(
-            kept.sum(1),
+            kept_lengths.sum(1),
             self.length,
             overflow="error",
             packing=packing,
@@ -120,42 +102,36 @@ class PackedPairs:
         self.max_pairs = max_pairs or self.plan.max_documents
         self.max_documents = 2 * self.max_pairs
         self.without_second = int((out[:, 1] & ~dropped).sum())
-        cut = (kept < lengths) & ~dropped[:, None]
+        is_cut = (kept_lengths < lengths) & ~dropped[:, None]
         if second_yields:
-            cut[:, 1] = False
+            is_cut[:, 1] = False
         self.report = PackingReport(
             documents=len(documents),
             rows=self.plan.rows,
-            tokens=int(kept.sum()),
+            tokens=int(kept_lengths.sum()),
             slots=self.plan.rows * self.length,
             trained_tokens=int(trained.sum()),
-            truncated=int(cut.sum()),
-            cut_tokens=int((lengths - kept)[cut].sum()),
+            truncated=int(is_cut.sum()),
+            cut_tokens=int((lengths - kept_lengths)[is_cut].sum()),
             split=0,
             dropped=2 * int(dropped.sum()),
             max_documents=self.max_documents,
         )
 
     def __len__(self) -> int:
-        """The number of rows."""
         return self.plan.rows
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[rows]: the number of tokens in each row, the sum over both documents of its pairs, padding not counted.
-        With data.packing=step, where a row is one pair, steps are packed by them (`steps.StepBatches`)."""
+        """int64[rows]: tokens, without padding."""
         return self.plan.lengths
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
-        """A batch of `rows` rows of padding as new numpy arrays, into which `fill` then writes pairs; the train step is
-        compiled for its shapes. With P the most pairs of a row of the batch (`max_pairs` x `shared`), its `extra` has
-        the float32 arrays PAIRS, [rows, P] (1 where there is a pair), and, if these pairs have them, LABELS, [rows, P]
-        (a number for each pair), and REFERENCE, [rows, P, 2] (log-probabilities of the answers), all zeros.
+        """A batch of padding with float32 `extra` arrays of zeros: PAIRS [rows, P] and, if there are any, LABELS [rows,
+        P] and REFERENCE [rows, P, 2], with P = max_pairs x shared.
 
-        Args:
-            rows: the number of rows of the batch.
-            length: the number of tokens in a row of the batch; None is `self.length`, that of these rows.
-            shared: how many of these rows may be written into one row of the batch.
+          length: None is that of these rows.
+          shared: how many of these rows may share a batch's row.
         """
         most = self.max_pairs * shared
         extra: dict[str, np.ndarray] = {PAIRS: np.zeros((rows, most), np.float32)}
@@ -166,11 +142,9 @@ class PackedPairs:
         return dataclasses.replace(Batch.empty(rows, length or self.length), extra=extra)
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes the pairs of row number `row` of these, in place, into row `slot` of a batch, from token `at` on, and
-        returns the index after their last token: both documents of each pair, and its values in `extra` at its index in
-        the row. place: how many of these rows were written into the same row of the batch before, so that segment ids
-        and indices in `extra` do not overlap. `Batches`, `FedBatches` and `StepBatches` call it; only StepBatches
-        writes several of these rows into one."""
+        """Writes row `row` into row `slot` of a batch in place, from token `at` on; the index after it. place: how many
+        of these rows the slot has already, for distinct segment ids and indices.
+        """
         documents, before = self.documents, place * self.max_pairs
         for place, pair in enumerate(self.pairs(row), start=before):
             batch.extra[PAIRS][slot, place] = 1.0
@@ -184,62 +158,50 @@ class PackedPairs:
         return at
 
     def sources(self, row: int) -> list[str]:
-        """Where the pairs of row number `row` came from, as `file:line`, one for each pair, in the order in which the
-        row has them. A run prints it if the loss of a step with this row is not finite."""
+        """`file:line` of each pair of a row, in order."""
         return [self.documents.source(2 * pair) for pair in self.pairs(row)]
 
     def pairs(self, row: int) -> list[int]:
-        """The indices of the pairs that row number `row` has, in the order in which they are in it; pair i is documents
-        2i and 2i + 1. `fill` writes these pairs, and objectives/references.py computes their references."""
         pieces = slice(self.plan.row_starts[row], self.plan.row_starts[row + 1])
         return [int(pair) for pair in self.plan.document[pieces]]
 
 
 def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
-    """int64[pairs, 2]: the lengths of both documents of each pair after truncation, so that their sum is at most
-    `length`: the longer one loses tokens first, then both equally. lengths: int64[pairs, 2], the lengths before.
-    `PackedPairs` cuts pairs by it with overflow="truncate"."""
+    """int64[pairs, 2]: lengths cut to a sum of `length`: the longer document first, then both equally."""
     half, shorter = length // 2, lengths.min(1)
-    cut = np.where(shorter > half, half, length - shorter)  # of an odd length both lose one token more
-    room = np.where(lengths.sum(1) > length, cut, lengths.max(1))
+    cut_length = np.where(shorter > half, half, length - shorter)  # of an odd length both lose one token more
+    room = np.where(lengths.sum(1) > length, cut_length, lengths.max(1))
     return np.minimum(lengths, room[:, None])
 
 
 def _yielded(lengths: np.ndarray, length: int) -> np.ndarray:
-    """int64[pairs, 2]: lengths after truncation to `length` tokens a pair, in which the second document has the room
-    that the first one leaves."""
+    """int64[pairs, 2]: lengths cut to `length` a pair; the second document has the room that the first leaves."""
     first = np.minimum(lengths[:, 0], length)
     return np.stack([first, np.minimum(lengths[:, 1], length - first)], 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class PairDataset(TokenDataset):
-    """Tokenised preference pairs, ready to be packed and batched, which preference objectives make of a TokenDataset
-    (`Pairs.prepare`). Documents 2i and 2i + 1 are pair i, the chosen and the rejected answer, each after the prompt;
-    for kto, the row's own and a mismatched answer."""
+    """Tokenised preference pairs: documents 2i and 2i + 1 are the chosen and rejected answers after the prompt; for kto
+    the row's own and a mismatched one.
+    """
 
     reference: np.ndarray | None = None
-    """float32[documents] or None: the sum of the log-probabilities of each document's answer under the reference model,
-    NaN where it is not computed yet."""
+    """float32[documents]: log-probability of each answer under the reference model, NaN until computed."""
     labels: np.ndarray | None = None
-    """float32[pairs] or None: a number that the objective gives each pair, its margin or (kto) 1 if its answer is
-    desirable, else 0. Batches have it as LABELS."""
+    """float32[pairs]: its margin, or for kto 1 if desirable, else 0."""
     whole: bool = False
-    """Whether pairs that would have to be cut are left out (True, for reward) or cut (False)."""
+    """Whether pairs that would be cut are left out (reward)."""
     second_yields: bool = False
-    """Whether the second documents, which are not a row's own, have only the room that the first ones leave (True, for
-    kto), or both are cut alike."""
+    """Whether second documents have only the room that first ones leave (kto)."""
     width: int | None = None
-    """The number of tokens in a row, if `length` is the most tokens of each document; None if `length` is the most
-    tokens of a pair, and of a row. `in_rows` sets it."""
+    """Tokens of a row, if `length` limits each document; None if it limits the pair and the row."""
 
     @functools.cached_property
     def rows(self) -> PackedPairs:  # type: ignore[override]
-        """The packed rows of pairs; packing is planned on first access. With packing="step" each row is one pair, and
-        `steps.pack_steps` packs them; then, and with `width`, `length` limits each document, and otherwise the pair.
-        Raises `NothingUsable` if no pair is left whose documents both have a trained token, and ValueError if
-        `overflow` is "split", or is "error" and a document or pair is longer than its limit, or if a pair is longer
-        than `width`."""
+        """The packed pairs, planned on first access; one a row with packing="step". Raises NothingUsable if no pair is
+        left, and ValueError as PackedPairs.
+        """
         rows = PackedPairs(
             self.documents,
             self.length,
@@ -260,41 +222,34 @@ class PairDataset(TokenDataset):
 
     def warnings(self) -> list[str]:
         """Those of TokenDataset, and how many pairs were cut because data.length holds both answers."""
-        found, rows = super().warnings(), self.rows
+        sentences, rows = super().warnings(), self.rows
         if self.packing == "step" or self.width is not None:
-            return found
+            return sentences
         room = f"data.length = {self.length:,}, which is the room for both; raise it, or set data.packing: step, with "
         room += "which each answer may have that many"
         if rows.report.truncated and not self.second_yields:
-            found.append(f"{rows.report.truncated:,} answers are cut, because the pair is longer than {room}")
+            sentences.append(f"{rows.report.truncated:,} answers are cut, because the pair is longer than {room}")
         if rows.without_second:
-            found.append(
+            sentences.append(
                 f"{rows.without_second:,} rows estimate no divergence, because their mismatched answer has no place in "
                 f"{room}"
             )
-        return found
+        return sentences
 
     @property
     def longest(self) -> int:
-        """The most tokens that any pair could have after truncation with packing="step", where `length` limits each of
-        its two documents: 2 * length, whatever the pairs are. `pack_steps` makes no row longer than that."""
         return 2 * self.length
 
     def in_rows(self, slots: int) -> PairDataset:
-        """The data set as it is evaluated, or passed once through the reference model. With packing="step" it is a copy
-        that is packed into rows of `slots` tokens, because the length of rows is known only when the training steps are
-        packed. Callers give at least the tokens of the longest pair; a longer one raises ValueError when the rows are
-        packed. Otherwise it is `self`, and `slots` is not used."""
+        """As TokenDataset; a pair longer than `slots` raises ValueError when packed."""
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
 
     def split(self, eval_rows: float) -> tuple[PairDataset, PairDataset]:
-        """(train, eval), as TokenDataset.split, each with the references and labels of its pairs. A pair is known by
-        its first document."""
+        """As TokenDataset, with references and labels. A pair is known by its first document."""
         firsts = np.arange(0, len(self.documents), 2)
-        training, chosen, copies = self.documents.held_out(firsts, eval_rows, "pairs")
+        training, held_out, copies = self.documents.held_out(firsts, eval_rows, "pairs")
 
         def of_pairs(pairs: np.ndarray) -> PairDataset:
-            """A copy with only the pairs at the indices `pairs` (int64[n]), in that order."""
             indices = np.stack([2 * pairs, 2 * pairs + 1], 1).reshape(-1)
             reference = None if self.reference is None else self.reference[indices]
             labels = None if self.labels is None else self.labels[pairs]
@@ -302,4 +257,4 @@ class PairDataset(TokenDataset):
                 self, documents=self.documents.select(indices), reference=reference, labels=labels
             )
 
-        return dataclasses.replace(of_pairs(training), copies=copies), of_pairs(chosen)
+        return dataclasses.replace(of_pairs(training), copies=copies), of_pairs(held_out)

@@ -1,5 +1,4 @@
-"""`preview` shows a packed row as coloured text: which tokens are trained on, which are only context, and which are
-padding."""
+"""Shows a packed row as coloured text: tokens that are trained on, tokens that are only read, and padding."""
 
 from __future__ import annotations
 
@@ -22,18 +21,12 @@ MARKS = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHI
 
 
 def preview(batch: Batch, tokenizer: Any, row: int = 0, marks: bool = False) -> Text:
-    """The decoded text of one row, as a `rich.text.Text`: trained tokens are green, other tokens plain, and lines show
-    where documents and padding begin. A line before them has the numbers of tokens and the legend. `jaxtune train
-    --check` shows the first row of the first batch by it.
+    """One packed row, decoded, with trained tokens in green, lines between documents, and a legend.
 
-    A token counts as trained if it is a target, so its colour comes from the weight at the position before it in the
-    row, where it is predicted.
+    A token is trained if it is a target: the weight at the position before it counts.
 
-    Args:
-        batch: packed rows, `[rows, length]`, as numpy or jax arrays.
-        tokenizer: the tokenizer that made its tokens.
-        row: the index of the row to show.
-        marks: True puts trained tokens in brackets too, for output without colours; False only colours them.
+      batch: `[rows, length]`, numpy or jax arrays.
+      marks: also put trained tokens in brackets, for output without colours.
     """
     from rich.text import Text
 
@@ -54,8 +47,8 @@ def preview(batch: Batch, tokenizer: Any, row: int = 0, marks: bool = False) -> 
             if document:
                 text.append(f"\n--- document {document}: {int((segments == document).sum())} tokens ---\n", BOUNDARY)
         if document:
-            shown = printable(tokenizer.decode(tokens[start:end].tolist()))
-            text.append(f"{before}{shown}{after}" if trained[start] else shown, TRAINED if trained[start] else READ)
+            decoded = printable(tokenizer.decode(tokens[start:end].tolist()))
+            text.append(f"{before}{decoded}{after}" if trained[start] else decoded, TRAINED if trained[start] else READ)
         else:
             text.append(f"\n--- {end - start} slots of padding ---", PADDING)
     return text

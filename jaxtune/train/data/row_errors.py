@@ -1,5 +1,4 @@
-"""Errors of a single row (`RowError`), which `attempt` returns in place of raising them, and errors of the setup that
-affect every row (`SetupError`). `check_unicode` refuses text that no tokenizer can encode."""
+"""Errors of a single row, and errors of the setup that affect every row."""
 
 from __future__ import annotations
 
@@ -8,26 +7,22 @@ from typing import Any
 
 
 class RowError(ValueError):
-    """One row of the data cannot be used. The message gives the reason; the code that catches it adds the file and
-    line. With data.on_bad_row="skip" such a row is left out and counted; otherwise the run stops with an error that
-    names the row."""
+    """One row cannot be used; the message has the reason, and the catcher adds the place. data.on_bad_row decides
+    whether the run stops.
+    """
 
 
 class Excluded(RowError):
-    """A row says by a mark beside its conversation that it is not trained on; it is counted, and is no bad row."""
+    """A mark beside its conversation excludes a row from training; no bad row."""
 
 
 class SetupError(ValueError):
-    """The tokenizer or the options are wrong, so that no row can be used, whatever it contains. `templates.py` raises
-    it; `attempt` does not catch it, so it ends the run instead of making every row a bad one."""
+    """The tokenizer or the options are wrong for every row; `attempt` lets it pass."""
 
 
 def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of `work(*arguments)`, which handles one row, or the `RowError` that it raised, returned and not
-    raised. The code that converts and tokenises rows calls its functions by it.
-
-    Any other exception is returned as a `RowError` that names its type (a RecursionError as "nested too deeply"), so
-    that a row with unforeseen content affects that row only. A `SetupError` is raised, since it concerns all rows.
+    """The result of work(*arguments) on one row, or its RowError, returned. Any other exception becomes a RowError, so
+    that unforeseen content affects its row only; SetupError is raised.
     """
     try:
         return work(*arguments)
@@ -42,8 +37,6 @@ def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def check_unicode(text: str) -> None:
-    """Raises `RowError` if `text`, which comes from a row, has half of a surrogate pair. JSON can write one as an
-    escape (backslash, u, d83d), and no tokenizer can encode it. Columns of text and contents of messages are checked
-    when a row is converted. The rendered text is checked as a whole, because it also has thoughts, tools and calls."""
+    """Raises RowError for half of a surrogate pair, which JSON can write as an escape and no tokenizer encodes."""
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise RowError("not valid Unicode: half of a surrogate pair")

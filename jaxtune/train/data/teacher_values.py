@@ -1,7 +1,6 @@
-"""A teacher's stored log-probabilities beside packed rows, for distillation without the teacher in memory: for each
-trained token of the rows, the k most probable tokens of the teacher's distribution (or fewer, if a file has fewer) and
-their log-probabilities. `TeacherValues` says where each document's values are in one array, and `TaughtRows` are
-packed rows whose batches have them."""
+"""A teacher's k log-probabilities for each trained token of packed rows, for distillation without the teacher in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +19,16 @@ TEACHER_LOG_PROBS = "teacher_log_probs"  # float32[rows, length, k]: their log-p
 
 
 class TeacherValues:
-    """The places of a teacher's k log-probabilities for each trained token of a set of documents, in one flat array,
-    which may be a memory-mapped file. A document's first token is never predicted and has none. It is made before the
-    values are known; `objectives.stored_teachers` sets `stored` before the first step or evaluation, and `of` says
-    which of it is a piece's.
+    """Where a teacher's values for each trained token lie in one flat array; a document's first token has none.
 
-    Attributes:
-        documents: the documents.
-        limit: the number of tokens of a document that can be in a row; the trained tokens behind them have no values.
-            None: all.
-        k: the number of stored tokens of a distribution.
-        stored: [total] of the dtype `entry(k)`, the values in the order of the documents; None until they are computed
-            or read.
-        total: the number of trained tokens of all documents, within `limit` and without first tokens.
-        counts: int64[documents], the number of these tokens in each document.
+    limit: tokens of a document that can be in a row; later ones have no values. None: all.
+    k: stored tokens of a distribution.
+    stored: [total] of dtype `entry(k)`, in document order, maybe memory-mapped; None until computed or read.
+    total: trained tokens of all documents, within `limit`.
+    counts: int64[documents], those of each.
     """
 
     def __init__(self, documents: Documents, limit: int | None, k: int):
-        """Counts the trained tokens of each document, and reads the masks of those longer than `limit` for it. The
-        class describes the arguments."""
         self.documents, self.limit, self.k = documents, limit, k
         self.stored: np.ndarray | None = None
         counts = np.array(documents.trained, np.int64)
@@ -50,16 +40,15 @@ class TeacherValues:
 
     @staticmethod
     def entry(k: int) -> np.dtype[np.void]:
-        """The dtype of the values of one token: "ids" int32[k], -1 in places that are not used, and "log_probs"
-        float32[k], natural logarithms, 0 there. `objectives.stored_teachers` makes the array of all values by it, in
-        memory or in a file, and checks that the file of an earlier run has it."""
+        """The dtype of one token's values: "ids" int32[k], -1 where unused, and "log_probs" float32[k] in nats, 0
+        there.
+        """
         return np.dtype([("ids", np.int32, (k,)), ("log_probs", np.float32, (k,))])
 
     def of(self, document: int, offset: int = 0, count: int | None = None) -> slice:
-        """The places in `stored` of a piece's trained tokens, which are consecutive. The piece is the `count` tokens
-        (None: all that can be in a row) of document number `document` from token `offset` on; its first token is not
-        predicted, and is left out. Without a count, `offset` must be 0. `TaughtRows` finds by it the values of the
-        pieces in a packed row, and `TeacherFile.read` those of a whole document."""
+        """The consecutive places in `stored` of a piece's trained tokens, without its first token. count: None, with
+        offset 0, is the whole document within `limit`.
+        """
         start = int(self._starts[document])
         if count is None:
             return slice(start, start + int(self.counts[document]))
@@ -69,22 +58,17 @@ class TeacherValues:
 
 
 class TaughtRows(PackedRows):
-    """The packed rows `packed`, whose batches also have the teacher's `values` of their trained tokens in `extra`
-    (TEACHER_IDS and TEACHER_LOG_PROBS). `TokenDataset.rows` makes it. `fill` reads the values from `values.stored`; in
-    the pass that computes them, the teacher runs on `alone()`, the same rows without values, and `take` stores its
-    results. values: those of the same documents; its `stored` is read whenever a row is written, so it may be set
-    later."""
+    """Packed rows whose batches also have the teacher's values in `extra` (TEACHER_IDS, TEACHER_LOG_PROBS). values: of
+    the same documents; `stored` may be set later.
+    """
 
     def __init__(self, packed: PackedRows, values: TeacherValues):
-        """Takes over all attributes of `packed`, so that nothing is packed again."""
+        """Takes over the attributes of `packed`, so that nothing is packed again."""
         self.__dict__.update(packed.__dict__)
         self.packed, self.values = packed, values
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
-        """A batch of `rows` rows of padding, each of `length` tokens (None: as long as these rows), as new numpy
-        arrays, into which `fill` then writes; the train step is compiled for its shapes. Its `extra` has TEACHER_IDS,
-        -1 everywhere (no place is used), and TEACHER_LOG_PROBS, zeros, each [rows, length, k]. `shared`, how many of
-        these rows may be written into one row of the batch, changes nothing."""
+        """As PackedRows, with extra arrays [rows, length, k]: ids -1 (unused) and log-probabilities 0."""
         batch = super().empty(rows, length, shared)
         shape = (*batch.tokens.shape, self.values.k)
         return dataclasses.replace(
@@ -92,37 +76,31 @@ class TaughtRows(PackedRows):
         )
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes row number `row` of these in place into row `slot` of a batch from token `at` on, with the teacher's
-        values of its trained tokens in `extra` (TEACHER_IDS and TEACHER_LOG_PROBS, [rows, length, k], at the place of
-        the token before), and returns the index after its last token. place: how many of these rows were written into
-        the same row of the batch before; segment ids count from 1 + place x `max_documents`. As long as `values.stored`
-        is None, as when rows are only shown, the ids in `extra` stay -1 (unused)."""
+        """As PackedRows, with values at the place before each trained token. While `stored` is None ids stay -1."""
         end, plan, stored = super().fill(batch, slot, row, at, place), self.plan, self.values.stored
         if stored is None:
             return end
         for piece in range(plan.row_starts[row], plan.row_starts[row + 1]):
             count = int(plan.count[piece])
             where = at + np.flatnonzero(batch.weights[slot, at : at + count])
-            found = stored[self.values.of(int(plan.document[piece]), int(plan.offset[piece]), count)]
-            batch.extra[TEACHER_IDS][slot, where] = found["ids"]
-            batch.extra[TEACHER_LOG_PROBS][slot, where] = found["log_probs"]
+            entries = stored[self.values.of(int(plan.document[piece]), int(plan.offset[piece]), count)]
+            batch.extra[TEACHER_IDS][slot, where] = entries["ids"]
+            batch.extra[TEACHER_LOG_PROBS][slot, where] = entries["log_probs"]
             at += count
         return end
 
     def take(self, row: int, ids: np.ndarray, log_probs: np.ndarray, into: np.ndarray) -> None:
-        """Puts the values of row number `row`, which the teacher has just computed, into the array `into`, in place:
-        `[values.total]`, as `TeacherValues.stored` has them. ids, log_probs: [length, k], at the place of the token
-        before the one that is predicted, as a batch with this row alone has it. `objectives.stored_teachers` calls it
-        for each row of the teacher's pass; values that are read from a file do not go through it."""
-        plan, at = self.plan, 0
+        """Puts the computed values of row `row` into the array `into` ([total], as `stored`). ids, log_probs: [length,
+        k] at the place before each predicted token, from a batch with this row alone.
+        """
+        plan, position = self.plan, 0
         for piece in range(plan.row_starts[row], plan.row_starts[row + 1]):
-            document, offset, count = (int(each[piece]) for each in (plan.document, plan.offset, plan.count))
+            document, offset, count = (int(array[piece]) for array in (plan.document, plan.offset, plan.count))
             mask = self.documents[document].mask[offset + 1 : offset + count]
-            where, place = at + np.flatnonzero(mask), self.values.of(document, offset, count)
-            into["ids"][place], into["log_probs"][place] = ids[where], log_probs[where]
-            at += count
+            where, stored_slice = position + np.flatnonzero(mask), self.values.of(document, offset, count)
+            into["ids"][stored_slice], into["log_probs"][stored_slice] = ids[where], log_probs[where]
+            position += count
 
     def alone(self) -> PackedRows:
-        """The same rows without the teacher's values, whose batches have no `extra`: a shallow copy of `packed`, on
-        which the teacher itself is run to compute the values."""
+        """The same rows without values, for the teacher itself."""
         return copy.copy(self.packed)

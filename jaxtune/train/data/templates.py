@@ -1,14 +1,9 @@
 """Converts examples to tokens with a chat template, and decides which tokens are trained on.
 
-`RowEncoder` renders an example to text, with the character ranges of its responses (`Rendered`), and makes ids of the
-text and a mask of the ranges (`Encoded`). The ranges are the template's `{% generation %}` marks, or, if it has none,
-come from rendering the conversation up to each response; or marker strings (`markers.py`; `derive_markers` finds those
-of a template). `resolve_template` reads templates, and `trained_tokenizer` puts one into a tokenizer to be stored.
-
-The trained tokens of a response are its text and the token that ends the turn; nothing after it, and no span of
-`mask_spans`. Of train_on="turns" and "completion" they are those of TRL and Unsloth, with all that the template writes
-for the turn. If a conversation's own text contains special tokens or markers, its responses are found by the template
-even if markers are given, because text that a user typed must not open a response.
+Responses are found by the template's `{% generation %}` marks, by rendering up to each response, or by marker strings.
+Trained are a response's text and the token that ends its turn, without `mask_spans`; with train_on="turns" and
+"completion" what TRL and Unsloth train. If a conversation's own text has special tokens or markers, the template finds
+the responses even if markers are given: text that a user typed must not open one.
 """
 
 from __future__ import annotations
@@ -68,69 +63,63 @@ _TRL_OPENINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """One example as tokens, with counts for the summary of all rows; `RowEncoder.encode` makes it."""
+    """An example as tokens, with counts."""
 
     tokens: np.ndarray
-    """int32[n]: token ids."""
+    """int32[n]"""
     mask: np.ndarray
     """bool[n]: True where the token is trained on."""
     responses: int
-    """The number of responses that are trained on; 1 with train_on="all"."""
+    """Trained responses; 1 with train_on="all"."""
     ended: int
-    """The number of these responses that end with a token that ends a turn, or were cut before it. With train_on="all"
-    it is 1 if any token but the first is such a token or the text was cut, else 0."""
+    """Responses that end with a token that ends a turn, or were cut before it; with train_on="all" 1 if any token but
+    the first does.
+    """
     masked: int = 0
-    """The number of tokens of responses that `mask_spans` excludes."""
+    """Response tokens that `mask_spans` excludes."""
     special: str = ""
-    """A special token or marker that the text of the messages contains; "" if there is none."""
+    """A special token or marker in the messages' text."""
     left_out: str = ""
-    """What the template does not write of the conversation, in words, such as "tools"; "" if it writes everything."""
+    """What the template does not write, in words."""
     cut: bool = False
-    """Whether the text was cut at `max_tokens`."""
+    """Whether it was cut at `max_tokens`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """One example as text, with the ranges of its responses: what `RowEncoder` makes of it before it tokenises."""
+    """An example as text, with the ranges of its responses."""
 
     text: str
-    """The text to tokenise."""
     ranges: list[tuple[int, int]] | None
-    """The (start, end) character ranges of its responses: all of it for text alone, the completion for a plain prompt,
-    [] for a conversation of which all is trained on, as no range is needed; None if markers find them in the tokens."""
+    """(start, end) character ranges of responses; [] if all of a conversation is trained on; None if markers find them
+    in the tokens.
+    """
     special: str = ""
-    """A special token or marker that the text of the messages contains; "" if there is none."""
     left_out: str = ""
-    """What the template does not write of the conversation, in words, such as "tools"; "" if it writes everything."""
     begin: int = 0
-    """The index of the first character after the prompt's turns, before which nothing is trained on; 0 without them."""
+    """First character after the prompt's turns, before which nothing is trained on."""
     excluded: tuple[tuple[int, int], ...] = ()
-    """The (start, end) character ranges of answers, or parts of them, that the row's marks exclude."""
+    """(start, end) character ranges that the row's marks exclude."""
     cuts: tuple[int, ...] = ()
-    """Places within special tokens' texts that tools returned: no token extends over them."""
+    """Places in special tokens' texts from tools, which no token spans."""
     prompt: str | None = None
-    """The text before a completion, as it is tokenised alone, if that decides where the completion begins."""
+    """Text before a completion, tokenised alone, if that decides where it begins."""
 
 
 def resolve_template(tokenizer: Tokenizer, template: str | None, tools: object = None) -> str:
-    """The Jinja text of a chat template.
+    """The Jinja text of a chat template. Raises SetupError if there is none, or a packaged one needs special tokens
+    that the tokenizer lacks.
 
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        template: None or "tokenizer" (the tokenizer's own; of several, the one for `tools`), a packaged name, the path
-            of a `.jinja` file, or Jinja text.
-        tools: the tools of the conversation, or None.
-
-    Raises:
-        SetupError: there is no such template, or it is packaged and needs special tokens that the tokenizer lacks.
+      template: None or "tokenizer" (its own; of several the one for `tools`), a packaged name, a .jinja path, or Jinja
+      text.
     """
     if template is None or template == "tokenizer":
-        own = template_for(tokenizer.chat_template, tools)
-        if own is None:
+        own_template = template_for(tokenizer.chat_template, tools)
+        if own_template is None:
             raise SetupError(
                 f"the tokenizer has no chat template; set data.template to {_names_that_fit(tokenizer)} a .jinja file"
             )
-        return own
+        return own_template
     if template in PACKAGED:
         missing = missing_marks(tokenizer, template)
         if missing:
@@ -156,7 +145,7 @@ def resolve_template(tokenizer: Tokenizer, template: str | None, tools: object =
 
 
 def writes_today(tokenizer: object, template: str | None) -> bool:
-    """Whether a chat template, as `resolve_template` takes it, writes the date; False if there is no such template."""
+    """Whether a template, as `resolve_template` takes it, writes the date; False if there is none."""
     if template in (None, "tokenizer"):
         named = getattr(tokenizer, "chat_template", None)
         return any(writes_date(text or "") for text in (named.values() if isinstance(named, dict) else [named]))
@@ -167,14 +156,14 @@ def writes_today(tokenizer: object, template: str | None) -> bool:
 
 
 def _names_that_fit(tokenizer: Tokenizer) -> str:
-    """A passage for error messages that propose another template: the names of the packaged templates that this
-    tokenizer can use, each followed by a comma, and at the end "or to the path of"."""
+    """Usable packaged names for messages, ending with "or to the path of"."""
     return "".join(f"{name}, " for name in packaged_that_fit(tokenizer)) + "or to the path of"
 
 
 def trained_tokenizer(tokenizer: Tokenizer, template: str | None, arguments: Mapping[str, Any] | None = None) -> Any:
-    """The tokenizer of a trained model, whose chat template writes by itself what prompts have in training: a copy, or
-    `tokenizer` itself if nothing changes. Raises `SetupError` if there is no such template."""
+    """The tokenizer to save with a trained model: its template writes by itself what prompts had in training. A copy,
+    or the same if nothing changes. Raises SetupError.
+    """
     if tokenizer is None:
         return tokenizer
     if template is None:
@@ -189,28 +178,18 @@ def trained_tokenizer(tokenizer: Tokenizer, template: str | None, arguments: Map
 
 
 class RowEncoder:
-    """Converts examples to tokens and masks (`encode`), for the rows of a run, and to prompts (`encode_prompt`), for
-    answers that are sampled in training or in evaluations. `end_ids` are the ids of the tokens that may end a turn:
-    EOS, and all special tokens but BOS and UNK.
+    """Converts examples to tokens and masks (`encode`), and to prompts (`encode_prompt`). `end_ids` may end a turn.
 
-    Args:
-        tokenizer: a fast Hugging Face tokenizer.
-        template: a chat template, in any form that `resolve_template` takes; None is the tokenizer's own. With None,
-            prompts and completions are plain text and are not rendered; otherwise they become a conversation.
-        today: the day that the template writes, as data.today; None: the day of asking.
-        train_on: "responses" trains on responses, up to the token that ends the turn; "turns" on the assistant's turns
-            with all that the template writes for them, as TRL's assistant_only_loss and Unsloth's markers; "completion"
-            on all that follows the prompt, as TRL; "all" on all tokens.
-        instruction_part, response_part: marker strings, both or neither. If they are given, `markers.Markers` finds the
-            responses, otherwise the template does. They are ignored with train_on="all".
-        last_response_only: train only on the last response of a conversation (True) or on all of them (False).
-        mask_spans: (opening, closing) pairs of texts; tokens of a response from an opening to its closing, both
-            included, are not trained on. A span without a closing reaches to the end of its response.
-        max_tokens: a text may be cut once it has at least this many tokens: after a window of 65,536 characters, or,
-            if it is tokenised in pieces (`_finish`), after a piece. None cuts nothing.
+    Raises ValueError for a wrong argument, or a tokenizer that is not fast.
 
-    Raises:
-        ValueError: an argument is wrong, or the tokenizer is not fast.
+      template: as `resolve_template` takes it. None: the tokenizer's own, but prompts and completions stay plain text
+      instead of becoming conversations.
+      today: the day that the template writes; None: that of asking.
+      train_on: "responses" up to the token that ends the turn; "turns" with all that the template writes for them
+      (TRL's assistant_only_loss, Unsloth's markers); "completion": all after the prompt (TRL); "all".
+      instruction_part, response_part: marker strings that find responses, both or neither; ignored with "all".
+      mask_spans: (opening, closing) texts; a span without a closing reaches to the response's end.
+      max_tokens: text is cut after the window (65,536 characters) or piece that reaches it. None: never.
     """
 
     def __init__(
@@ -238,7 +217,7 @@ class RowEncoder:
         self.last_response_only = last_response_only
         self.mask_spans = tuple(mask_spans or ())
         if any(
-            len(pair) != 2 or not all(isinstance(part, str) and part.strip() for part in pair)
+            len(pair) != 2 or not all(isinstance(text, str) and text.strip() for text in pair)
             for pair in self.mask_spans
         ):
             raise ValueError(f"data.mask_spans={mask_spans!r}: give pairs of texts, such as [[<think>, </think>]]")
@@ -255,9 +234,9 @@ class RowEncoder:
     # --- rows
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
-        """For each of `examples` in order, its tokens and mask (`Encoded`), or a `RowError` with the reason why it
-        cannot be used. `workers.encode_chunk` calls it for the rows of a run, and on-policy distillation for answers of
-        its data. Raises `SetupError` if one needs a template or an EOS, and there is no usable one."""
+        """For each example its tokens and mask, or a RowError. Raises SetupError if a template or EOS is needed and
+        missing.
+        """
         rendered: list[Rendered | RowError] = [attempt(self.render, example) for example in examples]
         texts = [item.text for item in rendered if isinstance(item, Rendered)]
         texts += [item.prompt for item in rendered if isinstance(item, Rendered) and item.prompt is not None]
@@ -265,18 +244,18 @@ class RowEncoder:
             tokenized = iter(self._tokenize(texts))
         except Exception:  # a text that the tokenizer refuses must affect its own row only, so each is tried separately
             tokenized = iter([attempt(lambda text: self._tokenize([text])[0], text) for text in texts])
-        whole = [item if isinstance(item, RowError) else next(tokenized) for item in rendered]
+        token_lists = [item if isinstance(item, RowError) else next(tokenized) for item in rendered]
         results: list[Encoded | RowError] = []
-        for example, item, tokens in zip(examples, rendered, whole, strict=True):
+        for example, item, tokens in zip(examples, rendered, token_lists, strict=True):
             prompt = next(tokenized) if isinstance(item, Rendered) and item.prompt is not None else None
-            wrong = next((one for one in (tokens, prompt) if isinstance(one, RowError)), None)
+            wrong = next((outcome for outcome in (tokens, prompt) if isinstance(outcome, RowError)), None)
             results.append(wrong or attempt(self._finish, example, item, tokens, prompt))
         return results
 
     def encode_prompt(self, example: Example) -> np.ndarray:
-        """int32[n]: the prompt from which the last response of an example is generated: all of a text alone, a plain
-        prompt (data.template is null), or a conversation without its last message if that is the assistant's. Raises
-        `RowError` if the template fails, and `SetupError` if a conversation has none."""
+        """int32[n]: the prompt of an example's last response: a text alone, a plain prompt, or a conversation without a
+        last assistant message. Raises RowError, SetupError.
+        """
         prompt: Any = example.text
         if prompt is None and self._is_raw(example):
             prompt = example.prompt or ""
@@ -292,22 +271,22 @@ class RowEncoder:
         return np.array(ids, np.int32)
 
     def before_answer(self, example: Example) -> str:
-        """The text that the template writes before the last answer of a conversation and behind the generation prompt,
-        such as an empty thought or a channel's name; "" for a plain prompt, or if it is not found. Raises `RowError` if
-        the template fails."""
+        """What the template writes between generation prompt and last answer, such as an empty thought; "" if nothing
+        is found. Raises RowError.
+        """
         if self._is_raw(example) or not example.messages:
             return ""
         prompt = self._render(example.messages[:-1], example.tools, add_generation_prompt=True)
         text = self._render([*example.messages[:-1], {"role": "assistant", "content": SENTINEL}], example.tools)
-        before, found, _ = text.removeprefix(prompt).partition(SENTINEL)
-        return before if found and text.startswith(prompt) else ""
+        before, separator, _ = text.removeprefix(prompt).partition(SENTINEL)
+        return before if separator and text.startswith(prompt) else ""
 
     def render(self, example: Example) -> Rendered:
-        """The text of an example (text, prompt with completion, or a rendered conversation) and the ranges of its
-        responses: the first part of `encode`, which alone calls it. Raises `RowError` if it cannot be rendered,
-        its responses are not found or may not be trained on, or its text is too long or not Unicode."""
+        """The text of an example and its responses' ranges. Raises RowError if the template fails, responses are not
+        found, or the text is too long or no Unicode.
+        """
         cuts: list[int] = []
-        asked: str | None = None
+        prompt_text: str | None = None
         if example.text is not None:
             text, ranges, special, left_out, begin = example.text, [(0, len(example.text))], "", "", 0
             excluded = []
@@ -315,7 +294,7 @@ class RowEncoder:
             text, special, left_out, begin = (example.prompt or "") + (example.completion or ""), "", "", 0
             excluded = []
             ranges = [(len(example.prompt or ""), len(text))]
-            asked = example.prompt or ""
+            prompt_text = example.prompt or ""
         else:
             special = self._special_in(example)
             messages, mark = guarded(example.messages or [], self._special_tokens)
@@ -324,7 +303,7 @@ class RowEncoder:
             begin = self._end_of_prompt(example, text)
             ranges = [(low, high) for low, high in ranges if high > begin]
             if self.train_on == "completion" or (self.train_on == "turns" and example.prompt_messages):
-                asked = self._render(messages[: _asked(example)], example.tools, add_generation_prompt=True)
+                prompt_text = self._render(messages[: _asked(example)], example.tools, add_generation_prompt=True)
             left_out = self._conversations(example.tools).left_out(messages, example.tools, text)
             if mark:  # positions are counted without the marks
                 begin = begin - text.count(mark, 0, begin)
@@ -333,31 +312,29 @@ class RowEncoder:
                     for some in (ranges, excluded)
                 )
                 text, cuts = unguarded(text, mark)
-                asked = None if asked is None else unguarded(asked, mark)[0]
+                prompt_text = None if prompt_text is None else unguarded(prompt_text, mark)[0]
         check_unicode(text)
         if len(text) > 2 * MAX_ROW_SIZE:
             raise RowError(
                 f"its text has {len(text):,} characters once the template is applied; divide it into several rows"
             )
         by_markers = self.markers is not None and not special and not is_marked(self._trained(example))
-        shown = None if by_markers else ranges
-        asked = None if example.text is not None or self.train_on in ("responses", "all") else asked
-        return Rendered(text, shown, special, left_out, begin, tuple(excluded), tuple(cuts), asked)
+        visible_ranges = None if by_markers else ranges
+        prompt_text = None if example.text is not None or self.train_on in ("responses", "all") else prompt_text
+        return Rendered(text, visible_ranges, special, left_out, begin, tuple(excluded), tuple(cuts), prompt_text)
 
     def _special_in(self, example: Example) -> str:
-        """The first special token, or marker string that opens turns, in the messages and tools of the conversation
-        `example`; "" if there is none. A warning counts such rows, and markers are not used for them."""
         if self._special_texts is None:
             return ""
-        found = (self._special_texts.search(text) for text in strings([example.messages, example.tools]))
-        return next((match[0] for match in found if match), "")
+        matches = (self._special_texts.search(text) for text in strings([example.messages, example.tools]))
+        return next((match[0] for match in matches if match), "")
 
     def _render_conversation(
         self, example: Example, special: str
     ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
-        """(Text of a conversation, character ranges of its responses, those within them that its marks exclude). Ranges
-        of the prompt and before the last response may be among them. There are none if all tokens are trained on, or if
-        markers will find the responses. Raises `RowError` if the template fails, or does not show the responses."""
+        """(Text, character ranges of responses, ranges that marks exclude). Ranges of the prompt may be among them;
+        there are none if all is trained on or markers will find them. Raises RowError.
+        """
         messages = example.messages or []
         marked = is_marked(self._trained(example))
         if self.train_on == "completion" and marked:
@@ -383,7 +360,10 @@ class RowEncoder:
                     ranges = [(low - _before_response(template, text, low), high) for low, high in ranges]
                 if not marked:
                     return text, ranges, []
-                by_message = {i: [one] for i, one in zip([i for i in responses if i >= first], ranges, strict=True)}
+                by_message = {
+                    i: [character_range]
+                    for i, character_range in zip([i for i in responses if i >= first], ranges, strict=True)
+                }
             return self._by_marks(example, text, by_message)
         except RowError as error:
             if self.markers is None or marked:
@@ -394,16 +374,15 @@ class RowEncoder:
             ) from None
 
     def _trained(self, example: Example) -> list[dict]:
-        """The messages of which something may be trained on."""
+        """Messages of which something may be trained on."""
         return (example.messages or [])[0 if self.train_on == "all" else example.prompt_messages :]
 
     def _by_marks(
         self, example: Example, text: str, by_message: dict[int, list[tuple[int, int]]]
     ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
-        """What `_render_conversation` returns of a conversation whose messages have marks. by_message: the ranges of
-        its responses by the index of the message."""
+        """As `_render_conversation`, of marked messages. by_message: ranges of responses by message."""
         messages = example.messages or []
-        kept, excluded = [], []
+        trained, excluded = [], []
         last = max(by_message, default=0)
         for index in range(len(messages) - len(self._trained(example)), len(messages)):
             message, ranges = messages[index], by_message.get(index)
@@ -412,21 +391,19 @@ class RowEncoder:
             if ranges is None and (self.train_on == "all" or index > 0) and is_marked([message]):
                 raise RowError(f"the chat template does not show messages[{index}], whose marks cannot be followed")
             train = message.get("train", True)
-            (kept if train else excluded).extend(ranges or ())
+            (trained if train else excluded).extend(ranges or ())
             if train and ranges and (spans := untrained_spans(message)):
                 start, stripped = self._conversations(example.tools).content_range(messages, example.tools, text, index)
                 excluded += [(start + max(low - stripped, 0), start + high - stripped) for low, high in spans]
-        return text, [] if self.train_on == "all" else kept, excluded
+        return text, [] if self.train_on == "all" else trained, excluded
 
     def _end_of_prompt(self, example: Example, text: str) -> int:
-        """The index in `text`, the rendered conversation of `example`, of the first character after the turns of its
-        prompt (`Example.prompt_messages`), in which nothing is trained on; 0 if there are none, or if everything is
-        trained on. Raises `RowError` if the template does not show it."""
+        """The index in `text` after the prompt's turns, or 0. Raises RowError if the template does not show it."""
         if not example.prompt_messages or self.train_on in ("all", "completion"):
             return 0
-        asked = (example.messages or [])[: example.prompt_messages]
+        prompt_messages = (example.messages or [])[: example.prompt_messages]
         for asking in (False, True):  # some templates write an end after the last turn without a generation prompt
-            prompt = self._render(asked, example.tools, add_generation_prompt=asking)
+            prompt = self._render(prompt_messages, example.tools, add_generation_prompt=asking)
             if text.startswith(prompt):
                 return len(prompt)
         raise RowError(
@@ -435,16 +412,12 @@ class RowEncoder:
         )
 
     def _is_raw(self, example: Example) -> bool:
-        """Whether an example is a prompt (and completion, if any) that stays plain text, as no template was given."""
         return example.prompt is not None and self.template is None
 
     def _finish(
         self, example: Example, rendered: Rendered, tokens: Tokens, prompt: Tokens | None
     ) -> Encoded | RowError:
-        """The tokens of a rendered example with their mask, with at most one BOS at the beginning, and an EOS for
-        plain text; a `RowError` if there is none.
-
-        rendered: the example's text, and the ranges of its responses. tokens, prompt: those of its texts."""
+        """Tokens and mask, with one BOS at most, and EOS for plain text; RowError without a token."""
         text, ranges = rendered.text, rendered.ranges or []
         is_raw = example.text is not None or self._is_raw(example)
         exact = self.train_on in ("turns", "completion")
@@ -490,7 +463,7 @@ class RowEncoder:
     def _mask(
         self, ids: np.ndarray, spans: list[tuple[int, int]], tokens: Tokens
     ) -> tuple[np.ndarray, list[tuple[int, int]], int, int]:
-        """(The mask of a row's tokens `ids`, its spans that are not empty, `responses` and `ended` of Encoded)."""
+        """(Mask of `ids`, non-empty spans, Encoded's `responses` and `ended`)."""
         mask = np.zeros(len(ids), bool)
         if self.train_on == "all":
             mask[:] = True
@@ -506,13 +479,8 @@ class RowEncoder:
         return mask, spans, len(spans), ended
 
     def _end_of_turn(self, text: str, tokens: Tokens, first: int, last: int, high: int | None = None) -> int:
-        """The index after the last token of a response that is trained on, without white space that the template writes
-        after the token that ends the turn; `last` if no token ends the turn, or other text follows that token.
-
-        Args:
-            text, tokens: the text of the row and its tokens.
-            first, last: the token range of the response.
-            high: the index in the text after the response's last character; None is the end of its last token.
+        """The index after a response's last trained token, without white space behind the token that ends the turn;
+        `last` if none does or text follows. high: index in `text` after the response; None: its last token's end.
         """
         if high is None:
             high = int(tokens.ends[last - 1])
@@ -524,15 +492,11 @@ class RowEncoder:
     def _with_eos(
         self, text: str, tokens: Tokens, spans: list[tuple[int, int]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Appends an EOS to a row of plain text and to its last response (if any), so that the model learns to stop.
-        Returns (the token ids, int32[n]; the ranges). Raises `SetupError` if the tokenizer has no EOS.
+        """(Ids, spans) of plain text with EOS at its end and in the last response, so that the model learns to stop.
+        Raises SetupError without EOS.
 
-        A row that already ends with EOS is not changed. If markers are used, the row's text is a conversation that was
-        rendered before; it is not changed either if it ends with another token that ends a turn, such as Gemma's.
-
-        Args:
-            text, tokens: the text of the row and its tokens.
-            spans: the (start, end) token ranges of its responses.
+        Unchanged if the text ends with EOS or, with markers (it is a rendered conversation), with another token that
+        ends a turn.
         """
         eos = self.tokenizer.eos_token
         if eos is not None and self.train_on == "completion" and not text.endswith(eos):
@@ -547,54 +511,41 @@ class RowEncoder:
         return ids, [*spans[:-1], *((first, len(ids)) for first, _ in spans[-1:])]
 
     def _tokenize(self, texts: list[str]) -> list[Tokens]:
-        """The tokens of each of `texts`, in order, with their positions in the text. A text of over 65,536 characters
-        is cut after the window with which it has at least `max_tokens` tokens. For `encode`: prompts are not cut."""
         return tokenize(self.tokenizer, texts, self.max_tokens)
 
     def _template_text(self, tools: object = None) -> str:
-        """The Jinja text of the template, looked up when it is needed, because plain text needs none. Raises
-        `SetupError` if there is none or the tokenizer lacks its special tokens."""
+        """Looked up when needed, as plain text needs no template. Raises SetupError."""
         if bool(tools) not in self._jinja:
             self._jinja[bool(tools)] = dated(resolve_template(self.tokenizer, self.template, tools), self.today)
         return self._jinja[bool(tools)]
 
     def _conversations(self, tools: object) -> Conversations:
-        """Renders conversations with these tools by the template, and finds their responses."""
-        whole = self.train_on == "turns"
-        return Conversations(self.tokenizer, self._template_text(tools), self._special_texts, self.end_ids, whole)
+        keeps_space = self.train_on == "turns"
+        return Conversations(self.tokenizer, self._template_text(tools), self._special_texts, self.end_ids, keeps_space)
 
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation (messages, and tools or None) by this encoder's template, for prompts and for rows
-        whose responses the template need not find. add_generation_prompt: whether the text ends with what the template
-        writes before a response. Raises `RowError` if the template fails on it, `SetupError` if there is none."""
         return self._conversations(tools).render(messages, tools, add_generation_prompt)
 
 
 def _asked(example: Example) -> int:
-    """How many messages of a conversation are the prompt of its completion: all but the last, if it does not say."""
     return example.prompt_messages or example.asked_messages or len(example.messages or ()) - 1
 
 
 def _before_response(template: str, text: str, low: int) -> int:
-    """How many characters before a response, at `low`, TRL trains on too."""
-    written = (one for one in _TRL_OPENINGS if one[0] in template and text.endswith(one[1], 0, low))
-    return next((len(opening) - len(kept) for _, opening, kept in written), 0)
+    """How many characters before a response at `low` TRL trains on too."""
+    written = (entry for entry in _TRL_OPENINGS if entry[0] in template and text.endswith(entry[1], 0, low))
+    return next((len(opening) - len(kept_opening) for _, opening, kept_opening in written), 0)
 
 
 def _common_tokens(prompt: np.ndarray, ids: np.ndarray) -> int:
-    """How many tokens both begin with."""
     shorter = min(len(prompt), len(ids))
     differs = np.flatnonzero(prompt[:shorter] != ids[:shorter])
     return int(differs[0]) if len(differs) else shorter
 
 
 def derive_markers(tokenizer: Tokenizer, template: str | None = None) -> tuple[str, str]:
-    """Returns the markers (instruction_part, response_part) of a chat template, for jaxtune.compat's
-    train_on_responses_only without markers: the texts that it writes before a user's message that follows a response,
-    and before a response. A short conversation is rendered with `template`, as `RowEncoder` takes it.
-
-    Raises:
-      ValueError: the markers cannot be found in what the template writes, or there is no such template.
+    """(instruction_part, response_part) of a template: what it writes before a user's message that follows a response,
+    and before a response. Raises ValueError if they cannot be found.
     """
     encoder = RowEncoder(tokenizer, template=template)
     user, answer, again = ("\ue000u\ue001", "\ue000a\ue001", "\ue000v\ue001")
@@ -625,10 +576,9 @@ def derive_markers(tokenizer: Tokenizer, template: str | None = None) -> tuple[s
 
 
 def _without_turn_end(gap: str, special: list[str]) -> str:
-    """The text that opens the next turn, a marker: `gap`, the text between two messages, without the token of `special`
-    that ends the turn before and white space after it; all of `gap` if it does not begin so, or no text follows."""
+    """`gap` without the token that ends the turn before it and white space; all of it if nothing would be left."""
     for token in sorted(special, key=len, reverse=True):
-        rest = gap.removeprefix(token)
-        if rest != gap and rest.strip():
-            return rest.lstrip()
+        opening = gap.removeprefix(token)
+        if opening != gap and opening.strip():
+            return opening.lstrip()
     return gap

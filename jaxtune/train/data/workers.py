@@ -1,12 +1,10 @@
-"""Tokenises rows in chunks (`encode_rows`; `encode_chunk` makes one `Chunk`). Each `_Worker` is a thread of this
-process with an `_Encoder`: `_InProcess` tokenises in that thread, `_Process` in a process that it starts (`_serve`).
-The processes are started as separate commands and receive their work through pipes. Nothing is forked, because JAX may
-already be running here. The caller's main module is not imported again, as multiprocessing's spawn would do, so a
-training script need not guard its main code.
+"""Tokenises rows in chunks, in a thread of this process or in several processes.
 
-The caller can interrupt the work at any time, because its wait wakes several times a second. On an interrupt, or when a
-chunk takes far too long (a template is a program, and may loop), a `_Process` kills its process, and an `_InProcess`
-raises SystemExit in its thread, so that the thread exits.
+Processes are separate commands that receive pickled work through pipes. They are not forked, because JAX may already
+run here, and the caller's main module is not imported again, so a training script needs no guard.
+
+The caller can interrupt at any time. On an interrupt, or when a chunk takes far too long (a template is a program, and
+may loop), a process is killed, and a thread gets SystemExit.
 """
 
 from __future__ import annotations
@@ -69,45 +67,39 @@ REASON_CHARACTERS = 500  # the most of a bad row's reason that is kept; a messag
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The documents made from a chunk of rows (what one worker tokenises at a time), in flat arrays, and lists of rows
-    that made none or are warned about. A document is the token ids of one example. A place is the text `file:line` of a
-    row, for messages."""
+    """The documents of a chunk of rows in flat arrays, and rows without documents or with warnings. A place is a row's
+    `file:line`.
+    """
 
     rows: int
-    """The number of rows in the chunk, bad ones included."""
     tokens: np.ndarray
-    """int32[total]: the token ids of all documents, one document after another."""
+    """int32[total]"""
     mask: np.ndarray
     """uint8[total]: 1 where the token is trained on."""
     lengths: np.ndarray
-    """int64[n]: the number of tokens of each document."""
+    """int64[n]"""
     trained: np.ndarray
-    """int64[n]: the number of trained tokens of each document, without its first token, which nothing predicts."""
+    """int64[n]: trained targets."""
     origins: list[tuple[str, int]]
-    """The (file, line) of each document."""
+    """(file, line) of each document."""
     problems: list[tuple[str, str]]
-    """The (place, reason) of each row that cannot be used."""
+    """(place, reason) of each unusable row."""
     untrained: list[str]
-    """The places of rows without a trained token after the first (of pairs: in either document); they give none."""
+    """Places of rows without a trained target, of pairs in either document; they give no document."""
     responses: int
-    """The number of responses in the documents."""
     ended: int
-    """The number of responses whose trained tokens include one that ends the turn, or that were cut before it."""
+    """As in Summary."""
     special: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """(place, the token or marker) of each row whose messages contain a special token or a marker string as text."""
+    """(place, text) of rows whose messages contain a special token or marker."""
     left_out: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """(place, what is left out, in words) of each row of whose conversation the template does not write everything."""
+    """(place, what) of rows that the template does not write completely."""
     masked: int = 0
-    """The number of response tokens that are not trained on because the option `mask_spans` excludes them."""
     cut: int = 0
-    """The number of documents of which only the beginning was tokenised."""
     excluded: list[str] = dataclasses.field(default_factory=list)
-    """ "PLACE: weight = 0" of each row that a mark beside its conversation leaves out."""
+    """"PLACE: weight = 0" of rows that a mark leaves out."""
     implied: int = 0
-    """The number of pairs whose prompt is what both answers begin with."""
     unread: list[str] = dataclasses.field(default_factory=list)
-    """The names, each once, of columns in which any row has a value and which its format does not use, and of keys of
-    messages that only a template may read."""
+    """Columns with values that the format does not use, and message keys that only a template may read."""
 
 
 # The document of the answer that a labelled row does not have.
@@ -115,17 +107,28 @@ _NO_ANSWER = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
 
 
 def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
-    """Renders and tokenises rows with `encoder`, a worker's task, and returns their chunk. A row that cannot be used,
-    has no trained token after its first, or is excluded, gives no document and is listed with its place. One of a
-    preference format gives two, chosen and rejected (empty for the answer that a labelled row lacks). Raises SetupError
-    as `encode`."""
+    """Renders and tokenises rows. Raises SetupError as `encode`.
+
+    A row that is bad, untrained or excluded gives no document and is listed. One of a preference format gives two:
+    chosen and rejected, or for a labelled row its answer and an empty one.
+    """
     outcome = [attempt(_examples, row) for row in rows]
-    examples = [one for found in outcome if not isinstance(found, RowError) for one in found if one]
+    examples = [
+        answer_example
+        for row_outcome in outcome
+        if not isinstance(row_outcome, RowError)
+        for answer_example in row_outcome
+        if answer_example
+    ]
     encoded = iter(encoder.encode(examples))
     documents: list[Encoded] = []
     origins, problems, untrained, excluded, special, left_out, masked = [], [], [], [], [], [], 0
-    for row, found in zip(rows, outcome, strict=True):
-        outcomes = [found] if isinstance(found, RowError) else [next(encoded) if one else None for one in found]
+    for row, row_outcome in zip(rows, outcome, strict=True):
+        outcomes = (
+            [row_outcome]
+            if isinstance(row_outcome, RowError)
+            else [next(encoded) if answer_example else None for answer_example in row_outcome]
+        )
         place = printable(row.place)
         results = [result for result in outcomes if isinstance(result, Encoded)]
         if error := next((result for result in outcomes if isinstance(result, RowError)), None):
@@ -140,8 +143,8 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         masked += sum(result.masked for result in results)
         if whose := next((result.special for result in results if result.special), ""):
             special.append((place, printable(whose)))
-        if what := next((result.left_out for result in results if result.left_out), ""):
-            left_out.append((place, printable(what)))
+        if missing := next((result.left_out for result in results if result.left_out), ""):
+            left_out.append((place, printable(missing)))
         if not all(result.mask[1:].any() for result in results):
             untrained.append(place)
         else:
@@ -165,27 +168,25 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         left_out=left_out,
         masked=masked,
         cut=sum(d.cut for d in documents),
-        implied=sum(one.implied for one in examples) // 2,
+        implied=sum(answer_example.implied for answer_example in examples) // 2,
         unread=list(dict.fromkeys([*columns, *keys])),
     )
 
 
 def _from_one_start(pair: list[Encoded]) -> list[Encoded]:
-    """Both answers of a pair, of which the completion begins where that of either does, as in TRL."""
-    firsts = [int(np.argmax(one.mask)) for one in pair if one.mask.any()]
+    """Both answers of a pair, with completions that begin where the earlier one does, as in TRL."""
+    firsts = [int(np.argmax(answer.mask)) for answer in pair if answer.mask.any()]
     alike = []
-    for one in pair:
-        mask = one.mask.copy()
+    for answer in pair:
+        mask = answer.mask.copy()
         if mask.any():
             mask[min(firsts) : int(np.argmax(mask))] = True
-        alike.append(dataclasses.replace(one, mask=mask))
+        alike.append(dataclasses.replace(answer, mask=mask))
     return alike
 
 
 def _examples(row: Row) -> list[Example] | list[Example | None]:
-    """Returns [the example of a row]; or [chosen, rejected], those of its two answers, if its format is PREFERENCE or
-    LABELLED, with None for the answer that a labelled row does not have. Raises `RowError` if the row cannot be used.
-    `encode_chunk` tokenises them."""
+    """[example], or [chosen, rejected] with None for a labelled row's missing answer. Raises RowError."""
     if row.value is None:
         raise RowError(row.error)
     refuse_excluded(row.value)
@@ -202,20 +203,15 @@ def encode_rows(
     num_workers: int | None = None,
     poll: Callable[[], None] = lambda: None,
 ) -> Iterator[Chunk]:
-    """Tokenises rows, and yields the chunks of all of them in order, each as soon as it is made. `dataset.prepare`
-    stores them in the token cache, or in memory if they are not cached.
+    """Tokenises rows, and yields their chunks in order.
 
-    Args:
-        rows: from `reading.read_rows`.
-        tokenizer: a fast Hugging Face tokenizer.
-        options: keyword arguments of `RowEncoder`.
-        num_workers: the number of processes. With 0 or 1, or a tokenizer that cannot be pickled (a line says so), a
-            thread does it. None: a process for each CPU, at most 16, if there are both more than 3 CPUs and more than
-            32 chunks (16,384 rows, fewer if they are long), which are read ahead to see it, else a thread.
-        poll: called several times a second; what it raises ends the work at once and passes through.
+    Raises ValueError for wrong options, a tokenizer that can use no row, a killed process, or a chunk that takes too
+    long.
 
-    Raises:
-        ValueError: an option is wrong, the encoder can use no row, a process was killed, or a chunk takes too long.
+      options: keyword arguments of RowEncoder.
+      num_workers: processes. 0 or 1, or a tokenizer that cannot be pickled: a thread. None: one a CPU, at most 16, if
+      there are more than 3 CPUs and more than 32 chunks (which are read ahead), else a thread.
+      poll: called several times a second; what it raises ends the work and passes through.
     """
     encoder = RowEncoder(tokenizer, **options)  # made here too, so that a wrong option raises before processes start
     chunks = _chunks(rows)
@@ -223,8 +219,8 @@ def encode_rows(
         first = list(itertools.islice(chunks, MANY_ROWS // ROWS_PER_CHUNK + 1))
         chunks = itertools.chain(first, chunks)
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        many = cpus > FEW_CPUS and len(first) * ROWS_PER_CHUNK > MANY_ROWS
-        num_workers = min(cpus, MOST_PROCESSES) if many else 1
+        uses_processes = cpus > FEW_CPUS and len(first) * ROWS_PER_CHUNK > MANY_ROWS
+        num_workers = min(cpus, MOST_PROCESSES) if uses_processes else 1
     if num_workers <= 1:
         return _encode(chunks, 1, lambda: _InProcess(encoder), poll)
     try:
@@ -239,8 +235,6 @@ def encode_rows(
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Yields the rows in chunks, what a worker tokenises at a time: lists of 512 rows (`ROWS_PER_CHUNK`) or, if they
-    reach that first, of about 8 Mi characters (`CHARACTERS_PER_CHUNK`); the last one may be smaller."""
     chunk, size = [], 0
     for row in rows:
         chunk.append(row)
@@ -253,30 +247,29 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 class _Encoder(Protocol):
-    """The interface of what tokenises chunks of rows, in this process (`_InProcess`) or another (`_Process`). `encode`
-    is called in a `_Worker` thread, and the other methods in the thread that waits for chunks."""
+    """Tokenises chunks, in this process or another. `encode` runs in a worker's thread, the rest in the thread that
+    waits.
+    """
 
     def encode(self, rows: list[Row]) -> Chunk:
-        """Tokenises some rows and returns their chunk; blocks until it is made. Raises what the tokenising raised."""
+        """Blocks until the chunk is made, and raises its error."""
         ...
 
     def stopped(self) -> str:
-        """If the encoder's process was stopped by a signal such as SIGSTOP, and therefore makes no progress: the name
-        of that process in words, for a warning and an error of `_wait_for`. Otherwise ""."""
+        """The encoder's process in words if a signal such as SIGSTOP stopped it, else ""."""
         ...
 
     def close(self) -> None:
-        """Ends the encoder when all chunks are done and it is idle."""
+        """Ends an idle encoder."""
         ...
 
     def kill(self) -> None:
-        """Ends the encoder at once, even while it is working on a chunk, after an error or an interrupt."""
+        """Ends the encoder at once, even at work."""
         ...
 
 
 class _Worker(threading.Thread):
-    """A daemon thread that takes (rows, future) from the queue `tasks` and sets the future to the chunk that `encoder`
-    makes of the rows, or to its error, until it takes None. It is started at once. `_encode` makes them."""
+    """A daemon thread that encodes (rows, future) tasks until it takes None."""
 
     def __init__(self, encoder: _Encoder, tasks: queue.SimpleQueue):
         super().__init__(name="tokenising", daemon=True)
@@ -285,7 +278,6 @@ class _Worker(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """The thread's main function: takes tasks from the queue until it takes None, and sets the future of each."""
         while (task := self.tasks.get()) is not None:
             rows, future = task
             try:
@@ -297,18 +289,13 @@ class _Worker(threading.Thread):
 def _encode(
     chunks: Iterable[list[Row]], count: int, make: Callable[[], _Encoder], poll: Callable[[], None]
 ) -> Iterator[Chunk]:
-    """Tokenises chunks of rows with several workers at a time, and yields the results in the order of the chunks.
-
-    Args:
-        chunks: chunks of rows, of which at most 2 x `count` + 1 are taken ahead, to limit the memory.
-        count: the most workers, each a thread with an encoder of its own; no more are made than there are chunks.
-        make: makes the encoder of one worker, which is closed after the last chunk, or killed if the work ends before.
-        poll: called for each chunk, and several times a second while one is waited for; what it raises ends the work.
+    """Tokenises chunks with at most `count` workers, and yields results in order; at most 2 x count + 1 are taken
+    ahead. make: makes an encoder, which is closed at the end, or killed if the work ends early.
     """
     tasks: queue.SimpleQueue = queue.SimpleQueue()
     workers: list[_Worker] = []
     waiting: collections.deque[tuple[list[Row], concurrent.futures.Future[Chunk]]] = collections.deque()
-    done = False
+    is_done = False
     try:
         for rows in chunks:
             poll()
@@ -320,15 +307,15 @@ def _encode(
                 yield _wait_for(*waiting.popleft(), workers, poll)
         while waiting:
             yield _wait_for(*waiting.popleft(), workers, poll)
-        done = True
+        is_done = True
     finally:
         with contextlib.suppress(queue.Empty):
-            while not done:
+            while not is_done:
                 tasks.get_nowait()
         for _ in workers:
             tasks.put(None)
         for worker in workers:
-            worker.encoder.close() if done else worker.encoder.kill()
+            worker.encoder.close() if is_done else worker.encoder.kill()
         for worker in workers:
             worker.join(timeout=1)  # none should still run while the interpreter shuts down
 
@@ -339,21 +326,14 @@ def _wait_for(
     workers: list[_Worker],
     poll: Callable[[], None],
 ) -> Chunk:
-    """Waits for the result of one chunk and returns it, and calls `poll` meanwhile.
+    """Waits for a chunk's future, and calls `poll` meanwhile. Warns if a worker's process is stopped.
 
-    Args:
-        rows: the rows of the chunk, for messages and to decide how long to wait.
-        future: the chunk's future, which a worker sets.
-        workers: all workers, to warn if the process of one was stopped by a signal.
-        poll: called several times a second; an exception that it raises passes through.
-
-    Raises:
-        ValueError: the chunk takes more than 600 s plus 1 s per 10,000 characters; also what its encoder raised. Time
-            in which this process itself was stopped does not count.
+    Raises ValueError after 600 s and 1 s for each 10,000 characters; time in which this process was stopped does not
+    count.
     """
     size = sum(row.size for row in rows)
     patience = PATIENCE_SECONDS + size / CHARACTERS_PER_SECOND
-    waited, last, reported, said = 0.0, time.monotonic(), "", False
+    waited, last, reported, has_warned = 0.0, time.monotonic(), "", False
     while not future.done():
         concurrent.futures.wait([future], POLL_SECONDS)
         poll()
@@ -363,8 +343,8 @@ def _wait_for(
         if stopped and stopped != reported:
             logger.warning("%s makes no progress, and this run waits for it: kill -CONT continues it", stopped)
         reported = stopped or reported
-        if rows and waited > SILENT_SECONDS and not said:
-            said = True
+        if rows and waited > SILENT_SECONDS and not has_warned:
+            has_warned = True
             logger.warning("waiting for %s to be tokenised, for %.0f s now", _span(rows), waited)
         if waited > patience and not future.done():
             if stopped:
@@ -379,22 +359,18 @@ def _wait_for(
 
 
 def _span(rows: list[Row]) -> str:
-    """The places (`file:line`) of the first and the last of `rows`, at least one, for messages: "rows.jsonl:1 to
-    rows.jsonl:512"; of a single row, its place."""
     first, last = (printable(row.place) for row in (rows[0], rows[-1]))
     return first if len(rows) == 1 else f"{first} to {last}"
 
 
 class _InProcess:
-    """The `_Encoder` that tokenises with `encoder` in this process: for one worker, or a tokenizer that cannot be
-    pickled. Its attribute `thread` is the id of the thread that encodes, by which `kill` ends it, or None."""
+    """Encodes in a thread of this process. `thread` is that thread's id while it encodes, for `kill`."""
 
     def __init__(self, encoder: RowEncoder):
         self.encoder = encoder
         self.thread: int | None = None
 
     def encode(self, rows: list[Row]) -> Chunk:
-        """Tokenises some rows in the calling thread and returns their chunk; `kill` can end it."""
         self.thread = threading.get_ident()
         try:
             return encode_chunk(self.encoder, rows)
@@ -402,22 +378,21 @@ class _InProcess:
             self.thread = None
 
     def stopped(self) -> str:
-        """Returns "": no signal such as SIGSTOP has stopped the process that asks."""
         return ""
 
     def close(self) -> None:
-        """Does nothing: there is no process to end."""
+        """There is no process to end."""
 
     def kill(self) -> None:
-        """Raises SystemExit in the encoding thread, if any, at its next Python instruction: it ends an endless loop."""
+        """Raises SystemExit in the encoding thread at its next Python instruction, which ends an endless loop."""
         if (thread := self.thread) is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
 
 
 class _Process:
-    """The `_Encoder` that tokenises in another process, which it starts. It sends pickled rows to the stdin of that
-    process and reads pickled chunks or errors from its stdout. setup: the pickled (tokenizer, keyword arguments of
-    RowEncoder), which is sent before the first rows."""
+    """Encodes in a process that it starts, with pickles through its stdin and stdout. setup: the pickled (tokenizer,
+    RowEncoder's keyword arguments).
+    """
 
     def __init__(self, setup: bytes):
         root = str(Path(__file__).resolve().parents[3])
@@ -437,8 +412,7 @@ class _Process:
         self.setup: bytes | None = setup
 
     def encode(self, rows: list[Row]) -> Chunk:
-        """Sends rows to the process and waits for their chunk. Raises ValueError if tokenising raised an error there,
-        whose text it has, or if the process ended or was killed."""
+        """Raises ValueError with the error's text from there, or if the process ended or was killed."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None and stdout is not None
         try:
@@ -450,9 +424,11 @@ class _Process:
             result = pickle.load(stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             code = self.process.wait()
-            ended = f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else f"ended with {code}"
+            ending = (
+                f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else f"ended with {code}"
+            )
             raise ValueError(
-                f"a process that tokenises {ended} while it had {_span(rows)}; set data.num_workers lower "
+                f"a process that tokenises {ending} while it had {_span(rows)}; set data.num_workers lower "
                 "(1 tokenises in the process that trains)"
             ) from None
         if isinstance(result, Exception):
@@ -460,8 +436,7 @@ class _Process:
         return result
 
     def stopped(self) -> str:
-        """The process in words for a warning, if a signal stopped it (state T in /proc); "" if it runs, or if there is
-        no /proc."""
+        """Reads /proc; "" without it."""
         with contextlib.suppress(OSError):  # the process has ended, or the system has no /proc
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][:1]
             if state in ("T", "t"):
@@ -469,7 +444,7 @@ class _Process:
         return ""
 
     def close(self) -> None:
-        """Ends the process by closing its input, and kills it if it does not end within 10 s."""
+        """Closes the process's input, and kills it after 10 s."""
         with contextlib.suppress(OSError):
             if self.process.stdin is not None:
                 self.process.stdin.close()  # makes the process leave
@@ -478,7 +453,7 @@ class _Process:
         self.kill()
 
     def kill(self) -> None:
-        """Kills the process and closes its pipes. A thread that waits for its answer wakes with an error."""
+        """Kills the process; a thread that waits for it wakes with an error."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -488,8 +463,7 @@ class _Process:
 
 
 def _pickled(rows: list[Row]) -> bytes:
-    """The pickle of `rows`, which is sent to a tokenising process. A row with objects that cannot be pickled is sent
-    as a bad row, so that it is counted as one and the other rows are used."""
+    """The pickle of `rows`; a row that cannot be pickled becomes a bad row."""
     try:
         return pickle.dumps(rows)
     except Exception:  # rows that a script gives as a list may have any objects
@@ -497,13 +471,13 @@ def _pickled(rows: list[Row]) -> bytes:
 
 
 def _unsent(row: Row) -> Row:
-    """Returns a bad row (without columns, with the reason) to be sent instead of `row`, which cannot be pickled."""
     return dataclasses.replace(row, value=None, error="it holds objects that cannot be sent to another process")
 
 
 def _serve(parent: int) -> None:
-    """The main function of a tokenising process: reads the setup and chunks of rows from stdin, and writes a chunk or
-    an error to stdout for each, until stdin ends or the parent process is gone. parent: the parent's process id."""
+    """The main function of a tokenising process: replies to each chunk of rows from stdin until that ends or the
+    process `parent` is gone.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     outlive()
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
@@ -524,9 +498,7 @@ def _serve(parent: int) -> None:
 
 
 def _leave_with(parent: int) -> None:
-    """Ends this process, with exit code 1, when the process `parent` (its id) is no longer its parent; it runs in a
-    thread of a tokenising process and looks once a second. A process that loops in a template would not notice the end
-    of its input."""
+    """Exits when `parent` is gone; a loop in a template would not notice the end of input."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -1,16 +1,10 @@
-"""The monitor of a run: metrics of every step, speeds, and the guards that stop a run (`Monitor`, which raises
-`TrainingStopped`). `Watched` is what it needs to know about the run, and `finished` waits for arrays and takes the
-time.
+"""The monitor of a run: metrics of every step, speeds, and the guards that stop a run.
 
-**How the speeds in metrics.jsonl are counted.** The wall clock of a run is divided into steps and pauses, so that each
-moment belongs to exactly one of them. A step lasts until the device has finished it, starting at the end of the
-previous step or pause. Delays of the host, such as fetching a loss one step late, do not shift these moments, because a
-thread that waits for the device takes the times. Pauses are loading, compiling anew, saving, evaluating and profiling.
-Each has its own line (`load_seconds`, `compile_seconds`, `save_seconds`, `eval_seconds`, `profile_seconds`) and is not
-part of any step. The line of loading also has the times of its parts, which `load_seconds` does not include:
-`compile_seconds`, and with several devices `collectives_seconds`, the time that they took to connect. The line of a
-pause that compiled programs has the `plan` in words. A line of steps says how many steps its speeds count (`steps`,
-those since the previous line) and their mean time (`step_seconds`), so that
+**How speeds are counted.** The wall clock is divided into steps and pauses. A step lasts from the end of the previous
+step or pause until the device has finished it; a thread that waits for the device takes these times, so that delays of
+the host do not shift them. Pauses are loading, compiling anew, saving, evaluating and profiling, each with a line of
+its own (`load_seconds`, which excludes its parts `compile_seconds` and `collectives_seconds`, ...). A line of steps has
+their number since the previous line (`steps`) and their mean time (`step_seconds`), so that
 
     sum of steps x step_seconds + sum of the pauses' seconds = wall clock of the run, up to its last line
 """
@@ -42,16 +36,13 @@ _LEARNT = 1e-10  # the square of the gradient of a smaller loss may underflow in
 
 
 class TrainingStopped(ValueError):
-    """Raised when a guard (a check of a step's metrics) ends the run: several steps in a row were not finite, nothing
-    is trained or an adapter is not, or the first step contradicts the reference (Watched.check_first). Callbacks may
-    raise it too. It passes through the training loop; on the way the Saver removes a last checkpoint whose state it
-    takes to be bad, if there is an older one. The message says what was seen and, in most cases, what to do."""
+    """Raised when a guard ends the run: steps in a row were not finite, nothing or an adapter does not train, or the
+    first step contradicts the reference. Callbacks may raise it too. The Saver may then remove the last checkpoint.
+    """
 
 
 def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Waits until the device has computed `arrays` (any pytree), and returns the time in seconds, by `clock`, at that
-    moment. A thread of the monitor calls it, so that a step's time does not depend on when the host reads its
-    metrics. The error of a failed step is ignored here; it is raised where its metrics are read."""
+    """Waits until the device has computed `arrays`, and returns the time. A failed step's error is ignored here."""
     with contextlib.suppress(Exception):  # an error of a failed step is raised where its values are read
         jax.block_until_ready(arrays)
     return clock()
@@ -59,9 +50,7 @@ def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> flo
 
 @dataclasses.dataclass
 class _Work:
-    """The work of one or several steps: their number, the seconds that they took, and sums over them of tokens and
-    FLOPs. Two are added by +, and `speeds` makes metrics of the sums. The Monitor makes one for each step, and adds
-    those since the previous line of metrics.jsonl, for its speeds, and the latest ten, for the speed on the screen."""
+    """The work of one or several steps; works are added by +."""
 
     steps: int = 0  # how many steps they are
     seconds: float = 0.0  # their duration in all
@@ -72,16 +61,13 @@ class _Work:
     data_wait_seconds: float = 0.0  # time that the host waited for rows
 
     def __add__(self, other: _Work) -> _Work:
-        """The work of both, with every field added; sum(works, _Work()) adds several."""
         return _Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def speeds(self, peak_flops: float | None) -> dict[str, Any]:
-        """The metrics on speed, {name in metrics.jsonl: value}: by second of the steps "tokens_per_second" (padding
-        included), "real_tokens_per_second" (without) and "trained_tokens_per_second", "steps" (their number), the means
-        "step_seconds" and "data_wait_seconds", and "mfu" (model FLOPs utilisation). There must be at least one step
-        (otherwise ZeroDivisionError). peak_flops: the peak FLOP/s of all devices, needed for mfu; None: unknown, and
-        mfu is left out. They are in the lines of metrics.jsonl and of `Watched.history`; the terminal shows only
-        "tokens_per_second"."""
+        """Metrics on speed, such as tokens_per_second (padding included) and mfu; needs at least one step.
+
+        peak_flops: FLOP/s of all devices; None leaves mfu out.
+        """
         seconds = max(self.seconds, 1e-9)  # the clock may not have moved
         speeds = {
             "tokens_per_second": self.slots / seconds,
@@ -96,8 +82,7 @@ class _Work:
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What a Monitor needs to know about its run; the Trainer makes it. A line is the dict of a step's metrics, as
-    metrics.jsonl has it, but with the speeds of this step alone."""
+    """What a Monitor needs to know about its run. A line is a step's metrics with the speeds of this step alone."""
 
     config: TrainConfig  # the run's
     total_steps: int  # optimizer steps of the whole run
@@ -115,28 +100,22 @@ class Watched:
 
 
 class Monitor:
-    """Processes the metrics of each step, which are fetched one step late so that nothing waits: logs and shows them,
-    passes them to callbacks, and applies the guards, which stop a run that trains nothing or diverges.
+    """Fetches the metrics of each step one step late, so that nothing waits; logs and shows them, passes them to
+    callbacks, and applies the guards.
 
-    It is used as a context. The run's clock starts when it is made. The training loop calls `step_dispatched` after
-    each step that it dispatched, and does longer work between steps, such as a save, in the context `pause`.
+    The run's clock starts when it is made. Call `step_dispatched` after each dispatched step, and do longer work
+    between steps within `pause`.
 
     Args:
-      run: what the Monitor needs to know about the run.
-      logger: records the lines of metrics.
-      progress: shows the metrics on the terminal.
-      finished: waits for a step's metrics and returns the time at which the device had computed them.
-      clock: returns the host's time in seconds; `finished` must use the same clock.
+      finished: waits for a step's metrics, and returns the time by `clock`.
     Attributes:
-      waiting: steps that were dispatched and not processed: (step, its metrics on the device, its counts, seconds that
-        the host waited for its rows, the future of the time at which the device has finished it).
-      bad: (step, counted from 1, loss, gradient norm) of the latest steps in a row that were not finite, without
-        overflows of the scaled loss of fp16; empty after a finite one. The message of the guard lists them.
-      applied: the number of steps done when the latest update was made; before the first update of this process 0, or
-        what the Trainer sets, the steps done by earlier processes. The Saver finds by it and skipped_in_row which
-        states are good.
-      skipped_in_row: the number of updates that were skipped since then.
-      seconds: the duration of each processed step of this process, in seconds.
+      waiting: (step, metrics on the device, counts, seconds of waiting for rows, future of the time at which the device
+        has finished it) of dispatched steps.
+      bad: (step from 1, loss, gradient norm) of the latest steps in a row that were not finite, without fp16's
+        overflows.
+      applied: the steps done at the latest update, from which the Saver knows which states are good.
+      skipped_in_row: updates skipped since then.
+      seconds: of each step of this process.
     """
 
     def __init__(
@@ -147,8 +126,6 @@ class Monitor:
         finished: Callable[[Any], float] = finished,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Starts the run's clock, and makes the thread that takes the times of steps. The class describes the
-        arguments."""
         self.run, self.logger, self.progress = run, logger, progress
         self.callbacks = Callbacks(run.callbacks)
         self.waiting: collections.deque[tuple[int, dict, dict, float, Future[float]]] = collections.deque()
@@ -172,83 +149,66 @@ class Monitor:
         self._recent: collections.deque[_Work] = collections.deque(maxlen=_SHOWN_STEPS)
 
     def __enter__(self) -> Monitor:
-        """Returns this monitor; its clock runs since it was made."""
         return self
 
     def __exit__(self, *exc) -> None:
-        """Waits for the thread that takes the times of steps, and ends it. Steps that are still waiting are not
-        processed here (`flush` does that)."""
+        """Does not process waiting steps: see `flush`."""
         self._stamps.shutdown()
 
     @contextlib.contextmanager
     def pause(self, name: str, step: int) -> Iterator[dict[str, Any]]:
-        """A context for work between steps, such as a save, whose time is not part of any step. It first waits for the
-        steps that were dispatched, and processes their metrics. It yields a dict, to which the caller may add metrics.
-        At the end it logs a line with these and `{name}_seconds`, the duration of the work. The added metrics that end
-        in "_seconds" are durations of parts of the work, and are subtracted from `{name}_seconds`. A pause within
-        another (a save in an evaluation) counts in its own line only. If the work raises, no line is logged.
+        """Work between steps, such as a save, that is part of no step. Processes dispatched steps first, which may
+        raise TrainingStopped; logs a line with `{name}_seconds` at the end, unless the work raises.
 
-        Args:
-          name: what the work is: "load" (with the parts "compile" and, on several devices, "collectives"), "compile"
-            (anew, after memory ran out), "save", "eval" or "profile".
-          step: the number of steps done.
-        Raises:
-          TrainingStopped: a guard ends the run because of a step that was waited for.
+        The yielded dict takes more metrics of the line; those named ..._seconds are parts of the work, and subtracted.
+        A pause within another counts in its own line only.
+          name: "load", "compile", "save", "eval" or "profile".
+          step: the steps done.
         """
         self.flush()
         values: dict[str, Any] = {}
         # A pause within another, or within a wait, is timed alone: a save in an evaluation, or while rewards are made.
-        within = self._clock() if self._pausing or self._waiting else None
+        inner_start = self._clock() if self._pausing or self._waiting else None
         pausing, self._pausing = self._pausing, True
         try:
             yield values
         finally:
             self._pausing = pausing
-        seconds = self.uncounted_seconds() if within is None else self._clock() - within
-        parts = sum(value for key, value in values.items() if key.endswith("_seconds"))
+        seconds = self.uncounted_seconds() if inner_start is None else self._clock() - inner_start
+        part_seconds = sum(value for key, value in values.items() if key.endswith("_seconds"))
         self._counted += seconds
         self._paused += seconds
-        self.logger.log(step, values | {f"{name}_seconds": seconds - parts})
+        self.logger.log(step, values | {f"{name}_seconds": seconds - part_seconds})
 
     @contextlib.contextmanager
     def planned(self, name: str, step: int) -> Iterator[dict[str, Any]]:
-        """The context `pause` for work that compiles programs: its line of metrics also has `plan`, the plan of the
-        training step that is in force at the end of the work, in words, a list of lines; the page of a run shows it. It
-        yields the dict to which the caller may add metrics. name: what the work is, "load", or "compile" after memory
-        ran out in the first step. step: the number of steps done."""
+        """A `pause` that compiles programs: its line also has `plan`, in words."""
         with self.pause(name, step) as values:
             yield values
             values["plan"] = self.run.planner.lines()
 
     def uncounted_seconds(self) -> float:
-        """Seconds of the run until now that are in no processed step and no ended pause yet. `pause` takes them as its
-        duration, unless it is within another, and the Trainer, while it loads, as compile_seconds."""
+        """Seconds until now in no processed step and no ended pause."""
         return self._clock() - self._counted
 
     @contextlib.contextmanager
     def data_wait(self) -> Iterator[None]:
-        """A context in which the host waits for the rows of the next step. Its time is counted, unless an exception
-        ends it, and becomes data_wait_seconds of that step (in metrics.jsonl the mean over the steps of the line). It
-        is not subtracted from the step's duration: the device may be busy meanwhile."""
-        began, paused, self._waiting = self._clock(), self._paused, True
+        """Waiting for the rows of the next step: its data_wait_seconds, which stay in the step's duration, because the
+        device may be busy meanwhile.
+        """
+        start_time, paused, self._waiting = self._clock(), self._paused, True
         try:
             yield
         finally:
             self._waiting = False
-        self._data_wait += self._clock() - began - (self._paused - paused)  # a save while it waits is no wait
+        self._data_wait += self._clock() - start_time - (self._paused - paused)  # a save while it waits is no wait
 
     def step_dispatched(self, step: int, latest: dict, counts: dict) -> None:
-        """Records that a step was dispatched to the device, and processes the metrics of the step before it, unless
-        `flush` has done that.
+        """Records a dispatched step, and processes the one before it, which may raise TrainingStopped.
 
-        Args:
-          step: the step's number, from 0.
-          latest: its metrics as arrays on the device, as StepProgram.update returns them.
-          counts: what is known on the host, from Engine.load_step, of which these are read: {"tokens",
-            "trained_tokens", "lengths" of its documents, and, if there are any, "metrics": {name: value}, those that
-            the source of the rows adds}.
-        Raises:
-          TrainingStopped: a guard ends the run because of the step before.
+        step: its number, from 0.
+        latest: its metrics on the device.
+        counts: host values: "tokens", "trained_tokens", "lengths" of documents, and perhaps the source's "metrics".
         """
         self.waiting.append((step, latest, counts, self._data_wait, self._stamps.submit(self._finished, latest)))
         self._data_wait = 0.0
@@ -256,8 +216,9 @@ class Monitor:
             self._take()
 
     def news(self, step: int) -> None:
-        """Records the answers that were sampled for `step` (from 0), if any were, tells callbacks, and prints what the
-        source of the rows says."""
+        """Records the answers that were sampled for `step` (from 0), tells callbacks, and prints the source's
+        remarks.
+        """
         if rollouts := self.run.batches.rollouts_at(step):
             self.logger.log_rollouts(step + 1, rollouts)
             self.callbacks.tell("sampled", step + 1, rollouts)
@@ -265,18 +226,14 @@ class Monitor:
             self.progress.print(text)
 
     def flush(self) -> None:
-        """Waits for all dispatched steps and processes their metrics. Pauses and saves begin with it, and the training
-        loop calls it after the last step. Raises TrainingStopped if a guard ends the run because of one of them."""
+        """Waits for all dispatched steps and processes them; may raise TrainingStopped."""
         while self.waiting:
             self._take()
 
     def _take(self) -> None:
-        """Waits for the oldest dispatched step and processes its metrics, in this order: passes them to callbacks,
-        which may add to them, appends them to Watched.history, logs them at the steps that metrics.log_every selects
-        (and at the last of the run and those that are not finite), shows them, updates `applied` and `skipped_in_row`,
-        and applies the guards, which may raise TrainingStopped. After the third step of this process it prints the
-        plan's forecast beside what was measured, except on a CPU. The error of a step that failed on the device is
-        raised."""
+        """Processes the oldest dispatched step: callbacks, which may add metrics, then history, log, screen, guards.
+        Raises the error of a step that failed on the device.
+        """
         self._record()
         step, latest, counts, data_wait, stamp = self.waiting.popleft()
         config = self.run.config
@@ -287,10 +244,10 @@ class Monitor:
         flops = self.run.flops(counts["lengths"])
         slots = self.run.batches.rows_per_step * self.run.batches.length
         work = _Work(1, seconds, slots, counts["tokens"], counts["trained_tokens"], flops, data_wait)
-        done, loss, norm = step + 1, float(values["loss"]), float(values["grad_norm"])
+        steps_done, loss, norm = step + 1, float(values["loss"]), float(values["grad_norm"])
         per_epoch = self.run.batches.steps_per_epoch
         line = {
-            **({} if per_epoch is None else {"epoch": round(done / per_epoch, 4)}),
+            **({} if per_epoch is None else {"epoch": round(steps_done / per_epoch, 4)}),
             "loss": loss,
             "grad_norm": norm,
             **({"learning_rate": float(values["learning_rate"])} if "learning_rate" in values else {}),
@@ -300,24 +257,24 @@ class Monitor:
             "peak_memory_bytes": memory_peak_bytes(),
         }
         line |= {key: float(value) for key, value in values["own"].items()}
-        logs = done % config.metrics.log_every == 0 or done == self.run.total_steps or not values["finite"]
+        logs = steps_done % config.metrics.log_every == 0 or steps_done == self.run.total_steps or not values["finite"]
         line |= self._of_source(counts.get("metrics", {}), logs)
         line |= {key: float(value) for key, value in values.get("aux", {}).items()}
         if config.computes_in == "fp16":
             line["loss_scale"] = float(values["loss_scale"])
         self.skipped_in_row = int(values["skipped_in_row"])
         if not self.skipped_in_row:
-            self.applied = done
-        self._unrecorded = done, line, work, logs
+            self.applied = steps_done
+        self._unrecorded = steps_done, line, work, logs
         try:
-            self.callbacks.tell("stepped", done, line)
+            self.callbacks.tell("stepped", steps_done, line)
         finally:
             self._record()
         if len(self.seconds) == 1:  # the first step also loads programs, so the speeds of later lines leave it out
             self._recent.clear()
         self._recent.append(work)
         self.progress.update(
-            done,
+            steps_done,
             loss=loss,
             learning_rate=line.get("learning_rate"),
             grad_norm=norm,
@@ -336,22 +293,23 @@ class Monitor:
                 self.progress.print(text)
         self._guard(step, loss, norm, values)
         if norms is not None and values["finite"] and norm > 0.0:
-            self._guard_adapters(done, norms)
+            self._guard_adapters(steps_done, norms)
 
     def _record(self) -> None:
-        """Keeps and logs the step whose callbacks are being called, if any is: also when one of them saves."""
+        """Keeps and logs the step whose callbacks are being called, if any: also when one of them saves."""
         if self._unrecorded is None:
             return
-        (done, line, work, logs), self._unrecorded = self._unrecorded, None
-        self.run.history.append({"step": done, **line})
+        (steps_done, line, work, logs), self._unrecorded = self._unrecorded, None
+        self.run.history.append({"step": steps_done, **line})
         self._unlogged += work
         if logs:
-            self.logger.log(done, line | self._unlogged.speeds(self.run.peak_flops))
+            self.logger.log(steps_done, line | self._unlogged.speeds(self.run.peak_flops))
             self._unlogged = _Work()
 
     def _of_source(self, metrics: Mapping[str, float], logs: bool) -> dict[str, float]:
-        """The metrics that the source of the rows has of a step; if it `logs`, their means over the steps since the
-        previous line, as not every step has a generation of its own."""
+        """A step's metrics of the rows' source; if it `logs`, means since the last line: not every step has a
+        generation.
+        """
         self._generation = dict(metrics) or self._generation
         for name, value in metrics.items():
             self._unlogged_source.setdefault(name, []).append(value)
@@ -361,19 +319,11 @@ class Monitor:
         self._unlogged_source = {}
         return means
 
-    def _guard_adapters(self, done: int, norms: np.ndarray) -> None:
-        """Raises TrainingStopped if the gradient of an adapter was exactly zero in each of the first three steps of
-        this process that have a gradient (a finite one that is not zero in all tensors). The loss does not depend on
-        the module of such an adapter, so it would never train. Of an adapter only B is looked at, because the gradient
-        of A is zero as long as B is.
+    def _guard_adapters(self, steps: int, norms: np.ndarray) -> None:
+        """Raises TrainingStopped if an adapter's gradient was exactly zero in the first three steps with a gradient:
+        the loss does not depend on its module.
 
-        It is called once for each step that has a gradient. It does nothing after the third one, or if
-        guards.adapters_without_gradient allows such adapters.
-
-        Args:
-          done: the number of steps done.
-          norms: float32[n], the norm of the gradient of each trainable tensor (in the order of Watched.trained), in a
-            step in which some are not zero.
+          norms: float32[n], of each trainable tensor.
         """
         if self._looked_at == _FIRST_STEPS or self.run.config.guards.adapters_without_gradient:
             return
@@ -382,47 +332,39 @@ class Monitor:
         if self._looked_at < _FIRST_STEPS or not self._idle:
             return
         names = [self.run.trained[index].removesuffix(".lora.b") for index in self._idle]
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise TrainingStopped(
-            f"step {done}: the gradient of {len(names)} adapters was exactly zero in the first {_FIRST_STEPS} steps, "
-            f"so they do not train: {shown}. Leave them out of adapter.target_modules, or set "
+            f"step {steps}: the gradient of {len(names)} adapters was exactly zero in the first {_FIRST_STEPS} steps, "
+            f"so they do not train: {listed}. Leave them out of adapter.target_modules, or set "
             "guards.adapters_without_gradient=true to continue"
         )
 
     def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
-        """Raises TrainingStopped if the run must end: the gradient is zero although the loss is not, a step that is a
-        whole epoch (steps_per_epoch = 1) has no token that is trained on, or the updates of guards.max_nonfinite_in_row
-        steps in a row were skipped. If an epoch has more steps, one without such tokens does not end the run. A step
-        that was not finite is printed with the places of its first rows, and added to `bad`, which a finite step
-        empties. In fp16, nothing is done after a step that was not finite if the loss scale is still above 1: that is
-        taken for an overflow of the scaled loss. After step 1 of the run, if it is finite and trains on a token,
-        `Watched.check_first` is called, which may raise TrainingStopped too; it is called after no other step.
+        """Raises TrainingStopped if the run must end. A skipped step is printed with its first rows.
 
-        Args:
-          step: the step's number, from 0.
-          loss, norm: the step's loss and gradient norm.
-          values: the step's metrics by name, as StepProgram.update returns them, but as numpy arrays on the host.
+        In fp16 a step that is not finite while the loss scale is above 1 is an overflow, not an error. values: the
+        step's metrics on the host.
         """
-        done = step + 1
+        nth = step + 1
         if values["finite"]:
             self.bad.clear()
             # Rows that are learnt, such as pairs beyond the margin of a hinge loss, have neither loss nor gradient.
             if norm == 0.0 and values["count"] > 0 and abs(loss) > _LEARNT:
                 raise TrainingStopped(
-                    f"step {done}: the gradient norm is exactly zero, so nothing would be trained. Trainable tensors: "
+                    f"step {nth}: the gradient norm is exactly zero, so nothing would be trained. Trainable tensors: "
                     f"{len(self.run.trained)}, first {self.run.trained[0]}"
                 )
-            if done == 1 and values["count"] > 0:
+            if nth == 1 and values["count"] > 0:
                 self.run.check_first(self.run.history[-1])
             if values["count"] == 0 and self.run.batches.steps_per_epoch == 1:
-                raise TrainingStopped(f"step {done}: no token of the whole data set is trained on")
+                raise TrainingStopped(f"step {nth}: no token of the whole data set is trained on")
             return
         if self.run.config.computes_in == "fp16" and values["loss_scale"] > 1.0:
             return  # an overflow of the scaled loss, after which the scale was halved, is not an error
-        self.bad.append((done, loss, norm))
+        self.bad.append((nth, loss, norm))
         sources = self.run.batches.sources_at(step)
-        shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
-        self.progress.print(f"step {done}: loss {loss}, gradient norm {norm}: update skipped; rows {shown}")
+        listed = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
+        self.progress.print(f"step {nth}: loss {loss}, gradient norm {norm}: update skipped; rows {listed}")
         limit = self.run.config.guards.max_nonfinite_in_row
         if int(values["skipped_in_row"]) >= limit:
             history = "; ".join(f"step {s}: loss {a}, gradient norm {b}" for s, a, b in self.bad[-limit:])

@@ -1,11 +1,11 @@
-"""The sampled answers of a run with their rewards, in the file rollouts.jsonl of its folder (`RolloutsFile`, `latest`).
+"""The sampled answers of a run with their rewards: rollouts.jsonl.
 
 A line is one answer: "step" (the first that trains on it), "row" (the number of its prompt among those read, from 0),
 "prompt" and "answer" (texts or messages), "rewards" ({function: number or null}), "reward" (their weighted sum),
 "advantage", "tokens" (sampled ones), "ended" ("stop" or "length"), and "extra", what functions logged by `log_extra`.
 
-The file stays within a size: of the older half of its generations every second one is dropped when it is full, so that
-what is left spans the whole run, closer towards its end.
+When the file is full, every second generation of the older half is dropped, so that what is left spans the whole run,
+closer towards its end.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _READ = 1 << 20  # bytes at the file's end in which the latest generation is loo
 
 
 class RolloutsFile:
-    """Appends generations to the rollouts.jsonl in `folder`, within `most_bytes`. resumed_step: the step from which a
-    resumed run continues, whose later generations are sampled again and dropped here; None: a new run."""
+    """Appends generations to rollouts.jsonl, within `most_bytes`. After resumed_step generations are sampled again and
+    dropped here; None: a new run.
+    """
 
     def __init__(self, folder: Path, most_bytes: int, resumed_step: int | None = None):
         self._path, self._most = folder / ROLLOUTS, most_bytes
@@ -40,7 +41,7 @@ class RolloutsFile:
             atomic_write(self._path, b"".join(text for step, text in lines if step <= (resumed_step or 0)))
 
     def add(self, rows: Sequence[Rollout]) -> None:
-        """Appends the answers of one generation; of one that is larger than a quarter of the file, the first ones."""
+        """Appends the answers of one generation, at most a quarter of the file."""
         texts = [json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "replace") + b"\n" for row in rows]
         sizes = itertools.accumulate(map(len, texts))
         data = b"".join(text for text, size in zip(texts, sizes, strict=True) if size <= _LARGEST * self._most)
@@ -60,29 +61,26 @@ class RolloutsFile:
             raise
 
     def _thin(self) -> None:
-        """Drops generations until the file is three quarters full."""
         generations = [
             b"".join(text for _, text in lines)
             for _, lines in itertools.groupby(_lines(self._path), key=lambda line: line[0])
         ]
-        kept = kept_generations([len(text) for text in generations], int(_FULL * self._most))
-        atomic_write(self._path, b"".join(generations[index] for index in kept))
+        live_indices = kept_generations([len(text) for text in generations], int(_FULL * self._most))
+        atomic_write(self._path, b"".join(generations[index] for index in live_indices))
 
 
 def kept_generations(sizes: Sequence[int], most: int) -> list[int]:
-    """The indices of the generations that are kept so that their `sizes`, from the oldest on, add up to at most `most`:
-    of the older half every second one is dropped, as often as needed."""
-    kept = list(range(len(sizes)))
-    while kept and sum(sizes[index] for index in kept) > most:
-        older = kept[: max(2, len(kept) // 2)]
-        dropped = set(older[1::2] if len(kept) > 2 else kept[:1])
-        kept = [index for index in kept if index not in dropped]
-    return kept
+    """Indices of the generations that stay, from `sizes` (the oldest first), so that they add up to at most `most`."""
+    live = list(range(len(sizes)))
+    while live and sum(sizes[index] for index in live) > most:
+        older = live[: max(2, len(live) // 2)]
+        dropped = set(older[1::2] if len(live) > 2 else live[:1])
+        live = [index for index in live if index not in dropped]
+    return live
 
 
 def latest(folder: Path) -> list[Rollout]:
-    """The answers of the latest generation in the rollouts.jsonl of `folder`, or its last ones if it is large; [] if
-    there is none."""
+    """The answers of the latest generation, or its last ones if it is large."""
     path = folder / ROLLOUTS
     if not path.is_file():
         return []
@@ -90,18 +88,17 @@ def latest(folder: Path) -> list[Rollout]:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _READ))
         lines = file.read().split(b"\n")[1 if size > _READ else 0 :]
-    found = [line for text in lines if (line := _parsed(text)) is not None]
-    return [line for line in found if line["step"] == found[-1]["step"]]
+    lines_read = [line for text in lines if (line := _parsed(text)) is not None]
+    return [line for line in lines_read if line["step"] == lines_read[-1]["step"]]
 
 
 def _lines(path: Path) -> list[tuple[int, bytes]]:
-    """(step, the line with its end) of the lines of a file that can be read."""
+    """(step, the line with its end) of the readable lines."""
     with open(path, "rb") as file:
         return [(line["step"], text) for text in file if text.endswith(b"\n") and (line := _parsed(text)) is not None]
 
 
 def _parsed(text: bytes) -> Rollout | None:
-    """A line of the file; None if it is no JSON object with a step."""
     try:
         line: Any = json.loads(text)
         return line if type(line["step"]) is int else None

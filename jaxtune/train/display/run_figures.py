@@ -1,6 +1,4 @@
-"""The figures of a run that its page shows, read from the run's folder, as one JSON object: `RunFiles.page` returns it.
-`jaxtune report` and `jaxtune watch` make their pages of it. `Figures` collects the lines of metrics.jsonl, a `Curve`
-has the values of one metric, and `thinned` makes a long curve short enough to draw."""
+"""The figures of a run that its page shows, read from the run's folder, as one JSON object."""
 
 from __future__ import annotations
 
@@ -49,35 +47,24 @@ _EVALUATED = "eval_"
 
 @dataclasses.dataclass
 class Curve:
-    """The values of one metric over the steps of a run; `steps` (int64) and `values` (float64) are two arrays of equal
-    length. Charts are drawn of it, and the main results are read from it."""
+    """One metric over the steps: int64 `steps` and float64 `values`."""
 
     steps: array.array = dataclasses.field(default_factory=lambda: array.array("q"))
     values: array.array = dataclasses.field(default_factory=lambda: array.array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Appends the point (step, value): `Figures.add` one of the training steps, `_charts` one of an evaluation."""
         self.steps.append(step)
         self.values.append(value)
 
 
 class Figures:
-    """The content of a metrics.jsonl that a run's page shows: the curve of each metric, the evaluations, the plan, and
-    sums such as the wall time. It is made empty, and `add` adds one line of the file.
-
-    Only curves and sums are kept, because all lines of a long run would fill the memory.
+    """What a page shows of a metrics.jsonl. Only curves and sums stay: all lines of a long run would fill the memory.
 
     Attributes:
-      curves: {key of a drawn metric: its Curve}, apart from those of evaluations.
-      evaluations: (step, identity of the rows or "", {name of a drawn metric without the prefix "eval_": value}) of
-        each evaluation.
-      plan: the plan in force, in words, a list of lines: of a run that was resumed, or ran out of memory, the last of
-        several.
-      step: the number of steps done, by the last line.
-      seconds: the wall time of the run's steps and pauses, without the time between a kill and its resume.
-      step_seconds: the wall time of its steps alone.
-      steps_timed: the number of steps that `step_seconds` counts.
-      skipped: the number of updates that were skipped because they were not finite.
+      evaluations: (step, identity of the rows or "", {metric without "eval_": value}).
+      plan: the plan in force, lines.
+      seconds: the wall time of steps and pauses, without the time between a kill and its resume.
+      step_seconds, steps_timed: the wall time of the steps alone, and their number.
     """
 
     def __init__(self):
@@ -91,9 +78,7 @@ class Figures:
         self.skipped = 0.0
 
     def add(self, line: JsonMapping) -> None:
-        """Adds one line of metrics.jsonl, as metrics.parsed returns it: of steps, an evaluation or a pause. Numbers of
-        drawn metrics are appended to their curves, those named eval_... to `evaluations`; other values, such as texts,
-        are in no curve. The sums, `step` and `plan` are updated. `RunFiles` calls it for each line of the file once."""
+        """Adds one line, of steps, an evaluation or a pause."""
         self.step = line["step"]
         self.seconds += _wall_seconds(line)
         steps = line.get("steps", 1)
@@ -113,19 +98,15 @@ class Figures:
                 self.curves.setdefault(key, Curve()).add(self.step, value)
 
     def comparable_evaluations(self) -> list[tuple[int, dict[str, float]]]:
-        """(step, {metric's name: value}) of the evaluations of the same rows as the last evaluation's, and of those
-        whose lines do not say which rows they had. Evaluations of other rows cannot be compared with these. The charts
-        and the main results have only these."""
+        """(step, {metric: value}) of evaluations of the last one's rows, or of unnamed rows."""
         last = self.evaluations[-1][1] if self.evaluations else ""
         return [(step, numbers) for step, rows, numbers in self.evaluations if rows in ("", last)]
 
 
 class RunFiles:
-    """Reads the figures of the run in `folder` for its page. The object is kept between requests of a page that shows a
-    running run, so that a later call of `page` reads only the lines that were added to metrics.jsonl since."""
+    """Reads the figures of one run. Keep it: a later call of `page` reads only the new lines."""
 
     def __init__(self, folder: Path):
-        """Reads nothing yet; `page` does. folder: the run's, which may not exist yet."""
         self.folder = folder
         self._figures = Figures()
         self._file, self._read = (0, 0), 0  # device and inode of metrics.jsonl, bytes of whole lines read
@@ -133,45 +114,34 @@ class RunFiles:
         self._page: JsonObject = {}
 
     def page(self) -> JsonObject:
-        """What the page shows of the run, as the JSON object that `_page` makes: its name, state, steps done, main
-        results ("facts"), plan, charts, samples of answers and settings. While the run's state and files (metrics,
-        results, config) have not changed, it is the same object as at the last call, so that a server that is asked
-        every two seconds computes nothing.
-
-        Raises:
-          ValueError: the folder has no metrics.jsonl.
-        """
+        """The run's JSON object for page.js; the same one while its files stay. ValueError without metrics.jsonl."""
         path = self.folder / m.JSONL
         if not path.is_file():
             raise ValueError(f"{self.folder} is not a run's folder: there is no {m.JSONL} in it")
         state = read_state(self.folder)
-        seen = (state, *(_identity(self.folder / name) for name in (m.JSONL, RESULTS, CONFIG, STATE, ROLLOUTS)))
-        if seen != self._seen:
+        identity = (state, *(_identity(self.folder / name) for name in (m.JSONL, RESULTS, CONFIG, STATE, ROLLOUTS)))
+        if identity != self._seen:
             self._read_lines(path)
-            self._page, self._seen = _page(self.folder, self._figures, state), seen
+            self._page, self._seen = _page(self.folder, self._figures, state), identity
         return self._page
 
     def _read_lines(self, path: Path) -> None:
-        """Adds to the figures the lines that the metrics.jsonl at `path` got since the last call; lines that cannot be
-        read are left out. If the file was replaced by another, as a resume does, or became shorter, all of its lines
-        are read into new figures. A last line without its line end, which the run is writing, is left for the next
-        call."""
+        """Adds new whole lines; a file that was replaced, as a resume does, or became shorter is read anew."""
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             identity = (status.st_dev, status.st_ino)
             if identity != self._file or status.st_size < self._read:  # a resumed run has replaced the file
                 self._figures, self._read, self._file = Figures(), 0, identity
             file.seek(self._read)
-            *whole, _ = file.read().split(b"\n")
-        self._read += sum(len(text) + 1 for text in whole)
-        for text in whole:
+            *complete_lines, _ = file.read().split(b"\n")
+        self._read += sum(len(text) + 1 for text in complete_lines)
+        for text in complete_lines:
             if (line := m.parsed(text)) is not None:
                 self._figures.add(line)
 
 
 def _identity(path: Path) -> Any:
-    """A value that changes when the file at `path` does (inode, size and time of its last change); None if the file is
-    missing. `RunFiles.page` computes nothing while it is the same for all files of the run."""
+    """A value that changes when the file does; None if it is missing."""
     try:
         status = path.stat()
     except OSError:
@@ -180,16 +150,7 @@ def _identity(path: Path) -> Any:
 
 
 def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
-    """The JSON object of one run that page.js draws: {"name", "folder", "state", "why" (see RunState), "step": steps
-    done, "total": steps of the run or None, "left": time left in words or "", "facts": main results, "plan": lines,
-    "charts", "samples" of answers, "rollouts": the latest, "settings": {key: value} of those that differ from the
-    defaults, "config": the text of config.yaml}.
-
-    Args:
-      folder: the run's folder.
-      figures: what its metrics.jsonl contains.
-      state: whether the run is running or how it ended, as read_state returns it.
-    """
+    """The JSON object of one run for page.js. "total" may be None, "left" ""; "settings" differ from the defaults."""
     results, settings = _json(folder / RESULTS), _settings(folder / CONFIG)
     name = settings.get("metrics.run_name")
     return {
@@ -211,36 +172,35 @@ def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
 
 
 def _seconds_left(figures: Figures, state: RunState) -> str:
-    """The estimated time left of a run in words, for its page (a terminal shows the estimate of `metrics.Progress`), by
-    the mean time of a step in `figures` and the total steps in `state`; "" if the run is not running, or its end or
-    speed is not known."""
+    """The estimated time left in words; "" if the run is not running, or it is not known."""
     if state.name != "running" or state.total_steps is None or not figures.steps_timed:
         return ""
-    left = (state.total_steps - figures.step) * figures.step_seconds / figures.steps_timed
-    return _in_words(left) if math.isfinite(left) and left >= 0 else ""
+    seconds_left = (state.total_steps - figures.step) * figures.step_seconds / figures.steps_timed
+    return _in_words(seconds_left) if math.isfinite(seconds_left) and seconds_left >= 0 else ""
 
 
 def _charts(figures: Figures, objective: str) -> list[JsonObject]:
-    """The charts of a run, in the order of the page, one for each metric that has a finite value: {"key": the metric's
-    name, of a loss other than sft's with the objective, as such losses cannot be compared; "title"; "unit"; "zero":
-    whether its axis begins at 0; "line": the training steps; "dots": the comparable evaluations}. The last two are
-    what `thinned` returns."""
+    """The charts in the order of the page: {"key", "title", "unit", "zero": the axis begins at 0, "line": training
+    steps, "dots": evaluations}. Losses of other objectives get keys of their own, as they cannot be compared.
+    """
     evaluations = figures.comparable_evaluations()
     dotted: dict[str, Curve] = {}
     for step, numbers in evaluations:
         for key, value in numbers.items():
             dotted.setdefault(key, Curve()).add(step, value)
-    own = sorted((key for key in (figures.curves | dotted) if key not in _FIRST), key=lambda key: "reward" not in key)
+    other_keys = sorted(
+        (key for key in (figures.curves | dotted) if key not in _FIRST), key=lambda key: "reward" not in key
+    )
     charts = []
-    rewards = sum("reward" in key for key in own)
+    rewards = sum("reward" in key for key in other_keys)
     for key in (
         *_BEFORE_REWARDS,
-        *own[:rewards],
+        *other_keys[:rewards],
         *(key for key in _FIRST if key not in _BEFORE_REWARDS),
-        *own[rewards:],
+        *other_keys[rewards:],
     ):
         title, unit, factor = _FIRST.get(key, (key.replace("_", " "), "", 1.0))
-        line, dots = (thinned(found.get(key, Curve()), factor) for found in (figures.curves, dotted))
+        line, dots = (thinned(curves.get(key, Curve()), factor) for curves in (figures.curves, dotted))
         if line["x"] or dots["x"]:
             from_zero = key in _FROM_ZERO
             if key == "loss" and objective != "sft":
@@ -250,13 +210,8 @@ def _charts(figures: Figures, objective: str) -> list[JsonObject]:
 
 
 def thinned(curve: Curve, factor: float = 1.0) -> dict[str, list[float]]:
-    """The finite points of a curve, as a chart draws them: {"x": steps, "y": values}. Of more than MOST_POINTS (600)
-    points, which a browser would draw slowly, it makes at most that many intervals: "x" has the last step of each, "y"
-    its mean, and two more lists, "low" and "high", its smallest and largest value.
-
-    Args:
-      curve: the curve.
-      factor: multiplies the values, to convert their unit.
+    """The finite points {"x": steps, "y": values times `factor`}. More than 600, which a browser draws slowly, become
+    that many intervals: their last steps and means, with "low" and "high".
     """
     points = [
         (step, value * factor)
@@ -265,28 +220,24 @@ def thinned(curve: Curve, factor: float = 1.0) -> dict[str, list[float]]:
     ]
     if len(points) <= MOST_POINTS:
         return {"x": [step for step, _ in points], "y": [_short(value) for _, value in points]}
-    each = -(-len(points) // MOST_POINTS)
-    found: dict[str, list[float]] = {"x": [], "y": [], "low": [], "high": []}
-    for interval in itertools.batched(points, each):
+    interval_size = -(-len(points) // MOST_POINTS)
+    thinned_points: dict[str, list[float]] = {"x": [], "y": [], "low": [], "high": []}
+    for interval in itertools.batched(points, interval_size):
         values = [value for _, value in interval]
-        found["x"].append(interval[-1][0])
-        found["y"].append(_short(statistics.fmean(values)))
-        found["low"].append(_short(min(values)))
-        found["high"].append(_short(max(values)))
-    return found
+        thinned_points["x"].append(interval[-1][0])
+        thinned_points["y"].append(_short(statistics.fmean(values)))
+        thinned_points["low"].append(_short(min(values)))
+        thinned_points["high"].append(_short(max(values)))
+    return thinned_points
 
 
 def _short(value: float) -> float:
-    """`value` rounded to six significant digits, as a chart's point shows it, which keeps the page small. NaN and
-    infinities stay as they are."""
+    """Six significant digits, which keep the page small."""
     return float(f"{value:.6g}")
 
 
 def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
-    """The main results of a run, which the page shows, a list of [name, value in words]: steps and wall time ("-" if it
-    is not finite); then those that are known of the first and last losses, exact match, the median speed and the
-    highest peak memory; and skipped updates, if there are any. figures: the content of metrics.jsonl. results: the
-    content of results.json."""
+    """The main results, [name, value in words]."""
     facts = [["steps", f"{figures.step:,}"]]
     facts.append(["time", _in_words(figures.seconds) if math.isfinite(figures.seconds) else "-"])
     losses, rewards = (figures.curves.get(key, Curve()).values for key in ("loss", "reward"))
@@ -311,48 +262,42 @@ def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
 
 
 def _in_words(seconds: float) -> str:
-    """A time of `seconds`, which must be finite, in words, for the page: 17 s, 1 min 6 s; from an hour on without
-    seconds: 13 h 53 min."""
-    minutes, rest = divmod(round(seconds), 60)
+    """Finite seconds as 17 s, 1 min 6 s, or 13 h 53 min."""
+    minutes, seconds_left = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+        return f"{minutes} min {seconds_left} s" if minutes else f"{seconds_left} s"
     return f"{minutes // 60:,} h {minutes % 60} min"
 
 
 def _exact_match(results: JsonMapping, when: str) -> float | None:
-    """The share of right answers, 0 to 1, that `results`, the content of results.json, has for `when`, "before" or
-    "after" training; None if it was not measured. `_facts` contains it."""
-    found = results.get(when)
-    return float(found["exact_match"]) if isinstance(found, dict) and _is_number(found.get("exact_match")) else None
+    """The share of right answers "before" or "after" training; None: not measured."""
+    entry = results.get(when)
+    return float(entry["exact_match"]) if isinstance(entry, dict) and _is_number(entry.get("exact_match")) else None
 
 
 def _samples(results: JsonMapping) -> list[dict[str, str]]:
-    """Held-out questions with the expected answer and the model's, from `results`, the content of results.json: a list
-    of {"question", "expected", "before": the answer before training, "given": the one after it}, one for each question
-    that was sampled before or after training; "" for an answer that is not there."""
+    """[{"question", "expected", "before": the answer before training, "given": after}]; "" for a missing answer."""
     before, after = (
         {sample["question"]: sample for sample in _asked(results.get(when))} for when in ("before", "after")
     )
-    found = []
+    samples_shown = []
     for question, sample in (before | after).items():
         answers = ((before, "before"), (after, "given"))
-        found.append(sample | {name: samples.get(question, {}).get("given", "") for samples, name in answers})
-    return found
+        samples_shown.append(sample | {name: samples.get(question, {}).get("given", "") for samples, name in answers})
+    return samples_shown
 
 
 def _rollouts(folder: Path) -> list[JsonObject]:
-    """The answers of the latest generation that the page shows: [{"step", "prompt", "answer", "rewards": texts "name
-    number", "reward", "advantage", "tokens", "ended"}]."""
+    """The latest generation's answers as texts."""
 
     def number(value: object) -> str:
-        """A number in words; "-" without one."""
         return f"{value:.4g}" if _is_number(value) else "-"
 
-    found = []
+    answers = []
     for line in latest(folder)[:_MOST_ROLLOUTS]:
         rewards = line.get("rewards")
         rewards = rewards if isinstance(rewards, dict) else {}
-        found.append(
+        answers.append(
             {
                 "step": line["step"],
                 **{key: _shown(line.get(key)) for key in ("prompt", "answer")},
@@ -361,38 +306,41 @@ def _rollouts(folder: Path) -> list[JsonObject]:
                 "ended": str(line.get("ended", "")),
             }
         )
-    return found
+    return answers
 
 
 def _shown(value: object) -> str:
-    """A prompt or an answer as text of at most 1,000 characters; of messages "role: content", a line each."""
+    """Text of at most 1,000 characters; of messages "role: content", a line each."""
     messages = value if isinstance(value, list) else [value]
-    texts = [f"{one.get('role')}: {_content(one)}" if isinstance(one, dict) else str(one) for one in messages]
+    texts = [
+        f"{message.get('role')}: {_content(message)}" if isinstance(message, dict) else str(message)
+        for message in messages
+    ]
     text = "\n".join(texts)
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
 
 
 def _content(message: JsonMapping) -> str:
-    """The content of a message, and the calls of tools in it."""
-    parts = (message.get("content"), message.get("tool_calls"))
-    return " ".join(one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in parts if one)
+    fields = (message.get("content"), message.get("tool_calls"))
+    return " ".join(
+        field if isinstance(field, str) else json.dumps(field, ensure_ascii=False) for field in fields if field
+    )
 
 
-def _asked(found: Any) -> list[dict[str, str]]:
-    """The sampled answers in `found`, the entry `before` or `after` of results.json, as dicts {"question", "expected",
-    "given"}; entries that lack one of these are left out, because the file may contain anything."""
-    samples = found.get("samples") if isinstance(found, dict) else None
+def _asked(entry: Any) -> list[dict[str, str]]:
+    """Sampled answers of an entry of results.json, which may contain anything; incomplete ones are left out."""
+    samples = entry.get("samples") if isinstance(entry, dict) else None
     keys = ("question", "expected", "given")
-    whole = [
-        one for one in (samples if isinstance(samples, list) else []) if isinstance(one, dict) and one.keys() >= {*keys}
+    complete_samples = [
+        answer
+        for answer in (samples if isinstance(samples, list) else [])
+        if isinstance(answer, dict) and answer.keys() >= {*keys}
     ]
-    return [{key: str(sample[key]) for key in keys} for sample in whole]
+    return [{key: str(sample[key]) for key in keys} for sample in complete_samples]
 
 
 def _settings(path: Path) -> dict[str, object]:
-    """{dotted key: value} of the settings in the config.yaml at `path` that differ from jaxtune's
-    defaults, or that it does not know; {} if the file is missing or is not a YAML mapping. The page lists them; nothing
-    is checked."""
+    """{dotted key: value} of a config.yaml that differ from the defaults, unchecked; {} if it cannot be read."""
     import yaml
 
     from jaxtune.train.config.file import flat_keys
@@ -408,14 +356,11 @@ def _settings(path: Path) -> dict[str, object]:
 
 @functools.cache
 def _default_settings() -> JsonObject:
-    """{dotted key: default, a JSON value, null for a key without one} of a run's config, by which `_settings` finds the
-    settings of a run that differ. The keys of the sections model, data, adapter and mesh are included, although a
-    config need not have these sections or gives them no default; of qat there is only the section, null."""
+    """{dotted key: default or None} of a run's config, with the sections that it need not have."""
     from jaxtune.train import config
     from jaxtune.train.config.file import flat_keys
 
     def defaults(section: Any) -> JsonObject:
-        """{name of a key: its default} of a dataclass `section`."""
         return {field.name: field.default for field in dataclasses.fields(section)}
 
     tree = defaults(config.TrainConfig)
@@ -431,51 +376,38 @@ def _default_settings() -> JsonObject:
 
 
 def _as_json(default: object) -> JsonObject | None:
-    """A function for json.dumps, which calls it with each `default` of a config key that JSON has no value for. For a
-    section, a dataclass, it returns {field: value}; for the marker of a key without a default it returns None
-    (null)."""
+    """json.dumps's `default`: a section's fields, None for a key without a default."""
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         return dataclasses.asdict(default)
     return None
 
 
 def _read(path: Path) -> str:
-    """The text of the file at `path` in a run's folder; "" if it is missing. Bytes that are not UTF-8 are replaced,
-    because the file may contain anything; a run replaces it as a whole, so it is never half written. The page reads
-    config.yaml and results.json by it."""
+    """The text of a file; "" if it is missing. Bytes that are not UTF-8 are replaced: it may contain anything."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def _json(path: Path) -> JsonObject:
-    """The mapping in the JSON file at `path`; empty if there is no such file, or if it is not a JSON object. `_page`
-    reads results.json by it, which many runs do not have."""
     try:
-        found = json.loads(_read(path) or "{}")
+        value = json.loads(_read(path) or "{}")
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _is_drawn(key: str) -> bool:
-    """Whether the metric `key` is drawn as a curve on the page. True for the metrics of `_FIRST`, such as loss, and for
-    all that are not in `_NOT_DRAWN` and do not end as in `_NOT_DRAWN_ENDS` (times, speeds, sizes and counts), such as
-    the rewards of an objective."""
     return key in _FIRST or not (key in _NOT_DRAWN or key.endswith(_NOT_DRAWN_ENDS))
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    """Whether `value`, a JSON value, is a number that fits a float. False for true and false, and for an integer that
-    is too large, because JSON's integers have any size. The page leaves out other values."""
+    """Whether a JSON value is a number that fits a float; JSON's integers have any size."""
     if isinstance(value, bool):
         return False
     return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def _wall_seconds(line: JsonMapping) -> float:
-    """The wall time in seconds that a line of metrics.jsonl adds to the run's: that of its steps (`steps` times
-    `step_seconds`), or, for the line of a pause such as a save, the sum of all its numbers named ..._seconds: the
-    pause's own, which is without its parts (monitor.py), and its parts. A line of neither kind adds 0.
-    `Figures.seconds` is the sum over all lines."""
+    """The wall time of a line: its steps, or a pause with its parts."""
     if _is_number(line.get("step_seconds")):
         steps = line.get("steps", 1)
         return line["step_seconds"] * steps if _is_number(steps) else 0.0

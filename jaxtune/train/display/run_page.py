@@ -1,9 +1,4 @@
-"""The HTML page of runs: their curves over each other, how far they are, samples and settings. `run_page` makes the
-page of `jaxtune report`, and `page` both this one and that of `jaxtune watch`.
-
-run_figures.py reads the figures, page.js draws them, page.css is the page's style. A page that `jaxtune report` writes
-holds all three and loads nothing.
-"""
+"""The HTML page of runs: page.js draws their figures. A written page holds everything and loads nothing."""
 
 from __future__ import annotations
 
@@ -19,19 +14,13 @@ _ENDING = " - jaxtune</title>"
 
 
 def run_page(folders: Sequence[Path]) -> str:
-    """The text of the HTML page of the runs in `folders`, with all figures in it, so that it can be opened as a file,
-    without a server. `jaxtune report` writes it.
-
-    Raises:
-      ValueError: a folder has no run.
-    """
+    """The page of the runs in `folders`, with all figures in it; ValueError: a folder has no run."""
     pages = [RunFiles(folder).page() for folder in folders]
-    return page(", ".join(each["name"] for each in pages), pages)
+    return page(", ".join(run["name"] for run in pages), pages)
 
 
 def comparison(folders: Sequence[Path]) -> Path:
-    """The page of several runs: comparison.html in the deepest folder that has them all, so that each keeps its own
-    report.html."""
+    """comparison.html in the deepest folder that has all runs, so that each keeps its own report.html."""
     parents = [str(folder.resolve().parent) for folder in folders]
     page = Path(os.path.commonpath(parents)) / "comparison.html"
     return Path(os.path.relpath(page)) if page.is_relative_to(Path.cwd()) else page
@@ -43,9 +32,7 @@ def is_ours(page: Path) -> bool:
 
 
 def page(title: str, runs: Sequence[JsonObject] | None) -> str:
-    """The text of the HTML page under the title `title`. runs: the figures that the page contains, those of each run as
-    RunFiles.page returns them; None: the page contains none, and asks the server of watch.py for them every two
-    seconds."""
+    """The page's text. runs: the figures in it (RunFiles.page); None: it asks watch.py's server every two seconds."""
     script, style = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
     data = ""
     if runs is not None:

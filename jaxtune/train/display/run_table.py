@@ -13,8 +13,7 @@ _FIRST = ("run", "step", "time")
 
 
 def run_table(folders: Sequence[Path]) -> str:
-    """CSV text with a row for each line of the runs' metrics.jsonl and a column for each of their numbers; what a line
-    lacks is empty. Raises ValueError for a folder without metrics."""
+    """CSV with a row for each line of metrics.jsonl and a column for each number; ValueError without metrics."""
     rows: list[dict[str, object]] = []
     for folder in folders:
         if not (folder / m.JSONL).is_file():

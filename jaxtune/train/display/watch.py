@@ -1,8 +1,5 @@
-"""A local server (made by `server`) that shows runs while they train, side by side on one page: what `jaxtune report`
-shows, kept up to date.
-
-The server is the standard library's. It listens on the loopback address only, and answers no page of another site
-(system/loopback.py), so that none can read runs through the browser.
+"""A local server that shows runs while they train, on the loopback address only. It answers no page of another site, so
+that none can read runs through the browser.
 """
 
 from __future__ import annotations
@@ -21,14 +18,11 @@ from jaxtune.train.display.run_page import page
 
 
 def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServer:
-    """Makes the server of `jaxtune watch`, which shows the runs on one page at "/", and their figures as JSON at
-    "/runs". It runs when the caller calls its serve_forever.
+    """A server of the page at "/" and its figures as JSON at "/runs", which runs in serve_forever.
 
-    Args:
-      runs: the runs' folders; a run may start later.
-      port: the port on the loopback address; 0 takes a free one.
-    Raises:
-      ValueError: the port is not available.
+    ValueError: the port is not available.
+      runs: folders; a run may start later.
+      port: 0: a free one.
     """
 
     files = [RunFiles(run) for run in runs]
@@ -36,35 +30,32 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
     served: list[JsonObject] = []
     version = 0
 
-    def figures(seen: str) -> JsonObject:
-        """{"version": a number as text, "runs": the figures of each run}. The version grows when the figures change;
-        if `seen`, the version that the page has, is still the same, "runs" is left out."""
+    def figures(page_version: str) -> JsonObject:
+        """{"version", "runs"}; without "runs" if the page has this version."""
         nonlocal served, version
         with reading:
-            found = [_of(one) for one in files]
-            if found != served:
-                served, version = found, version + 1
-            return {"version": str(version)} if seen == str(version) else {"version": str(version), "runs": served}
+            run_figures = [_of(run_files) for run_files in files]
+            if run_figures != served:
+                served, version = run_figures, version + 1
+            return (
+                {"version": str(version)} if page_version == str(version) else {"version": str(version), "runs": served}
+            )
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        """Answers one request for the page or for the runs' figures; http.server makes one for each."""
-
         def do_GET(self):
-            """Answers GET: "/" is the page, "/runs?seen=VERSION" its figures as JSON. The status is 403 for a request
-            that comes from another site, and 404 for any other path."""
-            asked = urllib.parse.urlsplit(self.path)
+            """ "/runs?seen=VERSION" gives figures; 403 for a request of another site."""
+            url = urllib.parse.urlsplit(self.path)
             if refusal(self.headers.get("Host"), self.headers.get("Origin")) is not None:
                 self.send_error(403)
-            elif asked.path == "/":
+            elif url.path == "/":
                 self._answer(page("watch", None), "text/html")
-            elif asked.path == "/runs":
-                seen = urllib.parse.parse_qs(asked.query).get("seen", [""])[0]
-                self._answer(json.dumps(figures(seen)), "application/json")
+            elif url.path == "/runs":
+                page_version = urllib.parse.parse_qs(url.query).get("seen", [""])[0]
+                self._answer(json.dumps(figures(page_version)), "application/json")
             else:
                 self.send_error(404)
 
         def _answer(self, text: str, kind: str) -> None:
-            """Sends `text` with status 200 and the content type `kind`."""
             data = text.encode("utf-8", "replace")
             self.send_response(200)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -83,9 +74,7 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
 
 
 def _of(run: RunFiles) -> JsonObject:
-    """The JSON object of one run for the page: its figures (RunFiles.page), or, if it has no metrics yet or cannot be
-    read, {"name", "folder", "error": a sentence that says so}. The server asks for it at each request for figures, so
-    that one run's errors do not hide the other runs."""
+    """The figures of a run, or {"name", "folder", "error"}, so that one run's errors do not hide the others."""
     named = {"name": run.folder.resolve().name, "folder": str(run.folder)}
     if not (run.folder / m.JSONL).is_file():
         return named | {"error": f"This run has not started: there is no {m.JSONL} yet."}

@@ -1,5 +1,4 @@
-"""The setup of Orbax for the arrays of checkpoints: `saver` makes what writes them, `reader` what reads them, both for
-checkpoint.py. Orbax is imported in the functions, because importing it takes long."""
+"""Orbax for the arrays of checkpoints, imported late because it takes long."""
 
 from __future__ import annotations
 
@@ -19,11 +18,8 @@ _operations = itertools.count()  # numbers saves and restores; all processes cou
 
 
 def saver() -> Any:
-    """An Orbax checkpointer for writing: it copies arrays to the host and then writes them in a thread of its own, so
-    that training continues meanwhile. The caller waits for that (wait_until_finished) and closes it.
-
-    In a run of several processes all of them make it anew for each save, because they wait for each other at a barrier
-    whose name can be used once. With one process a Checkpointer uses one for all of its saves.
+    """An Orbax checkpointer that copies arrays to the host and writes them in a thread; wait (wait_until_finished),
+    then close. Several processes make it anew for each save, as they meet at a barrier whose name serves once.
     """
     import orbax.checkpoint as ocp
 
@@ -32,12 +28,8 @@ def saver() -> Any:
 
 
 def reader(largest_bytes: int) -> Any:
-    """A context with an Orbax checkpointer for one restore. It limits the arrays that are read and not yet on their
-    device to 2 GB of host memory at a time, because Orbax would otherwise read all of them at once. All processes of a
-    run must call it (`_processes`).
-
-    Args:
-      largest_bytes: the bytes of the largest array, for which there must be room; for a large one the limit is higher.
+    """A context for one restore that has at most 2 GB of arrays in host memory at a time, or what the largest needs.
+    Collective (`_processes`).
     """
     import orbax.checkpoint as ocp
 
@@ -47,13 +39,8 @@ def reader(largest_bytes: int) -> Any:
 
 
 def _handler(options, read_at_once_gb: int | None = None):
-    """Orbax's handler for pytrees of arrays, from which a checkpointer is made. As a side effect Orbax's log lines are
-    filtered out from now on, because its errors are raised here.
-
-    Args:
-      options: Orbax's MultiprocessingOptions, as _processes returns them.
-      read_at_once_gb: the most GB of host memory for arrays that are read and not yet on their device; None: Orbax's
-        default, which is much larger. It has no effect on writing.
+    """Filters Orbax's log lines from now on. read_at_once_gb: host memory for arrays not yet on their device; None: all
+    at once.
     """
     import orbax.checkpoint as ocp
 
@@ -73,14 +60,9 @@ def _handler(options, read_at_once_gb: int | None = None):
 
 
 def _processes():
-    """Orbax's MultiprocessingOptions: in a run of several processes they name all of them, so that the processes wait
-    for each other through JAX's coordination service. With one process they are Orbax's defaults.
-
-    Without the names Orbax would wait by a collective operation on the devices. That needs idle devices, and the
-    saver's thread would start it while the devices train.
-
-    With several processes each call takes the next number of `_operations` into the name of its barrier. All of them
-    must therefore call it equally often and in the same order, for saves and restores alike.
+    """Orbax's options. With several processes they wait through JAX's coordination service; else Orbax would use a
+    collective on devices that train. Each call numbers a barrier, so all processes must call equally often, in the same
+    order.
     """
     import orbax.checkpoint as ocp
 
@@ -93,6 +75,4 @@ def _processes():
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    """A filter for the logger absl, through which Orbax logs: False for a line that code of Orbax logs, which is then
-    not shown, because its errors are raised; True for all others. `_handler` adds it."""
     return f"{os.sep}orbax{os.sep}" not in record.pathname

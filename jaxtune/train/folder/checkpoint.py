@@ -1,4 +1,4 @@
-"""Checkpoints: Orbax writes the arrays, `Checkpointer` makes saves atomic and verified, `saved_steps` lists them.
+"""Checkpoints that are atomic and verified; Orbax writes the arrays.
 
     folder/
       run.lock                the run that uses the folder: pid, host, start time
@@ -8,9 +8,8 @@
         manifest.json         bytes and CRC-32 of every file above; written last, as the commit mark
       .tmp_step_00000200/     a save in progress, or the leftover of a dead run, which the next start removes
 
-A save copies device arrays to the host, returns, and finishes in a thread. Before a resume every byte is read again and
-its checksum compared. In a run of several processes each writes and reads the parts of its own devices. The first does
-all else: the lock, the commit, deletions, and the choice of what is restored.
+A save copies device arrays to the host, returns, and finishes in a thread. Before a resume every checksum is compared.
+Each process writes and reads its own devices' shards; the first does all else.
 """
 
 from __future__ import annotations
@@ -44,34 +43,29 @@ _STEP_NAME = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read, or is of another run; the message says what to do."""
+    """A checkpoint cannot be written or read, or is another run's; the message says what to do."""
 
 
 class NoRoom(CheckpointError):
-    """The disk has too little room for a checkpoint; all processes of a run raise it alike."""
+    """The disk has too little room; all processes raise it alike."""
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint in `folder`, which may be missing, in ascending order; files are not checked.
-    It needs no lock. `best_saved`, scoring.py and jaxtune.compat call it without one, Checkpointer.steps with it."""
+    """Steps with a checkpoint in `folder`, ascending; files are not checked, no lock is needed."""
     if not folder.is_dir():
         return []
-    found = (_STEP_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_STEP_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 class Checkpointer:
-    """Writes (`save`) and reads (`restore`) the checkpoints of one run, as a context. It has the folder's lock until
-    `close`; when it is made, it removes incomplete saves of a dead process. All checkpoints count as proven but one:
-    that saved (with proven=False) or restored last, until `confirm` says that its state is good; `reject` removes it.
+    """Saves and restores the checkpoints of one run; a context that holds the folder's lock. All count as proven but
+    the last saved (proven=False) or restored, until `confirm`; `reject` removes it.
 
-    Args:
-      folder: the folder of the checkpoints, which is created if it is missing.
-      keep: the number of newest complete and proven checkpoints that are kept, at least 1.
-    Attributes:
-      best: the steps of evaluations each better than the one before; the newest proven one of them is kept as well.
-    Raises:
-      ValueError: the folder cannot be written, another run uses it, or `keep` is below 1.
+      keep: newest proven checkpoints that stay, at least 1.
+
+    `best`: steps of ever better evaluations, of which the newest proven one stays. ValueError if the folder is not
+    writable or in use.
     """
 
     def __init__(self, folder: str | os.PathLike, keep: int = 2):
@@ -96,29 +90,23 @@ class Checkpointer:
         self.close()
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, ascending; files are not checked. This class and BestCheckpoint ask it."""
         return saved_steps(self.folder)
 
     def latest(self) -> int | None:
-        """The newest step that has a checkpoint, which may be damaged, or None. The Trainer asks it whether there is
-        anything to resume from, and at the end whether the last step is saved."""
+        """The newest step with a checkpoint, perhaps damaged, or None."""
         return max(self.steps(), default=None)
 
     # ---- writing
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any], proven: bool = True) -> None:
-        """Starts a save, of which a thread writes the files, and returns once the device arrays are copied to the host;
-        the caller may donate them then. It first waits for the previous save, and raises its error if that failed. When
-        the files are complete, checkpoints of later steps and those that need not be kept are removed (`_purge`).
+        """Starts a save, which a thread finishes; returns once arrays are on the host and may be donated. First waits
+        for the last save and raises its error.
 
-        Args:
-          step: optimizer steps done.
-          state: pytree of jax.Array (any sharding; typed PRNG keys too) or numpy arrays.
-          meta: JSON-able mapping, which `restore` returns.
-          proven: True: the state is known to be good. False: until `confirm` or the next save, it does not count among
-            the `keep` checkpoints, so that no older one is removed for it.
-        Raises:
-          CheckpointError: the disk has too little room, or a leaf or `meta` cannot be stored; no file is left of it.
+          state: pytree of jax.Array (any sharding, PRNG keys too) or numpy arrays.
+          meta: JSON values.
+          proven: False: until `confirm` or the next save no older checkpoint goes.
+
+        CheckpointError without room or if something cannot be stored; no file stays.
         """
         self.wait()
         arrays, described = _describe(state)
@@ -150,8 +138,7 @@ class Checkpointer:
         self._thread.start()
 
     def lacks_room(self, state: object, record_bytes: int = 0) -> str | None:
-        """What a checkpoint of `state` (arrays or their shapes) needs and the disk has, if that is too little; else
-        None. record_bytes: the size of its meta.json, if known."""
+        """What a checkpoint of `state` (arrays or shapes) needs and the disk has, if that is too little."""
         need_bytes, free_bytes = checkpoint_bytes(state) + record_bytes, shutil.disk_usage(self.folder).free
         if free_bytes >= need_bytes:
             return None
@@ -161,12 +148,12 @@ class Checkpointer:
         )
 
     def unlock(self) -> None:
-        """Gives the folder to other runs, as at the end of a process that ends without `close`."""
+        """For a process that ends without `close`."""
         if self._lock is not None:
             self._lock.release()
 
     def wait(self) -> None:
-        """Waits for the save in progress, as before a run ends; raises the CheckpointError of a failed save, once."""
+        """Waits for the save in progress; raises the error of a failed save, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -175,26 +162,25 @@ class Checkpointer:
             raise error
 
     def confirm(self) -> None:
-        """Marks the state saved or restored last as proven, and removes checkpoints that are too old now, or of later
-        steps (`_purge`). It does nothing while that save is in progress, so it is called after every good step."""
+        """The last state is good: older checkpoints go. Call it after every good step; nothing happens while that save
+        is in progress.
+        """
         if self._unproven is not None and (self._thread is None or not self._thread.is_alive()):
             newest, self._unproven = self._unproven, None
             self._purge(newest)
 
     def reject(self) -> None:
-        """Removes the checkpoint that was saved or restored last, because later steps have shown its state to be bad.
-        It does nothing if that one is proven, or if there is no other one, apart from those found to be damaged. It
-        first waits for the save in progress, and raises as `wait` does."""
+        """Removes the last checkpoint, if it is unproven and another undamaged one exists. Waits as `wait`."""
         self.wait()
-        others = [step for step in self.steps() if step != self._unproven and step not in self._damaged]
-        if self._unproven in self.steps() and others:
+        other_steps = [step for step in self.steps() if step != self._unproven and step not in self._damaged]
+        if self._unproven in self.steps() and other_steps:
             path = self.folder / _name(self._unproven)
-            logger.warning("removing %s, whose steps were not finite; step %d is the newest now", path, others[-1])
+            logger.warning("removing %s, whose steps were not finite; step %d is the newest now", path, other_steps[-1])
             self._remove(path)
             self._unproven = None
 
     def close(self) -> None:
-        """Ends the context: waits for the save in progress, and releases the lock. CheckpointError: it failed."""
+        """Waits for the save in progress, and releases the lock."""
         try:
             self.wait()
         finally:
@@ -205,9 +191,7 @@ class Checkpointer:
                 self._lock.release()
 
     def _finish(self, step: int, temporary: Path, record_text: str) -> None:
-        """The main function of a save's thread: waits until Orbax has written the arrays into the folder `temporary`,
-        adds meta.json (record_text) and the manifest, gives the checkpoint of `step` its name, and removes old ones. An
-        error is kept for `wait`. Other processes than the first only wait."""
+        """A save's thread: metadata, manifest, final name. Errors are kept for `wait`."""
         try:
             self._orbax.wait_until_finished()  # in the first process this waits until all have written
             if not processes.first():
@@ -225,7 +209,6 @@ class Checkpointer:
         self._purge(step)
 
     def _commit(self, temporary: Path, final: Path) -> None:
-        """Gives the checkpoint `temporary` its `final` name, which makes it valid; an earlier one there is replaced."""
         sync(temporary)
         old = self.folder / f".old_{final.name}"
         if final.exists():  # from an abandoned or damaged run; the next start restores it if we die between the renames
@@ -235,25 +218,25 @@ class Checkpointer:
         shutil.rmtree(old, ignore_errors=True)
 
     def _fail(self, step: int, temporary: Path, error: Exception) -> None:
-        """Removes the folder `temporary` of a failed save of `step`, and keeps the error for `wait` to raise."""
         if processes.first():
             shutil.rmtree(temporary, ignore_errors=True)
         last = self.latest()
-        left = "there is no complete checkpoint" if last is None else f"the last complete checkpoint is step {last}"
-        self._error = CheckpointError(f"saving step {step} to {self.folder} failed: {error}; {left}")
+        status = "there is no complete checkpoint" if last is None else f"the last complete checkpoint is step {last}"
+        self._error = CheckpointError(f"saving step {step} to {self.folder} failed: {error}; {status}")
         self._error.__cause__ = error
 
     def _purge(self, newest: int) -> None:
-        """Keeps, of the checkpoints up to step `newest` that no restore found damaged, the last `keep` proven ones, the
-        best and an unproven one; removes others, after a save or `confirm`. The run repeats steps after `newest`."""
+        """Keeps, up to `newest`, the last `keep` proven undamaged checkpoints, the best and an unproven one. Later ones
+        go, too: the run repeats their steps.
+        """
         self._damaged.discard(newest)
         steps = self.steps()
         usable = [step for step in steps if step <= newest and step not in self._damaged]
         proven = [step for step in usable if step != self._unproven]
-        kept = {*proven[-self.keep :], *[step for step in proven if step in self.best][-1:]}
-        kept |= {step for step in usable if step == self._unproven}
+        kept_steps = {*proven[-self.keep :], *[step for step in proven if step in self.best][-1:]}
+        kept_steps |= {step for step in usable if step == self._unproven}
         for step in steps:
-            if step in kept:
+            if step in kept_steps:
                 continue
             path = self.folder / _name(step)
             if step > newest and processes.first():
@@ -261,7 +244,7 @@ class Checkpointer:
             self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Removes the folder `path` for `_purge` and `reject`, in the first process only; logs errors, raises none."""
+        """In the first process; errors are logged."""
         if not processes.first():
             return
         trash = self.folder / f".tmp_{path.name}"
@@ -272,7 +255,7 @@ class Checkpointer:
             logger.warning("old checkpoint %s could not be removed: %s", path, error)
 
     def _remove_leftovers(self) -> None:
-        """Removes incomplete saves of a dead process, and gives a checkpoint that it was replacing its name back."""
+        """A checkpoint that a dead process was replacing gets its name back."""
         for path in self.folder.iterdir():
             try:
                 if path.name.startswith(".old_step_") and not (final := self.folder / path.name[5:]).exists():
@@ -292,33 +275,26 @@ class Checkpointer:
         check: Callable[[dict[str, Any]], None] | None = None,
         partial: bool = False,
     ) -> tuple[int, Any, dict[str, Any]]:
-        """Reads the newest intact checkpoint, or exactly `step`, to resume, to evaluate, or for the best weights at the
-        end: (step, state, meta). It is unproven until `confirm`. A collective call.
+        """(step, state, meta); unproven until `confirm`. Collective.
 
-        Args:
-          step: None takes the newest whose every file has its recorded size and checksum; damaged ones are named in the
-            log and skipped. A given step is never replaced by another.
-          like: pytree of arrays or jax.ShapeDtypeStruct with the wanted structure, shapes, dtypes and shardings. A leaf
-            without a sharding (or an uncommitted array) is returned uncommitted, a numpy leaf as numpy. None gives
-            nested dicts of numpy arrays (and PRNG keys) by name.
-          check: called with the meta before the arrays are read; by raising, it can refuse them for a better reason
-            than their shapes. It may also fill in `like`, as the Trainer's does, because `like` is read after it.
-          partial: `like` has only some of the arrays, such as the weights without the optimizer; only these are read.
-        Raises:
-          CheckpointError: no checkpoint is intact and can be read, `like` does not fit, or the save before failed.
+          step: None: the newest intact one; damaged ones are logged. A given step is never replaced.
+          like: pytree of arrays or jax.ShapeDtypeStruct; without a sharding a leaf is uncommitted, a numpy leaf numpy.
+          None: nested dicts of numpy arrays.
+          check: gets meta before arrays are read; may raise, or fill in `like`.
+          partial: `like` has only some arrays.
+
+        CheckpointError if none is intact, `like` does not fit, or the last save failed.
         """
         self.wait()
-        found = processes.of_first(lambda: self._intact(step))
-        path = self.folder / _name(found)
+        intact_step = processes.of_first(lambda: self._intact(step))
+        path = self.folder / _name(intact_step)
         if check is not None:
             check(_record(path)["meta"])
-        self._unproven = found
-        return found, *_read(path, like, partial)
+        self._unproven = intact_step
+        return intact_step, *_read(path, like, partial)
 
     def _intact(self, step: int | None) -> int:
-        """The newest step whose files all have their recorded size and checksum; if `step` is given, that step. Damaged
-        checkpoints are logged, and the next save or `confirm` removes them. `restore` reads the step that it returns.
-        CheckpointError: there is no such checkpoint, or it is damaged."""
+        """The newest intact step, or `step`; damaged ones are logged."""
         damaged: list[str] = []
         if not (candidates := self.steps()[::-1] if step is None else [step]):
             raise CheckpointError(f"there is no checkpoint in {self.folder}")
@@ -339,45 +315,40 @@ class Checkpointer:
 
 
 def _name(step: int) -> str:
-    """The name of the folder of the checkpoint after `step` steps, such as step_00000100."""
     return f"step_{step:08d}"
 
 
 def checkpoint_bytes(state: object) -> int:
-    """The most bytes of a checkpoint of `state`, a pytree of arrays or of their shapes, with Orbax's metadata and the
-    padding of its chunks."""
+    """The most bytes of a checkpoint of `state` (arrays or shapes), with Orbax's metadata and padding."""
     leaves = jax.tree.leaves(state)
     count = sum(x.size * (8 if _is_key(x) else jnp.dtype(x.dtype).itemsize) for x in leaves)
     return count + count // 20 + _FEW_BYTES + _LEAF_BYTES * len(leaves)
 
 
 def _size(count_bytes: int) -> str:
-    """count_bytes, a number of bytes, in words for messages: in GB from 0.1 GB on, else in MB, as in "1.50 GB"."""
     return f"{count_bytes / 1e9:,.2f} GB" if count_bytes >= 1e8 else f"{count_bytes / 1e6:,.2f} MB"
 
 
 def _is_key(x: Any) -> bool:
-    """Whether the array `x` is a typed PRNG key, of which `_describe` gives the data and the implementation's name."""
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """{path: leaf} of the pytree `tree`, a path joined with "/" being the leaf's name in a checkpoint. CheckpointError:
-    two leaves would have the same name, a path or a part of one is empty (`tree` is a leaf), or a part has a "/". Saves
-    name arrays by it, and `_read` finds them by it."""
+    """{"a/b": leaf} of a pytree. CheckpointError for names that are empty, not unique or have a "/"."""
     named = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
-        name = "/".join(parts)
-        if not parts or name in named or any("/" in part or not part for part in parts):
-            raise CheckpointError(f"state has no usable name for the leaf {parts}: names must be unique, without '/'")
+        path_parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
+        name = "/".join(path_parts)
+        if not path_parts or name in named or any("/" in path_part or not path_part for path_part in path_parts):
+            raise CheckpointError(
+                f"state has no usable name for the leaf {path_parts}: names must be unique, without '/'"
+            )
         named[name] = leaf
     return named
 
 
 def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """({name: array for Orbax}, without empty arrays, PRNG keys as uint32; {name: {"shape", "dtype", "key_impl" of a
-    PRNG key}} for meta.json) of the pytree `state`. CheckpointError: a leaf cannot be stored, or all are empty."""
+    """({name: array for Orbax}, {name: entry of meta.json}). Empty arrays are only described; keys become uint32."""
     import tensorstore
 
     arrays, described = {}, {}
@@ -408,9 +379,6 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def _record(path: Path) -> dict[str, Any]:
-    """The meta.json of the checkpoint folder `path`: {"format", "step", "meta", "arrays": {name: {"shape", "dtype",
-    "key_impl" of a PRNG key}}}. CheckpointError: it cannot be read, or is not of this step and FORMAT. `restore` passes
-    "meta" to its `check`, and `_read` finds the arrays by it."""
     try:
         record = json.loads((path / META).read_text(encoding="utf-8"))
         if record["format"] != FORMAT or record["step"] != int(path.name.removeprefix("step_")):
@@ -427,21 +395,19 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, Any]]:
-    """(state, meta) of the checkpoint folder `path`. The state has the structure and shardings of `like` or, if that is
-    None, is nested dicts of numpy arrays (and PRNG keys) by name. partial: the checkpoint may have arrays that `like`
-    lacks. CheckpointError: it does not fit, or cannot be read. `restore` has checked the files' checksums."""
+    """(state, meta) of a checkpoint folder, whose checksums are checked already."""
     import orbax.checkpoint as ocp
 
     record = _record(path)
     described = record["arrays"]
     if like is None:
-        wanted = dict.fromkeys(described)
+        targets = dict.fromkeys(described)
     else:
-        wanted = _named_leaves(like)
-        _check_fits(path, described, wanted, partial)
+        targets = _named_leaves(like)
+        _check_fits(path, described, targets, partial)
 
     item, restore_args, arrays = {}, {}, {}
-    for name, leaf in wanted.items():
+    for name, leaf in targets.items():
         if 0 in described[name]["shape"]:
             arrays[name] = _empty(described[name], leaf)
             continue
@@ -454,13 +420,13 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
     try:
         largest = max((_bytes(described[name]) for name in item), default=0)
         with array_files.reader(largest) as reader:
-            asked = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=partial)
-            arrays |= reader.restore(path / ARRAYS, args=asked)
+            request = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=partial)
+            arrays |= reader.restore(path / ARRAYS, args=request)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / ARRAYS} cannot be read ({type(error).__name__}: {error})") from error
     for name in item:
         _require_described(path, name, arrays[name], described[name])
-    leaves = {name: _place(arrays[name], described[name], wanted[name], like is None) for name in wanted}
+    leaves = {name: _place(arrays[name], described[name], targets[name], like is None) for name in targets}
 
     if like is not None:
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), leaves.values()), record["meta"]
@@ -475,8 +441,7 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
 
 
 def _require_described(path: Path, name: str, array: np.ndarray | jax.Array, description: dict[str, Any]) -> None:
-    """Raises CheckpointError if an array is not of the shape and dtype that meta.json says; of a key only its leading
-    shape is known."""
+    """CheckpointError if shape or dtype is not meta.json's; of a key only the leading shape is known."""
     shape, is_key = tuple(description["shape"]), "key_impl" in description
     stored = tuple(array.shape[: len(shape)] if is_key else array.shape)
     if stored != shape or (not is_key and str(array.dtype) != description["dtype"]):
@@ -487,30 +452,25 @@ def _require_described(path: Path, name: str, array: np.ndarray | jax.Array, des
 
 
 def _bytes(description: dict[str, Any]) -> int:
-    """The bytes of an array by its entry `description` in meta.json, for `reader`'s memory limit. A PRNG key counts
-    as 8 bytes, the fewest that one has."""
+    """A PRNG key counts 8 bytes, the fewest that one has."""
     size = 8 if "key_impl" in description else jnp.dtype(description["dtype"]).itemsize
     return math.prod(description["shape"]) * size
 
 
 def _empty(description: dict[str, Any], leaf: Any) -> np.ndarray | jax.Array:
-    """An array of size 0, which Orbax cannot store, with the shape and dtype in `description` (its entry of meta.json)
-    and the sharding of `leaf`, its leaf of `like`; numpy without a sharding."""
+    """Orbax cannot store arrays of size 0."""
     empty = np.empty(description["shape"], jnp.dtype(description["dtype"]))
     sharding = _committed_sharding(leaf)
     return empty if sharding is None else partition.put(empty, sharding)
 
 
 def _committed_sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """The sharding that `leaf`, a leaf of restore's `like`, asks for; None if it has none or is uncommitted."""
     if isinstance(leaf, jax.Array):
         return leaf.sharding if leaf.committed else None
     return getattr(leaf, "sharding", None)
 
 
 def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -> Any:
-    """A restored array in the form that `leaf`, its leaf of `like`, asks for: a PRNG key if `description` (its entry of
-    meta.json) names one; numpy if as_numpy is True (there is no `like`) or `leaf` is numpy; else a jax.Array."""
     if impl := description.get("key_impl"):
         key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
         sharding = _committed_sharding(leaf)
@@ -520,18 +480,16 @@ def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -
     return jnp.asarray(array)
 
 
-def _check_fits(path: Path, described: dict[str, dict[str, Any]], wanted: dict[str, Any], partial: bool) -> None:
-    """Raises CheckpointError with the differences if the checkpoint `path` does not have the arrays of a run.
-    described: {name: its entry in meta.json, with "shape" and "dtype"}. wanted: {name: array or jax.ShapeDtypeStruct}
-    of the run. partial: the checkpoint may have arrays that are not wanted."""
-    problems = [f"{name}: not in the checkpoint" for name in wanted if name not in described]
+def _check_fits(path: Path, described: dict[str, dict[str, Any]], targets: dict[str, Any], partial: bool) -> None:
+    """CheckpointError with the differences between a checkpoint's arrays and a run's."""
+    problems = [f"{name}: not in the checkpoint" for name in targets if name not in described]
     if not partial:
-        problems += [f"{name}: in the checkpoint, not in this run" for name in described if name not in wanted]
-    for name in wanted.keys() & described.keys():
+        problems += [f"{name}: in the checkpoint, not in this run" for name in described if name not in targets]
+    for name in targets.keys() & described.keys():
         saved = (tuple(described[name]["shape"]), described[name]["dtype"])
-        asked = (tuple(wanted[name].shape), str(wanted[name].dtype))
-        if saved != asked:
-            problems.append(f"{name}: saved as {saved[1]}{list(saved[0])}, this run has {asked[1]}{list(asked[0])}")
+        current = (tuple(targets[name].shape), str(targets[name].dtype))
+        if saved != current:
+            problems.append(f"{name}: saved as {saved[1]}{list(saved[0])}, this run has {current[1]}{list(current[0])}")
     if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise CheckpointError(f"{path} does not fit this run: " + "; ".join(sorted(problems)[:8]) + more)
+        omitted = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointError(f"{path} does not fit this run: " + "; ".join(sorted(problems)[:8]) + omitted)

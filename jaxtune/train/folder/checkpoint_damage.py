@@ -1,5 +1,4 @@
-"""The names of the files of a checkpoint, and the check (`find_damage`) that each still has the size and checksum that
-its manifest lists. checkpoint.py uses both."""
+"""Names of a checkpoint's files, and the check of their sizes and checksums."""
 
 from __future__ import annotations
 
@@ -15,10 +14,9 @@ FORMAT = 1
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with the checkpoint folder `path`, in words; None if every file that its manifest lists has the
-    size and checksum with which it was written. Every byte of them is read; files that are not listed are ignored. A
-    missing folder or manifest is damage too, and a manifest that cannot be read, has another FORMAT, does not list
-    meta.json, or lists a path outside the folder. `Checkpointer.restore` calls it before it uses a checkpoint."""
+    """What is wrong with a checkpoint folder, in words; None if every file of its manifest has its size and checksum.
+    Reads every byte; unlisted files are ignored.
+    """
     if not path.is_dir():
         return "there is no such checkpoint"
     try:
@@ -39,13 +37,13 @@ def find_damage(path: Path) -> str | None:
     for name, count in sizes.items():  # sizes are compared first, because that is cheap
         if not (path / name).is_file():
             return f"{name}: the file is missing, expected {count:,} bytes"
-        if (found := (path / name).stat().st_size) != count:
-            return f"{name}: expected {count:,} bytes, found {found:,}"
+        if (actual := (path / name).stat().st_size) != count:
+            return f"{name}: expected {count:,} bytes, found {actual:,}"
     try:
         found_files = fingerprints([path / name for name in expected])
     except OSError as error:
         return f"unreadable ({error})"
     for name, checksum in checksums.items():
-        if (found := found_files[path / name]["crc32"]) != checksum:
-            return f"{name}: expected CRC-32 {checksum}, found {found}"
+        if (actual := found_files[path / name]["crc32"]) != checksum:
+            return f"{name}: expected CRC-32 {checksum}, found {actual}"
     return None

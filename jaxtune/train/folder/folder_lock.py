@@ -1,5 +1,4 @@
-"""A lock (`FolderLock`) by which one run at a time uses a folder, so that two do not overwrite each other's
-checkpoints."""
+"""A lock by which one run at a time uses a folder."""
 
 from __future__ import annotations
 
@@ -19,24 +18,15 @@ LOCK_NAME = "run.lock"
 
 
 class FolderLock:
-    """An exclusive `flock` on the file `run.lock` in `folder`, which the kernel releases when the process dies. It is
-    taken when the object is made, without waiting; `release` releases it and removes the file. A Checkpointer has one
-    on its folder; of a run of several processes only that of the first one has.
-
-    The file says which run has the lock (pid, host, start time). The folder is created if it is missing, and a file
-    that a dead process left is taken over, with a warning in the log. On a file system without locks, only a warning is
-    logged.
-
-    Raises:
-      ValueError: another run has the lock, the folder cannot be written, or the file is a link.
+    """An exclusive `flock` on run.lock, taken at once or never; the kernel releases it when the process dies. The file
+    says who has it. A dead process's file is taken over; on a file system without locks a warning is logged. ValueError
+    if another run has it, the folder cannot be written, or the file is a link.
     """
 
     _locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
-    """All locks of this process, so that a forked process can close the files that it inherits."""
+    """Of this process, so that a forked one can close the files that it inherits."""
 
     def __init__(self, folder: Path):
-        """Creates `folder` if it is missing, takes the lock, and writes into its file which process has it. A file that
-        a dead process left is taken over, with a warning in the log."""
         self.path = folder / LOCK_NAME
         self._descriptor: int | None = None
         try:
@@ -52,8 +42,8 @@ class FolderLock:
             stale = os.read(descriptor, 4096).decode(errors="replace").strip()
             if stale:
                 logger.warning("taking over %s from a run that died: %s", self.path, stale)
-            started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+            start_time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": start_time}
             if (identity := process_identity(os.getpid())) is not None:
                 owner["process"] = identity
             os.ftruncate(descriptor, 0)
@@ -66,9 +56,7 @@ class FolderLock:
         FolderLock._locks.add(self)
 
     def _lock(self, descriptor: int) -> None:
-        """Locks the open file `descriptor`, without waiting. If another run has it locked, it closes the file and
-        raises ValueError, which names that run. On a file system without locks it only logs a warning. The constructor
-        calls it."""
+        """ValueError names the run that has the lock; the file is closed then."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -81,8 +69,7 @@ class FolderLock:
             logger.warning("%s: this file system has no locks (%s); nothing keeps a second run out", self.path, error)
 
     def release(self) -> None:
-        """Releases the lock and removes its file, so that another run can use the folder; a second call does
-        nothing."""
+        """Releases the lock and removes its file; a second call does nothing."""
         if self._descriptor is None:
             return
         self.path.unlink(missing_ok=True)
@@ -90,16 +77,16 @@ class FolderLock:
         self._descriptor = None
 
     def _forget_in_child(self) -> None:
-        """Closes the lock's file in a forked process, such as a data worker, which inherits it and would otherwise keep
-        the folder locked when its parent is gone. The parent keeps the lock. Python calls it after each fork."""
+        """Closes the inherited file in a forked process, which would keep the folder locked after its parent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def process_identity(pid: int) -> str | None:
-    """What tells a process of this machine from all others that ever have its pid: the boot, and its start in clock
-    ticks since then. None where /proc does not say."""
+    """What tells a process from all others that ever have its pid: boot and start in clock ticks. None where /proc does
+    not say.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         stat = Path(f"/proc/{pid}/stat").read_bytes()
@@ -109,8 +96,7 @@ def process_identity(pid: int) -> str | None:
 
 
 def _same_file(descriptor: int, path: Path) -> bool:
-    """Whether the open file `descriptor` is the file that is now at `path`. False if that is another file, or there is
-    none, because a run that ended has removed the file that was opened."""
+    """False if the file at `path` is another or gone, as its owner removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

@@ -1,11 +1,4 @@
-"""The record of a run: the values in checkpoints, results and config.yaml by which a run recognises its own files.
-
-`record_of` makes the record, `require_same_run` compares it with that of a checkpoint (`is_longer`: whether the run got
-more steps), and `same_run` and `digest` make of it what results store (`is_digest_of` recognises it).
-`require_same_settings` and `require_same_rows` compare the processes of a run, and `in_first_words` gives them one
-config. `compare_meta` lists the differences of two records (each a `Difference`), `require_compatible` raises if one of
-them forbids a resume, and `by_what_it_holds` leaves out keys that an older version did not record. `recorded_config`
-makes the config that config.yaml has, `write_config` writes it, and `require_same_config` compares it."""
+"""The record of a run: values in checkpoints, results and config.yaml by which a run recognises its own files."""
 
 from __future__ import annotations
 
@@ -105,24 +98,16 @@ def record_of(
     code: Mapping[str, str],
     numerics: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The record that a checkpoint stores with its arrays, of values that JSON can express. When a run is resumed, its
-    own record is compared with it, so that it does not continue another run (require_same_run). Its keys are the names
-    of the arguments, with base_digest, base_fingerprint and teacher_digest in place of base and teacher. The last is
-    left out if there is no teacher, and own if it is empty.
+    """The record that a checkpoint stores with its arrays, of JSON values; digests stand for base and teacher.
 
-    Args:
-      config: the run's.
-      trainable: {name: array or jax.ShapeDtypeStruct} of the trainable tensors; shapes and dtypes are recorded.
-      storage: {"weights", "optimizer": the format in which they are stored}.
-      base: the model as it was given, of which base_digest (of all bytes) and base_fingerprint (of a sample, which
-        older versions recorded alone) are recorded.
-      teacher: the digest of the weights of the teacher of a distillation, or None.
-      data: values that identify the rows.
-      total_steps: the number of steps of the whole run.
-      own: {what it is: values that identify it} of what the user's code gave, such as a reward function (own_parts.py).
-      code: {name: digest} of the functions of the user's code (digests.code_of).
-      numerics: values whose change leaves the run valid, but not bit for bit the same; the kind of device and JAX's
-        version are added to them.
+    trainable: {name: array or shape}.
+    storage: {"weights", "optimizer": format}.
+    base: the model as it was given.
+    teacher: digest of a teacher's weights.
+    data: values that identify the rows.
+    own: {what: values that identify it} of what the user's code gave (own_parts.py).
+    code: {name: digest} of the user's functions (digests.code_of).
+    numerics: values whose change leaves the run valid, but not bit for bit the same.
     """
     return {
         "config": config_to_dict(config),
@@ -140,19 +125,9 @@ def record_of(
 
 
 def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> list[str]:
-    """Compares a checkpoint's record with that of the run that resumes from it or evaluates it, before its arrays are
-    read. Returns the differences that do not forbid to continue, each as a line that begins with "changed", or with
-    "not bit for bit the same run"; the Trainer prints them when it resumes. A run may be made longer (`is_longer`), and
-    LENGTHENED keys may differ then. Otherwise they forbid to continue, except steps and epochs of a run whose learning
-    rate is constant (`_of_any_length`).
-
-    Args:
-      saved: the checkpoint's record; entries POSITION (where its rows continue) and INPUT_SCALES (the scales of
-        activations that QAT observed) are ignored.
-      current: the record of this run.
-      output: the run's folder, for messages.
-    Raises:
-      CheckpointError: the checkpoint is of another run; the message lists the differences.
+    """Compares a checkpoint's record with this run's before arrays are read, and returns the harmless differences as
+    lines. A run may be made longer; steps and epochs may change in any way with a constant learning rate.
+    CheckpointError lists what forbids to continue. output: the run's folder, for messages.
     """
     saved = {key: value for key, value in saved.items() if key not in (POSITION, INPUT_SCALES)}
     keys = _INCOMPATIBLE
@@ -179,10 +154,9 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
 
 
 def changed_code(saved: Mapping[str, object], current: Mapping[str, object], of_result: bool = False) -> list[str]:
-    """The names of the user's functions whose code differs in two records (of `record_of` or `same_run`). of_result:
-    only those that decide what the run leads to."""
+    """Names of the user's functions whose code differs in two records. of_result: only those that decide the result."""
     old, new = (
-        {key: value for key, value in flat_keys(one).items() if key.startswith(_CODE)} for one in (saved, current)
+        {key: value for key, value in flat_keys(record).items() if key.startswith(_CODE)} for record in (saved, current)
     )
     names = [key.removeprefix(_CODE) for key in sorted(old.keys() & new.keys()) if old[key] != new[key]]
     if of_result and flat_keys(current).get("config.checkpoint.best", "of same_run") is None:
@@ -191,8 +165,9 @@ def changed_code(saved: Mapping[str, object], current: Mapping[str, object], of_
 
 
 def require_same_code(saved: Mapping[str, object], current: Mapping[str, object], what: str) -> None:
-    """Raises CheckpointError if a complete run would give an old result for changed code. what: "this run is complete
-    (8 steps)"."""
+    """CheckpointError if a complete run would give an old result for changed code. what: "this run is complete (8
+    steps)".
+    """
     if names := changed_code(saved, current, of_result=True):
         raise CheckpointError(
             f"{what}, but the code of {', '.join(names)} has changed since: set it back, or name another output to "
@@ -201,33 +176,26 @@ def require_same_code(saved: Mapping[str, object], current: Mapping[str, object]
 
 
 def is_longer(saved: dict[str, Any], current: dict[str, Any]) -> bool:
-    """Whether the run with the record `current` has more steps than that of the checkpoint's record `saved`, as a run
-    does whose steps or epochs were raised to train it further; the keys LENGTHENED may then differ, and the Trainer
-    prints the new learning rate. False if `saved` does not say how many it has."""
+    """Whether the run has more steps than the checkpoint's; LENGTHENED keys may then differ. False if `saved` does not
+    say.
+    """
     return current["total_steps"] > saved.get("total_steps", current["total_steps"])
 
 
 def _numeric(difference: Difference) -> bool:
-    """Whether a difference of two records is below the key "numerics": the run is valid after it, but not bit for bit
-    the same, as with another GPU or JAX version. False for all other differences. It decides only with which words
-    `require_same_run` begins the line that it returns for a difference."""
     return difference.key.startswith(_NUMERICS)
 
 
 def _of_any_length(record: dict[str, Any]) -> bool:
-    """Whether the steps of the run with this record are the same for any number of steps of the whole run. True if its
-    schedule is constant, without a warmup_ratio (a warm-up of warmup_steps is allowed); such a run may also be made
-    shorter: `require_same_run` then lets steps and epochs differ, and `same_run` leaves them out."""
+    """Whether steps do not depend on the run's length: a constant schedule without warmup_ratio."""
     schedule = record["config"]["schedule"]
     return schedule["name"] == "constant" and schedule["warmup_ratio"] is None
 
 
 def same_run(record: dict[str, Any]) -> dict[str, Any]:
-    """The values of a record by which a run's results are recognised as its own, {dotted key: value}, such as its seed,
-    its optimizer and the digest of the base; everything else, such as how often it saves, may change within a run, and
-    so may steps and epochs if its learning rate is constant (`_of_any_length`). A folder of results stores them
-    (results.py; require_own compares them and names those that differ), and results.json their `digest`, so that a run
-    that is started again, or an evaluation, recognises them. Checkpoints are compared by require_same_run."""
+    """{dotted key: value} by which a run's results are its own, such as seed, optimizer and the base's digest. What may
+    change within a run is missing.
+    """
     keys = {
         key: value
         for key, value in flat_keys(json.loads(json.dumps(record))).items()
@@ -241,24 +209,18 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
-    """Whether `found`, a digest that was stored with a result, is that of the run `run` (as same_run returns it),
-    computed as this version of jaxtune or an older one does. An evaluation, and a run that is started again, recognise
-    the run's results.json by it."""
+    """Whether a stored digest is this run's (`run`, from same_run), by this or an older version."""
     run = {key: value for key, value in run.items() if not key.startswith(_CODE)}
-    known = (run, by_what_it_holds({}, run))
-    return found in [form(values) for form in (digest, _sha256) for values in known]
+    candidates = (run, by_what_it_holds({}, run))
+    return found in [form(values) for form in (digest, _sha256) for values in candidates]
 
 
 def digest(run: dict[str, Any]) -> str:
-    """The SHA-256, as hexadecimal digits, of the values that identify a run (`run`, from same_run). results.json
-    contains it, so that a run that is started again recognises the numbers of its earlier process. Steps, epochs and
-    the steps of the warm-up (LENGTHENED) are left out, so that a run has the same digest after it is made longer."""
+    """SHA-256 of the values of same_run, without LENGTHENED keys, so that it stays when a run is made longer."""
     return _sha256({key: value for key, value in run.items() if key not in LENGTHENED and not key.startswith(_CODE)})
 
 
 def _sha256(run: dict[str, Any]) -> str:
-    """SHA-256, as hexadecimal digits, of the JSON values in `run`, those that identify a run; the order of its keys has
-    no effect. `digest` leaves keys out before it calls it; older versions stored it of all keys."""
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
 
@@ -272,10 +234,9 @@ _FILES = ("data.template", "adapter.path")
 
 
 def require_same_settings(config: TrainConfig) -> None:
-    """Raises ValueError if the processes of a run have different configs (this one has `config`) or different versions
-    of the packages that compute. Paths may differ between hosts; of a template and an adapter the files' content is
-    compared. The train and evaluate commands call it before they read anything; a Trainer that is made in Python does
-    not. A collective call."""
+    """ValueError if processes have different configs or versions of the packages that compute. Paths may differ between
+    hosts; a template and an adapter are compared by content. Collective.
+    """
     settings = {key: value for key, value in flat_keys(config_to_dict(config)).items() if key not in _PLACES}
     settings |= {key: _content(settings[key]) for key in _FILES if settings.get(key) is not None}
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
@@ -283,20 +244,17 @@ def require_same_settings(config: TrainConfig) -> None:
     processes.require_same(settings, "start all of them with the same recipe and the same overrides")
 
 
-def _content(place: str) -> Any:
-    """What processes compare in place of `place`, a setting that may be a path and differ between hosts: the
-    fingerprints (size and CRC-32) of the file, or of the adapter_* files in the folder. If it is neither, or a folder
-    without such files, `place` itself, such as the name of a packaged template. `require_same_settings` asks for it,
-    for data.template and adapter.path."""
-    path = Path(place).expanduser()
+def _content(setting: str) -> Any:
+    """Fingerprints of the file, or of a folder's adapter_* files; else the setting, such as a packaged template."""
+    path = Path(setting).expanduser()
     files = [path] if os.path.isfile(path) else sorted(path.glob("adapter_*")) if os.path.isdir(path) else []
-    return list(fingerprints(files).values()) or place
+    return list(fingerprints(files).values()) or setting
 
 
 def in_first_words(config: TrainConfig) -> TrainConfig:
-    """The config that all processes of a run record: `config`, with data.template and adapter.path as the first process
-    has them. Files with the same content may have other names on other hosts, and the config is in the records that are
-    compared. The Trainer keeps the config that is returned. A collective call."""
+    """The config with data.template and adapter.path as the first process names them, because records are compared.
+    Collective.
+    """
     if processes.count() == 1:
         return config
     template, path = processes.of_first(lambda: [config.data.template, config.adapter and config.adapter.path])
@@ -305,9 +263,9 @@ def in_first_words(config: TrainConfig) -> TrainConfig:
 
 
 def with_today(config: TrainConfig, tokenizer: object) -> TrainConfig:
-    """`config` with the day that its chat template writes into rows (data.today), if it writes one: the day that it
-    names, or that config.yaml in the output folder records, or the current one of the first process. A collective
-    call."""
+    """The config with the day that its chat template writes (data.today), if it writes one: the config's, the one in
+    config.yaml, or the first process's today. Collective.
+    """
     if config.data.today is not None or tokenizer is None or not writes_today(tokenizer, config.data.template):
         return config
     today = processes.of_first(lambda: _recorded_today(Path(config.output)) or dates.today())
@@ -315,7 +273,6 @@ def with_today(config: TrainConfig, tokenizer: object) -> TrainConfig:
 
 
 def _recorded_today(output: Path) -> str | None:
-    """data.today of config.yaml in a run's folder; None if the file is missing or cannot be read."""
     try:
         return load_config(str(output / CONFIG)).data.today
     except (OSError, ConfigError):
@@ -323,12 +280,10 @@ def _recorded_today(output: Path) -> str | None:
 
 
 def require_same_rows(sets: Mapping[str, TokenDataset | BatchSource | None]) -> None:
-    """Raises ValueError if the processes of a run do not have the same rows of tokens. sets: {config key, such as
-    "data.train": the rows, or their source, or None}. `run_rows` calls it when it has tokenised them. A collective
-    call; a run of one process compares nothing."""
+    """ValueError if processes have different rows. sets: {config key: rows or their source}. Collective."""
     if processes.count() == 1:
         return  # a single process need not compare, and reading every token takes time
-    found = {
+    identities = {
         key: None
         if data is None
         else data.identity()
@@ -337,7 +292,7 @@ def require_same_rows(sets: Mapping[str, TokenDataset | BatchSource | None]) -> 
         f"tokens {data.documents.tokens_crc32:08x}"
         for key, data in sets.items()
     }
-    processes.require_same(found, "all of them need the same rows, the same tokenizer and the same template")
+    processes.require_same(identities, "all of them need the same rows, the same tokenizer and the same template")
 
 
 # ---- comparing records
@@ -345,9 +300,7 @@ def require_same_rows(sets: Mapping[str, TokenDataset | BatchSource | None]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A key whose values in a stored record (of a checkpoint, or the part of it in a result) and in that of this run
-    differ. Where the key is absent, its value is "(absent)". `compare_meta` makes it. str() gives the key and both
-    values as text, for the errors that refuse a resume or a result, and for the lines about what changed."""
+    """A dotted key whose values in a stored record and in this run's differ; "(absent)" where it is missing."""
 
     key: str  # dotted, such as "config.optim.learning_rate"
     saved: Any  # its value in the stored record
@@ -358,30 +311,21 @@ class Difference:
         return self.key.startswith(_CODE)
 
     def __str__(self) -> str:
-        """The difference as a line of a message, such as "config.seed: saved 0, now 1"."""
         return f"{self.key}: saved {self.saved!r}, now {self.current!r}"
 
 
 def by_what_it_holds(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """The record `current` without the keys of _NOT_ALWAYS (base_digest) that the record `saved` lacks because an older
-    version of jaxtune wrote it. An equal copy if it lacks none; keys of the config that it lacks stay, because
-    compare_meta reads them as defaults. compare_meta compares the result with `saved`; is_digest_of digests it."""
+    """`current` without keys that an older version's record lacks (_NOT_ALWAYS); missing config keys stay, as they are
+    read as defaults.
+    """
     return {key: value for key, value in current.items() if key in saved or key not in _NOT_ALWAYS}
 
 
 def compare_meta(
     saved: Mapping[str, Any], current: Mapping[str, Any], incompatible: Iterable[str]
 ) -> tuple[list[Difference], list[Difference]]:
-    """The differences of two records (as record_of makes them, or same_run of it), by dotted key. A config key that
-    only one of them has, in a section that both have, is no difference if it has its default there: the other was
-    written by a version without that key. Nor is a key of _NOT_ALWAYS that `saved` lacks. require_compatible compares
-    checkpoints by it, and results.require_own results.
-
-    Args:
-      saved, current: the records, of the checkpoint or result and of this run.
-      incompatible: dotted keys; each covers itself and everything below it ("config.lora" covers "config.lora.r").
-    Returns:
-      (differences that forbid a resume, because `incompatible` covers them; the others, harmless ones)
+    """(differences that forbid a resume, harmless ones) of two records. A config key that one lacks is no difference if
+    it has its default. incompatible: dotted keys, each with all below it.
     """
     old = flat_keys(saved)
     new = by_what_it_holds(old, flat_keys(json.loads(json.dumps(current))))
@@ -405,16 +349,13 @@ def compare_meta(
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    """{"config." + key: its default} for all config keys; of a key without one, the text "required". A record without
-    such a key was written by a version that did not have it, and is read as having the default: `compare_meta` compares
-    by it."""
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for key in config_keys():
         try:
-            found[f"config.{key.name}"] = json.loads(key.default)
+            defaults[f"config.{key.name}"] = json.loads(key.default)
         except ValueError:  # a string, which has no quotes there
-            found[f"config.{key.name}"] = key.default
-    return found
+            defaults[f"config.{key.name}"] = key.default
+    return defaults
 
 
 def require_compatible(
@@ -424,23 +365,15 @@ def require_compatible(
     hints: Mapping[str, str] = types.MappingProxyType({}),
     output: Path | None = None,
 ) -> list[Difference]:
-    """Compares the records of a checkpoint and of this run by `compare_meta`, and returns their harmless differences.
-
-    Args:
-      saved, current: the record of the checkpoint, and that of this run.
-      incompatible: dotted keys whose difference forbids a resume, with those below them.
-      hints: {dotted key: what else can be done}; if only such keys forbid a resume, the error's message ends with the
-        hint of the one that is first by name.
-      output: the run's folder, beside which the message names a new one.
-    Raises:
-      CheckpointError: some differences are not harmless; the message lists them.
+    """The harmless differences; CheckpointError lists the others. hints: {dotted key: what else can be done}, shown if
+    only such keys forbid a resume. output: names a new folder in the message.
     """
     refused, harmless = compare_meta(saved, current, incompatible)
     if refused:
         keys = {difference.key for difference in refused}
         hint = "\n" + hints[min(keys)] if keys <= hints.keys() else ""
-        more = f"\n  and {len(refused) - 8} more" if len(refused) > 8 else ""
-        lines = "\n".join(f"  {difference}" for difference in refused[:8]) + more
+        omitted = f"\n  and {len(refused) - 8} more" if len(refused) > 8 else ""
+        lines = "\n".join(f"  {difference}" for difference in refused[:8]) + omitted
         new = "" if output is None else f", such as output={next_name(output)}"
         raise CheckpointError(
             f"this run cannot continue that checkpoint; set these back or start a new run{new}:\n{lines}{hint}"
@@ -452,22 +385,10 @@ def require_compatible(
 
 
 def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
-    """The config that config.yaml and checkpoints record: `config`, with `adapter`, `model.load_in`, `model.compute`
-    and `precision` after what the model really has, because the caller may have given a model that the config does not
-    describe. The Trainer takes it as its config.
+    """`config` with adapter, model.load_in, model.compute and precision as the model really has them, as the caller may
+    have given another model than the config describes. What describes it already stays as it was written.
 
-    `adapter` becomes None if the model has no adapters. If it already describes them, it stays as it was written
-    ("all-linear" stays that), and one that was loaded from a folder stays named by the folder; otherwise it is made
-    from the model. `model.compute` always becomes the model's. `model.load_in` becomes None if no weight is quantised,
-    and the format of most quantised weights if `config` has neither it nor a precision map of modules, and loading the
-    model's own files without it would not keep that format; else it stays. `precision` becomes a map if `config` has no
-    map and single modules differ; else it stays.
-
-    Args:
-      config: the run's.
-      model: the model that trains; its arrays may be jax.ShapeDtypeStruct.
-    Raises:
-      ValueError: the model has adapters that no config can describe, or a setting contradicts them.
+    ValueError if no config can describe the adapters, or a setting contradicts them.
     """
     adapter, settings = config.adapter, adapter_settings(model)
     if settings is None:
@@ -486,27 +407,25 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
     if not config.components and words:
         precision = words | {"*": config.computes_in}
     compute: Literal["fp8"] | None = "fp8" if computes_in_fp8(model) else None
-    kept = dataclasses.replace(config.model, load_in=load_in, compute=compute)
-    return dataclasses.replace(config, adapter=adapter, model=kept, precision=precision)
+    model_config = dataclasses.replace(config.model, load_in=load_in, compute=compute)
+    return dataclasses.replace(config, adapter=adapter, model=model_config, precision=precision)
 
 
 def write_config(output: Path, config: TrainConfig) -> None:
-    """Writes `config` with every key to config.yaml in the run's folder `output`, in the first process only, so that
-    the folder says which run it is of; a file that is there is replaced. `require_same_config` compares it before a run
-    that begins at step 0 in the folder (one that resumes is compared with the checkpoint's record), and `jaxtune
-    evaluate` can be given it as the recipe."""
+    """Writes config.yaml with every key, in the first process; replaces an old one."""
     if processes.first():
         atomic_write(output / CONFIG, config_to_yaml(config))
 
 
 def require_same_config(output: Path, config: TrainConfig) -> None:
-    """Raises ValueError if the folder `output`, which has no checkpoint, belongs to another run: its config.yaml is
-    neither that of `config`, nor a beginning of it (a full disk, a power failure), nor an older version's."""
+    """ValueError if a folder without a checkpoint belongs to another run, by its config.yaml. A beginning of ours (a
+    full disk, a power failure) or an older version's is ours.
+    """
     try:
-        found, ours = (output / CONFIG).read_bytes(), config_to_yaml(config).encode()
+        recorded, ours = (output / CONFIG).read_bytes(), config_to_yaml(config).encode()
     except FileNotFoundError:
         return
-    if found != ours and not ours.startswith(found.rstrip(b"\0")) and not _reads_as(output / CONFIG, config):
+    if recorded != ours and not ours.startswith(recorded.rstrip(b"\0")) and not _reads_as(output / CONFIG, config):
         raise ValueError(
             f"output = {str(output)!r} belongs to another run (its config.yaml differs), which has no checkpoint to "
             f"continue from: choose another folder, such as output={next_name(output)}, or delete that config.yaml if "
@@ -515,21 +434,20 @@ def require_same_config(output: Path, config: TrainConfig) -> None:
 
 
 def require_own_folder(config: TrainConfig) -> None:
-    """Raises ValueError or CheckpointError if the run in config.output is another one, as far as that shows before rows
-    are read."""
+    """ValueError or CheckpointError if config.output has another run, as far as that shows before rows are read."""
     output = Path(config.output)
     if not saved_steps(output / CHECKPOINTS):
         return require_same_config(output, _as_long_as(config, output))
     try:
-        found = load_config(str(output / CONFIG))
+        recorded = load_config(str(output / CONFIG))
     except (OSError, ConfigError):  # the checkpoint's own record is compared later
         return None
-    old, new = ({"config": config_to_dict(one)} for one in (found, _as_long_as(config, output)))
+    old, new = ({"config": config_to_dict(run_config)} for run_config in (recorded, _as_long_as(config, output)))
     require_compatible(old, new, _INCOMPATIBLE, output=output)
 
 
 def _as_long_as(config: TrainConfig, output: Path) -> TrainConfig:
-    """`config` with the row length that the folder's record has, if it is chosen only when rows are read."""
+    """`config` with the recorded row length, if it is chosen only when rows are read."""
     if not isinstance(config.data.length, Unset):
         return config
     try:
@@ -540,9 +458,7 @@ def _as_long_as(config: TrainConfig, output: Path) -> TrainConfig:
 
 
 def _reads_as(path: Path, config: TrainConfig) -> bool:
-    """Whether the config.yaml at `path`, which an older version may have written without newer keys, is read as
-    `config`, that of the run that is about to start in its folder, which has no checkpoint. True: the file is this
-    run's own. False: it is another run's, or cannot be read. `require_same_config` asks it if the bytes differ."""
+    """Whether a config.yaml, perhaps of an older version without newer keys, reads as `config`."""
     try:
         return load_config(str(path)) == config
     except ConfigError:

@@ -1,13 +1,6 @@
-"""The folders that a run exports, each with a proof that this run wrote it.
-
-A folder gets its name when it is complete and contains `jaxtune_run.json`: the values that identify the run
-(record.same_run), the number of steps after which it was written, and size and CRC-32 of every file that the run wrote.
-A folder without a valid proof is never taken for a result, and never overwritten. At the end of a run the application
-(train/app.py) exports the adapter and the merged model by these functions; evaluation (scoring.py) and a run that is
-started again recognise these folders by them. `write_result` writes a folder with its proof, and `read_result` checks
-one and returns a `Result`. `require_own`, `require_replaceable` and `holds` ask whether a folder is a result of this
-run, whether the run may overwrite it, and whether it is up to date. `Delivery` is the interface of what gets the
-trained model.
+"""Folders that a run exports, each with a proof that this run wrote it. A folder gets its name when it is complete. Its
+`jaxtune_run.json` has what identifies the run (record.same_run), the steps, and size and CRC-32 of every file. A folder
+without a valid proof is never taken for a result, and never overwritten.
 """
 
 from __future__ import annotations
@@ -33,9 +26,7 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A folder that a run exported, as its valid proof describes it. The proof is the file jaxtune_run.json in it,
-    which says which run wrote the folder and after how many steps, and lists the size and CRC-32 of every file.
-    `read_result` makes it; evaluation chooses by it which weights of a run's folder are the newest."""
+    """An exported folder, as its valid proof describes it."""
 
     folder: Path  # the exported folder
     run: dict[str, Any]  # the values that identify the run, as record.same_run returns them
@@ -47,43 +38,22 @@ class Result:
 
 
 class Delivery(Protocol):
-    """The interface of what receives the result of a run, for example to export it; an argument of Trainer.train, for
-    which the train command has app._Delivery. `begin` is called before the steps and can refuse the run, for example
-    because a folder that it would write is not of this run; `finish` gets the trained model."""
+    """What receives the result of a run, for example to export it. `begin` can refuse the run."""
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
-        """Called before the first step of this process, while the weights may still be loading; what it raises stops
-        the run.
-
-        Args:
-          run: a function that returns the values that identify the run (record.same_run); it waits until the weights
-            are loaded.
-          start: the number of steps done by earlier processes of the run.
+        """Before the first step, perhaps while weights load; what it raises stops the run. run: returns the values that
+        identify the run, once weights are loaded. start: steps of earlier processes.
         """
 
     def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
-        """Called once after the last step, while the run's folder is still locked, to do something with the model, such
-        as exporting it.
-
-        Args:
-          model: the trained model, with checkpoint.best the one of the best evaluation.
-          run: the values that identify the run (record.same_run).
-          trained: True: this process made a step. False: the run had made all its steps already when it was started
-            again.
+        """Once after the last step, while the folder is locked. model: the trained one; with checkpoint.best the best.
+        trained: this process made a step.
         """
 
 
 def read_result(folder: Path) -> Result:
-    """Returns the Result in a folder that a run exported: which run wrote it and after how many steps, from the
-    folder's proof. Evaluation, which takes the result of any run, and `require_own` call it.
-
-    The proof is jaxtune_run.json, which lists the size and CRC-32 of every file; every file is compared with it first.
-    Files that were added later are no error; the first of those whose path in the folder does not begin with a dot is
-    in Result.added.
-
-    Raises:
-      ValueError: the folder has no proof, the proof cannot be read, or a file is missing or differs from what was
-        written.
+    """The Result in a folder, after a check of every listed file. Files added later are no error (Result.added).
+    ValueError without a readable proof, or if a file is missing or differs.
     """
     try:
         proof = json.loads((folder / PROOF).read_text(encoding="utf-8"))
@@ -96,31 +66,20 @@ def read_result(folder: Path) -> Result:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder / PROOF} cannot be read ({type(error).__name__}: {error})") from None
     try:
-        found = fingerprints(folder / name for name in expected)
+        actual = fingerprints(folder / name for name in expected)
     except OSError as error:
         raise ValueError(f"{folder} is damaged: {error.filename}: {error.strerror}") from None
     for name, entry in expected.items():
-        if found[folder / name] != entry:
-            raise ValueError(f"{folder} is damaged: {name} is {found[folder / name]}, but was written as {entry}")
-    there = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-    added = (name for name in there if name not in expected and name != PROOF and not name.startswith("."))
+        if actual[folder / name] != entry:
+            raise ValueError(f"{folder} is damaged: {name} is {actual[folder / name]}, but was written as {entry}")
+    paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    added = (name for name in paths if name not in expected and name != PROOF and not name.startswith("."))
     return dataclasses.replace(result, added=next(added, ""))
 
 
 def require_own(folder: Path, run: dict[str, Any], steps: int) -> Result:
-    """Returns the result in `folder`, after checking that this run wrote it, or wrote it before it was made longer. The
-    train command calls it before the first step for each export that is there already: another run's is an error, and
-    if all are complete, nothing is trained. `holds` and `require_replaceable` check by it too. Evaluation takes results
-    of any run and does not call it.
-
-    Args:
-      folder: the folder of the result.
-      run: the values that identify the run, as record.same_run returns them.
-      steps: the number of steps of the whole run. A result of fewer steps may be of the run before it was made longer,
-        and is compared without the keys that then change (record.LENGTHENED).
-    Raises:
-      ValueError: the folder is missing or damaged, or was written by another run or by no run; the message says what
-        differs and what to do.
+    """The result in `folder`, if this run wrote it, perhaps before it was made longer (`steps`: of the whole run now).
+    ValueError if it is missing, damaged or another's; the message says what to do.
     """
     fix = f"move it away, or choose another output, such as output={next_name(folder.parent)}"
     try:
@@ -140,50 +99,37 @@ def require_own(folder: Path, run: dict[str, Any], steps: int) -> Result:
 
 
 def require_replaceable(folder: Path, run: dict[str, Any], steps: int) -> None:
-    """Raises ValueError unless `folder` is a result that this run may overwrite: this run wrote it, perhaps before it
-    was made longer, it is not damaged, and nobody has added a file. run: the values that identify the run. steps: the
-    number of its steps. The train command calls it before the first step, so that it does not train in vain, and
-    `write_result` calls it again."""
+    """ValueError unless this run may overwrite `folder`: it is its own, undamaged, and nobody added a file."""
     if added := require_own(folder, run, steps).added:
         raise ValueError(f"{folder} has to be written again, but contains {added}, which no run wrote: move it away")
 
 
 def holds(folder: Path, run: dict[str, Any], step: int) -> bool:
-    """Whether `folder` is a result of this run after `step`, so that it need not be written again. False if there is no
-    such folder, or the result is of another step of this run. A run that was complete when it was started again asks it
-    before it exports. run: the values that identify the run. step: the number of its steps. Raises ValueError if the
-    folder is of another run, damaged or no result."""
+    """Whether `folder` has this run's result after `step` and need not be written. ValueError as `require_own`, if it
+    exists.
+    """
     return os.path.lexists(folder) and require_own(folder, run, step).step == step
 
 
 def write_result(folder: Path, run: dict[str, Any], step: int, write: Callable[[Path], Any]) -> None:
-    """Writes a result of a run: has `write` fill an empty folder, adds the proof, and then renames the folder to
-    `folder`. An earlier result of this run there is replaced. The train command exports the adapter and the merged
-    model by it at the end of a run; exports of a single model by `jaxtune export` have no proof.
-
-    Args:
-      folder: the path that the result gets.
-      run: the values that identify the run, as record.same_run returns them.
-      step: the number of steps of the run, which the proof records.
-      write: a function that gets the path of an empty folder and writes the files of the result into it.
-    Raises:
-      ValueError: the folder exists and is not an intact result of this run, or has files that no run wrote.
+    """Has `write` fill an empty folder, adds the proof, and renames it to `folder`, in place of an earlier result of
+    this run. ValueError if `folder` is not one, or has files that no run wrote.
     """
     if os.path.lexists(folder):
         require_replaceable(folder, run, step)
         old = temporary_path(folder)
     else:
         old = None
-    whole = temporary_path(folder)
-    with new_folder(whole, "export") as temporary:
+    complete = temporary_path(folder)
+    with new_folder(complete, "export") as temporary:
         write(temporary)
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        found = {path.relative_to(temporary).as_posix(): value for path, value in fingerprints(files).items()}
-        proof = {"format": _FORMAT, "run": run, "step": step, "files": found}
+        recorded_files = {path.relative_to(temporary).as_posix(): value for path, value in fingerprints(files).items()}
+        proof = {"format": _FORMAT, "run": run, "step": step, "files": recorded_files}
         atomic_write(temporary / PROOF, json.dumps(proof, indent=1) + "\n")
     if old is not None:
         os.rename(folder, old)
-    os.rename(whole, folder)
+    os.rename(complete, folder)
     sync(folder.parent)
     if old is not None:
         shutil.rmtree(old)

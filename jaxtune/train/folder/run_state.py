@@ -1,5 +1,6 @@
-"""Whether a run is running, has finished, was stopped or has failed, as its folder says. The module imports nothing of
-JAX, so that reading a folder is quick."""
+"""Whether a run is running, has finished, was stopped or has failed, as its folder says. Imports nothing of JAX, so
+that it is quick.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +28,20 @@ type StateName = Literal["running", "finished", "stopped", "failed", "killed", "
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """Whether a run is running, or how its last process ended; the pages of `jaxtune watch` and `jaxtune report` show
-    it. A run that was "stopped", by a signal or the user, can be continued; a "failed" one ended with an error; of a
-    "killed" one the process is gone without having written why; "unknown": the folder does not say."""
+    """How a run stands. "stopped" can be continued; "failed" ended with an error; of a "killed" one the process is gone
+    without a word.
+    """
 
     name: StateName
-    """The state, as the class describes it."""
     why: str = ""
-    """The message of the error, what stopped the run, or a sentence about a killed one; "" if it is running, finished
-    or unknown."""
+    """The error, what stopped it, or a sentence about a killed one."""
     total_steps: int | None = None
-    """Optimizer steps of the whole run; None if the folder does not say."""
 
 
 @contextlib.contextmanager
 def recorded_state(folder: Path, total_steps: int, stops: tuple[type[BaseException], ...]) -> Iterator[None]:
-    """A context around a run: state.json in `folder` says that it is running, and at the end how it ended. An
-    exception that ends the run passes on.
-
-    Args:
-      folder: the run's folder.
-      total_steps: optimizer steps of the whole run.
-      stops: exceptions that mean that the run was stopped and can be continued; KeyboardInterrupt and SystemExit mean
-        that too. Any other means that it failed.
+    """A context around a run, which state.json tells of. stops: exceptions after which it can be continued, as after
+    KeyboardInterrupt and SystemExit; others mean that it failed.
     """
     write_state(folder, "running", "", total_steps)
     try:
@@ -62,7 +54,7 @@ def recorded_state(folder: Path, total_steps: int, stops: tuple[type[BaseExcepti
 
 
 def write_state(folder: Path, name: StateName, why: str, total_steps: int) -> None:
-    """Writes state.json, in the first process of a run. One that cannot be written is logged: the run continues."""
+    """Writes state.json, in the first process. A failure is logged and the run continues."""
     if not processes.first():
         return
     state = {"state": name, "why": why[:_LONGEST_REASON], "total_steps": total_steps}
@@ -73,14 +65,12 @@ def write_state(folder: Path, name: StateName, why: str, total_steps: int) -> No
 
 
 def read_state(folder: Path) -> RunState:
-    """The state of the run in `folder`, from its state.json. It is "killed" if the file says that it is running, and
-    its process is gone by the file of the run's lock, or that file is missing or unreadable (a process of another
-    machine cannot be asked, and is taken to live); "unknown" if state.json is missing, cannot be read, or names another
-    state. Nothing is raised for such files. The pages of `jaxtune watch` and `jaxtune report` show it; no run decides
-    by it whether it resumes."""
+    """The state in `folder`; bad files raise nothing. "killed": it says "running", and its process is gone by the
+    lock's file. Another machine's process is taken to live.
+    """
     try:
-        found = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        name, why, total = found["state"], str(found["why"]), found["total_steps"]
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        name, why, total = content["state"], str(content["why"]), content["total_steps"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return RunState("unknown")
     total = total if type(total) is int and total >= 0 else None
@@ -92,11 +82,8 @@ def read_state(folder: Path) -> RunState:
 
 
 def _lives(lock: Path) -> bool:
-    """Whether the process that has a run's lock lives, by the lock's file; True for a process of another machine, which
-    cannot be asked, and False if there is no such file, or it cannot be read. A process of another boot, or that
-    started at another time, is another one with the same pid.
-
-    The lock itself is not tried: a run that starts at that moment would find its folder in use.
+    """Another boot or start time means another process with the same pid. The lock is not tried: a run that starts just
+    then would find its folder in use.
     """
     try:
         owner = json.loads(lock.read_text(encoding="utf-8"))

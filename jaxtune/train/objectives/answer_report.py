@@ -1,5 +1,4 @@
-"""What a run that learns from rewards says about a generation of answers (those that are sampled at once): metrics for
-the log (`measured`), a sample and warnings for the screen (`screen_lines`). `rollouts.SampledAnswers` calls it."""
+"""What a run that learns from rewards says about a generation: metrics, samples and warnings."""
 
 from __future__ import annotations
 
@@ -21,76 +20,61 @@ _CUT_OFF, _EQUAL = 0.5, 0.8  # shares of answers cut off, and of groups with equ
 def measured(
     answers: Sequence[Answer], table: np.ndarray, rewards: RewardFunctions, settings: Settings
 ) -> dict[str, float]:
-    """The metrics of a generation (the answers that are sampled at once), {TRL's name: value}: the mean and the
-    standard deviation of the weighted sums of rewards ("reward", "reward_std") and of the rewards of each function
-    ("rewards/NAME/mean", "/std"), of those that are not missing, 0 where there are none or too few; the share of groups
-    in which all weighted sums are equal or at most one is not missing ("frac_reward_zero_std"); and the mean, smallest
-    and largest length and the share of answers that were cut off ("completions/..."). Lengths count the tokens that
-    were sampled. `rollouts.SampledAnswers` adds them to the metrics of the step before which the answers were sampled;
-    nothing is trained by them.
+    """Metrics of a generation by TRL's names. Missing rewards do not count; a mean or deviation of too few is 0;
+    lengths are of sampled tokens.
 
-    Args:
-      answers: the answers, those to the same prompt one after another.
-      table: float64[answers, functions], the rewards, NaN where a function does not apply.
-      rewards: the reward functions, which give the names and weights of the columns of `table`.
-      settings: how answers were sampled; num_generations is the number of answers to a prompt.
+      answers: those to one prompt consecutive.
+      table: float64[answers, functions], NaN where a function does not apply.
     """
     lengths = np.array([answer.length for answer in answers])
-    cut = np.array([answer.finish_reason == "length" for answer in answers])
+    is_cut = np.array([answer.finish_reason == "length" for answer in answers])
     weights = np.array(rewards.weights)
     total = total_rewards(table, weights)
     scored = total[~np.isnan(total)]
-    found = {
+    metrics = {
         "reward": float(scored.mean()) if scored.size else 0.0,
         "reward_std": float(scored.std(ddof=1)) if scored.size > 1 else 0.0,
         "frac_reward_zero_std": float(np.mean(equal_rewards(table, settings.num_generations, weights))),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(cut.mean()),
+        "completions/clipped_ratio": float(is_cut.mean()),
     }
     for column, name in enumerate(rewards.names):
         values = table[:, column][~np.isnan(table[:, column])]
-        found[f"rewards/{name}/mean"] = float(values.mean()) if values.size else 0.0
-        found[f"rewards/{name}/std"] = float(values.std(ddof=1)) if values.size > 1 else 0.0
-    return found
+        metrics[f"rewards/{name}/mean"] = float(values.mean()) if values.size else 0.0
+        metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if values.size > 1 else 0.0
+    return metrics
 
 
 def screen_lines(
     sampled: Sampled, table: np.ndarray, answers: Sequence[Answer], rewards: RewardFunctions, settings: Settings
 ) -> list[str]:
-    """Lines for the screen about a generation of answers: the one with the largest reward (the first one if no answer
-    has a reward), and warnings if more than half are cut off, or if in more than 80% of groups (the answers to one
-    prompt) the weighted sums of rewards are equal or missing, which teaches little or nothing. A run
-    shows them in every tenth generation.
+    """A sample of largest reward, and warnings if over half of the answers are cut off or over 80 % of groups have
+    equal rewards.
 
-    Args:
-      sampled: the prompts and answers as reward functions got them.
-      table: float64[answers, functions], the rewards, NaN where a function does not apply.
-      answers: the same answers as tokens, in the same order.
-      rewards: the reward functions, whose weights add up the columns of `table`.
-      settings: how answers were sampled.
+      table: float64[answers, functions], NaN where a function does not apply.
     """
     total = total_rewards(table, np.array(rewards.weights))
     best = int(np.nanargmax(np.where(np.isnan(total), -np.inf, total)))
-    found = [
+    lines = [
         f"a sample of reward {total[best]:.3f}: {_line(sampled.prompts[best])} -> {_line(sampled.completions[best])}"
     ]
-    cut = np.mean([answer.finish_reason == "length" for answer in answers])
-    if cut > _CUT_OFF:
-        found.append(
-            f"warning: {cut:.0%} of answers reach objective.max_completion_length = "
+    cut_share = np.mean([answer.finish_reason == "length" for answer in answers])
+    if cut_share > _CUT_OFF:
+        lines.append(
+            f"warning: {cut_share:.0%} of answers reach objective.max_completion_length = "
             f"{settings.max_completion_length}; raise it, ask for shorter answers, or set "
             "objective.mask_truncated_completions"
         )
     equal = np.mean(equal_rewards(table, settings.num_generations, np.array(rewards.weights)))
     if equal > _EQUAL:
-        found.append(
+        lines.append(
             f"warning: all rewards of a group are equal in {equal:.0%} of groups, which teach little; check the "
             "reward functions, take prompts that are neither too easy nor too hard, or raise "
             "objective.num_generations"
         )
-    return found
+    return lines
 
 
 def recorded(
@@ -101,15 +85,11 @@ def recorded(
     rewards: RewardFunctions,
     extra: Mapping[str, Sequence[object]],
 ) -> list[Rollout]:
-    """The answers of a generation as the lines of rollouts.jsonl (display/rollouts.py); NaN stands for no reward.
+    """A generation as lines of rollouts.jsonl; NaN is no reward.
 
-    Args:
-      step: the first step, from 1, that trains on them.
-      sampled: the prompts and answers as reward functions got them.
-      table: float64[answers, functions], the rewards.
-      answers: the same answers as tokens, with their advantages.
-      rewards: the reward functions.
-      extra: {column: a value for each answer}, which the functions logged.
+    step: from 1, the first that trains on them.
+    table: float64[answers, functions].
+    extra: {column: a value for each answer}, logged by functions.
     """
     total = total_rewards(table, np.array(rewards.weights))
     rows = [
@@ -132,27 +112,25 @@ def recorded(
 
 
 def masked_lines(line: Mapping[str, float]) -> list[str]:
-    """Warnings for the screen if the metrics of a step, a line of metrics.jsonl, say that more than half of the answers
-    have no part in the loss. The names are those of policy.py."""
+    """Warnings if, by a step's metrics, over half of the answers have no part in the loss."""
     masked, zero = (line.get(name, 0.0) for name in ("completions/masked_ratio", f"{_RATIO}/zero"))
-    found = []
+    lines = []
     if masked > _LEFT_OUT:
-        found.append(
+        lines.append(
             f"warning: {masked:.0%} of answers have no part in the loss, as they reach "
             "objective.max_completion_length (mask_truncated_completions) or have no token of the model; raise it"
         )
     if zero > _LEFT_OUT:
-        found.append(
+        lines.append(
             f"warning: the correction for the sampler's rounding leaves {zero:.0%} of the answers or tokens out of the "
             f"loss ({_RATIO} from {line.get(f'{_RATIO}/min', 0.0):.2g} to {line.get(f'{_RATIO}/max', 0.0):.2g}); set "
             "objective.importance_sampling_mode: token_truncate, or wider importance_sampling_clip_max and clip_min"
         )
-    return found
+    return lines
 
 
 def _line(value: Turns) -> str:
-    """`value`, a prompt or an answer, as text on one line, for the screen; a longer one is cut after 160 characters,
-    and "..." is added. Of a list of messages only the content of the last one is shown."""
+    """A prompt or answer (of messages the last) on one line, cut at 160 characters."""
     text = value if isinstance(value, str) else value[-1].get("content", "")
     text = " ".join(str(text).split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

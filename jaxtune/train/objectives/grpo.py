@@ -1,15 +1,11 @@
-"""The losses of reinforcement learning from rewards: GRPO, its variants and RLOO, as functions of arrays. The
-objectives (policy.py) call the sums; `grpo_loss` and `rloo_loss` are for training loops of a user's own.
+"""Losses of reinforcement learning from rewards, GRPO, its variants and RLOO, as functions of arrays.
 
-No function depends on a model. `group_advantages` and `rloo_advantages` compute advantages from rewards on the host
-(`total_rewards` weighs and adds them). `importance_ratio` corrects for a sampler whose probabilities differ from the
-trainer's. `grpo_loss` and `rloo_loss` are the losses of a batch of `Answers`, given as arrays [answers, tokens], with
-the options `PolicyLoss`; `grpo_sums` and `rloo_sums` give them as sums, which a train step adds up, and `means_of`
-makes metrics of the sums, whose names `metric_names` gives. `_policy_losses` clips ratios, `_of_high_entropy` selects
-tokens, and `_aggregated` adds up the losses of tokens. Names, defaults and values are TRL 1.16's.
+Advantages are computed from rewards on the host. Losses take `Answers`, [answers, tokens], and give sums that a step
+adds up; `grpo_loss` and `rloo_loss` are for a user's own loop. Names, defaults and values are TRL 1.16's.
 
 Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO 2506.13585, SAPO 2511.20347,
-RLOO 2402.14740, entropy masks 2506.01939."""
+RLOO 2402.14740, entropy masks 2506.01939.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +29,10 @@ _ROUNDING = 1e-12  # rewards that differ by less of the largest one are equal
 
 
 def total_rewards(rewards: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """The weighted sum of each answer's rewards, float64[answers]; NaN for an answer without any reward.
+    """float64[answers]: weighted sums; NaN for an answer without any reward.
 
-    Args:
-      rewards: float[answers, functions]; NaN, which adds nothing, where a function does not apply.
-      weights: float[functions], the factor of each function; None: all 1.
+    rewards: float[answers, functions], NaN where a function does not apply.
+    weights: float[functions]; None: all 1.
     """
     rewards = np.asarray(rewards, np.float64)
     weighed = rewards if weights is None else rewards * np.asarray(weights, np.float64)
@@ -45,8 +40,9 @@ def total_rewards(rewards: np.ndarray, weights: np.ndarray | None = None) -> np.
 
 
 def equal_rewards(rewards: np.ndarray, num_generations: int, weights: np.ndarray | None = None) -> np.ndarray:
-    """bool[groups]: whether the weighted sums of a group's rewards differ by no more than rounding (1e-12 of the
-    largest terms), or at most one answer of the group has a reward. The arguments are those of `group_advantages`."""
+    """bool[groups]: whether a group's sums differ by rounding only (1e-12 of the largest terms), or at most one answer
+    has a reward. Arguments as `group_advantages`.
+    """
     groups = total_rewards(rewards, weights).reshape(-1, num_generations)
     terms = np.abs(rewards if weights is None else rewards * np.asarray(weights, np.float64))
     largest = np.nansum(terms, axis=1).reshape(groups.shape).max(axis=1)
@@ -61,47 +57,40 @@ def group_advantages(
     scale_rewards: Scale = "group",
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
 ) -> np.ndarray:
-    """GRPO's advantages, float32[answers]: an answer's reward minus the mean of its group, all answers to one prompt,
-    divided by a standard deviation (unbiased, plus 1e-4). Equal rewards give 0 exactly.
+    """GRPO's advantages, float32[answers]: reward minus the group's mean, over a standard deviation (unbiased, plus
+    1e-4). For rewards 1, 0, 0, 0 they are about 1.5, -0.5, -0.5, -0.5; equal ones give 0 exactly.
 
-    An answer without any reward has advantage 0 and is left out of all means and standard deviations. The only answer
-    of a group that has a reward has advantage 0, too.
+    Answers without a reward get 0 and count nowhere; so does a group's only one with a reward. Raises ValueError for
+    incomplete groups, wrong shapes or options, or values beyond float32.
 
-    Args:
-      rewards: [answers, functions], NaN where a function does not apply. The answers of a group are consecutive.
-      num_generations: the number of answers in a group.
-      weights: [functions], the factors in the sum of the functions' rewards, which "normalize_then_sum" normalises
-        before; None: all 1.
-      scale_rewards: the divisor: "group" is the standard deviation within the group, "batch" that over all answers, and
-        "none" divides by nothing. Not used with "normalize_then_sum".
-      aggregation: "sum_then_normalize" adds up the functions' rewards first. "normalize_then_sum" normalises the
-        rewards of each function within its group, adds them up, and normalises the sums over the batch (GDPO, arXiv
-        2601.05242).
-    Raises:
-      ValueError: the answers do not divide into groups, `rewards` is not two-dimensional, an option is not one of
-        those above, or an advantage is beyond float32.
+      rewards: [answers, functions], NaN where a function does not apply; groups are consecutive.
+      num_generations: answers of a group.
+      weights: [functions]; None: all 1.
+      scale_rewards: deviation of the "group", the "batch", or "none"; unused with "normalize_then_sum".
+      aggregation: "normalize_then_sum" normalises each function's rewards in its group, adds them up weighted, and
+      normalises over the batch (GDPO, arXiv 2601.05242).
     """
     rewards = _in_groups("group_advantages", rewards, num_generations)
     if scale_rewards not in get_args(Scale):
         raise ValueError(f"scale_rewards = {scale_rewards!r}: must be one of {', '.join(get_args(Scale))}")
     if aggregation == "sum_then_normalize":
         total = total_rewards(rewards, weights)
-        found = _centred(total, equal_rewards(rewards, num_generations, weights))
+        advantages = _centred(total, equal_rewards(rewards, num_generations, weights))
         if scale_rewards == "group":
-            found = found / (_deviation(found, 1) + _SMALL)
+            advantages = advantages / (_deviation(advantages, 1) + _SMALL)
         elif scale_rewards == "batch":
             all_equal = equal_rewards(rewards, len(rewards), weights)
-            found = found / (_deviation(_centred(total, all_equal), None) + _SMALL)
+            advantages = advantages / (_deviation(_centred(total, all_equal), None) + _SMALL)
     elif aggregation == "normalize_then_sum":
         columns = [rewards[:, i : i + 1] for i in range(rewards.shape[1])]
-        centred = [_centred(own[:, 0], equal_rewards(own, num_generations)) for own in columns]
-        scaled = [own / (_deviation(own, 1) + _SMALL) for own in centred]
-        total = total_rewards(np.stack([own.reshape(-1) for own in scaled], axis=1), weights)
+        centred = [_centred(column[:, 0], equal_rewards(column, num_generations)) for column in columns]
+        scaled = [column / (_deviation(column, 1) + _SMALL) for column in centred]
+        total = total_rewards(np.stack([column.reshape(-1) for column in scaled], axis=1), weights)
         total = np.where(np.isnan(rewards).all(axis=1), np.nan, total)
-        found = total / (_deviation(total, None) + _SMALL)  # whose mean is 0, as that of each function in each group
+        advantages = total / (_deviation(total, None) + _SMALL)  # the mean is 0, as each function's in each group
     else:
         raise ValueError(f"aggregation = {aggregation!r}: must be 'sum_then_normalize' or 'normalize_then_sum'")
-    return _as_advantages(found)
+    return _as_advantages(advantages)
 
 
 def rloo_advantages(
@@ -113,21 +102,12 @@ def rloo_advantages(
     beta: float = 0.0,
     normalize: bool = False,
 ) -> np.ndarray:
-    """RLOO's advantages, float32[answers]: an answer's reward minus the mean reward of the other answers of its group,
-    all answers to one prompt. An answer without any reward, or without another scored one in its group, has advantage
-    0. Equal rewards give 0 exactly.
+    """RLOO's advantages, float32[answers]: reward minus the mean of the group's others. 0 without a reward or another
+    scored answer; equal ones give 0 exactly. Raises ValueError as `group_advantages`.
 
-    Args:
-      rewards: [answers, functions], NaN where a function does not apply. The answers of a group are consecutive.
-      num_generations: the number of answers in a group.
-      weights: [functions], the factors of the functions' rewards; None: all 1.
-      kl: float[answers], for each answer the sum over its tokens of log p - log p_ref; beta times it is subtracted
-        from the reward. None subtracts nothing.
-      beta: the factor of `kl`.
-      normalize: whether the advantages are normalised to mean 0 and standard deviation 1 over the batch.
-    Raises:
-      ValueError: the answers do not divide into groups, `rewards` is not two-dimensional, or an advantage is beyond
-        float32.
+      rewards, weights: as `group_advantages`.
+      kl: float[answers], sums of log p - log p_ref; beta times it is subtracted from the reward.
+      normalize: to mean 0 and deviation 1 over the batch.
     """
     rewards = _in_groups("rloo_advantages", rewards, num_generations)
     total = total_rewards(rewards, weights)
@@ -139,15 +119,14 @@ def rloo_advantages(
     centred = _centred(total, equal)
     scored = (~np.isnan(centred)).sum(axis=1, keepdims=True)
     # An answer's distance from the mean of the others is n / (n - 1) times that from the mean of all.
-    found = np.where(scored > 1, centred * scored / np.maximum(scored - 1, 1), np.nan)
+    advantages = np.where(scored > 1, centred * scored / np.maximum(scored - 1, 1), np.nan)
     if normalize:
-        found = found / (_deviation(found, None) + _SMALL)  # the mean is 0
-    return _as_advantages(found)
+        advantages = advantages / (_deviation(advantages, None) + _SMALL)  # the mean is 0
+    return _as_advantages(advantages)
 
 
 def _in_groups(name: str, rewards: np.ndarray, num_generations: int) -> np.ndarray:
-    """`rewards` as float64[answers, functions]; ValueError, which begins with `name`, if they are no whole groups or
-    infinite."""
+    """float64[answers, functions]; ValueError, beginning with `name`, for incomplete groups or infinite rewards."""
     rewards = np.asarray(rewards, np.float64)
     if rewards.ndim != 2:
         raise ValueError(f"{name}: rewards has shape {rewards.shape}; it must be [answers, functions]")
@@ -162,8 +141,7 @@ def _in_groups(name: str, rewards: np.ndarray, num_generations: int) -> np.ndarr
 
 
 def _centred(total: np.ndarray, equal: np.ndarray) -> np.ndarray:
-    """float64[groups, answers]: the answers' `total` minus the mean of their group; 0 in the groups that are `equal`.
-    NaN stays NaN, and counts in no mean."""
+    """float64[groups, answers]: `total` minus the group's mean, 0 in `equal` groups; NaN stays and does not count."""
     groups = total.reshape(len(equal), -1)
     above = groups - np.fmin.reduce(groups, axis=1, keepdims=True)  # which loses the digits that all have
     count = np.maximum((~np.isnan(groups)).sum(axis=1, keepdims=True), 1)
@@ -172,8 +150,9 @@ def _centred(total: np.ndarray, equal: np.ndarray) -> np.ndarray:
 
 
 def _deviation(centred: np.ndarray, axis: int | None) -> np.ndarray:
-    """The unbiased standard deviation of values of mean 0 that are not NaN, along `axis` (None: of all), with reduced
-    axes kept as size 1. NaN for fewer than two values."""
+    """Unbiased standard deviation of values of mean 0 but NaN along `axis` (None: all), with kept dimensions; NaN for
+    fewer than two.
+    """
     count = (~np.isnan(centred)).sum(axis=axis, keepdims=True)
     largest = np.fmax.reduce(np.abs(centred), axis=axis, keepdims=True, initial=0.0)
     largest = np.where(largest > 0, largest, 1.0)  # by which squares neither overflow nor vanish
@@ -182,15 +161,15 @@ def _deviation(centred: np.ndarray, axis: int | None) -> np.ndarray:
 
 
 def _as_advantages(values: np.ndarray) -> np.ndarray:
-    """float32[answers] of `values`, 0 for NaN; ValueError if one is too large."""
+    """float32[answers], 0 for NaN; ValueError beyond float32."""
     with np.errstate(over="ignore"):
-        found = np.nan_to_num(values.reshape(-1), nan=0.0, posinf=np.inf, neginf=-np.inf).astype(np.float32)
-    if not np.isfinite(found).all():
+        advantages = np.nan_to_num(values.reshape(-1), nan=0.0, posinf=np.inf, neginf=-np.inf).astype(np.float32)
+    if not np.isfinite(advantages).all():
         raise ValueError(
             f"advantages of up to {np.abs(values[~np.isnan(values)]).max():.3g} are beyond float32; give smaller "
             "rewards or weights, or set scale_rewards"
         )
-    return found
+    return advantages
 
 
 # ---- losses, on the device
@@ -205,23 +184,16 @@ def importance_ratio(
     clip_max: float | None = 3.0,
     clip_min: float | None = None,
 ) -> jax.Array:
-    """The ratio of the trainer's probabilities of sampled tokens to the sampler's, bounded, and without gradient.
+    """Bounded ratio of the trainer's to the sampler's probabilities, without gradient (truncated importance sampling):
+    float32[answers, tokens], or [answers, 1] for "sequence_...".
 
-    The losses multiply the policy's term by it (`Answers.ratio`), which corrects for a sampler that rounds differently
-    (truncated importance sampling).
+    Raises ValueError for an unknown mode.
 
-    Args:
-      logps: float32[answers, tokens], log-probabilities under the trainer's model at the time of sampling.
-      sampled_logps: float32[answers, tokens], log-probabilities that the sampler reported; NaN where it reported none,
-        and such a token has the ratio 1.
-      mask: float32[answers, tokens], 1 at tokens that count in the loss, 0 at others and at padding.
-      mode: "token_..." gives a ratio for each token, "sequence_..." one for each answer (of the product of its tokens'
-        probabilities). "..._truncate" clips ratios to the bounds; "..._mask" sets ratios beyond the bounds to 0.
-      clip_max, clip_min: the largest and the smallest ratio; None is no bound.
-    Returns:
-      float32[answers, tokens] with a mode "token_...", float32[answers, 1] with "sequence_...".
-    Raises:
-      ValueError: the mode is not known.
+      logps: float32[answers, tokens], of the trainer's model at sampling.
+      sampled_logps: of the sampler; NaN gives the ratio 1.
+      mask: 1 at tokens that count.
+      mode: a ratio a token or an answer (of the product); "..._truncate" clips to the bounds, "..._mask" sets 0 beyond.
+      clip_max, clip_min: None is no bound.
     """
     if mode not in get_args(Correction):
         raise ValueError(f"importance_sampling_mode = {mode!r}: must be one of {', '.join(get_args(Correction))}")
@@ -241,64 +213,53 @@ def importance_ratio(
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
-    """The options of `grpo_loss` and `grpo_sums` (and, of these, epsilon and epsilon_high of `rloo_sums`), with TRL's
-    names and defaults. `bound_above` is epsilon_high, or epsilon if that is None.
-
-    Raises:
-      ValueError: an option is out of its range; the message names it. entropy_coef may have any value.
-    """
+    """Options of the losses, with TRL's names; RLOO uses the epsilons. Raises ValueError for one out of range."""
 
     loss_type: LossType = "dapo"
-    """The kind of loss, and how the losses of tokens become one number. "dapo" and "bnpo": clipped ratios, the mean
-    over all tokens of a batch. "grpo": clipped ratios, the mean of the answers' means. "dr_grpo": clipped ratios, the
-    sum divided by the number of answers times max_completion_length. "cispo": the log-probability times the capped
-    ratio, the mean over all tokens. "sapo": ratios with a soft clipping, the mean of the answers' means. In a run,
-    "dapo" and "cispo" divide the sum over a step's tokens by the mean number of tokens of the steps that share a
-    generation, the answers that are sampled at once (GRPO.over_generation)."""
+    """"dapo", "bnpo": clipped ratios, mean over tokens. "grpo": mean of answers' means. "dr_grpo": sum / (answers *
+    max_completion_length). "cispo": log-probability times capped ratio, mean over tokens. "sapo": soft clipping, mean
+    of answers' means. In a run "dapo" and "cispo" divide by the mean tokens of a generation's steps
+    (GRPO.over_generation).
+    """
 
     importance_sampling_level: Level = "token"
-    """With "token", each token has its own ratio of new to old probability; with "sequence", all tokens of an answer
-    have the geometric mean of their ratios (GSPO)."""
+    """"token": a ratio each; "sequence": the geometric mean of the answer's (GSPO)."""
 
     epsilon: float = 0.2
-    """The ratio is clipped below at 1 - epsilon; "cispo" and "sapo" have no such bound."""
+    """Clips below at 1 - epsilon; not "cispo" and "sapo"."""
 
     epsilon_high: float | None = None
-    """The ratio is clipped above at 1 + epsilon_high; with "cispo", at epsilon_high itself, so "cispo" needs a value
-    above 1. None: the value of epsilon, also with "cispo". "sapo" does not use it."""
+    """Clips above at 1 + epsilon_high, with "cispo" at itself (so above 1). None: epsilon. Not "sapo"."""
 
     delta: float | None = None
-    """An upper bound of the ratio in the term without clipping, which takes effect for negative advantages (two-sided
-    clipping). It should be above 1 + epsilon_high, or it bounds positive ones too. None: no bound. "cispo" and "sapo"
-    do not use it."""
+    """Upper bound of the unclipped term, for negative advantages (two-sided clipping); should be above 1 +
+    epsilon_high. None: none. Not "cispo" and "sapo".
+    """
 
     beta: float = 0.0
-    """The factor of the KL divergence from the reference model, which is added to the loss; 0: there is none. RLOO
-    subtracts beta times the divergence from the rewards instead (policy.RLOO)."""
+    """Factor of the KL divergence in the loss; RLOO subtracts it from rewards."""
 
     use_bias_correction_kl: bool = True
-    """True: the divergence of each token is multiplied by the ratio of new to old probability, not clipped, and so
-    differentiated through it too. False: it is not."""
+    """Multiply a token's divergence by its unclipped ratio, with gradient."""
 
     top_entropy_quantile: float = 1.0
-    """The share of tokens that count in the policy's loss, above 0: those with the largest entropy of the batch (in a
-    run, of a device's rows of a micro-batch); 1 is all. The loss's divisor counts the other tokens too."""
+    """Share of tokens, those of largest entropy in the batch (a run: in a device's rows of a micro-batch), that count;
+    the divisor counts all.
+    """
 
     entropy_coef: float = 0.0
-    """The factor of the mean entropy, over the tokens that top_entropy_quantile selects, subtracted from the loss."""
+    """Factor of the selected tokens' mean entropy, subtracted from the loss."""
 
     sapo_temperature_pos: float = 1.0
-    """The factor t, above 0, in "sapo"'s soft clipping of a ratio r for positive advantages, 4 / t * sigmoid(t * (r -
-    1)): a larger t clips closer to 1."""
+    """t in "sapo"'s 4 / t * sigmoid(t * (r - 1)) for positive advantages: larger clips closer to 1."""
 
     sapo_temperature_neg: float = 1.05
-    """The same factor of "sapo", above 0, for advantages that are not positive."""
+    """The same for others."""
 
     max_completion_length: int = 512
-    """The number of tokens for each answer by which "dr_grpo" divides."""
+    """Divisor of "dr_grpo"."""
 
     def __post_init__(self) -> None:
-        """Checks the options; raises ValueError for the first one that is out of its range, and names it."""
         for name, allowed in (("loss_type", get_args(LossType)), ("importance_sampling_level", get_args(Level))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(allowed)}")
@@ -314,48 +275,40 @@ class PolicyLoss:
 
     @property
     def bound_above(self) -> float:
-        """epsilon_high, or epsilon if that is None: the number that sets the upper bound of the ratio, which is at most
-        1 + this number, and with "cispo" at most this number. "sapo" does not use it."""
+        """epsilon_high, else epsilon: the ratio's upper bound, above 1 or with "cispo" itself."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """A batch of sampled answers, as arrays that the losses take; GRPO.loss makes one of each micro-batch. They are
-    float32[answers, tokens] unless another shape is given; an answer's tokens come first, then padding."""
+    """A batch of sampled answers: float32[answers, tokens] unless said otherwise, padding last."""
 
     logps: jax.Array
-    """The tokens' log-probabilities under the model that is trained. Gradients are taken through them."""
+    """Under the trained model; gradients go through them."""
     mask: jax.Array
-    """1 at tokens that count in the loss."""
+    """1 at tokens that count."""
     advantages: jax.Array
-    """float32[answers]: from `group_advantages` or `rloo_advantages`."""
+    """float32[answers]"""
     entropies: jax.Array
-    """At each token the entropy, in nats, of the distribution by which `logps` has its log-probability."""
+    """Of each token's distribution, in nats."""
     old_logps: jax.Array | None = None
-    """The log-probabilities under the model that sampled. None takes `logps` without gradient, which is the same in the
-    first step after sampling."""
+    """Under the model that sampled; None: `logps` without gradient."""
     ref_logps: jax.Array | None = None
-    """The log-probabilities under the reference model; GRPO's losses need them if beta is not 0."""
+    """Under the reference; needed if beta is not 0."""
     ratio: jax.Array | None = None
-    """float32[answers, tokens or 1]: the factors of `importance_ratio`, which correct for a sampler that rounds
-    differently; None: the losses are not corrected."""
+    """float32[answers, tokens or 1]: of `importance_ratio`; None: no correction."""
     present: jax.Array | None = None
-    """float32[answers]: 0 where a row of the arrays has no answer; None if all have one. An answer whose mask is all
-    zeros, because it was cut off, is present."""
+    """float32[answers]: 0 where there is no answer; None: all. A fully masked answer is present."""
 
     @property
     def counted(self) -> jax.Array:
-        """float32[answers]: 1 where a row of the arrays has an answer, else 0. It is `present`, or ones if that is
-        None. `grpo_sums` and `rloo_sums` count answers by it."""
+        """float32[answers]: `present`, or ones."""
         return jnp.ones(len(self.mask), jnp.float32) if self.present is None else self.present
 
 
 def grpo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(the loss of a batch of answers by the variant of GRPO that `options` choose, by default "dapo"; its metrics,
-    {name: mean}), float32 scalars, for training loops of a user's own; a run adds up `grpo_sums`. Gradients are those
-    of `answers.logps` and, if options.entropy_coef is not 0, `answers.entropies`. Raises ValueError if beta is not 0
-    and the answers have no ref_logps.
+    """(Loss, {metric: mean}), float32 scalars, for a user's own loop. Raises ValueError if beta is not 0 without
+    ref_logps.
 
     ```python
     answers = Answers(logps, mask, jnp.asarray(group_advantages(rewards, num_generations=8)), entropies)
@@ -367,10 +320,9 @@ def grpo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax
 
 
 def means_of(sums: dict[str, Any]) -> dict[str, Any]:
-    """Divides each sum by the count that belongs to it, and returns {metric: mean}. sums: the dict that `grpo_sums` or
-    `rloo_sums` returns, perhaps added up over several batches and with further sums over tokens (`GRPO.metrics`). Its
-    entries "tokens" and "ratios" are the counts and are left out of the result: metrics of clipping are means over
-    ratios (one for each token or each answer), all others are means over tokens. A mean whose count is 0 is 0."""
+    """{metric: mean} of sums, maybe of several batches: over "ratios" for metrics of clipping, else over "tokens"; 0
+    without any.
+    """
     counts = {name: sums[name] for name in ("tokens", "ratios")}
     return {
         name: value / (count + (count == 0))
@@ -387,8 +339,7 @@ _BY_RATIO = (*_CLIPPED, "cispo_clip_ratio")
 
 
 def metric_names(options: PolicyLoss) -> tuple[str, ...]:
-    """The names of the sums that `grpo_sums` returns with `options`. An objective must state them before its loss is
-    traced, because the train step adds them up."""
+    """The names of `grpo_sums`'s sums, needed before the loss is traced."""
     clipped = {"cispo": ("cispo_clip_ratio",), "sapo": ()}.get(options.loss_type, _CLIPPED)
     return ("tokens", "ratios", "entropy", *(("kl",) if options.beta else ()), *clipped)
 
@@ -396,19 +347,12 @@ def metric_names(options: PolicyLoss) -> tuple[str, ...]:
 def grpo_sums(
     answers: Answers, options: PolicyLoss, entropy_scale: jax.Array | float = 1.0
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """GRPO's loss of a batch of answers as sums: (sum of the losses, the count that divides it, {metric: sum}), float32
-    scalars, so that several batches can be added up. `options` choose the variant of the loss. Gradients are taken of
-    the first; the metrics, named by `metric_names`, pass none.
+    """(Sum of losses, its divisor, {metric: sum}), float32 scalars that may be added up over batches.
 
-    The loss of several batches is the total of the first divided by the total of the second; `means_of` makes metrics
-    of the totals. The count is the number of answers with the loss types "grpo" and "sapo", the number of answers times
-    max_completion_length with "dr_grpo", and the number of tokens in the mask with the others.
+    The divisor is answers ("grpo", "sapo"), answers times max_completion_length ("dr_grpo"), or masked tokens. Raises
+    ValueError if beta is not 0 without ref_logps.
 
-    Args:
-      entropy_scale: what the caller divides the loss by, over the total count: the entropy's term is multiplied by it,
-        so that it stays entropy_coef times a mean.
-    Raises:
-      ValueError: beta is not 0, and there are no ref_logps.
+      entropy_scale: what the caller divides the loss by, over the count, so that the entropy's term stays a mean.
     """
     mask, advantages = answers.mask.astype(jnp.float32), answers.advantages[:, None]
     old = jax.lax.stop_gradient(answers.logps) if answers.old_logps is None else answers.old_logps
@@ -418,10 +362,10 @@ def grpo_sums(
         log_ratio = (log_ratio * mask).sum(-1, keepdims=True) / per_answer
     ratio = jnp.exp(log_ratio)
     losses, clipped = _policy_losses(answers.logps, ratio, advantages, options)
-    counted = mask
+    selected_mask = mask
     if options.top_entropy_quantile < 1.0:
-        counted = mask * _of_high_entropy(answers.entropies, mask, options.top_entropy_quantile)
-        losses = losses * counted
+        selected_mask = mask * _of_high_entropy(answers.entropies, mask, options.top_entropy_quantile)
+        losses = losses * selected_mask
     if answers.ratio is not None:
         losses = losses * answers.ratio
     losses = jnp.broadcast_to(losses, mask.shape)
@@ -440,20 +384,16 @@ def grpo_sums(
     sums |= {name: (value * ratio_mask).sum() for name, value in clipped.items()}
     loss, count = _aggregated(losses * mask, per_answer, answers, options)
     if options.entropy_coef:
-        mean = (answers.entropies * counted).sum() / jnp.maximum(counted.sum(), 1.0)
+        mean = (answers.entropies * selected_mask).sum() / jnp.maximum(selected_mask.sum(), 1.0)
         loss = loss - options.entropy_coef * mean * count * entropy_scale
     return loss, count, jax.lax.stop_gradient(sums)
 
 
 def _aggregated(losses, per_answer, answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array]:
-    """Adds up the losses of tokens for `grpo_sums`: (sum, count), two float32 scalars whose quotient is the loss of
-    `options.loss_type`.
+    """(Sum, divisor) by loss_type.
 
-    Args:
-      losses: float32[answers, tokens], 0 outside of the mask.
-      per_answer: float32[answers, 1], the number of tokens of each answer that count, at least 1.
-      answers: its mask, and which of its rows have an answer, are used.
-      options: its loss_type and max_completion_length are used.
+    losses: float32[answers, tokens], 0 outside the mask.
+    per_answer: float32[answers, 1], counted tokens, at least 1.
     """
     if options.loss_type in ("grpo", "sapo"):
         return (losses / per_answer).sum(), answers.counted.sum()
@@ -463,14 +403,10 @@ def _aggregated(losses, per_answer, answers: Answers, options: PolicyLoss) -> tu
 
 
 def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """RLOO's loss of a batch of answers as sums: (sum of the losses, number of answers, {metric: sum}), float32
-    scalars, so that several batches can be added up; `means_of` makes metrics of the sums.
+    """(Sum of losses, answers, {metric: sum}), float32 scalars that may be added up.
 
-    An answer is one action, whose ratio is that of the product of its tokens' probabilities. Its loss is -min(ratio *
-    advantage, clip(ratio, 1 - epsilon, 1 + epsilon_high) * advantage), times answers.ratio if that is given; nothing
-    else of `options` is used. The loss has no KL term, because `rloo_advantages` subtracted the divergence from the
-    rewards. The advantages in `answers` should come from there. The metrics are the sums of tokens, ratios, entropy and
-    clipped ratios.
+    An answer is one action: -min(ratio * advantage, clip(ratio, 1 - epsilon, 1 + epsilon_high) * advantage), times
+    answers.ratio, with the ratio of its tokens' product. No KL term: `rloo_advantages` subtracts it.
     """
     mask = answers.mask.astype(jnp.float32)
     old = jax.lax.stop_gradient(answers.logps) if answers.old_logps is None else answers.old_logps
@@ -480,30 +416,26 @@ def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
     )
     if answers.ratio is not None:
         losses = losses * answers.ratio
-    counted = answers.counted[:, None]
-    sums = {"tokens": mask.sum(), "ratios": counted.sum(), "entropy": (answers.entropies * mask).sum()}
-    sums |= {name: (value * counted).sum() for name, value in clipped.items()}
-    return (losses * counted).sum(), counted.sum(), jax.lax.stop_gradient(sums)
+    is_present = answers.counted[:, None]
+    sums = {"tokens": mask.sum(), "ratios": is_present.sum(), "entropy": (answers.entropies * mask).sum()}
+    sums |= {name: (value * is_present).sum() for name, value in clipped.items()}
+    return (losses * is_present).sum(), is_present.sum(), jax.lax.stop_gradient(sums)
 
 
 def rloo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """RLOO's loss of a batch of answers, and its metrics: (the mean of the answers' losses, {name: mean}), float32
-    scalars, for training loops of a user's own; a run adds up `rloo_sums`. Of `options` only epsilon and epsilon_high
-    are used. The advantages in `answers` should come from `rloo_advantages`."""
+    """(Mean loss, {metric: mean}), for a user's own loop, with advantages of `rloo_advantages`. Only the epsilons
+    count.
+    """
     loss, count, sums = rloo_sums(answers, options)
     return loss / jnp.maximum(count, 1.0), means_of(sums)
 
 
 def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The policy's clipped losses, and which ratios were clipped: (losses, {metric: True where clipping takes effect,
-    which depends on the advantage's sign}), each [answers, tokens or 1]; with "sapo" there are no metrics. Padding is
-    not masked here. `grpo_sums` and `rloo_sums` call it.
+    """(Losses, {metric: where clipping takes effect, by the advantage's sign}), [answers, tokens or 1], padding
+    included; "sapo" has no metrics.
 
-    Args:
-      logps: float32[answers, tokens], log-probabilities under the model that is trained.
-      ratio: float32[answers, tokens or 1], new over old probabilities.
+      ratio: float32[answers, tokens or 1], new over old.
       advantages: float32[answers, 1].
-      options: "cispo" uses bound_above, "sapo" the two sapo_temperatures, other loss types epsilon, bound_above, delta.
     """
     low, high = options.epsilon, options.bound_above
     if options.loss_type == "cispo":
@@ -520,13 +452,8 @@ def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.A
 
 
 def _of_high_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.Array:
-    """float32[answers, tokens], without gradient: 1 at the tokens with the largest entropies of these answers, which
-    are those that count with the option top_entropy_quantile, else 0. `grpo_sums` multiplies its mask by it.
-
-    Args:
-      entropies: float32[answers, tokens].
-      mask: float32[answers, tokens], 1 at the tokens that are compared.
-      share: the share of these tokens that get a 1, from 0 to 1; more get one if entropies are equal.
+    """float32[answers, tokens], without gradient: 1 at the `share` of masked tokens with the largest entropies, more if
+    equal.
     """
     entropies = jax.lax.stop_gradient(entropies)
     bound = jnp.nanquantile(jnp.where(mask > 0, entropies, jnp.nan), 1.0 - share)

@@ -1,10 +1,8 @@
-"""Kahneman-Tversky optimisation (KTO): training on single answers, each of which is desirable or undesirable. `KTO` is
-the objective; `with_mismatched_answers` and `mismatched_in_groups` make the pairs of answers that it needs.
+"""Kahneman-Tversky optimisation (KTO): single answers, each desirable or undesirable.
 
-The log-ratio of an answer's probability to the reference's is compared with an estimate of the KL divergence between
-model and reference. The estimate is the mean log-ratio of mismatched answers, answers that do not belong to their
-prompts: a row's is that of the nearest row before with another prompt. A row is stored as a pair of documents
-(data/pairs.py): its own answer, then its mismatched answer, which only has the room that its own one leaves."""
+A row is a pair of documents: its own answer, and in the room that is left a mismatched one, that of the nearest row
+before with another prompt. The mismatched ones estimate the KL divergence from the reference.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +29,15 @@ _SIDES = ("chosen", "rejected")  # TRL's names of desirable and undesirable answ
 
 @dataclasses.dataclass(frozen=True)
 class KTO(Referenced):
-    """The objective of Kahneman-Tversky optimisation (arXiv 2402.01306, equations 7 and 8): rows have a single answer,
-    which is labelled as desirable or undesirable. The loss moves the answer's log-ratio, log p(answer) - log
-    p_ref(answer) under a reference model, above or below the KL divergence between model and reference. The divergence
-    kl is estimated as in TRL: the mean log-ratio of a micro-batch's mismatched answers (each the answer of another row,
-    after this row's prompt) on all devices, at least 0, without gradient. The reference is the model with its adapter
-    off (`Referenced`). The loss of a desirable answer is desirable_weight
-    sigmoid(beta (kl - log-ratio)), that of an undesirable one undesirable_weight sigmoid(beta (log-ratio - kl)); its
-    reward, in metrics, is beta times its log-ratio. beta: the larger it is, the less the model moves away from the
-    reference."""
+    """The objective of KTO (arXiv 2402.01306, equations 7 and 8), with TRL's estimate of the divergence.
+
+    With r = log p(answer) - log p_ref(answer), and kl the mean r of a micro-batch's mismatched answers on all devices,
+    at least 0, without gradient: the loss is desirable_weight sigmoid(beta (kl - r)) or undesirable_weight sigmoid(beta
+    (r - kl)). Metrics' rewards are beta r. A larger beta stays closer to the reference.
+    """
 
     desirable_weight: float = 1.0
-    """The factor of the losses of desirable answers."""
     undesirable_weight: float = 1.0
-    """The factor of the losses of undesirable answers."""
 
     name: ClassVar[str] = "kto"  # by which objective.name selects it
     row_format: ClassVar[str] = LABELLED  # data rows have one answer and a label
@@ -59,156 +52,126 @@ class KTO(Referenced):
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """Reads and tokenises labelled rows into pairs of documents: each row's prompt with its own answer, and the
-        same prompt with the answer of the nearest row before with another prompt, which is mismatched.
-        The labels are 1 for desirable answers, 0 for others. With precompute_ref_log_probs the data set has an array
-        for the reference's log-probabilities, NaN until the Trainer fills it. A run calls it for its training rows and
-        its held-out rows. Raises ValueError if the rows cannot be trained on, and ConfigError for options of `data`
-        that pairs cannot have (`Pairs.prepare`).
-
-        Args:
-          rows: a path, a data set's name or a list of dicts; a PairDataset, which has mismatched answers already, is
-            checked and returned.
-          tokenizer: a fast Hugging Face tokenizer.
-          data: the options of reading, templates and packing.
-          vocab_size: the size of the model's vocabulary; token ids that are not below it are refused.
-          max_rows: the most rows to read; None reads all.
+        """As Pairs, of labelled rows, with mismatched answers; a PairDataset has them already. Labels are 1 for
+        desirable answers, else 0.
         """
-        given = isinstance(rows, PairDataset)
-        made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
-        if given:
-            return made
-        documents, labels = with_mismatched_answers(made.documents)
-        reference = made.reference  # NaN, for as many documents as before
-        return dataclasses.replace(made, documents=documents, labels=labels, reference=reference, second_yields=True)
+        was_prepared = isinstance(rows, PairDataset)
+        data_set = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
+        if was_prepared:
+            return data_set
+        documents, labels = with_mismatched_answers(data_set.documents)
+        reference = data_set.reference  # NaN, for as many documents as before
+        return dataclasses.replace(
+            data_set, documents=documents, labels=labels, reference=reference, second_yields=True
+        )
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """KTO's loss of `batch`, a micro-batch of pairs (an answer and a mismatched one): (sum of the losses, number of
-        answers without the mismatched ones, {name: sum} for each name in `sums`), float32 scalars that are added up
-        over micro-batches and devices. The sum "kl" is the estimated divergence times that number of answers. forward:
-        runs `model` and its reference, and computes log-probabilities. Train steps and evaluations trace it."""
+        """Counts answers without mismatched ones; "kl" is the divergence times that count."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward)
         ratios = self.unscaled_rewards(model, batch, forward, answers)
-        there = batch.extra[PAIRS]
+        has_pair = batch.extra[PAIRS]
         with jax.named_scope("loss"):
-            ratio, count = ratios[..., 0], there.sum()
+            ratio, count = ratios[..., 0], has_pair.sum()
             strange = _mismatched_there(batch)
             moved = jnp.where(strange, ratios[..., 1], 0.0)  # without a mismatched answer its reference may be NaN
             moved, examples = partition.total((moved.sum(), strange.sum(dtype=jnp.float32)))
             divergence = jax.lax.stop_gradient(jax.nn.relu(moved / jnp.maximum(examples, 1.0)))
-            chosen = there * batch.extra[LABELS]
-            rejected = there - chosen
+            chosen = has_pair * batch.extra[LABELS]
+            rejected = has_pair - chosen
             losses = self.desirable_weight * chosen * jax.nn.sigmoid(self.beta * (divergence - ratio))
             losses += self.undesirable_weight * rejected * jax.nn.sigmoid(self.beta * (ratio - divergence))
             sums = {"kl": divergence * count, "examples/chosen": chosen.sum()}
             for kind, values in (("rewards", self.beta * ratio), ("logps", answers.logps[..., 0])):
-                sums |= {f"{kind}/{side}": (values * of).sum() for side, of in zip(_SIDES, (chosen, rejected))}
+                sums |= {
+                    f"{kind}/{side}": (values * is_side).sum() for side, is_side in zip(_SIDES, (chosen, rejected))
+                }
             return losses.sum(), count, jax.lax.stop_gradient(sums)
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """{name: number}: "rewards/..." and "logps/...", the means of rewards and log-probabilities over desirable
-        ("chosen") and undesirable ("rejected") answers, 0 for a kind of which there is none; "rewards/margins", the
-        difference of the two mean rewards, 0 if a kind is missing; and "kl", the estimated divergence; they are for the
-        log of steps and evaluations. sums: the totals of what `loss` returns, by name, with "loss" and "count"."""
+        """Means over desirable ("chosen") and undesirable ("rejected") answers, 0 without any; "rewards/margins", 0 if
+        either is missing; "kl".
+        """
         chosen = sums["examples/chosen"]
         counts = {"chosen": chosen, "rejected": sums["count"] - chosen}
 
         def mean(name: str, count: Any) -> Any:
-            """The sum of the metric `name` divided by `count`, the number of answers that it was summed over; 0 if
-            there are none."""
             return sums[name] / (count + (count == 0))
 
-        found = {"kl": mean("kl", sums["count"])}
-        found |= {
+        means = {"kl": mean("kl", sums["count"])}
+        means |= {
             f"{kind}/{side}": mean(f"{kind}/{side}", counts[side]) for kind in ("rewards", "logps") for side in _SIDES
         }
-        both = (counts["chosen"] > 0) & (counts["rejected"] > 0)
-        return found | {"rewards/margins": both * (found["rewards/chosen"] - found["rewards/rejected"])}
+        has_both = (counts["chosen"] > 0) & (counts["rejected"] > 0)
+        return means | {"rewards/margins": has_both * (means["rewards/chosen"] - means["rewards/rejected"])}
 
 
 def _mismatched_there(batch: Batch) -> jax.Array:
-    """bool[rows, most pairs]: whether a pair has a mismatched answer, of which rows without room have none."""
+    """bool[rows, most pairs]: whether a pair has a mismatched answer."""
     seconds = 2 * jnp.arange(1, batch.extra[PAIRS].shape[1] + 1, dtype=batch.segment_ids.dtype)
     return ((batch.segment_ids[..., None] == seconds) & (batch.weights > 0)[..., None]).any(1)
 
 
 def with_mismatched_answers(documents: Documents) -> tuple[Documents, np.ndarray]:
-    """Makes the pairs of KTO for `KTO.prepare`: adds to the document of each labelled row, in place of its empty one,
-    its prompt with the answer of the nearest row before that has another prompt; rows before the first are the last
-    ones. If all prompts are one, it is the row before. An answer begins with the first trained token of its document;
-    what comes before is the prompt.
+    """KTO's pairs of documents, and float32[rows] labels (1: desirable): each row's own document, then its prompt with
+    the answer of the nearest row before, cyclically, with another prompt (with one prompt only: the row before). An
+    answer begins with the first trained token.
 
-    Args:
-      documents: two documents for each row, of which one is empty: the second if the answer is desirable, the first if
-        it is undesirable.
-    Returns:
-      (two documents for each row: first its own, whether desirable or not, then the mismatched one; float32[rows]
-        labels, 1 where the answer is desirable).
+      documents: two a row, the second (desirable) or first (undesirable) empty.
     """
     labels = np.asarray(documents.lengths[0::2] > 0)
-    own = [documents[2 * row + int(not desirable)] for row, desirable in enumerate(labels)]
-    before = _nearest_of_other_prompts(own)
-    return _mismatched(own, before, documents, np.arange(len(documents))), labels.astype(np.float32)
+    own_documents = [documents[2 * row + int(not desirable)] for row, desirable in enumerate(labels)]
+    before = _nearest_of_other_prompts(own_documents)
+    return _mismatched(own_documents, before, documents, np.arange(len(documents))), labels.astype(np.float32)
 
 
-def _nearest_of_other_prompts(own: list[Document]) -> list[int]:
-    """For each document the index of the nearest one before it, cyclically, with another prompt; without one, of the
-    one before it."""
-    prompts = [document.tokens[: int(np.argmax(document.mask))].tobytes() for document in own]
-    nearest = [(row - 1) % len(own) for row in range(len(own))]
+def _nearest_of_other_prompts(documents: list[Document]) -> list[int]:
+    """For each document the nearest one before it, cyclically, with another prompt; else the one before."""
+    prompts = [document.tokens[: int(np.argmax(document.mask))].tobytes() for document in documents]
+    nearest = [(row - 1) % len(documents) for row in range(len(documents))]
     if len(set(prompts)) == 1:
         return nearest
-    for row in (*range(len(own)), *range(len(own))):  # the first round of the first rows begins with the last ones
+    for row in (
+        *range(len(documents)),
+        *range(len(documents)),
+    ):  # the first round of the first rows begins with the last ones
         if prompts[nearest[row]] == prompts[row]:
-            nearest[row] = nearest[(row - 1) % len(own)]
+            nearest[row] = nearest[(row - 1) % len(documents)]
     return nearest
 
 
 def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
-    """Chooses the mismatched answers of rows anew, as TRL does: among the rows of one batch, whatever their prompts.
+    """A new data set with mismatched answers chosen as in TRL: within `size` consecutive rows, that of the row before,
+    of the first row the last one's, whatever the prompts.
 
-    Rows are taken in groups of `size` consecutive rows. A row gets the answer of the row before it in its group, and
-    the first row of a group that of the last one; the last group may be smaller. Rows of which truncation to
-    `rows.length` tokens leaves no token of the answer are left out first. The result is a new data set. If `rows` has
-    an array of the reference's log-probabilities, that of the result is all NaN, to be computed for the new pairs; else
-    it is None too.
-
-    Args:
-      rows: a data set that KTO.prepare made.
-      size: the number of rows in a group.
+    Rows that lose their answer when cut to `rows.length` are left out before. Reference log-probabilities become NaN.
     """
     assert rows.labels is not None
-    own = [rows.documents[2 * row] for row in range(len(rows.labels))]
-    kept = np.asarray([document.mask[1 : rows.length].any() for document in own])
-    places = np.repeat(2 * np.flatnonzero(kept), 2)
-    chosen = [own[row] for row in np.flatnonzero(kept)]
-    before = [row - 1 if row % size else min(row + size, len(chosen)) - 1 for row in range(len(chosen))]
-    documents = _mismatched(chosen, before, rows.documents, places)
+    own_documents = [rows.documents[2 * row] for row in range(len(rows.labels))]
+    has_answer = np.asarray([document.mask[1 : rows.length].any() for document in own_documents])
+    source_indices = np.repeat(2 * np.flatnonzero(has_answer), 2)
+    kept_documents = [own_documents[row] for row in np.flatnonzero(has_answer)]
+    before = [row - 1 if row % size else min(row + size, len(kept_documents)) - 1 for row in range(len(kept_documents))]
+    documents = _mismatched(kept_documents, before, rows.documents, source_indices)
     reference = None if rows.reference is None else np.full(len(documents), np.nan, np.float32)
-    return dataclasses.replace(rows, documents=documents, labels=rows.labels[kept], reference=reference)
+    return dataclasses.replace(rows, documents=documents, labels=rows.labels[has_answer], reference=reference)
 
 
-def _mismatched(own: list[Document], others: list[int], source: Documents, places: np.ndarray) -> Documents:
-    """Makes the pairs by which KTO estimates the KL divergence: for each document of `own` that document, and its
-    prompt with the answer of another one. An answer begins with a document's first trained token.
+def _mismatched(
+    own_documents: list[Document], answer_rows: list[int], source: Documents, source_indices: np.ndarray
+) -> Documents:
+    """Each of `own_documents`, followed by its prompt with the answer of own_documents[answer_rows[row]]; 2 n documents
+    with their masks.
 
-    Args:
-      own: n documents, each a prompt and its answer.
-      others: for each of `own` the index of the document whose answer is its mismatched one.
-      source: the set that the documents `own` come from.
-      places: int[2 n], for each document of the result the index in `source` of the one whose file and line it gets.
-    Returns:
-      2 n documents: each of `own`, followed by its prompt with the other answer. Each token keeps its entry of the mask
-        that says what is trained on.
+      source_indices: int[2 n], the document in `source` that gives each its file and line.
     """
-    begins = [int(np.argmax(document.mask)) for document in own]
-    made = []
-    for row, document in enumerate(own):
-        other, start = own[others[row]], begins[others[row]]
+    begins = [int(np.argmax(document.mask)) for document in own_documents]
+    pair_documents = []
+    for row, document in enumerate(own_documents):
+        other_document, start = own_documents[answer_rows[row]], begins[answer_rows[row]]
         tokens, mask = (
             np.concatenate([prompt[: begins[row]], answer[start:]])
-            for prompt, answer in ((document.tokens, other.tokens), (document.mask, other.mask))
+            for prompt, answer in ((document.tokens, other_document.tokens), (document.mask, other_document.mask))
         )
-        made += [document, Document(tokens, mask)]
-    origins = None if source.origins is None else source.origins[places]
-    return dataclasses.replace(Documents.gather(made), origins=origins, files=source.files)
+        pair_documents += [document, Document(tokens, mask)]
+    origins = None if source.origins is None else source.origins[source_indices]
+    return dataclasses.replace(Documents.gather(pair_documents), origins=origins, files=source.files)

@@ -1,6 +1,4 @@
-"""The objectives that a config can name. `objective_of` makes the one that a config asks for. It finds the classes of
-objectives over pairs in the dict `PREFERENCES`, and of those over rewards in `SAMPLING`, by objective.name; "sft" and
-"distill" are in neither."""
+"""The objectives that a config can name."""
 
 from __future__ import annotations
 
@@ -23,18 +21,15 @@ SAMPLING: dict[str, Any] = {kind.name: kind for kind in (GRPO, RLOO)}
 
 
 def objective_of(config: TrainConfig) -> Objective:
-    """The objective that config.objective.name selects, constructed with the options in the config's section
-    `objective`. The options of reward functions, tools and the teacher's format are left out, because the batch source
-    and the loading use those; an option that is None has the default of the objective's class. A run makes its
-    objective by it unless it is given one; the loading of the model and the plans that are made before a run (--plan)
-    ask it too, for its head and for `reference_runs`. Raises ValueError if the objective's class finds an option out of
-    its range."""
-    wanted = config.objective
-    if wanted.name == "sft":
+    """The objective of config.objective. Options of reward functions, tools and the teacher's format are left out;
+    those that are None have the class's defaults. Raises ValueError for one out of range.
+    """
+    section = config.objective
+    if section.name == "sft":
         return SUPERVISED
-    if wanted.name == Distill.name:
-        return Distill.of(**{name: value for name, value in wanted.options.items() if name != "teacher_load_in"})
-    if wanted.name in SAMPLING:
-        options = {name: value for name, value in wanted.options.items() if name not in wanted.of_source}
-        return SAMPLING[wanted.name].of(**options)
-    return PREFERENCES[wanted.name](**wanted.options)
+    if section.name == Distill.name:
+        return Distill.of(**{name: value for name, value in section.options.items() if name != "teacher_load_in"})
+    if section.name in SAMPLING:
+        options = {name: value for name, value in section.options.items() if name not in section.of_source}
+        return SAMPLING[section.name].of(**options)
+    return PREFERENCES[section.name](**section.options)

@@ -1,4 +1,4 @@
-"""The interface of objectives (`Objective`), which the train step, the evaluation and the training loop call."""
+"""The interface of objectives."""
 
 from __future__ import annotations
 
@@ -16,80 +16,56 @@ from jaxtune.train.program.loss import Forward
 
 
 class Objective(Protocol):
-    """What a model is trained for. `prepare` makes a data set of rows, `check` refuses a model that the objective
-    cannot train, `loss` computes the loss of a micro-batch as sums, and `metrics` makes metrics of the sums. A Trainer
-    is given one, or makes the one that its config names (`named.objective_of`). Implementations are frozen, hashable
-    values, such as frozen dataclasses, because compiled programs depend on them; sft.py has the smallest one."""
+    """What a model is trained for. Implementations are frozen, hashable values, because compiled programs depend on
+    them.
+    """
 
     unit: ClassVar[str]
-    """What the count that `loss` returns counts, in plural, such as "targets" or "pairs". The loss of a step is the
-    mean over them, and the step's metrics have their number under this name. The plot of the losses says so on its
-    axis; "targets" are trained tokens, and their losses are in nats."""
+    """What the count of `loss` counts, plural, such as "pairs"; the loss of a step is the mean over them. "targets" are
+    trained tokens, with losses in nats.
+    """
     sums: ClassVar[tuple[str, ...]]
-    """The names of the sums for metrics that `loss` returns in its dict, beside the loss and the count. Those that an
-    attribute `largest` names, too, are largest values from 0 on, which are not added up."""
+    """Names of `loss`'s further sums for metrics. Those in an attribute `largest` are largest values from 0 on, not
+    sums.
+    """
     head: ClassVar[Head]
-    """The kind of head that the model must have: one that predicts tokens, or one that scores texts. The train command
-    replaces the head of a model of another kind by a new one."""
+    """Whether the model's head must predict tokens or score texts."""
 
     @property
     def reference_runs(self) -> int:
-        """The number of forward passes of a frozen model (a reference or a teacher) in the computation of each loss,
-        whose time the planner adds to its forecast; 0 if there is none. Which model runs, and whether, is decided in
-        `loss`."""
+        """Forward passes of a frozen model in each loss, for the planner's forecast."""
         ...
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
-        """Reads and tokenises rows, for training or for evaluation, into a data set that gives packed batches; or opens
-        the token cache that an earlier call wrote for the same rows (a list of dicts is not cached). A run calls it for
-        each of its sets of rows, except those to which it samples answers.
+        """Rows, tokenised and cached, as a data set of packed batches.
 
-        Args:
-          rows: a path, a data set's name, a list of dicts, or a data set that this method returned earlier, which is
-            checked and returned.
+        Raises ValueError for unusable rows.
+
+          rows: a path, a data set's name, a list of dicts, or an earlier result, which is checked and returned.
           tokenizer: a fast Hugging Face tokenizer.
-          data: the options of reading, templates and packing.
-          vocab_size: the size of the model's vocabulary; token ids that are not below it are refused.
-          max_rows: the most rows to read; None reads all.
-        Raises:
-          ValueError: the rows cannot be trained on.
+          vocab_size: all ids must be below it.
+          max_rows: None reads all.
         """
         ...
 
     def check(self, model: Decoder) -> None:
-        """Checks that the objective can train this model, such as by its head or by whether its reference stays fixed.
-        The Trainer calls it before it plans or compiles anything, so the model's arrays may be `jax.ShapeDtypeStruct`s.
-
-        Raises:
-          ValueError: it cannot; the message says what to change.
+        """Raises ValueError, with what to change, if the objective cannot train this model. Arrays may be
+        `jax.ShapeDtypeStruct`s.
         """
         ...
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """The loss of a micro-batch, as sums. It is traced under jit, in train steps and in evaluations.
+        """(Sum of losses, number of `unit`, {name: sum}) of a micro-batch, float32 scalars, traced under jit; gradients
+        are of the first.
 
-        All values are plain sums over the rows, which are added up over micro-batches and devices: the loss of a step
-        is the total of the first divided by the total of the second.
-
-        Args:
-          model: the model that is trained.
-          batch: the rows of the micro-batch.
-          forward: runs the model and computes log-probabilities; see Forward.
-        Returns:
-          (the sum of the losses; the number of `unit` that were summed; {name: sum} for each name in `sums`): float32
-            scalars. Gradients are taken of the first.
+        They are added up over micro-batches and devices; a step's loss is total over total. forward: runs the model.
         """
         ...
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """The objective's metrics of a step or an evaluation, {name: number}, beside the mean loss, which the caller
-        computes: they are logged. The train step and the evaluation call it.
-
-        Args:
-          sums: the totals over all micro-batches by name: "loss", "count" and the names in `sums`. They are arrays
-            under jit in a train step and floats in an evaluation. The count may be 0, so a division must guard against
-            it.
+        """Metrics of a step or evaluation beside the mean loss. sums: totals with "loss" and "count", arrays under jit
+        or floats. The count may be 0: guard divisions.
         """
         ...

@@ -1,10 +1,8 @@
-"""The batch source of on-policy distillation: a data row is trained on with an answer that the student samples just
-before the step, or, in a share of cases, with the answer that the data set has. `OwnSamples` is the source, and
-`own_samples` makes it of a run's rows; `_Reading` makes an `Asked` of each. `_draws` decides which answers are sampled;
-the others are the data set's (`_with_own_answer`).
+"""The batch source of on-policy distillation: a row is trained on with an answer that the student samples just before
+the step or, in a share of cases, with the data's.
 
-With the same rows and options, what is sampled depends on the seed, the number of the step and the weights alone, so an
-interrupted run continues to the same bits, and a checkpoint needs to record nothing."""
+What is sampled depends on seed, step and weights alone: an interrupted run continues to the same bits, without records.
+"""
 
 from __future__ import annotations
 
@@ -43,37 +41,26 @@ _SHOWN = 160  # characters of a prompt or an answer on the screen
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A data row of an on-policy distillation, tokenised: the prompt that the student answers, and the same prompt with
-    the answer that the data set has."""
+    """A tokenised data row."""
 
     prompt: tuple[int, ...]
-    """The token ids up to the begin of the answer."""
+    """Ids up to the answer."""
     own: tuple[int, ...] = ()
-    """The token ids of the prompt and the data set's answer; () if all answers are sampled, so that it is not
-    needed."""
+    """Prompt and the data's answer; () if all are sampled."""
     mask: tuple[bool, ...] = ()
-    """For each token of `own`, whether it is trained on."""
+    """For each of `own` whether it is trained on."""
 
 
 class OwnSamples(BatchSource):
-    """The batch source (`BatchSource`) of on-policy distillation. A step has `documents` data rows, packed into rows of
-    `length` tokens. Each has an answer that is sampled from the student or, with probability 1 - objective.on_policy,
-    the answer that the data set has. `rows_per_step` is the number of packed rows of a step, in which `documents` of
-    the longest data rows with their answers fit; the option rows_per_step of the config is `documents` instead.
-    `own_samples` makes the source for a run.
+    """A step has `documents` data rows (the config's rows_per_step), each with an answer sampled from the student or,
+    with probability 1 - on_policy, the data's; `rows_per_step` packed rows of `length` tokens hold the longest.
 
-    Args:
-      rows: the data rows; an epoch uses each once, in an order drawn for the epoch.
-      objective: its `drawing` has the options of sampling, and its `on_policy` the share of answers that are sampled.
-      documents: the number of data rows in a step.
-      length: the number of tokens in a packed row.
-      seed: decides what is sampled, which answers are sampled, and the order of the data rows.
-      decode: a function that makes text of token ids, to show a sample on the screen.
-      ends: the token ids that end an answer.
-      rows_multiple: the number of rows in a step is a multiple of it, so that devices can share them.
-      chosen_length: whether `length` was chosen for these rows (`packed_shape`), and not by the user.
-    Raises:
-      ConfigError: the longest prompt with max_completion_length more tokens is longer than a packed row.
+    Raises ConfigError if the longest prompt leaves no room for max_completion_length.
+
+      rows: each once an epoch, in a drawn order.
+      ends: token ids that end an answer.
+      rows_multiple: packed rows of a step are a multiple of it.
+      chosen_length: whether `packed_shape` and not the user chose `length`.
     """
 
     sees_model = True  # `batch_at` is given the model, which samples
@@ -114,33 +101,25 @@ class OwnSamples(BatchSource):
 
     @property
     def length(self) -> int:
-        """The number of tokens in a packed row, padding included, as the constructor was given it (data.length). Memory
-        is planned and the steps are compiled for it."""
         return self._rows.length
 
     @property
     def max_documents(self) -> int:
-        """The most data rows, each with its answer, in one packed row, for which attention's kernels are compiled. It
-        is 4 times the number of the longest ones that fit into a packed row, but at most `documents`. Packing keeps to
-        it, however short the answers are that are sampled during the run."""
+        """4 times the longest ones that fit a packed row, at most `documents`; packing keeps to it however short
+        answers are.
+        """
         return self._rows.places
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps in which every data row is used once, rounded up. The run turns the config's `epochs`
-        into steps by it; the last step of an epoch may also have rows of the next one."""
+        """Rounded up: an epoch's last step may have rows of the next."""
         return -(-len(self.asked) // self.documents)
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding, as new numpy arrays, without `extra`, for whose shapes the train step is
-        compiled before any answer is sampled; the batches of steps have the same."""
         return Batch.empty(rows, self.length)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """The batch of `step` (from 0). It is made at the first call, which samples its answers; a second call for the
-        same step, if none for another came between, returns the same batch. Its `extra` is empty. model: a function
-        that returns the model as it is before that step, which samples; None is enough if the batch was made before. A
-        run calls it before each step."""
+        """Samples at the first call for a step; without `extra`. model: may be None if the batch is made."""
         if self._made is None or self._made[0] != step:
             assert model is not None, "sees_model is True, so the model is given"
             batch = self._rows.packed(self._answers(step, model), 0.0)
@@ -148,19 +127,13 @@ class OwnSamples(BatchSource):
         return self._made[1]
 
     def sources_at(self, step: int) -> list[str]:
-        """Returns one text, "answers sampled for step N", for any step, because sampled answers have no file and line.
-        It is printed when the update of a step is skipped because its loss or gradient is not finite."""
         return [f"answers sampled for step {step}"]
 
     def resume(self, step: int, position: Json) -> None:
-        """Forgets the batch that was made last, when a run is resumed at `step`, so that the step's answers are sampled
-        by the model that was restored. `position` is None, as nothing is recorded: what a step draws depends on the
-        seed and its number alone."""
+        """Forgets the last batch, so that the restored model samples anew."""
         self._made = None
 
     def identity(self) -> dict[str, Json]:
-        """{"prompts": the number of data rows, "tokens_crc32": a checksum of their tokens and masks}, which checkpoints
-        record, so that a run with other rows is not resumed from them."""
         digest = 0
         for row in self.asked:
             digest = zlib.crc32(np.asarray([*row.prompt, -1, *row.own], np.int32).tobytes(), digest)
@@ -168,94 +141,79 @@ class OwnSamples(BatchSource):
         return {"prompts": len(self.asked), "tokens_crc32": digest}
 
     def first_prompt(self) -> Sequence[int]:
-        """The token ids of the first row's prompt, for --check."""
         return self.asked[0].prompt
 
     def described(self, total_steps: int) -> list[str]:
-        """Two lines that a run of `total_steps` steps prints about its rows before it begins: the number of data rows
-        and how answers to them are sampled; and the number of steps and of data rows in each."""
         share, longest = self.objective.on_policy, max(len(row.prompt) for row in self.asked)
-        which = "all answers are sampled from the student" if share == 1 else f"{share:.0%} of answers are sampled"
+        sampled_share = (
+            "all answers are sampled from the student" if share == 1 else f"{share:.0%} of answers are sampled"
+        )
         most = f"with at most {self.objective.drawing.max_completion_length:,} tokens"
         return [
-            f"rows: {len(self.asked):,}, with prompts of at most {longest:,} tokens; {which}, {most}",
+            f"rows: {len(self.asked):,}, with prompts of at most {longest:,} tokens; {sampled_share}, {most}",
             f"{total_steps:,} steps of {self.documents:,} rows of the data, packed into rows of {self.length:,} tokens",
         ]
 
     def warnings(self) -> list[str]:
-        """That rows of data.length are filled badly, if they are."""
         return self._fill
 
     def limit_slots(self, plan: SlotPlan) -> None:
-        """Sets how many answers are sampled at a time, and how many layers' weights are converted once for all."""
         self._plan = plan
 
     def news(self) -> list[str]:
-        """Returns the lines for the screen that `_tell` added since the last call, and removes them. A run calls it
-        after each step."""
         news, self._news = self._news, []
         return news
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """The metrics of the answers of `step`, which are logged with the step's, {name: value}: "on_policy", the share
-        of answers that was sampled, and, if any was, TRL's completions/* (the lengths of these, in tokens, and the
-        share that was cut off) and "sampling_seconds". They are returned once; {} at a second call, or if the step's
-        batch was not made."""
+        """ "on_policy", the sampled share, and of sampled answers TRL's completions/* and "sampling_seconds"; given out
+        once.
+        """
         return self._metrics.pop(step, {})
 
     def rollouts_at(self, step: int) -> list[Rollout]:
-        """The answers that were sampled for `step`, given out once."""
-        at, rows = self._rollouts
-        self._rollouts = (-1, []) if at == step else self._rollouts
-        return rows if at == step else []
+        rollout_step, rows = self._rollouts
+        self._rollouts = (-1, []) if rollout_step == step else self._rollouts
+        return rows if rollout_step == step else []
 
     # ---- a step
 
     def _chosen(self, step: int) -> list[int]:
-        """The indices of the data rows of `step`, in order, for which `_answers` makes answers. Steps take the rows of
-        an epoch in the order that was drawn for it, then those of the next epoch, so one step may have rows of two
-        epochs."""
-        count, places = len(self.asked), range(step * self.documents, (step + 1) * self.documents)
-        orders = {epoch: epoch_order(count, self.seed, epoch) for epoch in {place // count for place in places}}
-        return [int(orders[place // count][place % count]) for place in places]
+        count, positions = len(self.asked), range(step * self.documents, (step + 1) * self.documents)
+        orders = {
+            epoch: epoch_order(count, self.seed, epoch) for epoch in {position // count for position in positions}
+        }
+        return [int(orders[position // count][position % count]) for position in positions]
 
     def _answers(self, step: int, model: Callable[[], Decoder]) -> list[Answer]:
-        """The data rows of `step` with their answers, in the order of the step. Which answers are sampled is drawn by
-        the seed and the step; the others are those of the data set. The share of sampled ones is kept for `metrics_at`.
-        model: a function that returns the model that samples; it is not called if no answer is sampled. `batch_at`
-        packs the answers."""
-        chosen = self._chosen(step)
-        draws = [_draws(self.seed, step, place) for place in range(len(chosen))]
-        places = [place for place, (_, draw) in enumerate(draws) if draw < self.objective.on_policy]
-        found = [_with_own_answer(index, self.asked[index]) for index in chosen]
-        self._metrics[step] = {"on_policy": len(places) / len(chosen)}
-        if places:
-            sampled = self._sampled(model(), step, [chosen[at] for at in places], [draws[at][0] for at in places])
-            for place, answer in zip(places, sampled, strict=True):
-                found[place] = answer
-        return found
+        """The rows of `step` with their answers; `model` is not called if none is sampled."""
+        row_indices = self._chosen(step)
+        draws = [_draws(self.seed, step, position) for position in range(len(row_indices))]
+        sampled_positions = [position for position, (_, draw) in enumerate(draws) if draw < self.objective.on_policy]
+        answers = [_with_own_answer(index, self.asked[index]) for index in row_indices]
+        self._metrics[step] = {"on_policy": len(sampled_positions) / len(row_indices)}
+        if sampled_positions:
+            sampled = self._sampled(
+                model(),
+                step,
+                [row_indices[sampled_position] for sampled_position in sampled_positions],
+                [draws[sampled_position][0] for sampled_position in sampled_positions],
+            )
+            for position, answer in zip(sampled_positions, sampled, strict=True):
+                answers[position] = answer
+        return answers
 
-    def _sampled(self, model: Decoder, step: int, chosen: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
-        """Samples answers to the prompts of some data rows of a step, and returns them in the order of `chosen`.
-        `_answers` calls it for those rows whose answers are to be sampled. Their metrics are kept for `metrics_at`, and
-        in every tenth step one of them is kept for the screen.
-
-        Args:
-          model: the student, as it is before the step.
-          step: the number of the step, from 0.
-          chosen: the indices of the data rows.
-          seeds: the sampling seed of each answer.
-        """
+    def _sampled(self, model: Decoder, step: int, row_indices: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
+        """Samples answers to these rows, in order, and keeps metrics and lines. seeds: of each answer."""
         # The weights are waited for, so that the memory of the step before is free and counts as room for slots.
         jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
-        how, started = self.objective.drawing, time.monotonic()
-        prompts = [self.asked[index].prompt for index in chosen]
+        how, start_time = self.objective.drawing, time.monotonic()
+        prompts = [self.asked[index].prompt for index in row_indices]
         longest = max(map(len, prompts)) + how.max_completion_length
         slots = how.slots if self._plan is None else min(how.slots, self._plan.slots)
         sampler = Sampler(
             model,
             length=longest,
-            most_slots=min(slots, len(chosen)),
+            most_slots=min(slots, len(row_indices)),
             most_converted=None if self._plan is None else self._plan.converted_layers,
         )
         rows = sampler.run(
@@ -269,19 +227,19 @@ class OwnSamples(BatchSource):
             repetition_penalty=how.repetition_penalty,
             eos_token_ids=self._ends,
         )
-        found = [
+        answers = [
             Answer(index, prompt, tuple(row.ids), (0.0,) * len(row.ids), row.finish_reason)
-            for index, prompt, row in zip(chosen, prompts, rows, strict=True)
+            for index, prompt, row in zip(row_indices, prompts, rows, strict=True)
         ]
         del sampler, rows  # frees the caches, for which the step has no room
-        lengths = np.array([answer.length for answer in found])
-        cut = float(np.mean([answer.finish_reason == "length" for answer in found]))
+        lengths = np.array([answer.length for answer in answers])
+        cut_share = float(np.mean([answer.finish_reason == "length" for answer in answers]))
         self._metrics[step] |= {
             "completions/mean_length": float(lengths.mean()),
             "completions/min_length": float(lengths.min()),
             "completions/max_length": float(lengths.max()),
-            "completions/clipped_ratio": cut,
-            "sampling_seconds": time.monotonic() - started,
+            "completions/clipped_ratio": cut_share,
+            "sampling_seconds": time.monotonic() - start_time,
         }
         self._rollouts = (
             step,
@@ -294,22 +252,20 @@ class OwnSamples(BatchSource):
                     "tokens": answer.length,
                     "ended": answer.finish_reason,
                 }
-                for answer in found
+                for answer in answers
             ],
         )
         if step % _PRINT_EVERY == 0:
-            self._tell(found[0], cut)
-        return found
+            self._tell(answers[0], cut_share)
+        return answers
 
-    def _tell(self, answer: Answer, cut: float) -> None:
-        """Adds lines for the screen, which `news` returns: `answer`, one of the sampled answers (the end of its prompt
-        and its begin, at most 160 characters of each), and a warning if more than half of the answers are cut off. cut:
-        the share of answers that reached the most tokens, from 0 to 1."""
-        asked, given = (" ".join(self._decode(ids).split()) for ids in (answer.prompt_ids, answer.ids))
-        self._news.append(f"a sample: {asked[-_SHOWN:]} -> {given[:_SHOWN]}")
-        if cut > _CUT_OFF:
+    def _tell(self, answer: Answer, cut_share: float) -> None:
+        """Lines for `news`: a sample, and a warning if more than half of the answers are cut."""
+        prompt_text, answer_text = (" ".join(self._decode(ids).split()) for ids in (answer.prompt_ids, answer.ids))
+        self._news.append(f"a sample: {prompt_text[-_SHOWN:]} -> {answer_text[:_SHOWN]}")
+        if cut_share > _CUT_OFF:
             self._news.append(
-                f"warning: {cut:.0%} of answers reach objective.max_completion_length = "
+                f"warning: {cut_share:.0%} of answers reach objective.max_completion_length = "
                 f"{self.objective.drawing.max_completion_length}; raise it, or ask for shorter answers"
             )
 
@@ -322,20 +278,13 @@ def own_samples(
     ends: Sequence[int],
     positions: int,
 ) -> OwnSamples:
-    """Reads and tokenises the rows of an on-policy distillation, and makes its batch source of them. `Reader.sampled`
-    calls it when the Trainer is made.
+    """Reads a run's rows and makes its source.
 
-    Args:
-      objective: the objective, whose on_policy is above 0.
-      rows: the rows: a path, a data set's name, or a list of dicts.
-      tokenizer: a fast Hugging Face tokenizer.
-      config: the config of the run, whose rows_per_step is the number of data rows in a step.
-      ends: the token ids that end an answer.
-      positions: the most tokens of a prompt and its answer that the model allows.
-    Raises:
-      ConfigError: a row cannot be used (unless data.on_bad_row is "skip"), no row can, data.length is too short, or the
-        rows are tokenised already, so that their prompts are not known.
-      ValueError: there is no such file or data set.
+    Raises ConfigError for an unusable row (unless on_bad_row is "skip"), too short data.length, or tokenised rows,
+    whose prompts are unknown; ValueError if there is no such file.
+
+      ends: token ids that end an answer.
+      positions: most tokens of prompt and answer that the model allows.
     """
     if isinstance(rows, TokenDataset):
         raise ConfigError(
@@ -345,12 +294,15 @@ def own_samples(
     data, free = config.data, isinstance(config.data.length, Unset)
     length = positions if free else min(data.length, positions)
     reads = _Reading(tokenizer, data, length, length - objective.drawing.max_completion_length, objective.on_policy < 1)
-    asked, row, multiple = read_each(rows, data, "data.train", reads), data.length, rows_multiple(config)
+    asked_rows, row, multiple = read_each(rows, data, "data.train", reads), data.length, rows_multiple(config)
     if free:
-        longest = max(max(len(one.prompt) + objective.drawing.max_completion_length, len(one.own)) for one in asked)
+        longest = max(
+            max(len(asked_row.prompt) + objective.drawing.max_completion_length, len(asked_row.own))
+            for asked_row in asked_rows
+        )
         row, multiple = packed_shape(longest, config.rows_per_step, multiple)
     return OwnSamples(
-        asked,
+        asked_rows,
         objective,
         documents=config.rows_per_step,
         length=row,
@@ -363,16 +315,11 @@ def own_samples(
 
 
 class _Reading:
-    """A function that makes an Asked (tokenised prompt and answer) of a data row, given as {column: value}, and raises
-    RowError if the row cannot be used; `own_samples` reads the rows with it.
+    """Makes an Asked of a row of columns. Raises RowError.
 
-    Args:
-      tokenizer: a fast Hugging Face tokenizer.
-      data: the options of templates and masks.
-      length: the most tokens of a prompt with the data set's answer.
-      most_tokens: the most tokens of a prompt.
-      answered: True: every row must have an answer, which is tokenised too. False: only the prompt is tokenised,
-        because all answers are sampled.
+    length: most tokens with the data's answer.
+    most_tokens: of a prompt.
+    answered: whether the data's answer is needed.
     """
 
     def __init__(
@@ -391,10 +338,8 @@ class _Reading:
         self._length, self._most_tokens, self._answered = length, most_tokens, answered
 
     def __call__(self, row: Mapping[str, object]) -> Asked:
-        """The Asked of a row, given as columns by name. Raises RowError if the row cannot be used: it has no prompt,
-        the prompt or the whole is too long, or it has no answer and needs one."""
-        beside = "objective.max_completion_length data.length leaves"
-        prompt = prompt_of(row, self._encoder, self._most_tokens, beside).ids
+        room_words = "objective.max_completion_length data.length leaves"
+        prompt = prompt_of(row, self._encoder, self._most_tokens, room_words).ids
         if not self._answered:
             return Asked(prompt)
         refuse_excluded(row)
@@ -409,19 +354,15 @@ class _Reading:
 
 
 def _with_own_answer(index: int, row: Asked) -> Answer:
-    """Makes the Answer that is packed into a batch from the data row `row` and the answer that the data set has for it.
-    The tokens before the first trained one are the prompt (at least one token, because the first of a row has nothing
-    that predicts it), and the answer begins with that token; `Answer.sampled` is the rest of the row's mask. If
-    objective.on_policy is 1, only prompts were tokenised (`row.own` is empty): prompt and answer are then empty, and
-    this Answer is replaced by a sampled one. index: the row's index."""
+    """The data's answer; it begins with the first trained token but at least one is prompt. Empty if only prompts were
+    tokenised.
+    """
     first = row.mask.index(True, 1) if row.own else 0
     ids = row.own[first:]
     return Answer(index, row.own[:first], ids, (0.0,) * len(ids), "stop", sampled=row.mask[first:])
 
 
-def _draws(seed: int, step: int, place: int) -> tuple[int, float]:
-    """Two numbers drawn for one answer: (its sampling seed, of 31 bits; a number from 0 to below 1, and the answer is
-    sampled if it is below on_policy). seed: the run's. step: the step's number. place: the index of the answer in the
-    step. They depend on these alone, so that a resumed run draws the same."""
-    raw = np.random.Philox(key=np.array([seed, step], np.uint64), counter=place).random_raw(2)
+def _draws(seed: int, step: int, position: int) -> tuple[int, float]:
+    """(Sampling seed of 31 bits, number in [0, 1): sampled if below on_policy), the same for the same arguments."""
+    raw = np.random.Philox(key=np.array([seed, step], np.uint64), counter=position).random_raw(2)
     return int(raw[0] >> np.uint64(33)), float(raw[1] >> np.uint64(11)) / 2.0**53

@@ -1,12 +1,8 @@
-"""Log-probabilities of the reference model, with which preference objectives compare those of the trained model. With
-the option precompute_ref_log_probs they are computed once for all rows, and stored beside the token cache for later
-runs.
+"""Log-probabilities of preference objectives' reference model, computed once and stored beside the token cache.
 
-`fill_reference` reads them from the stored file (`_path`, `_read`), or computes them by a pass over the rows
-(`_computed`, `values_of_rows`). The name of a stored file is a hash of the rows, of every byte of the base model and of
-the formats in which it computes, and the file ends with a checksum (`_checksum`). `first_check` checks them by the
-metrics of the first step, also if they are computed in each step: a new adapter changes nothing yet, so the model must
-give the answers the same log-probabilities as the reference (`_disagreement`)."""
+A file's name is a hash of rows, every byte of the base model and its formats; a checksum ends it. They are checked in
+the first step: a new adapter changes nothing yet.
+"""
 
 from __future__ import annotations
 
@@ -46,44 +42,33 @@ def fill_reference(
     say: Callable[[str], None],
     trained: bool = False,
 ) -> None:
-    """Fills `rows.reference`, float32[documents], in place if any value is not computed yet (NaN): from a file beside
-    the token cache, or by a pass of the reference over the rows, whose result is then stored in such a file. All values
-    are then replaced, also those that were not NaN. Nothing is done if the array is None or has no NaN. If the file
-    cannot be written, a line says so and the run continues. In a run of several processes all of them call this; unless
-    each can read the file, all take part in the pass, and the first process stores the result. The Trainer calls it for
-    training rows and held-out rows before the first step, or for held-out rows alone before it only evaluates.
+    """Fills `rows.reference` in place if it has NaN: from a stored file, or by a pass over the rows, whose result is
+    stored. An unwritable cache only prints a line. Collective; all take part in the pass unless each can read the file.
 
-    Args:
-      rows: the packed pairs.
-      objective: an objective whose method `reference` computes them for a batch (`preference.Referenced`); not used if
-        there is nothing to compute.
-      engine: compiles and runs the pass.
-      config: the run's config.
-      base: a digest of the base model's weights; None: it is not known, and no file is read or written.
-      trainable, frozen: the two parts of the model's state (nnx.State) as placed on the devices: the tensors that are
-        trained, and the others.
-      say: a function that shows a line to the user.
-      trained: whether the weights that would be the reference have made steps; then only the file has its values.
-    Raises:
-      ValueError: the file is missing, and the reference has `trained`.
+    Raises ValueError if the file is missing and the reference has `trained`.
+
+      objective: its `reference` computes a batch.
+      base: digest of the base's weights; None: unknown, and no file is used.
+      trainable, frozen: state on the devices.
+      trained: whether the weights that would be the reference have made steps.
     """
     if rows.reference is None or not np.isnan(rows.reference).any():
         return
     path = None if base is None else _path(rows, config, base)
-    found = None if path is None else _read(path, rows.reference.shape, say)
-    if None in processes.all_of(None if found is None else True):  # all processes compute, or none does
-        found = None
-    if found is None and trained:
+    log_probs = None if path is None else _read(path, rows.reference.shape, say)
+    if None in processes.all_of(None if log_probs is None else True):  # all processes compute, or none does
+        log_probs = None
+    if log_probs is None and trained:
         raise ValueError(
             "the log-probabilities of the model before its first step, the reference, are not stored any more, and it "
             "has trained since: begin the run anew, or evaluate within it (evaluation.every_steps, at_start, at_end)"
         )
-    if found is None:
+    if log_probs is None:
         say(f"log-probabilities of the reference: one pass over {len(rows):,} rows")
-        found = _computed(rows, objective, engine, trainable, frozen)
+        log_probs = _computed(rows, objective, engine, trainable, frozen)
         if path is not None and processes.first():
             file = io.BytesIO()
-            np.save(file, found)
+            np.save(file, log_probs)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 atomic_write(path, file.getvalue() + _checksum(path, file.getvalue()))
@@ -93,52 +78,35 @@ def fill_reference(
         if path is not None:
             note_use(path)
         say(f"log-probabilities of the reference: {path}")
-    rows.reference[:] = found
+    rows.reference[:] = log_probs
 
 
 def unwritten(sets: Sequence[PackedPairs], config: TrainConfig) -> tuple[Path, int] | None:
-    """(the folder, the bytes) of the files with values that `fill_reference` has yet to compute; None if there are
-    none."""
+    """(Folder, bytes) of values that `fill_reference` has yet to compute; None without any."""
     arrays = [rows.reference for rows in sets if rows.reference is not None and np.isnan(rows.reference).any()]
     return (cache_folder(config.data.cache_dir), sum(array.nbytes for array in arrays)) if arrays else None
 
 
 def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: nnx.State, frozen: nnx.State) -> np.ndarray:
-    """Computes the reference's log-probabilities of all rows by one pass over them on the devices. Returns
-    float32[documents], a numpy array with the sum over each document's answer, 0 for pairs that are left out.
-    `fill_reference` calls it if no stored file has them.
-
-    Args:
-      rows: the packed pairs.
-      objective: its method `reference` computes those of a batch.
-      engine: compiles and runs the pass.
-      trainable, frozen: the two parts of the model's state (nnx.State) as placed on the devices.
-    """
+    """float32[documents]: each answer's sum under the reference, by a pass; 0 for pairs left out."""
     plain = copy.copy(rows)
     plain.reference = None
     program = engine.compile_of_rows(objective.reference, trainable, frozen, plain)
-    found = np.zeros(len(rows.documents), np.float32)
+    log_probs = np.zeros(len(rows.documents), np.float32)
     for numbers, sums in values_of_rows(engine, program, trainable, frozen, plain):
         for slot, row in enumerate(numbers.tolist()):
             pairs = np.asarray(rows.pairs(row))
-            found[2 * pairs[:, None] + np.arange(2)] = sums[slot][: len(pairs)]
-    return found
+            log_probs[2 * pairs[:, None] + np.arange(2)] = sums[slot][: len(pairs)]
+    return log_probs
 
 
 def values_of_rows(
     engine: Engine, program: jax.stages.Compiled, trainable: nnx.State, frozen: nnx.State, rows: Rows
 ) -> Iterator[tuple[np.ndarray, Any]]:
-    """Runs a program over all packed rows in order, one batch after another, while the devices compute the next batch.
-    Yields, for each batch, (numbers of its rows int[n], the program's result as numpy arrays); the result's first
-    dimension may be longer than n, because the last batch is filled up. In a run of several processes, all of them must
-    consume it to the end. `_computed` and the pass that stores a teacher's log-probabilities (stored_teachers.py) run
-    their programs by it.
+    """Runs a program over all rows in batches, with the next one already on the devices: yields (row numbers int[n],
+    result as numpy arrays, maybe padded). Every process must consume it to the end.
 
-    Args:
-      engine: places the batches on the devices.
-      program: the compiled program of `engine.compile_of_rows` for these rows.
-      trainable, frozen: the two parts of the model's state (nnx.State) that the program takes.
-      rows: the packed rows, at least one.
+      program: of `engine.compile_of_rows` for these rows.
     """
     batches, waiting = Batches(rows, engine.rows, order="given"), None
     for step in range(batches.steps_per_epoch):
@@ -151,44 +119,36 @@ def values_of_rows(
 
 
 def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
-    """The path of the file with the reference's log-probabilities of these rows, in the folder of token caches. Its
-    name is a hash of the rows, the base model and the formats it computes in, so that those of other rows or of another
-    model are never read.
-
-    Args:
-      rows: the packed pairs. The tokens and masks of their whole documents are hashed, and the number of tokens that
-        truncation leaves of each.
-      config: the run's config, of which the formats and the precision in which the model computes are hashed.
-      base: a digest of the base model's weights.
-    """
+    """The file of these rows' values, named by tokens, masks, truncation, base model and formats."""
     documents, model = rows.documents, config.model
-    made = hashlib.blake2b(repr((base, model.load_in, model.compute, config.precision)).encode(), digest_size=16)
-    for part in (documents.tokens, documents.mask, documents.starts, rows.kept):
-        made.update(np.ascontiguousarray(part).tobytes())
-    return cache_folder(config.data.cache_dir) / f"reference_{made.hexdigest()}.npy"
+    digest = hashlib.blake2b(repr((base, model.load_in, model.compute, config.precision)).encode(), digest_size=16)
+    for array in (documents.tokens, documents.mask, documents.starts, rows.kept):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return cache_folder(config.data.cache_dir) / f"reference_{digest.hexdigest()}.npy"
 
 
 def _checksum(path: Path, content: bytes) -> bytes:
-    """The checksum of the stored file `path`, 16 bytes at its end. It covers the file's name too, so that a file that
-    was renamed is not accepted. content: the bytes before the checksum, those of a .npy file."""
+    """16 bytes over content and file name, so that a renamed file is refused."""
     return xxhash.xxh3_128(path.name.encode() + content).digest()
 
 
 def _read(path: Path, shape: tuple[int, ...], say: Callable[[str], None]) -> np.ndarray | None:
-    """Reads the float32 array of the stored file `path`, for `fill_reference`. None, and the array is computed anew, if
-    there is no such file, or if it is damaged, has another shape than `shape`, or has values that are not finite. say:
-    a function that shows a line to the user, called if the file is damaged or cannot be read."""
+    """The stored array; None, to be computed anew, if missing, damaged, of another shape, or not finite."""
     try:
         content = path.read_bytes()
         if content[-16:] != _checksum(path, content[:-16]):
             raise ValueError("its checksum is not that of its content")
-        found = np.load(io.BytesIO(content[:-16]), allow_pickle=False)
+        log_probs = np.load(io.BytesIO(content[:-16]), allow_pickle=False)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError) as error:
         say(f"{path} is damaged and not used: {error}")
         return None
-    return found if found.shape == shape and found.dtype == np.float32 and np.isfinite(found).all() else None
+    return (
+        log_probs
+        if log_probs.shape == shape and log_probs.dtype == np.float32 and np.isfinite(log_probs).all()
+        else None
+    )
 
 
 # ---- the first step
@@ -197,30 +157,21 @@ def _read(path: Path, shape: tuple[int, ...], say: Callable[[str], None]) -> np.
 def first_check(
     objective: Any, config: TrainConfig, rows: Any, fresh: Callable[[], bool]
 ) -> Callable[[Mapping[str, float]], None]:
-    """Makes a function that a run calls with the metrics of its first step, {name: value}. The function raises
-    TrainingStopped if they show that the reference's log-probabilities are not those of the model before training, but
-    those of other weights or rows.
+    """A function of the first step's metrics that raises TrainingStopped if the reference's log-probabilities are not
+    those of the model before training. It does nothing without a reference, or where they may differ: values of the
+    data set, a trained adapter, NEFTune, QAT from the first step.
 
-    The function does nothing for an objective without a reference, nor where model and reference may rightly differ: if
-    the data set brought log-probabilities of its own, if the adapter has trained before, with noise on the embeddings
-    (NEFTune), and with QAT's rounding from the first step on.
-
-    Args:
-      objective: the objective of the run; only `preference.Referenced` ones have a reference to check.
-      config: the config of the run.
-      rows: the training rows (PairDataset), before `fill_reference` fills in their log-probabilities.
-      fresh: a function that returns True if the adapter had no effect before the first step, because it was new.
+      rows: before `fill_reference`.
+      fresh: whether the adapter was new before the first step.
     """
-    given = getattr(rows, "reference", None)
-    computed_here = given is None or bool(np.isnan(given).any())
+    stored_reference = getattr(rows, "reference", None)
+    computed_here = stored_reference is None or bool(np.isnan(stored_reference).any())
     rounded = config.qat is not None and config.qat.start == 0
     if not isinstance(objective, Referenced) or not computed_here or rounded or config.neftune_noise_alpha:
         return lambda line: None
     reference = objective
 
     def check(line: Mapping[str, float]) -> None:
-        """Raises TrainingStopped if `line`, the metrics of a run's first step, shows that the reference's
-        log-probabilities are not those of the model before training. It does nothing if the adapter was not new."""
         reason = _disagreement(reference, line) if fresh() else None
         if reason is not None:
             raise TrainingStopped(
@@ -234,17 +185,10 @@ def first_check(
 
 
 def _disagreement(objective: Referenced, line: Mapping[str, float]) -> str | None:
-    """How the first step's metrics show that model and reference differ by more than rounding, in words, with which the
-    function of `first_check` stops the run; None if they agree.
+    """How model and reference differ by more than rounding in the first step's metrics, in words; else None.
 
-    Two programs that compute the same numbers in 16 bits differ by about a hundredth of a nat a token, in any
-    direction; log-probabilities of other weights or rows differ by several hundredths of themselves at least. So the
-    mean log-ratio of chosen or rejected answers may be 0.25 nats plus a hundredth of their mean log-probability.
-
-    Args:
-      objective: its beta divides the metrics of rewards; with DPO's sigmoid loss, the loss, which should be ln 2, is
-        checked too.
-      line: {name: value} of the metrics: rewards/chosen, rewards/rejected, logps/chosen, logps/rejected and loss.
+    Programs in 16 bits differ by about a hundredth of a nat a token, other weights or rows by several hundredths of the
+    log-probability: allowed are 0.25 nats plus a hundredth of the mean.
     """
     slack = {}
     for side in ("chosen", "rejected"):

@@ -1,4 +1,4 @@
-"""What reward functions log beside their rewards, by TRL's arguments `log_metric` and `log_extra` (`RewardLog`)."""
+"""What reward functions log beside rewards, by TRL's arguments `log_metric` and `log_extra`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(eq=False)
 class RewardLog:
-    """Collects, from any thread, what the calls of reward functions log.
+    """Collects from any thread what reward functions log.
 
     ```python
     def right(completions, answer, log_metric, log_extra):
-        log_metric("digits", 3.5)  # a metric of the step: the mean of the calls of a generation
+        log_metric("digits", 3.5)  # a metric of the step: the mean of a generation's calls
         log_extra("expected", answer)  # a column of rollouts.jsonl, a value for each answer
         return [1.0] * len(completions)
     ```
@@ -27,20 +27,19 @@ class RewardLog:
 
     @property
     def arguments(self) -> dict[str, Callable[..., None]]:
-        """The two functions, by the names by which reward functions get them."""
+        """The functions by their parameters' names."""
         return {"log_metric": self._log_metric, "log_extra": self._log_extra}
 
     def _log_metric(self, name: str, value: float) -> None:
-        """Adds a number to the metric `name`."""
         self._metrics.setdefault(str(name), []).append(float(value))
 
     def _log_extra(self, column: str, values: Sequence[object]) -> None:
-        """Adds values, one for each answer of the call, to a column of the answers."""
         self._columns.setdefault(str(column), []).extend(values)
 
     def taken(self, answers: int) -> tuple[dict[str, float], dict[str, list[object]]]:
-        """({metric: mean of its finite numbers}, {column: a value for each of `answers`}) since the last call. A column
-        of another length is left out, with a warning."""
+        """({metric: mean of finite numbers}, {column: values of `answers`}) since the last call; a column of another
+        length is left out, with a warning.
+        """
         metrics, columns = self._metrics, self._columns
         self._metrics, self._columns = {}, {}
         means = {}

@@ -1,13 +1,9 @@
-"""A teacher's largest log-probabilities, stored before a run that distils them: the teacher is not in memory then.
+"""A teacher's largest log-probabilities, stored before a distillation, so that no teacher is in memory.
 
-They are computed by one pass of the teacher over the run's rows (objective.teacher_top_k) or read from a file that
-another program wrote (objective.teacher_logprobs), and kept in a file beside the token cache, which a run maps into
-memory. The name of that file is a hash of the rows and of the teacher or the other file; the file ends with a checksum.
-If the teacher has no `digest` by which a later run would recognise it, the values are only in memory.
-
-`StoredTeacher` does this for a Trainer. `_stored` gives it an array to fill, mapped from such a file (`_written`) or in
-memory; `_read` maps a file that is there; `_checksum` computes a checksum, and `_sum_of` reads one. In `_writable` an
-OSError becomes a ConfigError."""
+They come from a pass over the rows (teacher_top_k) or another program's file (teacher_logprobs), and are mapped from a
+file beside the token cache, named by a hash of rows and teacher, with a checksum. Without a digest of the teacher they
+stay in memory.
+"""
 
 from __future__ import annotations
 
@@ -61,22 +57,13 @@ _SUM = 16  # bytes of the checksum at the end of a stored file
 
 
 class StoredTeacher:
-    """The stored log-probabilities of a run's teacher. The Trainer of each run makes it, trains the model that
-    `student` returns, without the teacher, and has it give the run's rows places for the values (`attach`) and fill
-    these before the first step (`fill`). Checkpoints record `digest`, so that no run is resumed with another teacher;
-    `described` and `phases` are for what the run prints. With another objective, or a teacher that runs beside the
-    student, nothing is stored, and arguments are returned unchanged. A teacher that is to be loaded is opened when
-    `digest` or `fill` first needs it; making the object raises none of its errors.
+    """The stored log-probabilities of a run: train `student`, `attach` places to the rows, `fill` them before the first
+    step. With another objective, or a teacher that runs beside, arguments come back unchanged.
 
-    Args:
-      objective: the run's.
-      config: the run's.
-      student: the model that trains. The teacher that was attached to it in Python is taken; without one, that which
-        the objective names is loaded when it is needed.
-      tokenizer: the student's.
-    Raises:
-      ConfigError: objective.teacher_top_k is not from 1 to the vocabulary's size, or objective.teacher_logprobs cannot
-        be read.
+    A teacher is opened when `digest` or `fill` needs it. Raises ConfigError for teacher_top_k beyond the vocabulary, or
+    an unreadable teacher_logprobs.
+
+      student: a teacher attached to it is taken; else the one that the objective names.
     """
 
     def __init__(self, objective: Objective, config: TrainConfig, student: Decoder, tokenizer: PreTrainedTokenizerFast):
@@ -101,20 +88,15 @@ class StoredTeacher:
 
     @property
     def k(self) -> int:
-        """The number of tokens whose log-probabilities are stored for each trained token: objective.teacher_top_k, or
-        the most that the file objective.teacher_logprobs has for a token (fewer leave places unused). It must only be
-        asked for if something is stored. Places for the values have this size; it also goes into what the run prints,
-        and, without a file, into `digest`."""
+        """Tokens stored for each trained token; only if something is stored."""
         assert self._objective is not None
         return self._file.k if self._file is not None else self._objective.teacher_top_k or 0
 
     @functools.cached_property
     def digest(self) -> str | None:
-        """Identifies the teacher's weights and how its log-probabilities are computed (dtype, format of the weights, k
-        and temperature), or the file that has them. None if nothing is stored, or the teacher was attached in Python
-        and its weights have no digest (`Decoder.base_digest`). A run records it in checkpoints, so that it is not
-        resumed with another teacher, and it goes into the name of the stored file. Raises what `_opened` raises, and
-        OSError if the teacher's files cannot be read."""
+        """Identifies the teacher's weights and formats, or the file; None if nothing is stored or the weights have no
+        digest. Raises OSError, and errors of opening.
+        """
         if self._objective is None:
             return None
         if self._file is not None:
@@ -129,27 +111,19 @@ class StoredTeacher:
         else:
             folder = self._opened.folder
             files = [*folder.glob("*.safetensors"), folder / "config.json"]
-            found = fingerprints(sorted(files))
-            of_weights = repr([(path.name, *sorted(mark.items())) for path, mark in found.items()])
+            marks = fingerprints(sorted(files))
+            of_weights = repr([(path.name, *sorted(mark.items())) for path, mark in marks.items()])
         return hashlib.sha256(repr((of_weights, *how)).encode()).hexdigest()
 
     @property
     def _is_base(self) -> bool:
-        """Whether the teacher is the model that trains with its adapter off: log-probabilities are stored, no teacher
-        was attached, and objective.teacher is "base" or None. `digest` then takes the weights' format from
-        model.load_in. It is also True, without a meaning, if a file has the log-probabilities. Nothing else depends on
-        it."""
+        """Whether the teacher is the trained model with its adapter off."""
         return self._objective is not None and self._teacher is None and self._objective.teacher in (None, BASE)
 
     @functools.cached_property
     def _opened(self) -> Pretrained:
-        """The checkpoint of the teacher that the objective names, or that of the base, opened once; its weights are not
-        read yet. `digest` and `fill` use it if no teacher was attached in Python and no file has the log-probabilities.
-
-        Raises:
-          ConfigError: the teacher is the base, which has random weights; it is an adapter; or its tokenizer or
-            vocabulary is not the student's.
-          ValueError, OSError: the checkpoint cannot be opened.
+        """The named teacher's or the base's checkpoint, without weights. Raises ConfigError for random weights, an
+        adapter, or another tokenizer or vocabulary; ValueError, OSError.
         """
         assert self._objective is not None
         path, load_in = of_pass(self._config, self._objective.teacher)
@@ -167,13 +141,8 @@ class StoredTeacher:
     def attach(
         self, train: TokenDataset | BatchSource, held_out: TokenDataset | None
     ) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
-        """(train, held_out), the run's rows of training and of evaluation, as copies with places for the teacher's
-        log-probabilities in their batches. The values are not there yet: `fill` sets them later. The Trainer calls it
-        when it has read the rows. The arguments themselves if nothing is stored. held_out: None if there are no such
-        rows, and then the second result is None.
-
-        Raises:
-          ConfigError: the training rows are streamed, mixed or made during the run, or the file lacks some of the rows.
+        """(train, held_out) as copies with places for the values, which `fill` sets. Raises ConfigError for streamed,
+        mixed or sampled rows, or rows that the file lacks.
         """
         if self._objective is None:
             return train, held_out
@@ -187,25 +156,19 @@ class StoredTeacher:
         return self._attached(train, "data.train"), held_out and self._attached(held_out, "data.eval")
 
     def _attached(self, rows: TokenDataset, what: str) -> TokenDataset:
-        """A copy of `rows` with places for the log-probabilities, which are not known yet (its field `teacher`, a
-        TeacherValues); `attach` makes one of each data set. what: the config's key of the rows, for messages. Raises
-        ConfigError if a file is given and lacks some of the rows."""
+        """A copy of `rows` with places for the values. what: the config key of the rows."""
         # Rows that are evaluated with packing=step may be longer than data.length.
-        whole = rows.overflow != "truncate" or (rows.packing == "step" and what != "data.train")
-        values = TeacherValues(rows.documents, None if whole else rows.length, self.k)
+        is_whole = rows.overflow != "truncate" or (rows.packing == "step" and what != "data.train")
+        values = TeacherValues(rows.documents, None if is_whole else rows.length, self.k)
         if self._file is not None:
             self._file.require_all(values, what)
         return dataclasses.replace(rows, teacher=values)
 
     def student(self, model: Decoder) -> Decoder:
-        """The model that trains: `model` itself if nothing is stored, else `model` without the teacher that was
-        attached to it, so that the teacher's weights do not take memory during the run."""
+        """The model without an attached teacher, if values are stored."""
         return model if self._objective is None else without_teacher(model)
 
     def described(self, model: Decoder, objective: Objective) -> list[str]:
-        """The lines that a run prints about its teacher: where the stored log-probabilities are from. If nothing is
-        stored, they are those that `teachers.described` makes of `model` and `objective`, which are not used otherwise.
-        The Trainer prints them among the lines that describe the run."""
         if self._objective is None:
             return described(model, objective)
         if self._file is not None:
@@ -216,32 +179,20 @@ class StoredTeacher:
     # ---- the values
 
     def fill(self, sets: Sequence[TokenDataset | None], engine: Engine, say: Callable[[str], None] = say) -> None:
-        """Fills in, in place, the log-probabilities of those data sets that lack them: from files beside the token
-        cache; or from the file objective.teacher_logprobs; or by a pass of the teacher, which is loaded for it and
-        freed, unless it was attached in Python. What was not in the cache is then stored there, if `digest` is not
-        None, else only in memory. Nothing is done if no set lacks them. In a run of several processes all must call
-        this, and all take part in the pass unless each has the same files. The Trainer calls it before the first step
-        and before evaluations.
+        """Fills missing values in place: from stored files, the objective's file, or a pass of the teacher, which is
+        loaded and freed; new ones are stored if there is a digest. Collective.
 
-        Args:
-          sets: the run's rows, as `attach` returned them, or None for one that is missing.
-          engine: of the run; the teacher computes on its mesh and with rows of its batches.
-          say: shows a line to the user.
-        Raises:
-          ConfigError: the cache cannot be written; a process does not see the file that another one wrote; values in
-            objective.teacher_logprobs are no distributions; `_opened` raises it; or the teacher's weights do not fit
-            the device.
-          OutOfDeviceMemory: the pass ran out of device memory.
-          ValueError: the processes of the run have different teachers, or the checkpoint cannot be loaded.
+        Raises ConfigError for an unwritable or unseen cache, invalid distributions or a teacher that does not fit;
+        OutOfDeviceMemory; ValueError for different or unloadable teachers.
         """
         lacking = [data.rows for data in sets if data is not None and data.teacher and data.teacher.stored is None]
         lacking = [rows for rows in lacking if isinstance(rows, TaughtRows)]
         if not lacking:
             return
         processes.require_same({"the teacher's log-probabilities": self.digest}, "give all of them the same teacher")
-        needed = [rows for rows in lacking if not self._found(rows, say)]
-        self._was_read = not needed
-        if not needed:
+        missing = [rows for rows in lacking if not self._found(rows, say)]
+        self._was_read = not missing
+        if not missing:
             return
         with contextlib.ExitStack() as stack:
             if self._file is None:
@@ -252,13 +203,12 @@ class StoredTeacher:
                 compute = self._teaching(engine, planned, say)
             else:
                 compute = self._reading()
-            for rows in needed:
+            for rows in missing:
                 with _stored(self._path(rows), rows.values) as array:
                     compute(rows, array)
 
     def unwritten(self, sets: Sequence[TokenDataset | None]) -> tuple[Path, int] | None:
-        """(the folder, the bytes) of the files that `fill` has yet to write for the run's rows; None if there are
-        none."""
+        """(Folder, bytes) of files that `fill` has yet to write; None without any."""
         taught = [data.rows for data in sets if data is not None and data.teacher and data.teacher.stored is None]
         sizes = {
             path: rows.values.total * TeacherValues.entry(rows.values.k).itemsize
@@ -268,16 +218,11 @@ class StoredTeacher:
         return (next(iter(sizes)).parent, sum(sizes.values())) if sizes else None
 
     def phases(self, engine: Engine) -> list[Phase]:
-        """The pass of the teacher, with the memory that it needs, for the table of a run's phases, in which users see
-        what will fit; [] if there is none. A pass is listed until `fill` has found that it is not needed, because files
-        have all values. engine: of the run."""
+        """The teacher's pass with its memory, until `fill` found it unneeded; else []."""
         passes = self._objective is not None and self._file is None and not self._was_read
         return [self._pass(engine).phase] if passes else []
 
     def _pass(self, engine: Engine) -> TeacherPass:
-        """The pass of the teacher as a TeacherPass: what its memory depends on, by which it is planned before the
-        teacher's weights are loaded. `fill` runs the pass by it, and `phases` takes its memory from it. engine: of the
-        run."""
         assert self._objective is not None
         batches, name = engine.batches, self._objective.teacher
         config = dataclasses.replace(self._config, rows_per_step=batches.rows_per_step)
@@ -285,28 +230,22 @@ class StoredTeacher:
         return TeacherPass(*of_run, self._student, self._teacher, name)
 
     def _found(self, rows: TaughtRows, say: Callable[[str], None]) -> bool:
-        """Whether each process of the run has the same stored file with the values of these rows; `rows.values.stored`
-        is then set to the values, mapped from the file, else to None. `fill` obtains values only for sets where this is
-        False. All processes must call it. say: shows a line to the user."""
+        """Whether every process has the same stored file, which is then mapped to `rows.values.stored`. Collective."""
         path = self._path(rows)
-        found = None if path is None else _read(path, rows.values, say)
-        sums = processes.all_of(None if path is None or found is None else _sum_of(path))
-        there = None not in sums and len(set(sums)) == 1
-        rows.values.stored = found if there else None
-        if there and path is not None:
+        stored = None if path is None else _read(path, rows.values, say)
+        sums = processes.all_of(None if path is None or stored is None else _sum_of(path))
+        is_same = None not in sums and len(set(sums)) == 1
+        rows.values.stored = stored if is_same else None
+        if is_same and path is not None:
             note_use(path)
-        return there
+        return is_same
 
     def _reading(self) -> Callable[[TaughtRows, np.ndarray | None], None]:
-        """A function (rows, array) that reads the values of rows from the file that the objective names
-        (teacher_logprobs) into an array, in place; with None in place of an array it does nothing. `fill` calls it
-        where there is such a file, and otherwise the function that `_teaching` returns."""
+        """A function (rows, array) that reads values from the objective's file into the array; None does nothing."""
         assert self._file is not None
         file = self._file
 
         def compute(rows: TaughtRows, array: np.ndarray | None) -> None:
-            """Reads the teacher's values of `rows` from the file into `array`, in place; None: another process has the
-            array, and nothing is read."""
             if array is not None:
                 file.read(rows.values, self._vocab_size, array)
 
@@ -315,16 +254,8 @@ class StoredTeacher:
     def _teaching(
         self, engine: Engine, planned: TeacherPass, say: Callable[[str], None]
     ) -> Callable[[TaughtRows, np.ndarray | None], None]:
-        """A function (rows, array) that computes the values of rows by a pass of the teacher, and writes them into the
-        array, in place. The teacher is loaded here, unless it was attached in Python. All processes must call it, and
-        then the function; with None in place of an array the process only takes part. If the compiled pass needs too
-        much memory, it is compiled again with a smaller plan. The array has one entry for each trained token
-        (`TeacherValues.entry`), with the k most probable tokens and their log-probabilities.
-
-        Args:
-          engine: of the run; the pass has its mesh and its batches.
-          planned: the pass, which has its config and makes its planner.
-          say: shows a line to the user for each set of rows.
+        """A function (rows, array) that computes values by a pass into the array; None only takes part. Loads the
+        teacher. Both are collective.
         """
         assert self._objective is not None
         shape = partition.MeshShape.of(engine.mesh)
@@ -334,25 +265,22 @@ class StoredTeacher:
         model = TrainedModel(teacher, config, self._teacher is not None, None)
         planner = planned.planner(model.prepared)
         program = dataclasses.replace(engine.program, graph=model.graph, noise_alpha=None)
-        own = Engine(program, None, planner, engine.mesh, engine.batches, config, None)
+        pass_engine = Engine(program, None, planner, engine.mesh, engine.batches, config, None)
         k, temperature = self.k, self._objective.temperature
-        trainable, frozen = model.weights(own)
+        trainable, frozen = model.weights(pass_engine)
 
         def of_batch(teacher: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array]:
-            """(token ids, log-probabilities) [rows, length, k] of the most probable next tokens at each position of
-            `batch`, by `teacher`, which `forward` runs. It is compiled."""
+            """(ids, log-probabilities) [rows, length, k] of the most probable next tokens; compiled."""
             return forward.top_k(teacher, forward.frozen(teacher, batch), k, temperature)
 
         def compute(rows: TaughtRows, array: np.ndarray | None) -> None:
-            """Prints a line, computes the teacher's values of `rows` by a pass over them, and writes them into `array`,
-            in place; None: this process only takes part in the pass."""
             say(f"log-probabilities of the teacher: one pass over {len(rows):,} rows")
             plain = rows.alone()
-            compiled = own.compile_of_rows(of_batch, trainable, frozen, plain)
+            compiled = pass_engine.compile_of_rows(of_batch, trainable, frozen, plain)
             while planner.smaller(compiled):
-                own.follow_plan()
-                compiled = own.compile_of_rows(of_batch, trainable, frozen, plain)
-            for numbers, (ids, log_probs) in values_of_rows(own, compiled, trainable, frozen, plain):
+                pass_engine.follow_plan()
+                compiled = pass_engine.compile_of_rows(of_batch, trainable, frozen, plain)
+            for numbers, (ids, log_probs) in values_of_rows(pass_engine, compiled, trainable, frozen, plain):
                 if array is None:
                     continue
                 for slot, row in enumerate(numbers.tolist()):
@@ -361,19 +289,17 @@ class StoredTeacher:
         return compute
 
     def _path(self, rows: TaughtRows) -> Path | None:
-        """The path of the file with the values of these rows, in the folder of token caches, whether it is there or
-        not; None if `digest` is None, so that the values are not stored in a file. Its name is a hash of all that the
-        values depend on: the digest, k, the tokens and masks of the documents, and how long documents are cut: the
-        number of tokens to which they are truncated, or, for a pass with data.overflow="split", the length of the
-        pieces."""
+        """The file of these rows' values, named by digest, k, tokens, masks, and how documents are cut; None without a
+        digest.
+        """
         if self.digest is None:
             return None
         documents, config, values = rows.documents, self._config, rows.values
-        cut = rows.length if config.data.overflow == "split" and self._file is None else None
-        made = hashlib.blake2b(repr((self.digest, values.k, values.limit, cut)).encode(), digest_size=16)
-        for part in (documents.tokens, documents.mask, documents.starts, documents.lengths):
-            made.update(np.ascontiguousarray(part).tobytes())
-        return cache_folder(config.data.cache_dir) / f"teacher_{made.hexdigest()}.npy"
+        piece_length = rows.length if config.data.overflow == "split" and self._file is None else None
+        digest = hashlib.blake2b(repr((self.digest, values.k, values.limit, piece_length)).encode(), digest_size=16)
+        for array in (documents.tokens, documents.mask, documents.starts, documents.lengths):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return cache_folder(config.data.cache_dir) / f"teacher_{digest.hexdigest()}.npy"
 
 
 # ---- stored files
@@ -381,12 +307,10 @@ class StoredTeacher:
 
 @contextlib.contextmanager
 def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | None]:
-    """A context that gives an array to fill with the teacher's values of some rows, one entry for each of
-    `values.total` tokens, and on leaving sets `values.stored` to it. If `path` is None, each process gets an array in
-    memory. Otherwise it is mapped from the file `path`, which appears complete or not at all: in a run of several
-    processes the first one writes the file, and one of each host that does not see it; the others get None, and map the
-    file that was written for them. Collective: every process must enter it. Raises ConfigError if the file cannot be
-    written, or a process does not find the file that another one wrote for it."""
+    """A context with an array [values.total] to fill, which becomes `values.stored`: in memory without a path, else
+    mapped from the file, which appears complete or not at all. The first process writes it, and one of each host that
+    does not see it; others get None. Collective. Raises ConfigError.
+    """
     if path is None:
         array = np.zeros(values.total, TeacherValues.entry(values.k))
         yield array
@@ -412,15 +336,13 @@ def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | N
 
 @contextlib.contextmanager
 def _written(path: Path, values: TeacherValues) -> Iterator[np.ndarray]:
-    """A context that gives an array to fill with the values, mapped from a temporary file beside `path`, whose whole
-    size is reserved on the disk. On leaving, the temporary file gets its checksum and is renamed to `path`; after an
-    error it is removed. Temporary files of runs that ended are removed first. values: says how many entries the array
-    has, and of which dtype. `_stored` enters it in each process that writes the file. Raises ConfigError on entering if
-    the file cannot be written."""
+    """A context with an array mapped from a temporary file whose size is reserved on the disk; it gets a checksum and
+    its name at the end, or is removed after an error. Raises ConfigError on entering.
+    """
     with _writable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(".teacher_*.tmp"):
-            remove_left(left)
+        for leftover in path.parent.glob(".teacher_*.tmp"):
+            remove_left(leftover)
         temporary, descriptor = create_temporary(path)
     try:
         with _writable(path.parent):  # a full disk is an error here
@@ -440,8 +362,7 @@ def _written(path: Path, values: TeacherValues) -> Iterator[np.ndarray]:
 
 @contextlib.contextmanager
 def _writable(folder: Path) -> Iterator[None]:
-    """A context in which an OSError becomes a ConfigError that says that `folder`, the token cache, cannot be written.
-    `_written` and `_stored` make folders and files in it."""
+    """A context in which an OSError becomes a ConfigError about data.cache_dir."""
     try:
         yield
     except OSError as error:
@@ -449,9 +370,7 @@ def _writable(folder: Path) -> Iterator[None]:
 
 
 def _sum_of(path: Path) -> str | None:
-    """The checksum at the end of the stored file `path`, in hexadecimal digits; None if it cannot be read, as when
-    there is none. Processes compare it to see whether they have the same file; `_read` checks whether it is that of the
-    content."""
+    """The stored checksum in hex, unverified; None if unreadable."""
     try:
         with open(path, "rb") as file:
             file.seek(-_SUM, os.SEEK_END)
@@ -461,30 +380,25 @@ def _sum_of(path: Path) -> str | None:
 
 
 def _checksum(name: str, path: Path, size: int) -> bytes:
-    """The checksum (16 bytes) of the first `size` bytes of the file `path`, whose final name is `name`. The checksum
-    covers that name too, so that a file that was renamed is not accepted. `_written` adds it at the file's end, and
-    `_read` compares it."""
-    made, left = xxhash.xxh3_128(name.encode()), size
+    """16 bytes over the final name and the first `size` bytes, so that a renamed file is refused."""
+    digest, remaining = xxhash.xxh3_128(name.encode()), size
     with open(path, "rb") as file:
-        while left and (block := file.read(min(left, 1 << 24))):
-            made.update(block)
-            left -= len(block)
-    return made.digest()
+        while remaining and (block := file.read(min(remaining, 1 << 24))):
+            digest.update(block)
+            remaining -= len(block)
+    return digest.digest()
 
 
 def _read(path: Path, values: TeacherValues, say: Callable[[str], None]) -> np.ndarray | None:
-    """The values in the stored file `path`, mapped into memory, after its checksum is checked; None, and they are
-    computed anew, if there is no such file, or it is damaged, of another shape or dtype, or cannot be read. values:
-    says how many entries the array must have, and of which dtype. say: shows a line to the user about a file that is
-    used, or that is there and not used."""
+    """The mapped values of a verified file; None, to be computed anew, if missing, damaged, or of another shape."""
     try:
         size = os.path.getsize(path) - _SUM
         with open(path, "rb") as file:
             file.seek(max(size, 0))
             if file.read() != _checksum(path.name, path, size):
                 raise ValueError("its checksum is not that of its content")
-        found = np.load(path, mmap_mode="r")
-        if found.shape != (values.total,) or found.dtype != TeacherValues.entry(values.k):
+        stored = np.load(path, mmap_mode="r")
+        if stored.shape != (values.total,) or stored.dtype != TeacherValues.entry(values.k):
             raise ValueError("it has another shape")
     except FileNotFoundError:
         return None
@@ -492,4 +406,4 @@ def _read(path: Path, values: TeacherValues, say: Callable[[str], None]) -> np.n
         say(f"{path} is damaged and not used: {error}")
         return None
     say(f"log-probabilities of the teacher: {path}")
-    return found
+    return stored

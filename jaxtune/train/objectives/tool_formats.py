@@ -1,4 +1,4 @@
-"""How a chat template writes calls of tools and what tools answer, for answers that are sampled in turns."""
+"""How a chat template writes tool calls and results, for answers sampled in turns."""
 
 from __future__ import annotations
 
@@ -23,16 +23,13 @@ _PROBE = "\ue000 what a tool answered \ue001"  # a tool's answer by which the te
 
 
 class ToolFormat:
-    """How one tokenizer's chat template writes calls of tools and their answers.
+    """How one template writes calls and results.
 
-    Args:
-      tokenizer: a fast Hugging Face tokenizer.
-      template: the chat template, as the config key data.template names it; None: the tokenizer's own.
-      ends: the token ids that end an answer.
-      today: the day that the template writes, as data.today; None: the day of asking.
-    Raises:
-      ConfigError: the template writes calls in no known form, does not write what tools answer, or does not end the
-        model's turn with a token of `ends`.
+    Raises ConfigError if it writes calls in no known form, leaves out results, or ends no turn with a token of `ends`.
+
+      template: as data.template; None: the tokenizer's own.
+      ends: token ids that end an answer.
+      today: the day that it writes; None: that of asking.
     """
 
     def __init__(
@@ -43,9 +40,9 @@ class ToolFormat:
         self._special = special_pattern(tokenizer)
         self.reader = AnswerReader(tokenizer, self._template)
         if not self.reader.writes_calls:
-            known = "; ".join(["gpt-oss channels", *(form.name for form in FORMS)])
+            known_forms = "; ".join(["gpt-oss channels", *(form.name for form in FORMS)])
             raise ConfigError(
-                f"objective.tools: the chat template writes calls of tools in no known form ({known}); set "
+                f"objective.tools: the chat template writes calls of tools in no known form ({known_forms}); set "
                 "data.template to one that does, such as qwen-3"
             )
         try:
@@ -57,29 +54,23 @@ class ToolFormat:
         self._opening = self.reader.opening(suffix)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, with special tokens."""
+        """Text with special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def parsed(self, ids: Sequence[int], schemas: Schemas) -> tuple[Message, list[Call]]:
-        """(an answer as a message, with `reasoning_content` if it has thoughts; the calls in it). Malformed calls are
-        text.
-
-        Args:
-          ids: the token ids of one turn of the model, without the token that ended it.
-          schemas: {tool's name: JSON schema of its parameters}.
+        """(Message, its calls) of one turn's ids without its end; malformed calls are text. schemas: {tool: JSON schema
+        of its parameters}.
         """
         answer = self.reader.read(ids, schemas, self._opening)
         return answer.message, list(answer.calls)
 
     def suffix(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids that the template writes after the end of a turn that called tools: what the tools answered,
-        without special tokens, and the begin of the model's next turn.
+        """Token ids after the end of a turn with calls: the results, without special tokens, and the next turn's
+        beginning.
 
-        Args:
-          messages: the tools' answers to one turn, at least one, of role "tool", with "name" and "content".
-        Raises:
-          TemplateError: the template fails.
-          ValueError: no token of `ends` ends the model's turn.
+        Raises TemplateError if the template fails, ValueError if no token of `ends` ends the turn.
+
+          messages: results of one turn, role "tool", with "name" and "content".
         """
         answers, mark = guarded(messages, self._special)
         try:
@@ -89,23 +80,25 @@ class ToolFormat:
             before, text = self._rendered(
                 [{**answer, "tool_call_id": number} for answer, number in zip(answers, ids, strict=True)], ids
             )
-        asked = self._ids(before)
-        whole = self._ids(*unguarded(text, mark))
-        places = [place for place, token in enumerate(whole) if token in self._ends]
-        count = sum(token in self._ends for token in asked)
-        last = max((place for place, token in enumerate(asked) if token in self._ends), default=len(asked))
-        if count == 0 or self.decode(asked[last + 1 :]).strip():
+        asked_ids = self._ids(before)
+        whole_ids = self._ids(*unguarded(text, mark))
+        end_indices = [index for index, token in enumerate(whole_ids) if token in self._ends]
+        count = sum(token in self._ends for token in asked_ids)
+        last = max((index for index, token in enumerate(asked_ids) if token in self._ends), default=len(asked_ids))
+        if count == 0 or self.decode(asked_ids[last + 1 :]).strip():
             raise ValueError(f"no token that ends an answer ({sorted(self._ends)}) ends the model's turn in it")
-        return whole[places[count - 1] + 1 :]
+        return whole_ids[end_indices[count - 1] + 1 :]
 
     def _rendered(self, answers: Sequence[Message], ids: Sequence[str] = ()) -> tuple[str, str]:
-        """A short conversation up to a call, and with the answers to it and the begin of the next turn."""
+        """A short conversation up to a call, and with results and the next turn's beginning."""
         call = Call(str(answers[0].get("name", "tool")), {}).message
         calls = [{**call, "id": number} for number in ids] or [call]
-        asked = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": calls}]
-        whole = render(self._tokenizer, self._template, [*asked, *map(dict, answers)], add_generation_prompt=True)
-        return render(self._tokenizer, self._template, asked), whole
+        conversation = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        whole_text = render(
+            self._tokenizer, self._template, [*conversation, *map(dict, answers)], add_generation_prompt=True
+        )
+        return render(self._tokenizer, self._template, conversation), whole_text
 
     def _ids(self, text: str, cuts: Sequence[int] = ()) -> list[int]:
-        """The token ids of a text; half of a surrogate pair, which no tokenizer encodes, is "?"."""
+        """Token ids; half of a surrogate pair is "?"."""
         return text_tokens(self._tokenizer, text.encode(errors="replace").decode(), cuts)

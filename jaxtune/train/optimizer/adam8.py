@@ -1,10 +1,7 @@
-"""Adam with 8-bit states (arXiv 2110.02861), with the maths of bitsandbytes' AdamW8bit: `scale_by_adam_8bit` makes the
-optax transformation, of which `make_optimizer` (optim.py) makes adamw_8bit, and `Adam8State` is its state.
-
-Each moment is stored as one byte per element and one float32 per block of 256 elements (blockwise8.py), or in float32
-for a tensor of less than 4096 elements. A step decodes the moments, updates them, computes Adam's direction from them
-before they are rounded, and encodes them. For moments in bytes one kernel does this where there is one (pallas/adam8),
-else XLA. The direction is float32 and without the learning rate, by which the caller multiplies it."""
+"""Adam with 8-bit states (arXiv 2110.02861), with the maths of bitsandbytes' AdamW8bit: each moment is one byte per
+element and one float32 per block of 256 (blockwise8.py). The direction is computed from the moments before they are
+rounded.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ MIN_SIZE = 4096  # tensors with fewer elements have float32 moments
 
 
 class Adam8State(NamedTuple):
-    """The state of 8-bit Adam (`scale_by_adam_8bit`), which optim.name=adamw_8bit has: a count, and the two moments of
-    each tensor with the scales of their blocks. Each field but `count` is a tree of the parameters' structure."""
+    """Trees of the parameters' structure, beside `count`."""
 
     count: jax.Array  # int32: updates made; steps that were skipped (`finite` false) are not counted
     # first moments: uint8[blocks, 256], codes of the signed map, or float32 of the tensor's shape if it has less than
@@ -38,8 +34,9 @@ class Adam8State(NamedTuple):
 
 
 def first_moments(params, zero_code: int) -> tuple[optax.Updates, optax.Updates]:
-    """(moments of zeros for the tensors `params`, their blocks' scales): uint8[blocks, 256] and float32[blocks], or
-    float32 of the tensor's shape and float32[0] below 4096 elements. zero_code: the byte that means 0."""
+    """(moments of zeros, scales of their blocks) of the tensors `params`: uint8[blocks, 256] and float32[blocks]; below
+    4096 elements float32 of the tensor's shape and float32[0]. zero_code: the byte that means 0.
+    """
 
     def codes(p):
         if p.size < MIN_SIZE:
@@ -53,31 +50,19 @@ def first_moments(params, zero_code: int) -> tuple[optax.Updates, optax.Updates]
 
 
 def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.GradientTransformationExtraArgs:
-    """Adam's direction m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) with 8-bit states; the counterpart of
-    optax.scale_by_adam. `make_optimizer` adds weight decay and the learning rate to make adamw_8bit of it.
+    """Adam's direction m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) in float32, with 2 + 8/256 bytes of state
+    per element; the counterpart of optax.scale_by_adam.
 
-    The state (Adam8State) takes 2 + 8/256 bytes per element, and 8 bytes in tensors of less than 4096 elements. The
-    direction is float32, computed from moments that are not yet rounded to 8 bits in this step, and is not multiplied
-    by minus the learning rate. The update takes three more keyword arguments: `scale`, a factor of the gradients (1 by
-    default); `finite`, a bool (True by default): if it is false, the states stay as they are, and the direction must
-    not be used; and `divided`, a bool for each gradient, whether it is divided over devices (None: none is), which the
-    kernel must know. Other arguments are ignored.
-
-    Args:
-      beta1, beta2: decay rates of the first and second moments.
-      eps: is added to the denominator.
+    Its update also takes `scale`, a factor of the gradients, `finite` (False: the states stay and the direction must
+    not be used) and `divided`, a bool for each gradient, whether it is divided over devices (None: none is).
     """
 
     def init(params):
         signed, unsigned = (first_moments(params, zero) for zero in (SIGNED_ZERO, 0))
         return Adam8State(jnp.zeros((), jnp.int32), *signed, *unsigned)
 
-    def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None, **others):
-        """(directions, new Adam8State) for the gradients `updates` and the Adam8State `state`. The directions are a
-        tree like the gradients, in float32, without the learning rate. scale: a factor of the gradients. finite: a
-        bool; if it is false, the new state equals the old one. divided: a bool for each gradient, whether it is divided
-        over devices; None: none is. params, others: not used."""
-        del params, others
+    def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None, **unused):
+        del params, unused
         count = jnp.asarray(optax.safe_increment(state.count))
         # 1 - beta^t by expm1, because a power near 1 loses digits in float32.
         correction1, correction2 = (
@@ -85,8 +70,6 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
         )
 
         def one(in_parts, g, m, m_absmax, v, v_absmax):
-            """(direction, and the new m, m_absmax, v, v_absmax) of one tensor with the gradient `g`, by the kernel
-            where there is one. in_parts: whether the tensor is divided over devices."""
             if m.dtype == jnp.uint8:
                 table: dispatch.Table = {"mosaic": lambda: kernel.refusal(g, m), "reference": lambda: None}
                 by_kernel = dispatch.choose("adamw_8bit", table, None) == "mosaic"

@@ -1,4 +1,4 @@
-"""Lion (arXiv 2302.06675) with its momentum in 8 bits, by the maths of bitsandbytes' Lion8bit."""
+"""Lion (arXiv 2302.06675) with 8-bit momentum, by the maths of bitsandbytes' Lion8bit."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class Lion8State(NamedTuple):
 
 
 def scale_by_lion_8bit(beta1: float, beta2: float) -> optax.GradientTransformationExtraArgs:
-    """Lion's direction sign(beta1 m + (1 - beta1) g), of the momentum m that beta2 decays, in 1 + 4/256 bytes an
-    element. Its update takes `scale`, a factor of the gradients, and `finite`: False: the states stay."""
+    """Lion's direction sign(beta1 m + (1 - beta1) g); beta2 decays m, in 1 + 4/256 bytes an element. Its update takes
+    `scale`, a factor of the gradients, and `finite`; False: the states stay.
+    """
 
-    def update(updates, state, params=None, *, scale=1.0, finite=True, **others):
-        del params, others
+    def update(updates, state, params=None, *, scale=1.0, finite=True, **unused):
+        del params, unused
 
         def one(g, m, m_absmax):
             coded = m.dtype == jnp.uint8

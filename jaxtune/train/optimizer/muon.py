@@ -27,7 +27,7 @@ class MuonState(NamedTuple):
 
 
 def orthogonal(x: jax.Array) -> jax.Array:
-    """The matrices of [..., m, n] with all singular values near 1, by Newton and Schulz in bfloat16; float32."""
+    """The matrices of [..., m, n] with singular values near 1, float32, by Newton-Schulz in bfloat16."""
     tall = x.shape[-2] > x.shape[-1]
     x = (jnp.swapaxes(x, -1, -2) if tall else x).astype(jnp.float32)
     x = (x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)).astype(jnp.bfloat16)
@@ -46,9 +46,9 @@ def orthogonal(x: jax.Array) -> jax.Array:
 def scale_by_muon(
     momentum: float, beta1: float, beta2: float, eps: float, which: Callable[..., list[bool]]
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon's direction with Nesterov momentum for the tensors that `which` marks, 0.2 sqrt(longer side) times an
-    orthogonal matrix, and Adam's for all others. Where the tensors are a list, the update needs `decayed` and
-    `embeddings`, which `which` takes too."""
+    """Muon's direction, 0.2 sqrt(longer side) times an orthogonal matrix with Nesterov momentum, for tensors that
+    `which` marks; Adam's for others. A list of tensors has no names: its update needs `decayed` and `embeddings`.
+    """
 
     def init(params):
         leaves, structure = jax.tree.flatten(params)
@@ -59,8 +59,8 @@ def scale_by_muon(
         first = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
         return MuonState(jnp.zeros((), jnp.int32), first, jax.tree.unflatten(structure, second))
 
-    def update(updates, state, params=None, *, decayed=None, embeddings=None, **others):
-        del others
+    def update(updates, state, params=None, *, decayed=None, embeddings=None, **unused):
+        del unused
         count = jnp.asarray(optax.safe_increment(state.count))
         correction1, correction2 = (
             -jnp.expm1(count * jnp.float32(math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2)

@@ -1,14 +1,9 @@
-"""Optimizer states in pinned host memory (optim.offload, or the plan of an adapter's run): each tensor's states are
-copied to the device for its update, and back. `first_states` makes the states, `shardings` says where each array is,
-`moved` brings those of a checkpoint there, `hosted_bytes` says how much is on the host, `is_hosted` which arrays,
-`states_of` and `joined` take the states of one tensor out of the whole and put them back, and `update_by_tensor` makes
-an update, also for full fine-tuning whose states stay on the device.
+"""Optimizer states in pinned host memory: each tensor's states are copied to the device for its update, and back.
 
-Tensors are updated in groups (`_groups`), in stages (`_stages`). While a group is updated, the states of the next one
-are copied to the device and those of the previous one to the host; optimization barriers start both copies before the
-update and end both after it. An update takes much less time than its transfers, so the whole takes the time of the host
-link in both directions: XLA (jaxlib 0.11.2) puts all copies of a program into one queue, in which copies to the host
-and from the host do not overlap."""
+While a group of tensors is updated, the next one's states arrive and the last one's leave; optimization barriers start
+both copies before the update and end them after it. Updates are short, and XLA (jaxlib 0.11.2) queues copies of both
+directions in one queue, so the whole takes their sum on the link.
+"""
 
 from __future__ import annotations
 
@@ -29,33 +24,27 @@ Work = Callable[[int, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
 
 
 def is_hosted(leaf: Any) -> bool:
-    """Whether an array of the optimizer's state (`leaf`) is stored on the host with optim.offload: it has at least 64
-    KiB. Smaller ones stay on the device, as `shardings`, `hosted_bytes` and `update_by_tensor` find by it."""
+    """Whether a state array is on the host: from 64 KiB."""
     return leaf.size * leaf.dtype.itemsize >= HOSTED_BYTES
 
 
 def hosted_bytes(opt_state: Any) -> int:
-    """The bytes of those arrays of the optimizer's state `opt_state`, which may be abstract, that are stored on the
-    host with optim.offload: those of 64 KiB or more (`is_hosted`). The planner counts them, and groups are made by
-    them."""
+    """Bytes of the state arrays on the host; may be abstract."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state) if is_hosted(leaf))
 
 
 def shardings(opt_state: Any, device: Sharding) -> Any:
-    """A tree of shardings, one for each array of the optimizer's state `opt_state`: arrays of 64 KiB or more get
-    `device` with the memory kind pinned_host, and smaller ones get `device` itself. device: the sharding of arrays that
-    are in device memory. Runs with optim.offload place new states by it, and compile their steps for it."""
+    """A sharding for each array: pinned host memory for large ones, else `device`."""
     host = device.with_memory_kind("pinned_host")
     return jax.tree.map(lambda leaf: host if is_hosted(leaf) else device, opt_state)
 
 
 def moved(opt_state, wanted):
-    """The optimizer's state `opt_state`, read from a checkpoint, with each array in the memory that `wanted` names, the
-    result of `shardings`. An array in the other memory is copied, and deleted when the copy is there, so that no state
-    is on the device twice; the others stay as they are. A run whose plan was changed after the read calls it."""
+    """The state with each array in the memory of its sharding (from `shardings`). A copied array is deleted, so that no
+    state is on the device twice.
+    """
 
     def one(leaf: jax.Array, sharding: Sharding) -> jax.Array:
-        """`leaf`, or its copy in the memory of `sharding`."""
         if _on_host(leaf.sharding) == _on_host(sharding):
             return leaf
         copy = jax.block_until_ready(jax.device_put(leaf, sharding))
@@ -66,63 +55,57 @@ def moved(opt_state, wanted):
 
 
 def _on_host(sharding: Sharding) -> bool:
-    """Whether an array with this sharding is in pinned host memory; False if the sharding names no memory."""
     return sharding.memory_kind == "pinned_host"
 
 
 def _like_parameters(structure) -> Callable[[Any], bool]:
-    """A function that returns True for a tree with the tree structure of the parameters (`structure`), as the moments
-    in an optimizer's state have it, and False for any other. `states_of` and `joined` find by it what has an array for
-    each parameter."""
+    """Recognises trees of the parameters' structure, such as moments."""
     return lambda tree: jax.tree.structure(tree) == structure
 
 
 def states_of(opt_state: Any, structure: Any, index: int) -> Any:
-    """The optimizer's state of one parameter alone, with which that parameter is updated: every subtree of `opt_state`
-    that has the parameters' tree structure (`structure`), such as the first moments, becomes a list of one array, that
-    of parameter `index` in the order of jax.tree.leaves. Values that all parameters share, such as a count, stay.
-    `joined` is the inverse."""
-    same = _like_parameters(structure)
-    return jax.tree.map(lambda tree: [jax.tree.leaves(tree)[index]] if same(tree) else tree, opt_state, is_leaf=same)
+    """The state of parameter `index` (in the order of jax.tree.leaves): each subtree of the parameters' `structure`,
+    such as the first moments, becomes a list of one array; shared values such as a count stay.
+    """
+    is_moments = _like_parameters(structure)
+    return jax.tree.map(
+        lambda tree: [jax.tree.leaves(tree)[index]] if is_moments(tree) else tree, opt_state, is_leaf=is_moments
+    )
 
 
 def joined(opt_state: Any, structure: Any, parts: list[Any]) -> Any:
-    """The inverse of states_of, by which first_states and update_by_tensor make their results: the state of all
-    parameters, from those of each one.
-
-    Args:
-      opt_state: a state whose structure the result has; its arrays are not used and may be abstract.
-      structure: the parameters' tree structure.
-      parts: the state of each parameter, in order, as states_of returns it. Of values that all parameters share, such
-        as a count, the last one's is used.
+    """The inverse of `states_of`, from the states of all parameters in order. opt_state: gives the structure; may be
+    abstract. Shared values are the last parameter's.
     """
-    same = _like_parameters(structure)
-    trees, outline = jax.tree.flatten(opt_state, is_leaf=same)
-    columns = [outline.flatten_up_to(part) for part in parts]
-    whole = [
-        jax.tree.unflatten(structure, [column[place][0] for column in columns]) if same(tree) else columns[-1][place]
-        for place, tree in enumerate(trees)
+    is_moments = _like_parameters(structure)
+    trees, outline = jax.tree.flatten(opt_state, is_leaf=is_moments)
+    columns = [outline.flatten_up_to(state) for state in parts]
+    subtrees = [
+        jax.tree.unflatten(structure, [column[index][0] for column in columns])
+        if is_moments(tree)
+        else columns[-1][index]
+        for index, tree in enumerate(trees)
     ]
-    return jax.tree.unflatten(outline, whole)
+    return jax.tree.unflatten(outline, subtrees)
 
 
 def first_states(optimizer: optax.GradientTransformation, parameters: Any, device: Sharding) -> Any:
-    """The result of optimizer.init for a run with optim.offload, made one parameter at a time, so that the device never
-    has more than one parameter's large states at once. Arrays of 64 KiB or more are in pinned host memory, smaller ones
-    on the device. `parameters` may be abstract. device: the sharding of arrays that stay in device memory."""
+    """optimizer.init one parameter at a time, large arrays in pinned host memory, so that the device never has more
+    than one parameter's. device: sharding of the others.
+    """
     leaves, structure = jax.tree.flatten(parameters)
-    parts = []
+    states = []
     for leaf in leaves:
-        part = optimizer.init([leaf])
-        parts.append(jax.block_until_ready(jax.device_put(part, shardings(part, device))))
-    return joined(jax.eval_shape(optimizer.init, parameters), structure, parts)
+        state = optimizer.init([leaf])
+        states.append(jax.block_until_ready(jax.device_put(state, shardings(state, device))))
+    return joined(jax.eval_shape(optimizer.init, parameters), structure, states)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    """What happens at the same time in update_by_tensor, which goes through the list that `_stages` makes: at most one
-    update and one copy in each direction. A group is a list of tensors that are updated in turn; a field has the index
-    of a group, or None if there is nothing to do."""
+    """What happens at the same time: at most one update and one copy in each direction. Fields are indices of groups;
+    None: nothing to do.
+    """
 
     update: int | None  # the group that is updated
     incoming: int | None  # the group whose states are copied to the device
@@ -130,10 +113,9 @@ class _Stage:
 
 
 def _stages(sizes: list[int]) -> list[_Stage]:
-    """The stages of update_by_tensor, in their order, for groups whose states in host memory have these sizes in bytes:
-    each says which group is updated, and which groups' states are copied to the device and to the host meanwhile. While
-    a group of more than GROUP_BYTES is updated, no other group's states are on the device: its own are copied right
-    before and right after its update."""
+    """The stages for groups with these bytes on the host. While a group above GROUP_BYTES is updated, the device has no
+    other group's states: its own are copied right before and after.
+    """
     stages, pending = [_Stage(None, 0, None)], None
     for group in range(len(sizes)):
         following = group + 1 if group + 1 < len(sizes) else None
@@ -147,49 +129,38 @@ def _stages(sizes: list[int]) -> list[_Stage]:
 
 
 def _groups(sizes: list[int]) -> list[list[int]]:
-    """Divides the tensors, in their order, into groups: the indices of each group's tensors. update_by_tensor copies
-    the states of a group between host and device at once, so that copies are large and the states on the device few. A
-    group's states have at most GROUP_BYTES (512 MiB), or the group is one larger tensor. sizes: the bytes of each
-    tensor's states that are in host memory."""
+    """Tensors in groups of at most 512 MiB of hosted states, or one larger tensor: copies are large, and states on the
+    device few. sizes: hosted bytes of each tensor.
+    """
     groups: list[list[int]] = [[]]
     for tensor, size in enumerate(sizes):
-        if groups[-1] and sum(sizes[other] for other in groups[-1]) + size > GROUP_BYTES:
+        if groups[-1] and sum(sizes[member] for member in groups[-1]) + size > GROUP_BYTES:
             groups.append([])
         groups[-1].append(tensor)
     return groups
 
 
 def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any, offload: bool) -> tuple[Any, Any]:
-    """Updates every tensor by `work`, in order: returns (new parameters, new states), trees like the given ones. The
-    train step calls it within jit, with optim.offload or where tensors are to be updated one by one. So it determines
-    what the compiled update keeps on the device at a time.
-
-    Args:
-      work: updates one tensor: gets (its index, the parameter, its states as states_of returns them, its gradient), and
-        returns (the new parameter, the new states).
-      parameters, opt_state, gradients: trees of all tensors.
-      offload: True: arrays of 64 KiB or more in opt_state and in the returned states are in host memory, and are on the
-        device only around the update of their group of tensors. False: everything is on the device.
+    """Updates each tensor by `work`, in order: (new parameters, new states). Within jit. offload: arrays of 64 KiB or
+    more in the states are in host memory, and on the device only around their group's update.
     """
     weights, structure = jax.tree.flatten(parameters)
     slopes = jax.tree.leaves(gradients)
     outline = jax.tree.structure(states_of(opt_state, structure, 0))
     leaves = [jax.tree.leaves(states_of(opt_state, structure, tensor)) for tensor in range(len(weights))]
-    places = [[place for place, leaf in enumerate(of) if offload and is_hosted(leaf)] for of in leaves]
-    sizes = [hosted_bytes(of) if offload else 0 for of in leaves]
+    hosted_indices = [
+        [index for index, leaf in enumerate(tensor_leaves) if offload and is_hosted(leaf)] for tensor_leaves in leaves
+    ]
+    sizes = [hosted_bytes(tensor_leaves) if offload else 0 for tensor_leaves in leaves]
     groups = _groups(sizes) if offload else [[tensor] for tensor in range(len(weights))]
 
     def hosted(group: int | None) -> list[list[jax.Array]]:
-        """The large states (64 KiB or more) of each tensor of a group, as they are now, which are copied between host
-        and device; [] if `group` is None."""
-        return [[leaves[tensor][place] for place in places[tensor]] for tensor in _members(groups, group)]
+        return [[leaves[tensor][index] for index in hosted_indices[tensor]] for tensor in _members(groups, group)]
 
     def replace(group: int | None, arrays: list[list[jax.Array]]) -> None:
-        """Sets the large states of the tensors of a group to `arrays`, in the form that `hosted` returns: their copies
-        on the other side of the link."""
         for tensor, values in zip(_members(groups, group), arrays, strict=True):
-            for place, value in zip(places[tensor], values, strict=True):
-                leaves[tensor][place] = value
+            for index, value in zip(hosted_indices[tensor], values, strict=True):
+                leaves[tensor][index] = value
 
     last: list[int] = []  # tensors of the previous stage, for which this one waits
     for stage in _stages([sum(sizes[tensor] for tensor in group) for group in groups]):
@@ -200,8 +171,8 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
             hosted(stage.outgoing),
             [weights[tensor] for tensor in last],
         )
-        pairs, incoming, outgoing, done = optimization_barrier(gate)
-        for tensor, weight in zip(last, done, strict=True):
+        pairs, incoming, outgoing, awaited = optimization_barrier(gate)
+        for tensor, weight in zip(last, awaited, strict=True):
             weights[tensor] = weight
         incoming = jax.device_put(incoming, jax.memory.Space.Device)
         outgoing = jax.device_put(outgoing, jax.memory.Space.Host)
@@ -216,11 +187,9 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
         for tensor, (new, state) in zip(tensors, results, strict=True):
             weights[tensor], leaves[tensor] = new, state
         last = tensors or last
-    parts = [jax.tree.unflatten(outline, of) for of in leaves]
-    return jax.tree.unflatten(structure, weights), joined(opt_state, structure, parts)
+    new_states = [jax.tree.unflatten(outline, tensor_leaves) for tensor_leaves in leaves]
+    return jax.tree.unflatten(structure, weights), joined(opt_state, structure, new_states)
 
 
 def _members(groups: list[list[int]], group: int | None) -> list[int]:
-    """The indices of the tensors in one of the `groups`, that with the index `group`; [] if `group` is None, as where a
-    stage of update_by_tensor has nothing to update or to copy."""
     return [] if group is None else groups[group]

@@ -1,4 +1,4 @@
-"""The number of steps of a run, and the learning rate at each step."""
+"""The number of steps of a run, and the learning rate at each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from jaxtune.train.config.sections import SCHEDULES
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
-    """The number of optimizer steps of a run: config.steps if it is set, else config.epochs times `steps_per_epoch`
-    (None if the number of rows is unknown), rounded, and at least 1. A run calls it when its rows are read; the
-    schedule, the progress that is shown and the end of the run follow from it.
-
-    Raises:
-      ValueError: config.steps is not set, and steps_per_epoch is None, or the epochs have more steps than a counter of
-        32 bits can count.
+    """config.steps, or config.epochs times `steps_per_epoch`, rounded, at least 1. ValueError if steps_per_epoch is
+    None or 32 bits cannot count the steps.
     """
     if config.steps is not None:
         return config.steps
@@ -36,15 +31,11 @@ def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
 
 
 def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int) -> optax.Schedule:
-    """A function from the number of updates made (skipped steps are not counted) to the learning rate: the section
-    `schedule` of a config, with `peak` as the highest rate, for a run of total_steps steps.
+    """The learning rate by number of updates made (skipped steps do not count); `peak` is the highest. Shapes are those
+    of transformers.get_scheduler.
 
-    The first update already has a rate: in a warm-up of n steps, step 0 has peak / n and step n - 1 the peak. With
-    zero_start step 0 has 0 and step n the peak. warmup_ratio and decay_ratio are shares of all steps, rounded. The
-    shapes are those of transformers.get_scheduler.
-
-    Raises:
-      ValueError: an unknown config.name.
+    In a warm-up of n steps, step 0 has peak / n and step n - 1 the peak; with zero_start step 0 has 0 and step n the
+    peak. warmup_ratio and decay_ratio are shares of all steps, rounded.
     """
     warmup = _steps(config.warmup_ratio, config.warmup_steps, total_steps)
     after = _after_warmup(config, peak, max(1, total_steps - warmup), warmup, total_steps)
@@ -74,7 +65,6 @@ def _steps(ratio: float | None, steps: int | None, total_steps: int) -> int:
 
 
 def _after_warmup(config: ScheduleConfig, peak: float, steps: int, warmup: int, total_steps: int) -> optax.Schedule:
-    """The rates from the end of the warm-up on, of a run that has `steps` more."""
     if config.name == "constant":
         return optax.constant_schedule(peak)
     if config.name == "linear":
@@ -118,11 +108,12 @@ def _fall(shape: str, share: jax.Array, waves: float = 0.5) -> jax.Array:
 
 
 def _restarts(peak: float, steps: int, cycles: int, min_ratio: float) -> optax.Schedule:
-    """`cycles` equal cosines over `steps` steps, each from `peak` to peak * min_ratio, where the rate then stays."""
+    """`cycles` equal cosines over `steps` steps, from `peak` to peak * min_ratio, where the rate then stays."""
 
     def rate(step):
-        done = cycles * jnp.minimum(jnp.asarray(step), steps)
-        share = jnp.where(done >= cycles * steps, 1.0, done % steps / steps)  # the share of a cosine that has passed
+        cycle_steps = cycles * jnp.minimum(jnp.asarray(step), steps)
+        # The share of a cosine that has passed.
+        share = jnp.where(cycle_steps >= cycles * steps, 1.0, cycle_steps % steps / steps)
         return peak * (min_ratio + (1.0 - min_ratio) * _cosine(share, 0.5))
 
     return rate

@@ -1,12 +1,7 @@
-"""The choice of a plan: the placement of every residual by layer, the number of micro-batches (`splits`), how many
-logits exist at a time, the tokens of a tile (`tile_tokens_of`), the layers whose weights stay gathered or whole
-(`_residents`, `_with_whole_weights`), and what is on the host beside residuals (`places`, in host_room.py).
-
-`choose` takes the fastest plan that fits a budget, by forecast, and raises PlanError if none does; `smallest_plan`
-takes the one with the lowest peak. Only the plan that is taken is compiled, and the compiler's own figure is then
-compared with the budget (planner.py). Layer plans are sought as pairs, one for the first layers and one for the rest
-(`_best_pair`), among those that no other layer plan beats (`_best_layers`, `_unbeaten`), and plans that resemble failed
-ones are left out (`_related`, `_Relatives`). `tokens_of` are a micro-batch's tokens."""
+"""The choice of the fastest plan that fits, by forecast. A plan is a pair of layer plans, one for the first layers,
+whose residuals live longest, and one for the rest. Pairs are formed of layer plans that no other beats in every figure,
+without those that resemble failed plans.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +33,9 @@ _WORTH_MOVING, _TABLES_WORTH_MOVING = 1.01, 1.002
 
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
-    """The numbers of micro-batches into which the `rows` rows of a step can be divided, ascending, so that each of
-    `devices` devices has equally many rows of each micro-batch; [] if they cannot share the rows equally. The planners
-    of steps and of forward passes try plans with each of them. wanted: the number that the config sets, which is then
-    the only one and is not checked here; None: there is none."""
+    """Numbers of micro-batches, ascending, with which devices share the rows equally; or the config's number alone,
+    unchecked.
+    """
     if wanted is not None:
         return [wanted]
     return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]
@@ -57,29 +51,20 @@ def choose(
     unlike: Sequence[StepPlan] = (),
     alike_bytes: float = math.inf,
 ) -> Forecast:
-    """The forecast of the fastest plan whose predicted peak is within `budget_bytes`; of equally fast plans (to 0.1 ms)
-    one with the tables of embeddings on the device, and of these the one with the lowest peak. A plan with the
-    optimizer's states on the host must be faster than all others by 1 %, and one with the tables there by 0.2 %, unless
-    such plans alone fit. If there is room beside it, it keeps the transposed codes of frozen FP8 weights (with_codes).
+    """The forecast of the fastest plan whose predicted peak is within `budget_bytes`.
 
-    What config.memory.plan and config.micro_batches set is not changed. Plans that are searched for also respect the
-    host memory that the device may pin; that of config.memory.plan is not checked against it. `next_plan` calls it
-    for the planner and --plan; the choice of a mesh (meshes.py) and advice (fitting.py) call it as well.
+    Of equally fast plans (to 0.1 ms) tables of embeddings on the device win, then the lowest peak. Optimizer states on
+    the host must gain 1 %, tables there 0.2 %, unless only such plans fit. memory.plan is not checked against host
+    memory.
 
-    Args:
-      parts: the step's costs.
-      config: the run's.
-      device: the device.
-      budget_bytes: device memory; None: no limit.
-      chunk_logits: the candidates for the most logits (tokens times vocabulary size) that exist at a time in the loss.
-      resident: the least number of layers whose frozen weights are whole on each device, because they already are. It
-        has no effect on config.memory.plan.
-      unlike: plans that failed; plans that resemble them (`_related`) are left out.
-      alike_bytes: device memory, at most budget_bytes, for plans that run like one of these (`_run_alike`).
-    Raises:
-      PlanError: nothing fits, or all that fits resembles `unlike`.
-      ValueError: the host's memory is too small for the optimizer's states; or config.memory.plan is not for this
-        model.
+      budget_bytes: None: no limit.
+      chunk_logits: candidates for the most logits (tokens x vocabulary) at a time in the loss.
+      resident: least number of layers whose frozen weights are whole on each device; ignored with config.memory.plan.
+      unlike: failed plans; what resembles them (`_related`) is left out.
+      alike_bytes: device memory for plans that run like these (`_run_alike`).
+
+    PlanError if nothing else fits; ValueError if the host is too small for optimizer states or config.memory.plan is
+    not for this model.
     """
     if device.link and parts.hosted_bytes > device.host_bytes:
         raise ValueError(
@@ -87,41 +72,40 @@ def choose(
             f"for each device, which may pin {device.host_bytes / 1e9:.1f} GB; use an optimizer in 8 bits, or unset it"
         )
     budget = math.inf if budget_bytes is None else budget_bytes
-    found: list[Forecast] = []
+    candidates: list[Forecast] = []
 
     @functools.cache
     def layers_of(micro: int, tile: int | None) -> tuple[LayerPlans, LayerForecast]:
-        """The layer plans, which are the same wherever the tables and the states are."""
         return _best_layers(parts, tokens_of(parts, micro), device, tile)
 
     for placed in places(parts, device):
-        beside = beside_states(placed, device)
-        found += _candidates(placed, config, beside, budget, chunk_logits, resident, unlike, layers_of, alike_bytes)
+        remaining_device = beside_states(placed, device)
+        candidates += _candidates(
+            placed, config, remaining_device, budget, chunk_logits, resident, unlike, layers_of, alike_bytes
+        )
 
     def limit(plan: StepPlan) -> float:
-        """The device memory that a plan may take."""
         run = plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host
-        return min(budget, alike_bytes) if any(_run_alike(one, *run) for one in unlike) else budget
+        return min(budget, alike_bytes) if any(_run_alike(failed, *run) for failed in unlike) else budget
 
-    def fits(one: Forecast) -> bool:
-        return one.peak_bytes <= limit(one.plan) and not _related(parts, one.plan, unlike)
+    def fits(candidate: Forecast) -> bool:
+        return candidate.peak_bytes <= limit(candidate.plan) and not _related(parts, candidate.plan, unlike)
 
-    fitting = [one for one in found if fits(one)]
+    fitting = [candidate for candidate in candidates if fits(candidate)]
     if not fitting:
-        raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
+        raise PlanError(min(candidates, key=lambda candidate: candidate.peak_bytes), budget)
 
-    def order(one: Forecast) -> tuple[float, bool, float]:
-        """What is compared: seconds, longer where something must be worth moving, the tables' place, and bytes."""
-        seconds = one.step_seconds * (_WORTH_MOVING if one.plan.states_on_host else 1.0)
-        seconds *= _TABLES_WORTH_MOVING if one.plan.table_on_host else 1.0
-        return round(seconds, 4), one.plan.table_on_host, one.peak_bytes
+    def order(candidate: Forecast) -> tuple[float, bool, float]:
+        seconds = candidate.step_seconds * (_WORTH_MOVING if candidate.plan.states_on_host else 1.0)
+        seconds *= _TABLES_WORTH_MOVING if candidate.plan.table_on_host else 1.0
+        return round(seconds, 4), candidate.plan.table_on_host, candidate.peak_bytes
 
     best = min(fitting, key=order)
-    return more if fits(more := with_codes(parts, best, device)) else best
+    return with_transposed if fits(with_transposed := with_codes(parts, best, device)) else best
 
 
 def _candidates(
-    parts: StepCost,
+    costs: StepCost,
     config: TrainConfig,
     device: Device,
     budget: float,
@@ -131,84 +115,70 @@ def _candidates(
     layers_of: Callable[[int, int | None], tuple[LayerPlans, LayerForecast]],
     alike_bytes: float,
 ) -> list[Forecast]:
-    """The forecasts of the plans among which `choose` chooses; some may not fit.
+    """Forecasts of the plans to choose from; some may not fit.
 
-    Args:
-      parts: the step's costs, with the tables of embeddings and the optimizer's states in one place.
-      config: the run's; what its memory.plan and micro_batches set is not changed.
-      device: the device, with the host memory that residuals may take.
-      budget: bytes of its memory, infinite if nothing limits them.
-      chunk_logits: the candidates for the most logits (tokens times vocabulary size) that exist at a time.
-      resident: the least number of layers whose frozen weights are whole on each device.
-      unlike: plans that failed. The search leaves out plans that resemble them, but only if another fits, and never a
-        plan that config.memory.plan sets; `choose` takes none of these.
-      layers_of: returns what _best_layers does, for a number of micro-batches and the tokens of a tile.
-      alike_bytes: of memory, for plans that run like one of `unlike`.
+    device: with the host memory that residuals may take.
+    unlike: what resembles these is left out if something else fits, but never config.memory.plan.
+    layers_of: `_best_layers` of (micro-batches, tokens of a tile).
     """
-    fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
-    found: list[Forecast] = []
-    for micro in splits(parts.rows, parts.devices, config.micro_batches):
+    fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, costs.num_layers, costs.known)
+    candidates: list[Forecast] = []
+    for micro in splits(costs.rows, costs.devices, config.micro_batches):
         # A chunk has at most the tokens of a micro-batch, and equal sizes are tried once.
         chunks = sorted(
-            {max(1, min(int(tokens_of(parts, micro)), count // parts.vocab_size)) for count in chunk_logits}
+            {max(1, min(int(tokens_of(costs, micro)), count // costs.vocab_size)) for count in chunk_logits}
         )
         if fixed is not None:
-            plans = (StepPlan(fixed, micro, chunk, *parts.places) for chunk in chunks)
-            found += [forecast(parts, plan, device) for plan in plans]
+            plans = (StepPlan(fixed, micro, chunk, *costs.places) for chunk in chunks)
+            candidates += [forecast(costs, plan, device) for plan in plans]
         else:
-            for tile in dict.fromkeys((None, tile_tokens_of(parts, config))):
+            for tile in dict.fromkeys((None, tile_tokens_of(costs, config))):
                 table = layers_of(micro, tile)
-                for whole in _residents(parts, resident):
-                    alike = [one for one in unlike if _run_alike(one, micro, tile, parts.states_on_host)]
-                    relatives = _Relatives(parts, [one for one in alike if one.places == parts.places], table[0])
+                for resident_layers in _residents(costs, resident):
+                    alike = [failed for failed in unlike if _run_alike(failed, micro, tile, costs.states_on_host)]
+                    relatives = _Relatives(
+                        costs, [failed for failed in alike if failed.places == costs.places], table[0]
+                    )
                     limit = min(budget, alike_bytes) if alike else budget
-                    pairs = _best_pairs(parts, table, micro, chunks, device, limit, tile, whole, relatives)
-                    found += [_with_whole_weights(parts, pair, device, limit) for pair in pairs]
-    return found
+                    pairs = _best_pairs(costs, table, micro, chunks, device, limit, tile, resident_layers, relatives)
+                    candidates += [_with_whole_weights(costs, pair, device, limit) for pair in pairs]
+    return candidates
 
 
-def _residents(parts: StepCost, least: int) -> list[int]:
-    """The candidates for a plan's `resident`: of how many layers each device keeps the whole frozen weights for the
-    whole run, though weights are divided over devices: `least`, half of the layers (if more), or all, ascending. Only
-    `least` if no frozen weights of layers are divided. `_candidates` seeks plans with each. parts: the step's costs."""
-    if not parts.frozen_layer_bytes:
+def _residents(costs: StepCost, least: int) -> list[int]:
+    """Candidates for `resident`: `least`, half of the layers (if more), all; only `least` if no frozen weights are
+    divided.
+    """
+    if not costs.frozen_layer_bytes:
         return [least]
-    return sorted({least, max(least, parts.num_layers // 2), parts.num_layers})
+    return sorted({least, max(least, costs.num_layers // 2), costs.num_layers})
 
 
-def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
-    """The forecast of the plan of `found` with as many more whole layers, each taken to be as large as the largest, as
-    the budget has room for; `found` itself if there is no room or weights are not divided over devices. The weights of
-    a whole layer stay gathered on each device, which saves exchanges. `_candidates` so extends each plan it found.
-    parts: the step's costs. budget: bytes of memory of `device`, or infinite.
-
-    If all weights of the layers are trained, a whole layer keeps its gathered weights from its forward to its backward
-    (ResidualPlan.whole_weights). If some are frozen, each device has a whole layer's frozen weights whole for the whole
-    run, and no share beside them unless the caller keeps its model (ResidualPlan.resident). Gathering them anew in each
-    step would take time, and at the loss, where the most memory is in use, a device would have both its share and the
-    whole weights."""
+def _with_whole_weights(costs: StepCost, base_forecast: Forecast, device: Device, budget: float) -> Forecast:
+    """The plan with as many more whole layers as fit, which saves exchanges. If all weights train, these stay gathered
+    from forward to backward (whole_weights); else the frozen ones stay whole for the run, without a share (resident):
+    to gather them in each step takes time, and at the loss, the peak, a device would hold share and whole.
+    """
 
     def with_(**changes: int) -> Forecast:
-        """The forecast of the plan of `found` with these fields (`changes`) of its residual plan."""
-        residuals = dataclasses.replace(found.plan.residuals, **changes)
-        return forecast(parts, dataclasses.replace(found.plan, residuals=residuals), device)
+        residuals = dataclasses.replace(base_forecast.plan.residuals, **changes)
+        return forecast(costs, dataclasses.replace(base_forecast.plan, residuals=residuals), device)
 
-    size, layers, room = parts.whole_layer_bytes, parts.num_layers, budget - found.peak_bytes
+    size, layers, room = costs.whole_layer_bytes, costs.num_layers, budget - base_forecast.peak_bytes
     if not size or room <= 0:
-        return found
-    if not parts.frozen_layer_bytes:
+        return base_forecast
+    if not costs.frozen_layer_bytes:
         return with_(whole_weights=layers if math.isinf(room) else min(layers, 1 + int(room / size)))
     if (all_of_them := with_(resident=layers)).peak_bytes <= budget:
         return all_of_them
-    more = int(room / parts.resident_layer_bytes)
-    return with_(resident=min(found.plan.residuals.resident + more, layers - 1))
+    extra_layers = int(room / costs.resident_layer_bytes)
+    return with_(resident=min(base_forecast.plan.residuals.resident + extra_layers, layers - 1))
 
 
 def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
-    """The number of tokens of a tile: the MLPs of a long row may run tile by tile, so that their values exist for one
-    at a time. It is the largest number up to 16,384 that divides the row. None, for no tiles, for rows of less than
-    32,768 tokens, if only tiles below 2,048 divide the row, if no layer can run over tiles, and with an adapter's
-    dropout. Plans are tried with such tiles and without. parts: the step's costs. config: the run's."""
+    """Tokens of a tile of MLPs: the largest divisor of the row up to 16,384. None for rows below 32,768 tokens, without
+    a divisor of at least 2,048, if no layer can be tiled, and with adapter dropout.
+    """
     dropout = config.adapter is not None and config.adapter.lora_dropout > 0
     if parts.length < 2 * _TILE_TOKENS or not parts.tiled or dropout:
         return None
@@ -220,76 +190,57 @@ def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
 _NEAR = 0.1
 
 
-def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
-    """bool[plans]: which plans for one layer are near `plan`, that is, place at most a tenth of the residuals' bytes
-    differently. If one of two near plans was too large, the forecast of the other is taken to be as wrong, so
-    `_related` and `_Relatives` ask this. placed: the plans, int[plans, known residuals], indices into PLACEMENTS.
-    parts: the step's costs."""
-    sizes = np.array([parts.residuals[residual.name] for residual in parts.known])
-    there = np.array([PLACEMENTS.index(plan.of(residual)) for residual in parts.known])
-    return (placed != there) @ sizes <= _NEAR * sizes.sum()
+def _near(costs: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
+    """bool[plans]: which layer plans place at most a tenth of the residuals' bytes otherwise than `plan`; their
+    forecasts are taken to be equally wrong. placed: int[plans, known residuals], indices into PLACEMENTS.
+    """
+    sizes = np.array([costs.residuals[residual.name] for residual in costs.known])
+    plan_placements = np.array([PLACEMENTS.index(plan.of(residual)) for residual in costs.known])
+    return (placed != plan_placements) @ sizes <= _NEAR * sizes.sum()
 
 
 def _run_alike(plan: StepPlan, micro: int, tile: int | None, states_on_host: bool) -> bool:
-    """Whether `plan`, one that failed, has `micro` micro-batches, `tile` tokens in a tile (None: no tiles), and the
-    optimizer's states on the host or not, as `states_on_host` says, so that the forecast of a plan with these may be
-    wrong in the same way. Where tables of embeddings are changes nothing in what a step needs beside them."""
+    """Whether a failed `plan` has these micro-batches, tile and place of states, so that forecasts err alike."""
     return (plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host) == (micro, tile, states_on_host)
 
 
-def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
-    """Whether `plan` resembles one of `others`, plans that failed: it has the same micro-batches and tile, its tables
-    of embeddings and states are in the same places, and in its first layer and in its last the placements differ in at
-    most a tenth of the residuals' bytes. `choose` takes no such plan, as its forecast may be wrong too. parts: the
-    step's costs."""
+def _related(costs: StepCost, plan: StepPlan, failed_plans: Sequence[StepPlan]) -> bool:
+    """Whether `plan` resembles a failed one: it runs alike with all in the same places, and first and last layers are
+    near.
+    """
     layers = plan.residuals.layers
-    placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
+    placed = np.array([[PLACEMENTS.index(layers[index].of(r)) for r in costs.known] for index in (0, -1)])
     return any(
-        plan.places == other.places
-        and _run_alike(other, plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host)
-        and all(_near(parts, placed[[at]], other.residuals.layers[at])[0] for at in (0, -1))
-        for other in others
+        plan.places == failed.places
+        and _run_alike(failed, plan.micro_batches, plan.residuals.tile_tokens, plan.states_on_host)
+        and all(_near(costs, placed[[index]], failed.residuals.layers[index])[0] for index in (0, -1))
+        for failed in failed_plans
     )
 
 
 class _Relatives:
-    """A test of which pairs of layer plans resemble plans that failed, by which `_best_pair` leaves such pairs out. A
-    layer plan places the residuals of a layer; a pair is one for the first layers and one for the rest.
+    """Which pairs of layer plans of `table` resemble failed plans that run alike (`failed_plans`)."""
 
-    Args:
-      parts: the step's costs.
-      others: the plans that failed, of which the caller gives those that `_run_alike` says run alike.
-      table: the layer plans that are paired.
-    """
-
-    def __init__(self, parts: StepCost, others: Sequence[StepPlan], table: LayerPlans):
-        ends = [(plan.residuals.layers[0], plan.residuals.layers[-1]) for plan in others]
-        self._near = [[_near(parts, table.placed, layer) for layer in layers] for layers in ends]
+    def __init__(self, costs: StepCost, failed_plans: Sequence[StepPlan], table: LayerPlans):
+        ends = [(plan.residuals.layers[0], plan.residuals.layers[-1]) for plan in failed_plans]
+        self._near = [[_near(costs, table.placed, layer) for layer in layers] for layers in ends]
 
     def among(self, rows: slice, number: np.ndarray, count: int) -> np.ndarray:
-        """bool[rows, plans]: which pairs of layer plans resemble a failed plan. The first plan of a pair is one of the
-        plans `rows` in the table; the second can be every plan of the table.
-
-        Args:
-          rows: the range of the first plans' indices in the table.
-          number: [rows, plans], whole numbers in any dtype: how many layers each pair has under its first plan; the
-            others are under its second.
-          count: the number of layers.
+        """bool[rows, plans]: which pairs resemble a failed plan; the first of a pair is one of `rows`. number: [rows,
+        plans], how many of the `count` layers are under the first.
         """
-        found = np.zeros(number.shape, bool)
+        resembling = np.zeros(number.shape, bool)
         for first, last in self._near:
-            whole = np.where(number > 0, (first & last)[rows, None], (first & last)[None, :])
+            uniform = np.where(number > 0, (first & last)[rows, None], (first & last)[None, :])
             mixed = first[rows, None] & last[None, :]
-            found |= np.where((number > 0) & (number < count), mixed, whole)
-        return found
+            resembling |= np.where((number > 0) & (number < count), mixed, uniform)
+        return resembling
 
 
 def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
-    """The forecast of the plan with the lowest predicted peak, whether it fits or not, and of plans with that peak the
-    fastest, which may have more logits at a time; it is tried last and shown if nothing fits, and advice names a card
-    that has room for it. parts: the step's costs. config: the run's, whose memory.plan and micro_batches are kept.
-    resident: the least number of layers whose frozen weights are whole on each device. Raises ValueError as `choose`
-    does."""
+    """The forecast of the plan with the lowest predicted peak, fitting or not; of equal peaks the fastest. ValueError
+    as `choose`.
+    """
     try:
         return choose(parts, config, device, 0.0, resident=resident)
     except PlanError as error:
@@ -301,7 +252,7 @@ def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident
 
 
 def _best_pairs(
-    parts,
+    costs,
     table,
     micro: int,
     chunks: Sequence[int],
@@ -311,39 +262,30 @@ def _best_pairs(
     resident: int,
     relatives: _Relatives | None = None,
 ) -> list[Forecast]:
-    """The best pair of layer plans for each number of tokens in `chunks` (ascending) whose logits exist at a time, for
-    `_candidates`. The other arguments are passed to _best_pair: the step's costs (`parts`), the layer plans and their
-    forecasts that _best_layers returned (`table`), the number of micro-batches, the device and its memory in bytes
-    (`budget`), tokens of a tile or None, the number of layers whose frozen weights are whole on each device
-    (`resident`), and pairs to leave out (`relatives`, or None).
-
-    More tokens make the head faster and take more memory, and change nothing in the layers. So the best pair for fewer
-    tokens stays the best as long as it fits, and if no pair fits, none fits with more tokens.
-
-    Returns:
-      the forecasts of the pairs; if one does not fit, it is the last.
+    """`_best_pair` for each number of tokens in `chunks` (ascending) whose logits exist at a time; one that does not
+    fit is the last. More tokens make the head faster and larger, and change nothing in the layers: a pair stays the
+    best while it fits.
     """
-    found: list[Forecast] = []
+    pairs: list[Forecast] = []
     for chunk in chunks:
-        if found:
-            same = forecast(parts, dataclasses.replace(found[-1].plan, chunk_tokens=chunk), device)
-            if same.peak_bytes <= budget:
-                found.append(same)
+        if pairs:
+            larger_chunk = forecast(costs, dataclasses.replace(pairs[-1].plan, chunk_tokens=chunk), device)
+            if larger_chunk.peak_bytes <= budget:
+                pairs.append(larger_chunk)
                 continue
-        found.append(_best_pair(parts, table, micro, chunk, device, budget, tile, resident, relatives))
-        if found[-1].peak_bytes > budget:
+        pairs.append(_best_pair(costs, table, micro, chunk, device, budget, tile, resident, relatives))
+        if pairs[-1].peak_bytes > budget:
             break
-    return found
+    return pairs
 
 
 def tokens_of(parts: StepCost, micro: int) -> float:
-    """Tokens of a micro-batch on one device, padding included, if a step has `micro` micro-batches, as the forecasts of
-    layers and of the head take them; a quotient, so not always a whole number. parts: the step's costs."""
+    """Tokens of a micro-batch on one device, padding included; may be a fraction."""
     return parts.rows / micro / parts.devices * parts.length
 
 
 def _best_pair(
-    parts,
+    costs,
     table,
     micro: int,
     chunk_tokens: int,
@@ -353,126 +295,108 @@ def _best_pair(
     resident: int,
     relatives: _Relatives | None = None,
 ) -> Forecast:
-    """The forecast of the fastest pair of layer plans that fits `budget`: one plan for the first layers, whose
-    residuals live longest, and one for the rest, with as few layers under the first as fit. If no pair fits, the
-    smallest. `_best_pairs` calls it.
-
-    Args:
-      parts: the step's costs.
-      table: what _best_layers returned: the layer plans, and their forecasts.
-      micro: number of micro-batches.
-      chunk_tokens: tokens whose logits exist at a time.
-      device: the device.
-      budget: bytes of its memory.
-      tile: tokens of a tile in which MLPs run; None: they run whole.
-      resident: number of layers whose frozen weights are whole on each device.
-      relatives: pairs that are left out, unless no other fits; None: none are.
+    """The fastest pair of layer plans within `budget`, with as few layers under the first as fit; if none fits, the
+    smallest. relatives: pairs to leave out, unless no other fits.
     """
-    count = parts.num_layers
-    plans, of = table
-    head = head_forecast(parts, chunk_tokens, tokens_of(parts, micro), device)
-    kept, hosted, leaving, arriving = of.kept, of.hosted, bytes_with_gaps(of.leaving, device), of.arriving
-    seconds = of.forward + of.backward
-    at_loss, at_forward, at_backward = gathered_bytes(parts, 0, resident)
+    count = costs.num_layers
+    plans, forecasts = table
+    head = head_forecast(costs, chunk_tokens, tokens_of(costs, micro), device)
+    kept_bytes, hosted, leaving, arriving = (
+        forecasts.kept,
+        forecasts.hosted,
+        bytes_with_gaps(forecasts.leaving, device),
+        forecasts.arriving,
+    )
+    seconds = forecasts.forward + forecasts.backward
+    at_loss, at_forward, at_backward = gathered_bytes(costs, 0, resident)
     loss = head[0] + at_loss
-    work, forward = of.work + parts.head_gradient_bytes + at_backward, hosted + of.work_forward + at_forward
+    work, forward = (
+        forecasts.work + costs.head_gradient_bytes + at_backward,
+        hosted + forecasts.work_forward + at_forward,
+    )
     room = budget
-    budget -= parts.fixed_bytes(micro, resident) + parts.cast_bytes + parts.given_bytes * tokens_of(parts, micro)
+    budget -= costs.fixed_bytes(micro, resident) + costs.cast_bytes + costs.given_bytes * tokens_of(costs, micro)
 
     def best_of(rows: slice) -> tuple[bool, float, int, int, int]:
-        """The best pair whose first plan is one of `rows`, with as many layers under it as the last moments of the step
-        need.
-
-        Returns:
-          (whether no pair fits; its seconds, or its peak bytes if none fits; layers under the first plan; the index of
-            the first plan; that of the other)
+        """The best pair whose first plan is one of `rows`: (none fits; seconds, or peak bytes; layers under the first;
+        index of the first; of the other).
         """
         last_work = work + np.maximum(arriving[rows, None] - arriving[None, :], 0.0)
-        over = count * kept + np.maximum(np.maximum(loss + hosted, forward + leaving), last_work) - budget
-        saved = kept[None, :] - kept[rows, None]  # bytes saved by each further layer under the first plan
+        over = count * kept_bytes + np.maximum(np.maximum(loss + hosted, forward + leaving), last_work) - budget
+        saved = kept_bytes[None, :] - kept_bytes[rows, None]  # bytes saved by each further layer under the first plan
         with np.errstate(divide="ignore", invalid="ignore"):
             number = np.where(over > 0, np.where(saved > 0, np.ceil(over / saved), count), 0)
         number = np.clip(number, 0, count)
-        rest = count - number
-        residuals = number * kept[rows, None] + rest * kept[None, :]
-        last_work = np.where(rest > 0, last_work, 0.0)
-        last_hosted = np.where(rest > 0, hosted[None, :], hosted[rows, None])
-        first_peak = np.where(number > 0, number * kept[rows, None] + work[rows, None], 0.0)
-        last_forward = np.where(rest > 0, forward[None, :], forward[rows, None])
-        last_forward += np.where(rest > 1, leaving[None, :], leaving[rows, None])  # of the second last layer
+        last_number = count - number
+        residuals = number * kept_bytes[rows, None] + last_number * kept_bytes[None, :]
+        last_work = np.where(last_number > 0, last_work, 0.0)
+        last_hosted = np.where(last_number > 0, hosted[None, :], hosted[rows, None])
+        first_peak = np.where(number > 0, number * kept_bytes[rows, None] + work[rows, None], 0.0)
+        last_forward = np.where(last_number > 0, forward[None, :], forward[rows, None])
+        last_forward += np.where(last_number > 1, leaving[None, :], leaving[rows, None])  # of the second last layer
         last_moments = np.maximum(np.maximum(loss + last_hosted, last_forward), last_work)
         peak = np.maximum(residuals + last_moments, first_peak)
-        time = number * seconds[rows, None] + rest * seconds[None, :]
-        allowed = number * hosted[rows, None] + rest * hosted[None, :] <= device.host_bytes
-        fits = (peak <= budget) & allowed
+        time = number * seconds[rows, None] + last_number * seconds[None, :]
+        allowed = number * hosted[rows, None] + last_number * hosted[None, :] <= device.host_bytes
+        feasible = (peak <= budget) & allowed
         if relatives is not None:
-            fits &= ~relatives.among(rows, number, count)
-        found = bool(fits.any())
-        order = np.where(fits, np.round(time, 6) + 1e-18 * peak, np.inf) if found else np.where(allowed, peak, np.inf)
+            feasible &= ~relatives.among(rows, number, count)
+        any_fits = bool(feasible.any())
+        order = (
+            np.where(feasible, np.round(time, 6) + 1e-18 * peak, np.inf)
+            if any_fits
+            else np.where(allowed, peak, np.inf)
+        )
         first, last = np.unravel_index(int(np.argmin(order)), order.shape)
-        return not found, float(order[first, last]), int(number[first, last]), int(first) + rows.start, int(last)
+        return not any_fits, float(order[first, last]), int(number[first, last]), int(first) + rows.start, int(last)
 
     rows = max(1, _PAIRS // len(plans))
-    found = (best_of(slice(start, start + rows)) for start in range(0, len(plans), rows))
-    _, _, number, first, last = min(found, key=lambda best: best[:2])
+    best_by_rows = (best_of(slice(start, start + rows)) for start in range(0, len(plans), rows))
+    _, _, number, first, last = min(best_by_rows, key=lambda best: best[:2])
     layers = (plans[first],) * number + (plans[last],) * (count - number)
     residuals = ResidualPlan(layers, tile, resident=resident)
-    best = forecast(parts, StepPlan(residuals, micro, chunk_tokens, *parts.places), device)
-    alone = best.peak_bytes - parts.shared
+    best = forecast(costs, StepPlan(residuals, micro, chunk_tokens, *costs.places), device)
+    alone = best.peak_bytes - costs.shared
     if alone <= room < best.peak_bytes:  # only a plan that keeps everything has shared bytes; the others need less
-        return _best_pair(parts, table, micro, chunk_tokens, device, alone - 1, tile, resident, relatives)
+        return _best_pair(costs, table, micro, chunk_tokens, device, alone - 1, tile, resident, relatives)
     return best
 
 
-def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:
-    """The layer plans from which pairs are formed: those of `layer_plans` that no other plan beats in kept bytes, work
-    bytes of the backward, time and bytes on the host at once; of plans with equal forecasts only the first. If the
-    device has no host link, no plan offloads. The search is short because only these are paired.
-
-    Args:
-      parts: the step's costs.
-      tokens: tokens of a micro-batch on one device.
-      device: the device.
-      tile: tokens of a tile in which MLPs run; None: they run whole.
-    Returns:
-      (the plans, their forecasts as one LayerForecast of arrays)
+def _best_layers(costs, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:
+    """(layer plans, forecasts) that no other beats in kept bytes, backward work bytes, time and host bytes at once. Few
+    remain, so that pairing is quick.
     """
-    plans = layer_plans(parts, device.link > 0)
-    of = layer_forecasts(parts, plans.placed, tokens, device, tile)
+    plans = layer_plans(costs, device.link > 0)
+    forecasts = layer_forecasts(costs, plans.placed, tokens, device, tile)
     # Of plans with equal costs only the first is considered, which halves their number.
-    different = np.sort(np.unique(np.stack(list(vars(of).values()), 1), axis=0, return_index=True)[1])
-    figures = np.stack([of.kept, of.work, of.forward + of.backward, of.hosted], 1)[different]
+    different = np.sort(np.unique(np.stack(list(vars(forecasts).values()), 1), axis=0, return_index=True)[1])
+    figures = np.stack([forecasts.kept, forecasts.work, forecasts.forward + forecasts.backward, forecasts.hosted], 1)[
+        different
+    ]
     best = different[_unbeaten(figures)]
-    return LayerPlans(parts.known, plans.placed[best]), of.at(best)
+    return LayerPlans(costs.known, plans.placed[best]), forecasts.at(best)
 
 
 def _unbeaten(figures: np.ndarray) -> list[int]:
-    """Indices, ascending, of the rows of `figures` [rows, figures] that no other row beats: the Pareto front. A row
-    beats another if it is smaller in at least one figure and larger in none; the smaller a figure, the better. Equal
-    rows all stay. `_best_layers` leaves out by it the layer plans that another one beats."""
-    left = np.lexsort(figures.T)  # a row comes after every row that beats it, and equal rows are neighbours
-    columns, found = figures.T[:, left], []
-    while left.size:
+    """Ascending indices of the Pareto front of `figures` [rows, figures], smaller is better; equal rows all stay."""
+    remaining = np.lexsort(figures.T)  # a row comes after every row that beats it, and equal rows are neighbours
+    columns, front = figures.T[:, remaining], []
+    while remaining.size:
         first, alike = columns[:, 0], 1
-        while alike < left.size and (columns[:, alike] == first).all():
+        while alike < remaining.size and (columns[:, alike] == first).all():
             alike += 1
-        found += left[:alike].tolist()
+        front += remaining[:alike].tolist()
         stay = np.logical_or.reduce([column < least for column, least in zip(columns, first, strict=True)])
-        left, columns = left[stay], columns.compress(stay, axis=1)
-    return sorted(found)
+        remaining, columns = remaining[stay], columns.compress(stay, axis=1)
+    return sorted(front)
 
 
 class PlanError(ValueError):
-    """No plan fits the device. `choose` and `next_plan` raise it; Planner and --plan (shown_plan.py) raise it anew with
-    `fixes`. Its message has them and the smallest plan's three largest parts; the other arguments become attributes.
+    """No plan fits. The message has `fixes` (changes of the config that would) and the smallest plan's three largest
+    parts.
 
-    Args:
-      smallest: the forecast with the lowest peak, of the plans that were considered.
-      budget_bytes: the device memory that a step may take.
-      fixes: changes of the config with which a plan would fit, for the message.
-      compiled: True: the smallest plan was compiled or run, and was too large. False: only its forecast was too large.
-      need_bytes: bytes that the compiler says the smallest plan needs; None: memory ran out while it ran, or `compiled`
-        is False.
+      compiled: the smallest plan was compiled or run; False: its forecast was too large.
+      need_bytes: what the compiler says that it needs; None: memory ran out, or it was not compiled.
     """
 
     def __init__(
@@ -484,12 +408,12 @@ class PlanError(ValueError):
         need_bytes: float | None = None,
     ):
         self.smallest, self.budget_bytes, self.compiled, self.need_bytes = smallest, budget_bytes, compiled, need_bytes
-        largest = sorted(smallest.parts.items(), key=lambda part: -part[1])[:3]
+        largest = sorted(smallest.parts.items(), key=lambda entry: -entry[1])[:3]
         text = f"no plan fits: the smallest needs {smallest.peak_bytes / 1e9:.2f} GB of {budget_bytes / 1e9:.2f} GB"
         if compiled:
-            found = "and memory ran out" if need_bytes is None else f"and compiled it needs {need_bytes / 1e9:.2f} GB"
+            outcome = "and memory ran out" if need_bytes is None else f"and compiled it needs {need_bytes / 1e9:.2f} GB"
             text = f"no plan fits in {budget_bytes / 1e9:.2f} GB: the smallest was predicted to need "
-            text += f"{smallest.peak_bytes / 1e9:.2f} GB, {found}"
+            text += f"{smallest.peak_bytes / 1e9:.2f} GB, {outcome}"
         text += ". Its largest parts: " + "; ".join(f"{name} {value / 1e9:.2f} GB" for name, value in largest) + "."
         if fixes:
             text += " What would fit: " + "; ".join(fixes) + "."

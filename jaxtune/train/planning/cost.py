@@ -1,14 +1,6 @@
-"""The costs of a training step before it is decided how to run it: bytes and work, read from the model's layers.
-`step_cost` makes a `StepCost` of a model, or of the shapes of one that is not loaded (`abstract_model`). A StepCost has
-a `SegmentCost` for each function of the layers' computation, and an `Exchange`: the bytes that devices receive from
-each other (exchange.py).
-
-A layer's residuals and work follow from its shapes and from what its segments declare (models/layers/segment.py);
-`_segment_costs` averages the segments over the layers. The other functions give the shapes, dtypes or bytes of one
-thing: stored trained weights (`_stored`), frozen ones (`_frozen_parts`), the head (`_head_costs`), gathered weights and
-gradients of a layer (`_whole_layer_bytes`, `_whole_gradient_bytes`), copies in the compute dtype
-(`_trained_matrix_bytes`), values from outside of a layer (`_given_bytes`). What adapters add is in adapter_costs.py,
-and what the update takes in host_states.py."""
+"""Costs of a training step before it is decided how to run it: bytes and work, from shapes and from what the layers'
+segments declare (models/layers/segment.py).
+"""
 
 from __future__ import annotations
 
@@ -65,8 +57,7 @@ TRANSPOSED_CODES = "transposed codes of FP8 weights"
 
 @dataclasses.dataclass(frozen=True)
 class SegmentCost:
-    """The cost of one segment, a function in the chain of functions by which a layer is computed, such as the q, k and
-    v products. It reads residuals and makes others. Seconds are forecast from `work`, a mean over all layers."""
+    """Cost of one segment, a function of a layer's computation such as the q, k and v products."""
 
     name: str  # the segment's name
     outputs: tuple[str, ...]  # names of the residuals that it makes, and LAYER_OUTPUT if it makes the layer's output
@@ -87,9 +78,7 @@ class SegmentCost:
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Bytes and work of a step on one of `devices` that share the rows: what the planner knows of a step before it
-    decides which residuals to keep, the number of micro-batches, and which weights stay gathered. `step_cost` makes it;
-    forecasts and the choice of a plan take it as `parts`."""
+    """Bytes and work of a step on one of `devices` that share the rows, under any plan."""
 
     rows: int  # of the step, on all devices
     length: int  # tokens of a row
@@ -148,13 +137,10 @@ class StepCost:
 
     @property
     def places(self) -> tuple[bool, bool, bool]:
-        """Whether the tables are on the host, whether the states are, and whether transposed codes are kept: the last
-        three fields of a StepPlan."""
         return self.table_on_host, self.states_on_host, self.transposed_codes
 
     def placed(self, plan: StepPlan) -> StepCost:
-        """The costs if tables of embeddings and optimizer states are in the memory, device's or host's, that `plan`
-        names, and transposed codes on the device if it keeps them."""
+        """The costs with tables, optimizer states and transposed codes where `plan` has them."""
         placed = self.with_table(plan.table_on_host).with_states(plan.states_on_host)
         if plan.transposed_codes == placed.transposed_codes:
             return placed
@@ -163,8 +149,9 @@ class StepCost:
         return dataclasses.replace(placed, fixed=fixed, transposed_codes=True)
 
     def with_states(self, on_host: bool) -> StepCost:
-        """The costs if the optimizer's states are on the host (on_host) or on the device, as with_table. On the host
-        they leave their bytes free on the device until the update, which has them all there."""
+        """The costs with the optimizer's states on the host. They free device memory until the update, which has them
+        all there.
+        """
         if on_host == self.states_on_host:
             return self
         assert on_host and self.states.bytes
@@ -173,9 +160,9 @@ class StepCost:
         return dataclasses.replace(self, fixed=fixed, hosted_bytes=size, update_bytes=size, states_on_host=True)
 
     def with_table(self, on_host: bool) -> StepCost:
-        """The costs if the tables of embeddings (`table`) are on the host (on_host) or on the device. On the host they
-        leave their bytes free on the device, which instead has the rows of two steps: the one that it computes and the
-        next, whose rows are copied meanwhile. Tables on the host stay; `table` must have some."""
+        """The costs with the tables of embeddings on the host. The device has the rows of two steps instead: this
+        step's and the next one's, copied meanwhile.
+        """
         if on_host == self.table_on_host:
             return self
         assert on_host and self.table.bytes
@@ -184,58 +171,50 @@ class StepCost:
         return dataclasses.replace(self, fixed=fixed, table_on_host=True)
 
     def head_time(self, device: Device) -> float:
-        """How many times as long a product with the head takes on `device` as one in the compute dtype, by which
-        head_forecast multiplies the head's FLOPs: for a head in float32 beside 16 bits (a precision map) a measured
-        number on Hopper and float32_time elsewhere, else 1."""
+        """How many times as long a product with the head takes as one in the compute dtype; above 1 for a float32 head
+        beside 16 bits.
+        """
         if self.head_dtype != jnp.float32 or self.dtype.itemsize == 4:
             return 1.0
         return FLOAT32_HEAD_TIME.of("xla", device.name) if device.hopper else float32_time(device.name)
 
     def head_parts_bytes(self, device: Device) -> tuple[float, float]:
-        """(bytes, bytes for each logit of a chunk) that the products with a head in float32 take on a Hopper GPU for
-        the parts into which XLA divides their operands (linear_cross_entropy's `precision_of`): two arrays of the
-        head's size, and one of the logits'. (0.0, 0.0) elsewhere, and with a head in 16 bits. Forecasts add them."""
+        """(bytes, bytes per logit of a chunk) of the parts into which XLA divides operands of a float32 head on Hopper
+        (linear_cross_entropy's `precision_of`); else 0.
+        """
         if self.head_dtype != jnp.float32 or not device.hopper:
             return 0.0, 0.0
         return 8.0 * self.vocab_size * self.hidden_size, 4.0
 
     @property
     def table_rows_bytes(self) -> float:
-        """Bytes on a device of two steps' rows of the tables of embeddings on the host; 0 with the tables on the
-        device. The look-up's time is forecast by it, and Engine.first_sums leaves as much device memory free."""
+        """Device bytes of two steps' rows of the tables on the host; 0 with the tables on the device."""
         return self.fixed.get(TABLE_ROWS, 0.0)
 
     @property
     def frozen_bytes(self) -> float:
-        """Bytes on a device of the weights that do not train, the model's and its teacher's, without tables of
-        embeddings on the host and without what a plan adds by keeping weights whole (`resident_bytes`). phases.py adds
-        to it what a phase such as "load" needs; the step's own forecast takes all of `fixed`."""
+        """Device bytes of frozen weights, a teacher's included, without tables on the host and without
+        `resident_bytes`.
+        """
         return self.fixed["frozen weights"] + self.fixed.get(TEACHER, 0.0)
 
     def fixed_bytes(self, micro_batches: int, resident: int = 0) -> float:
-        """Bytes on a device of all that is in memory during the whole step (`fixed`), such as weights, optimizer states
-        and gradient sums. The search of a plan, the bytes of a compiled step, the phases between steps and the room for
-        sampled answers are computed with it; the forecast of a step adds up the entries of `fixed` itself.
-
-        Args:
-          micro_batches: the number of micro-batches of the step. With one, the gradient sums need less, because they
-            have the dtype in which the trained weights are stored and not float32.
-          resident: the number of layers of whose frozen weights each device keeps a whole copy for the whole run
-            (`resident_bytes`). If it is all layers, embedding and head count, too.
+        """Device bytes in memory during the whole step. With one micro-batch gradient sums have the stored dtype of the
+        weights, not float32. resident: layers whose frozen weights are whole on each device.
         """
-        less = self.less_sums if micro_batches == 1 else 0.0
-        return sum(self.fixed.values()) + self.resident_bytes(resident) - less
+        sums_saving = self.less_sums if micro_batches == 1 else 0.0
+        return sum(self.fixed.values()) + self.resident_bytes(resident) - sums_saving
 
     def resident_bytes(self, resident: int) -> float:
-        """Bytes added on a device if it keeps the whole frozen weights of `resident` layers for the whole run, each
-        taken to be as large as the largest; with all layers, also those of embedding and head. They replace its share
-        of these weights, unless the given model stays in memory (step_cost's keeps_model). Forecasts add them."""
-        around = self.resident_around_bytes if resident == self.num_layers else 0.0
-        return resident * self.resident_layer_bytes + around
+        """Device bytes added if the frozen weights of `resident` layers stay whole for the run, each as large as the
+        largest; with all layers, embedding's and head's, too. The whole weights replace the device's share, unless the
+        given model stays in memory.
+        """
+        embedding_and_head = self.resident_around_bytes if resident == self.num_layers else 0.0
+        return resident * self.resident_layer_bytes + embedding_and_head
 
     def residual_bytes(self, name: str, tokens: float) -> float:
-        """Bytes of the residual `name` of the mean layer, for `tokens` tokens on a device. Layers without it count as
-        zero in the mean. Forecasts of the mean layer and the report of a plan use it."""
+        """Bytes of a residual of the mean layer."""
         return self.residuals[name] * tokens + self.padding[name]
 
 
@@ -247,31 +226,37 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """The costs of a step of `model`, which may be abstract, for forecasts. config: the run's; without a mesh, of one
-    device. length: of a row; None: data.length. keeps_model: whether `model` stays beside the copies that train.
-    optimizer: only its states count; None: config.optim's. reference_runs: forwards of a frozen model a micro-batch."""
+    """The costs of a step of `model`, which may be abstract.
+
+    length: tokens of a row; None: data.length.
+    keeps_model: whether `model` stays in memory beside the copies that train.
+    optimizer: only its states count; None: config.optim's.
+    reference_runs: forwards of a frozen model in each micro-batch.
+    """
     length, shape, dtype = length or config.data.length, model.config, jnp.dtype(config.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
     states = jax.eval_shape((optimizer or _configured_optimizer(config)).init, masters)
     storage = weight_storage(config.optim.weights, config.computes_in, sum(a.size for a in jax.tree.leaves(masters)))
-    kept, on_host = _stored(masters, storage), float(config.optim.offload * optimizer_offload.hosted_bytes(states))
+    stored, on_host = _stored(masters, storage), float(config.optim.offload * optimizer_offload.hosted_bytes(states))
     divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
-    parts, known, trained_bytes = divided.parts, residuals_of(model.layers), nbytes(masters)
-    share = partition.bytes_per_device(masters, parts) / max(trained_bytes, 1.0)  # of one device; a teacher trains none
+    weight_shards, all_residuals, trained_bytes = divided.parts, residuals_of(model.layers), nbytes(masters)
+    # Of one device; a teacher trains none.
+    share = partition.bytes_per_device(masters, weight_shards) / max(trained_bytes, 1.0)
     fixed = {
-        **_frozen_parts(frozen, parts),
+        **_frozen_parts(frozen, weight_shards),
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
-        f"trainable parameters ({storage})": share * nbytes(kept),
+        f"trainable parameters ({storage})": share * nbytes(stored),
         "optimizer states": share * nbytes(states) - on_host,
-        "gradient sums": share * nbytes(masters if config.micro_batches != 1 else kept),
+        "gradient sums": share * nbytes(masters if config.micro_batches != 1 else stored),
         **sync_bytes(masters, config, divided)[0],
     }
     kinds = [kind_of(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
-    residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in known}
-    padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
-    frozen_layers = [partition.divided_sizes(layer, parts)[0] for layer in frozen.get("layers", {}).values()]
-    more = 1.0 if keeps_model else 1 - 1 / parts  # the divided weights stay beside the gathered ones if they are kept
+    residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in all_residuals}
+    padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in all_residuals}
+    frozen_layers = [partition.divided_sizes(layer, weight_shards)[0] for layer in frozen.get("layers", {}).values()]
+    # The divided weights stay beside the gathered ones if they are kept.
+    added_share = 1.0 if keeps_model else 1 - 1 / weight_shards
     head_bytes, head_gradient_bytes, head_dtype = _head_costs(model, dtype, storage)
     return StepCost(
         rows=config.rows_per_step,
@@ -281,7 +266,7 @@ def step_cost(
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         dtype=dtype,
-        known=known,
+        known=all_residuals,
         residuals=residuals,
         padding=padding,
         segments=_segment_costs(kinds, dtype),
@@ -302,50 +287,42 @@ def step_cost(
         update_bytes=share * update_bytes(masters, config),
         reference_runs=reference_runs,
         teacher=None if model.teacher is None else step_cost(model.teacher, config, length, optimizer=optax.identity()),
-        less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
+        less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(stored)),
         shared=experts_adapters(model.layers, dtype),
         given_bytes=_given_bytes(model, dtype),
         dropout_bytes=max(masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
         sync_bytes=sync_bytes(masters, config, divided)[1],
-        exchange=exchange_of(kept, frozen, divided, gradient_sync_of(config.mesh)),
-        whole_layer_bytes=_whole_layer_bytes((kept, frozen), len(kinds), parts),
-        whole_head_bytes=partition.divided_sizes(nnx.State({"head": model.head_variable}), parts)[0],
+        exchange=exchange_of(stored, frozen, divided, gradient_sync_of(config.mesh)),
+        whole_layer_bytes=_whole_layer_bytes((stored, frozen), len(kinds), weight_shards),
+        whole_head_bytes=partition.divided_sizes(nnx.State({"head": model.head_variable}), weight_shards)[0],
         frozen_layer_bytes=max(frozen_layers, default=0.0),
-        resident_layer_bytes=more * max(frozen_layers, default=0.0),
-        resident_around_bytes=more * (partition.divided_sizes(frozen, parts)[0] - sum(frozen_layers)),
-        whole_gradient_bytes=0.0 if parts == 1 else _whole_gradient_bytes(model, storage),
-        table=table_of(model, config, parts),
-        codes_bytes=codes_bytes(model, config, parts),
-        sums=sums_memory(model, kept, config, divided.size),
+        resident_layer_bytes=added_share * max(frozen_layers, default=0.0),
+        resident_around_bytes=added_share * (partition.divided_sizes(frozen, weight_shards)[0] - sum(frozen_layers)),
+        whole_gradient_bytes=0.0 if weight_shards == 1 else _whole_gradient_bytes(model, storage),
+        table=table_of(model, config, weight_shards),
+        codes_bytes=codes_bytes(model, config, weight_shards),
+        sums=sums_memory(model, stored, config, divided.size),
         states=NO_STATES if optimizer is not None or divided.size > 1 else states_of(states, config),
     )
 
 
 def _stored(masters, storage: str):
-    """The shapes of the trained weights, float32 in `masters`, in the dtypes in which a run stores them with `storage`:
-    all float32 ("fp32"), or those of two and more dimensions bfloat16 ("bf16"). step_cost counts the bytes of weights,
-    exchanges, and the gradient sums of a single micro-batch by them."""
+    """Shapes of trained weights in their stored dtypes: float32 ("fp32"), or bfloat16 for two and more dimensions
+    ("bf16").
+    """
     return jax.tree.map(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
 
 
 def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """The optax optimizer that `config` asks for, of which step_cost uses only the shapes of the states; its rates
-    are those of a run of 1,000 steps if config.steps is not set."""
     schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, config.steps or 1000)
     return make_optimizer(config.optim, schedule)
 
 
 def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float, jnp.dtype]:
-    """The planner's estimate of the head's memory on a device, which is not less if weights are divided: (bytes beside
-    the head's weight while the loss and its gradient are computed; bytes of the head's gradient, and with "fp32" of its
-    copy in a 16-bit dtype, after that, 0 if it does not train; the dtype in which the head multiplies), for StepCost.
-
-    Args:
-      model: has the head, which trains if its variable is an nnx.Param, and may compute in a dtype of its own.
-      dtype: the compute dtype of the other modules.
-      storage: the dtype in which trained weights are stored, "fp32" or "bf16".
+    """(bytes beside the head's weight at the loss; after it, bytes of the gradient and, with "fp32", of the 16-bit
+    copy; the head's dtype). Not less if weights are divided. storage: "fp32" or "bf16".
     """
     head, dtype = model.head_variable, jnp.dtype(model.head_compute or dtype)
     trains, size = isinstance(head, nnx.Param), math.prod(head.shape)
@@ -355,70 +332,62 @@ def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float, jnp.
     return size * (loss * trains + copy), gradient, dtype
 
 
-def _whole_layer_bytes(trees, layers: int, parts: int) -> float:
-    """The largest number of bytes that the gathered weights of one of the `layers` layers take; only weights that are
-    divided over devices count. trees: nnx.States of the model's trained and of its frozen weights. parts: the number of
-    devices over which weights are divided. By it `gathered_bytes` forecasts the gathered weights of a step."""
+def _whole_layer_bytes(trees, layers: int, weight_shards: int) -> float:
+    """Gathered bytes of the largest layer's divided weights. trees: nnx.States of trained and frozen weights."""
     by_layer = [[tree["layers"][i] for tree in trees if i in tree.get("layers", {})] for i in range(layers)]
-    return max(sum(partition.divided_sizes(tree, parts)[0] for tree in layer) for layer in by_layer)
+    return max(sum(partition.divided_sizes(tree, weight_shards)[0] for tree in layer) for layer in by_layer)
 
 
-def _frozen_parts(frozen: nnx.State, parts: int) -> dict[str, float]:
-    """{name: bytes on each device} of the weights that do not train, for StepCost.fixed: the model's own ("frozen
-    weights") and those of its teacher (TEACHER), if it has one. frozen: the nnx.State of both. parts: the number of
-    devices over which weights are divided."""
-    every = partition.bytes_per_device(frozen, parts)
-    of_teacher = partition.bytes_per_device(frozen.get("teacher", {}), parts)
+def _frozen_parts(frozen: nnx.State, weight_shards: int) -> dict[str, float]:
+    """Device bytes of the model's and of a teacher's frozen weights, divided over `weight_shards` devices."""
+    every = partition.bytes_per_device(frozen, weight_shards)
+    of_teacher = partition.bytes_per_device(frozen.get("teacher", {}), weight_shards)
     return {"frozen weights": every - of_teacher, **({TEACHER: of_teacher} if of_teacher else {})}
 
 
 def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
-    """The largest number of bytes that the gradients of the trained matrices of one layer of `model` take, each once as
-    it is computed, in the dtype `storage`, and once in float32 as it is summed; neither is divided. A layer's backward
-    takes as much if weights are divided over devices. storage: the dtype in which trained weights are stored, "fp32" or
-    "bf16". The forecast of a layer's backward adds the result (StepCost.whole_gradient_bytes)."""
+    """Bytes of the largest layer's matrix gradients, as computed and as summed in float32, neither divided."""
     layers = ([matrix.weight for *_, matrix in layer.matrices()] for layer in model.layers)
     sizes = (sum(math.prod(w.shape) for w in weights if isinstance(w, nnx.Param)) for weights in layers)
     return max(sizes) * (6.0 if storage == "bf16" else 8.0)
 
 
 def _given_bytes(model: Decoder, dtype) -> float:
-    """Bytes per token of the values that layers of `model` read but do not compute, in the compute dtype `dtype`. A
-    value that the decoder computes for one layer counts three times: itself, what it is computed from, and its
-    gradient. A value that an earlier layer computed counts twice, for itself and its gradient, however many layers read
-    it, and even if the earlier layer's plan keeps it. Forecasts of a step's memory add it (StepCost.given_bytes)."""
-    from_decoder, from_layers, given = 0, dict[str, int](), set[str]()
+    """Bytes per token of values that layers read and do not compute. The decoder's count three times (value, source,
+    gradient), those of an earlier layer twice, however many layers read them.
+    """
+    from_decoder, from_layers, provided_names = 0, dict[str, int](), set[str]()
     for layer in model.layers:
         for name, shape in layer.takes.items():
-            if name in given:
+            if name in provided_names:
                 from_layers[name] = math.prod(shape)
             else:
                 from_decoder += math.prod(shape)
-        given |= set(layer.gives.values())
+        provided_names |= set(layer.gives.values())
     return float(dtype.itemsize * (3 * from_decoder + 2 * sum(from_layers.values())))
 
 
 def _mean(values: list[float]) -> float:
-    """The mean of `values`, one or more numbers: a layer's cost averaged over all layers, as StepCost and SegmentCost
-    describe the mean layer."""
     return sum(values) / len(values)
 
 
 def _segment_costs(kinds: list[LayerKind], dtype) -> tuple[SegmentCost, ...]:
-    """Returns the SegmentCosts of a model's segments, one for each pair of a segment's name and outputs that any layer
-    has. A plan keeps, recomputes or offloads what segments return. The work of a segment is its mean over all layers,
-    and a layer without the segment counts as zero. kinds: of each layer, in order. dtype: the compute dtype."""
-    found: dict[tuple, tuple[Segment, bool, bool]] = {}
-    made: dict[int, set[tuple]] = {}
+    """One SegmentCost for each (name, outputs) of a segment in any layer; layers without it count as zero work. kinds:
+    of each layer.
+    """
+    segments: dict[tuple, tuple[Segment, bool, bool]] = {}
+    kind_segments: dict[int, set[tuple]] = {}
     for kind in {id(kind): kind for kind in kinds}.values():
-        made[id(kind)] = {(segment.name, segment.outputs) for segment in kind.block.segments()}
+        kind_segments[id(kind)] = {(segment.name, segment.outputs) for segment in kind.block.segments()}
         for segment in kind.block.segments():
             in_mixer = any(segment.outputs in outputs for outputs in kind.mixer_outputs.values())
             first = any(segment.outputs == outputs[0] for outputs in kind.mixer_outputs.values())
-            found.setdefault((segment.name, segment.outputs), (segment, in_mixer, first))
+            segments.setdefault((segment.name, segment.outputs), (segment, in_mixer, first))
     costs = []
-    for (name, outputs), (segment, in_mixer, first) in found.items():
-        of_layers = [kind.work.get(name, Work()) if (name, outputs) in made[id(kind)] else Work() for kind in kinds]
+    for (name, outputs), (segment, in_mixer, first) in segments.items():
+        of_layers = [
+            kind.work.get(name, Work()) if (name, outputs) in kind_segments[id(kind)] else Work() for kind in kinds
+        ]
         work = Work(*(_mean(list(column)) for column in zip(*map(dataclasses.astuple, of_layers))))
         flags = (segment.separable, segment.tokenwise, segment.decodes_once, segment.derivative_bytes is not None)
         low_rank = _mean([low_rank_bytes(kind.block, (name, outputs), dtype) for kind in kinds])
@@ -428,12 +397,9 @@ def _segment_costs(kinds: list[LayerKind], dtype) -> tuple[SegmentCost, ...]:
 
 
 def abstract_model(shape, config: TrainConfig) -> Decoder:
-    """The model that `config` asks for (quantised or in FP8, with the objective's head, adapter and teacher), with
-    shapes in place of arrays: for plans of models that are not loaded (yet). `shape` is its DecoderConfig. Of a
-    teacher the config.json is read."""
+    """The model that `config` asks for, as shapes. Reads the config.json of a teacher. shape: a DecoderConfig."""
 
     def make():
-        """The model, without a teacher; jax.eval_shape gives its shapes."""
         model = Decoder(shape, jax.random.key(0), config.dtype)
         if config.model.load_in is not None or config.components:
             model = stored_as(model, config.components, config.model.load_in)
@@ -448,9 +414,9 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
 
 
 def _trained_matrix_bytes(layer: Block, dtype) -> float:
-    """Bytes of the copies, in the compute dtype `dtype`, of those weight matrices of a layer that are trained whole. An
-    adapter's A and B are not counted, nor matrices that compute in float32. 0 if `dtype` is float32, in which trained
-    weights are stored, so that no copy is made. StepCost.cast_bytes is the sum over the layers."""
+    """Bytes of a layer's compute-dtype copies of matrices that are trained whole; not of adapters, nor of float32
+    matrices.
+    """
     cast = (matrix.weight for *_, matrix in layer.matrices() if matrix.compute != "float32")
     trained = [weight for weight in cast if isinstance(weight, nnx.Param)]
     return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)

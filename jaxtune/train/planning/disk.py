@@ -1,4 +1,4 @@
-"""What a run writes to disks, known before its first step: checkpoints, exports, and values of other models."""
+"""What a run writes to disks: checkpoints, exports, and values of other models."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ _SHARE_THAT_MATTERS = 0.25  # of the free bytes, from which on they are said
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """Files that a run will write: `count` times `bytes` in `folder`."""
-
     what: str
     folder: Path
     bytes: float
     count: int = 1
 
     def __str__(self) -> str:
-        each = f"{self.bytes / 1e9:.2f} GB"
-        return f"{self.what} {each}" if self.count == 1 else f"{self.what} {self.count} x {each}"
+        size_text = f"{self.bytes / 1e9:.2f} GB"
+        return f"{self.what} {size_text}" if self.count == 1 else f"{self.what} {self.count} x {size_text}"
 
 
 def written_by(
@@ -45,38 +43,36 @@ def written_by(
 ) -> list[Written]:
     """What a run writes to its output folder at most at one time.
 
-    Args:
-      config: the run's.
-      model: its arrays may be abstract.
-      trained_bytes: of the trained weights.
-      checkpoint_bytes: of a checkpoint.
-      there: the number of checkpoints that it has already.
-      steps: of the run; None: any number.
+    there: number of checkpoints that it has already.
+    steps: of the run; None: any number.
     """
-    output, wanted = Path(config.output), config.checkpoint
-    found, adapted = [], has_adapter(model)
-    if wanted.saves or wanted.best:
+    output, settings = Path(config.output), config.checkpoint
+    files, adapted = [], has_adapter(model)
+    if settings.saves or settings.best:
         # A new one is whole before an old one is removed, and the best one is kept beside the newest.
-        most = wanted.keep + 1 + (wanted.best is not None)
-        if steps is not None and wanted.every_steps and not wanted.every_minutes:
-            most = min(most, there + math.ceil(steps / wanted.every_steps))
-        found.append(Written("checkpoints", output / CHECKPOINTS, checkpoint_bytes, max(most - there, 1)))
+        most = settings.keep + 1 + (settings.best is not None)
+        if steps is not None and settings.every_steps and not settings.every_minutes:
+            most = min(most, there + math.ceil(steps / settings.every_steps))
+        files.append(Written("checkpoints", output / CHECKPOINTS, checkpoint_bytes, max(most - there, 1)))
     if config.export.adapter and adapted:
-        found.append(Written("adapter", output / ADAPTER, trained_bytes))
+        files.append(Written("adapter", output / ADAPTER, trained_bytes))
     if config.export.merged:
         size = parameters(nnx.state(model)) * jnp.dtype(model.dtype).itemsize
-        found.append(Written("merged model", output / MERGED, float(size)))
-    return found
+        files.append(Written("merged model", output / MERGED, float(size)))
+    return files
 
 
 def disk_lines(wanted: Sequence[Written]) -> list[str]:
-    """For each disk on which `wanted` takes much of the free room a line, and a warning where it takes more."""
+    """A line for each disk where files take over a quarter of the free room, a warning if they take more than all."""
     disks: dict[int, list[Written]] = {}
-    for one in wanted:
-        disks.setdefault(os.stat(_existing(one.folder)).st_dev, []).append(one)
+    for file in wanted:
+        disks.setdefault(os.stat(_existing(file.folder)).st_dev, []).append(file)
     lines = []
     for several in disks.values():
-        need, free = sum(one.bytes * one.count for one in several), shutil.disk_usage(_existing(several[0].folder)).free
+        need, free = (
+            sum(file.bytes * file.count for file in several),
+            shutil.disk_usage(_existing(several[0].folder)).free,
+        )
         about = f"{', '.join(map(str, several))}; {free / 1e9:.2f} GB are free"
         if need > free:
             lines.append(
@@ -89,4 +85,4 @@ def disk_lines(wanted: Sequence[Written]) -> list[str]:
 
 
 def _existing(folder: Path) -> Path:
-    return next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())

@@ -1,5 +1,4 @@
-"""The bytes that the devices of a mesh receive from each other in a step (`Exchange`, from `exchange_of`), and what a
-quantised sync of gradients keeps and takes (`sync_bytes`), for the costs of a step (cost.py)."""
+"""Bytes that the devices of a mesh receive from each other in a step."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ SYNC_ERRORS = "errors of the gradient sync"  # a name of bytes in StepCost.fixed
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Bytes that a device receives from the other devices of its mesh, by what they are, from which the planner
-    forecasts how long collectives take: `sums` once a step, all others once in each micro-batch."""
+    """Bytes that one device receives from the others; `sums` once a step, the rest once in each micro-batch."""
 
     weights: float = 0.0  # of all layers' divided weights, gathered once; the backward may gather them again
     gradients: float = 0.0  # of the layers' trained weights that are divided over devices, in the backward
@@ -33,37 +31,38 @@ NO_EXCHANGE = Exchange()  # of a single device
 
 
 def exchange_of(trained, frozen, shape: partition.MeshShape, sync: GradientSync | None) -> Exchange:
-    """The bytes that a device receives from the other devices of a mesh of this shape, for StepCost. trained, frozen:
-    nnx.States of the weights that train, with the dtypes in which they are stored, and of those that do not. sync: how
-    gradients are exchanged; None: in float32, but those of divided weights in the weights' dtype if there are only two
-    parts (gathers.scatter)."""
-    parts = shape.parts
+    """What one device receives. trained, frozen: nnx.States, in stored dtypes. sync: None: gradients in float32, but in
+    the weights' dtype for divided weights in two parts (gathers.scatter).
+    """
+    weight_shards = shape.parts
 
     def of_layers(tree) -> float:
-        """Bytes of the weights of all layers in `tree` that are divided over devices, whole; 0 if it has no layers."""
-        return partition.divided_sizes(tree["layers"], parts)[0] if "layers" in tree else 0.0
+        return partition.divided_sizes(tree["layers"], weight_shards)[0] if "layers" in tree else 0.0
 
-    received, weights = 1 - 1 / parts, of_layers(trained) + of_layers(frozen)
-    _, gradients = partition.divided_sizes(trained["layers"], parts) if "layers" in trained else (0.0, 0.0)
-    every, (_, divided) = partition.divided_sizes((trained, frozen), parts)[0], partition.divided_sizes(trained, parts)
-    whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
+    received, weights = 1 - 1 / weight_shards, of_layers(trained) + of_layers(frozen)
+    _, gradients = partition.divided_sizes(trained["layers"], weight_shards) if "layers" in trained else (0.0, 0.0)
+    every, (_, divided) = (
+        partition.divided_sizes((trained, frozen), weight_shards)[0],
+        partition.divided_sizes(trained, weight_shards),
+    )
+    whole_numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
     # Bytes of a gradient as gathers.scatter sends it, and in sums of whole weights' gradients.
-    width = 4.0 if parts > 2 else partition.divided_sizes(trained, parts)[0] / max(divided, 1.0)
+    width = 4.0 if weight_shards > 2 else partition.divided_sizes(trained, weight_shards)[0] / max(divided, 1.0)
     width, summed = (width, 4.0) if sync is None else [bytes_per_number(sync.format)] * 2
     return Exchange(
         weights=received * weights,
         gradients=received * width * gradients,
         around=received * (every - weights + width * (divided - gradients)),
-        sums=2 * summed * (whole * (1 - 1 / shape.size) + divided / parts * (1 - 1 / shape.copies)),
+        sums=2 * summed * (whole_numbers * (1 - 1 / shape.size) + divided / weight_shards * (1 - 1 / shape.copies)),
         frozen=received * of_layers(frozen),
-        frozen_around=received * (partition.divided_sizes(frozen, parts)[0] - of_layers(frozen)),
+        frozen_around=received * (partition.divided_sizes(frozen, weight_shards)[0] - of_layers(frozen)),
     )
 
 
 def sync_bytes(masters, config: TrainConfig, shape: partition.MeshShape) -> tuple[dict[str, float], float]:
-    """({name: bytes of the errors that a quantised sync of gradients keeps on a device}, if it keeps any; bytes that
-    the sync takes in the update); ({}, 0.0) if gradients are exchanged in float32. masters: the trained weights'
-    shapes. config: says how gradients are exchanged. shape: of the mesh. Both are for StepCost."""
+    """({name: bytes of a quantised sync's errors on a device}, bytes that it takes in the update); ({}, 0.0) in
+    float32. masters: shapes of the trained weights.
+    """
     sync = gradient_sync_of(config.mesh)
-    kept, taken = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)
-    return {SYNC_ERRORS: kept} if kept else {}, taken
+    error_bytes, update_bytes = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)
+    return {SYNC_ERRORS: error_bytes} if error_bytes else {}, update_bytes

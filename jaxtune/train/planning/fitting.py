@@ -1,6 +1,4 @@
-"""Advice on what fits, by forecast: where no plan does, changes of the config with which one would, for the PlanError
-(`fitting_settings`); and where one does, the longest row that fits, for the report of --plan (`longest_row`, which
-`_surely_fits` makes fast)."""
+"""Advice by forecast: changes of the config with which a plan would fit, and the longest row that fits."""
 
 from __future__ import annotations
 
@@ -39,27 +37,15 @@ def fitting_settings(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> list[str]:
-    """Up to `wanted` changes of the config, each of which alone lets a plan fit by forecast; the least intrusive first.
-    Of changes that begin with the same key, only the first that fits is taken (such as the longest data.length). A
-    PlanError shows them; none is applied.
+    """Changes, each of which alone lets a plan fit; least intrusive first, one for each key. If there are too few, the
+    last entry is the memory of a card that would do ("a card of 24.0 GB").
 
-    Args:
       shape: the model's DecoderConfig.
-      config: the config for which nothing fits.
-      device: the device.
-      budget_bytes: the bytes of its memory that a step may take.
-      wanted: how many changes to look for.
-      optimizer: updates the weights; None: the one that config.optim asks for. With one of the caller's own, no change
-        of config.optim is proposed.
-      reference_runs: how many forward passes of a frozen reference model each loss has.
-    Returns:
-      changes as they are written on the command line, such as "model.load_in=nf4", some with a remark in parentheses;
-        if there are fewer than `wanted`, one more entry is the memory of a device on which the config as it is would
-        fit, such as "a card of 24.0 GB".
+      optimizer: the caller's own; then no change of config.optim is proposed.
+      reference_runs: forwards of a frozen reference in each loss.
     """
 
     def changed(section: str, **values) -> TrainConfig:
-        """The config with these values in its section `section`, such as memory."""
         return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
 
     options: list[tuple[str, TrainConfig]] = []
@@ -87,11 +73,10 @@ def fitting_settings(
         if config.model.from_config is None:
             model = dataclasses.replace(config.model, load_in="nf4")
             options.append(("adapter={r: 16} model.load_in=nf4", dataclasses.replace(adapted, model=model)))
-    found: list[str] = []
+    changes: list[str] = []
     models: dict[tuple, Decoder] = {}
 
     def parts_of(option: TrainConfig) -> StepCost:
-        """The costs of a step with the config `option`; models with the same weights and adapters are made once."""
         key = (option.model, repr(option.adapter))
         if key not in models:
             models[key] = abstract_model(shape, option)
@@ -99,71 +84,63 @@ def fitting_settings(
 
     for text, option in options:
         key = text.split("=")[0]
-        if len(found) < wanted and not any(other.split("=")[0] == key for other in found):
+        if len(changes) < wanted and not any(earlier.split("=")[0] == key for earlier in changes):
             try:
                 choose(parts_of(option), option, device, budget_bytes)
             except ValueError:
                 continue
-            found.append(text)
-    if len(found) < wanted:
-        found.append(f"a card of {card_gb(smallest_plan(parts_of(config), config, device).peak_bytes):.1f} GB")
-    return found
+            changes.append(text)
+    if len(changes) < wanted:
+        changes.append(f"a card of {card_gb(smallest_plan(parts_of(config), config, device).peak_bytes):.1f} GB")
+    return changes
 
 
-def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: float) -> bool | None:
-    """Whether some plan of one micro-batch fits `budget` bytes of `device` (True) or none does (False), if that can be
-    decided without a search; None if it cannot. It makes longest_row fast, which calls it if config.memory.plan is
-    not set: plans are free here. parts: the step's costs. config: the run's, of which only dropout counts.
+def _surely_fits(costs: StepCost, config: TrainConfig, device: Device, budget: float) -> bool | None:
+    """Whether a plan of one micro-batch fits; None if that needs a search.
 
-    A step fits if a plan that is the same for all layers does. It does not fit if the least bytes of layers under any
-    plans are too many. For the second test, bytes on the host get a price in bytes on the device (a Lagrange
-    multiplier): at any price, a mixture of plans that fits the host keeps at least the minimum of both combined minus
-    the price of the host's room."""
-    count, device = parts.num_layers, beside_states(parts, device)
-    chunk = max(1, min(int(tokens_of(parts, 1)), CHUNK_LOGITS[-1] // parts.vocab_size))
-    head, _ = head_forecast(parts, chunk, tokens_of(parts, 1), device)
-    plans, room = layer_plans(parts, device.link > 0), budget - parts.fixed_bytes(1) - parts.cast_bytes
-    room -= min(gathered_bytes(parts, 0)) + parts.given_bytes * tokens_of(parts, 1)
+    It fits if one layer plan for all layers does. It does not if the least bytes under any plans are too many: with a
+    price for host bytes (a Lagrange multiplier), a mixture of plans that fits the host keeps at least the minimum of
+    both bytes, less the price of the host's room.
+    """
+    count, device = costs.num_layers, beside_states(costs, device)
+    chunk = max(1, min(int(tokens_of(costs, 1)), CHUNK_LOGITS[-1] // costs.vocab_size))
+    head, _ = head_forecast(costs, chunk, tokens_of(costs, 1), device)
+    plans, room = layer_plans(costs, device.link > 0), budget - costs.fixed_bytes(1) - costs.cast_bytes
+    room -= min(gathered_bytes(costs, 0)) + costs.given_bytes * tokens_of(costs, 1)
     sure: bool | None = False
-    for tile in dict.fromkeys((tile_tokens_of(parts, config), None)):
-        of = layer_forecasts(parts, plans.placed, tokens_of(parts, 1), device, tile)
-        own = np.maximum(np.maximum(head, of.work_forward) + of.hosted, of.work + parts.head_gradient_bytes)
-        alike = count * of.kept + np.maximum(own, of.hosted + of.work_forward + bytes_with_gaps(of.leaving, device))
-        plan = plans[int(np.where(count * of.hosted <= device.host_bytes, alike, np.inf).argmin())]
-        uniform = StepPlan(ResidualPlan.uniform(plan, count, tile), 1, chunk, *parts.places)
-        if forecast(parts, uniform, device).peak_bytes <= budget:
+    for tile in dict.fromkeys((tile_tokens_of(costs, config), None)):
+        forecasts = layer_forecasts(costs, plans.placed, tokens_of(costs, 1), device, tile)
+        peak_work = np.maximum(
+            np.maximum(head, forecasts.work_forward) + forecasts.hosted, forecasts.work + costs.head_gradient_bytes
+        )
+        alike = count * forecasts.kept + np.maximum(
+            peak_work, forecasts.hosted + forecasts.work_forward + bytes_with_gaps(forecasts.leaving, device)
+        )
+        plan = plans[int(np.where(count * forecasts.hosted <= device.host_bytes, alike, np.inf).argmin())]
+        uniform = StepPlan(ResidualPlan.uniform(plan, count, tile), 1, chunk, *costs.places)
+        if forecast(costs, uniform, device).peak_bytes <= budget:
             return True
         prices = np.array([[0.0], [0.5], [1.0], [2.0]])
-        layer = of.kept + prices * of.hosted
-        least = (count - 1) * layer.min(1) + (layer + own).min(1) - prices[:, 0] * device.host_bytes
+        layer = forecasts.kept + prices * forecasts.hosted
+        least = (count - 1) * layer.min(1) + (layer + peak_work).min(1) - prices[:, 0] * device.host_bytes
         sure = None if least.max() <= room else sure
     return sure
 
 
 def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_bytes: float, step: int = 1024) -> int:
-    """The longest single row with which some plan fits by forecast, for the report of --plan alone: it limits no run.
-    The step then has one row on each device and one micro-batch; what config.memory.plan sets stays.
-
-    Args:
-      parts: the step's costs.
-      config: the run's.
-      device: the device.
-      budget_bytes: the bytes of its memory that a step may take.
-      step: the result is a multiple of this number of tokens.
-    Returns:
-      tokens of a row, less than 4,096 times `step`; 0 if no row of `step` tokens fits.
+    """Tokens of the longest row, a multiple of `step` below 4,096 x `step`, with which some plan fits, with one row on
+    each device and one micro-batch; 0 if none does.
     """
 
     def fits(length: int) -> bool:
-        """Whether some plan fits with rows of `length` tokens."""
         row = dataclasses.replace(parts, rows=parts.devices, length=length)
-        one = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
+        row_config = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
         if config.memory.plan is None:
-            sure = [_surely_fits(placed, one, device, budget_bytes) for placed in places(row, device)]
+            sure = [_surely_fits(placed, row_config, device, budget_bytes) for placed in places(row, device)]
             if True in sure or None not in sure:
                 return True in sure
         try:
-            choose(row, one, device, budget_bytes, CHUNK_LOGITS[-1:])  # the fewest logits at a time
+            choose(row, row_config, device, budget_bytes, CHUNK_LOGITS[-1:])  # the fewest logits at a time
         except PlanError:
             return False
         return True

@@ -1,6 +1,4 @@
-"""Forecasts: the bytes and seconds of a step under a plan, by which plans are compared. `forecast` makes the `Forecast`
-of a step, from those of its layers (layer_forecasts.py), `head_forecast`, `gathered_bytes` and `state_seconds`;
-`with_codes` has transposed codes of FP8 weights in its plan where they make a step faster (`codes_seconds`)."""
+"""Forecasts of a step's bytes and seconds under a plan."""
 
 from __future__ import annotations
 
@@ -27,8 +25,6 @@ from jaxtune.train.planning.sums_memory import in_sums
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """Bytes and seconds of a step under a plan, on one device, for the choice of a plan and for reports."""
-
     plan: StepPlan  # the plan that is forecast
     parts: Mapping[str, float]  # {what: device bytes} at the moment of the peak
     step_seconds: float  # the whole step
@@ -41,56 +37,49 @@ class Forecast:
 
     @property
     def peak_bytes(self) -> float:
-        """The predicted device bytes at a step's peak, the sum of `parts`, for the choice of a plan and reports."""
         return sum(self.parts.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """The predicted speed on all devices, padding counted as tokens, for reports and the words about a mesh."""
+        """On all devices, padding included."""
         return self.tokens / self.step_seconds
 
 
 def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
-    """The forecast of a step under `plan` on `device`, by which plans are compared, from the step's costs `parts`,
-    with the tables of embeddings and the optimizer's states where the plan has them, and the transposed codes that it
-    keeps (StepCost.placed)."""
     parts = parts.placed(plan)
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     different, tile = dict.fromkeys(plan.residuals.layers), plan.residuals.tile_tokens
     cache = {layer: layer_forecast(parts, layer, tokens, device, tile) for layer in different}
-    groups = [(cache[layer], len(list(same))) for layer, same in itertools.groupby(plan.residuals.layers)]
+    groups = [(cache[layer], len(list(group))) for layer, group in itertools.groupby(plan.residuals.layers)]
     return _forecast(parts, plan, groups, head_forecast(parts, plan.chunk_tokens, tokens, device), tokens, device)
 
 
 def with_codes(parts: StepCost, found: Forecast, device: Device) -> Forecast:
-    """The forecast of the plan of `found` that also keeps the transposed codes of frozen FP8 weights; `found` itself if
-    there are none to keep, or if a step would not be faster. `choose` takes it if it fits, and seeks no other plans
-    that keep the codes, as residuals mostly make more of the same memory (README.md). Only for Hopper, whose kernel
-    reads the codes of weights that share x where they are; elsewhere they would be joined in each step. parts: the
-    step's costs."""
+    """The plan with transposed codes of frozen FP8 weights kept, if that is faster. Hopper only: its kernel reads the
+    codes where they are; elsewhere they would be joined in each step.
+    """
     if not (parts.codes_bytes and device.hopper):
         return found
-    more = forecast(parts, dataclasses.replace(found.plan, transposed_codes=True), device)
-    return more if more.step_seconds < found.step_seconds else found
+    codes_forecast = forecast(parts, dataclasses.replace(found.plan, transposed_codes=True), device)
+    return codes_forecast if codes_forecast.step_seconds < found.step_seconds else found
 
 
 def codes_seconds(parts: StepCost, device: Device) -> float:
-    """Seconds by which a micro-batch is shorter if the transposed codes of FP8 weights are kept, for reports too; 0 if
-    the plan of `parts`, the step's costs, does not keep them. A copy of the codes is taken to move as many bytes, as
-    fast, as decoding them, as it does where it is counted (FP8.decoded_share)."""
+    """Seconds that kept transposed codes save in a micro-batch: a copy of codes takes as long as decoding them
+    (FP8.decoded_share).
+    """
     fit = product_time(device)
     return parts.transposed_codes * parts.codes_bytes * fit.decoded_bytes / (device.copy * fit.decoded_share)
 
 
 def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tuple[float, float, float]:
-    """Bytes of gathered weights in a step with the costs `parts`: (at the loss, with the head's; in a layer's forward;
-    in a layer's backward, with its gradients). The loss has one layer's, the others two layers' (the next ones arrive),
-    but all have those of `whole_weights` layers, which stay gathered from forward to backward, if that is more. Frozen
-    weights of `resident` layers, whole for the whole run, do not count. All are 0 if weights are not divided."""
+    """Bytes of gathered weights (at the loss, in a layer's forward, in its backward with gradients). The loss has one
+    layer's and the head's, the others two layers' (the next ones arrive), or those of `whole_weights` layers if more.
+    `resident` layers' frozen weights do not count. 0 if undivided.
+    """
     frozen = parts.frozen_layer_bytes
 
     def of(layers: int) -> float:
-        """Bytes of the gathered weights of this number of layers."""
         return layers * (parts.whole_layer_bytes - frozen) + min(layers, parts.num_layers - resident) * frozen
 
     head = 0.0 if _all_resident(parts, resident) and not parts.head_trains else parts.whole_head_bytes
@@ -98,19 +87,14 @@ def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tu
     return of(max(whole_weights, 1)) + head, layers, layers + parts.whole_gradient_bytes
 
 
-def _all_resident(parts: StepCost, resident: int) -> bool:
-    """Whether the number `resident` of layers whose frozen weights a plan keeps whole on each device is that of all
-    layers. The frozen embedding and head are then whole as well, and need not be gathered. parts: the step's costs."""
-    return resident == parts.num_layers
+def _all_resident(costs: StepCost, resident: int) -> bool:
+    """Then the frozen embedding and head are whole, too."""
+    return resident == costs.num_layers
 
 
 def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
-    """The cost of the output head and the loss, for a micro-batch of `tokens` tokens on `device` (a mean over devices,
-    so perhaps a fraction). parts: the step's costs. chunk_tokens: the number of tokens whose logits exist at a time.
-
-    Returns:
-      (device bytes that they add at the loss: a chunk's logits, what XLA keeps around them, copies of the head, and a
-        trained head's gradient; seconds of their forward and backward)
+    """(device bytes at the loss, seconds) of output head and loss for a micro-batch. tokens: a mean over devices,
+    perhaps a fraction. chunk_tokens: tokens whose logits exist at a time.
     """
     rows = max(round(tokens / parts.length), 1)
     chunk = rows * chunk_length(rows, parts.length, int(chunk_tokens))
@@ -124,116 +108,111 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
     if parts.head_trains:  # every chunk reads and writes the gradient's sum
         passes += tokens / chunk * parts.vocab_size * parts.hidden_size * fit.head_gradient_bytes / device.copy
     seconds = flops / (device.gemm * chunk / (chunk + product_time(device).half_tokens)) + passes
-    around = (ALLOCATOR_BYTES.of("xla", device.name).loss + (chunk >= tokens)) * hidden  # one chunk: a new gradient
-    return logits + around + parts.head_bytes + head_parts, seconds
+    # With one chunk there is a new gradient.
+    loss_buffers = (ALLOCATOR_BYTES.of("xla", device.name).loss + (chunk >= tokens)) * hidden
+    return logits + loss_buffers + parts.head_bytes + head_parts, seconds
 
 
-def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
-    """(seconds, device bytes of a layer's values) of a forward of a frozen reference or teacher, for a step's forecast.
-    parts: the costs of that model: StepCost.teacher for a teacher with weights of its own, otherwise the step's costs.
-    plan: has the number of tokens whose logits exist at a time. tokens: of a micro-batch on `device`. The head needs
-    one matrix product, of the two or three that head_forecast counts. The bytes count only with StepCost.teacher."""
-    layer, head = layer_forecast(parts, KEEP, tokens, device), head_forecast(parts, plan.chunk_tokens, tokens, device)
-    seconds = layer.forward * parts.num_layers + head[1] / (3 if parts.head_trains else 2)
+def _reference_forecast(costs: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
+    """(seconds, bytes of a layer's values) of a frozen model's forward; its head takes one of the products that
+    head_forecast counts. parts: of that model.
+    """
+    layer, head = layer_forecast(costs, KEEP, tokens, device), head_forecast(costs, plan.chunk_tokens, tokens, device)
+    seconds = layer.forward * costs.num_layers + head[1] / (3 if costs.head_trains else 2)
     return seconds, layer.kept + layer.work_forward
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
-    """Seconds a step to copy optimizer states on the host to `device` and back, 0 without any, for reports too. Of
-    these and the update's other work a forecast counts what takes longer."""
+    """Seconds a step to copy optimizer states from the host and back. They overlap with the update."""
     copies = parts.states.arrays * parts.states_on_host * step_time(device).copy_seconds
     return 2 * (copies + parts.hosted_bytes / (device.link or device.copy))
 
 
-def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
-    """Seconds of a step's collective operations between devices. parts: the step's costs, with the bytes. plan: the
-    StepPlan. forward, backward: seconds of all layers in a micro-batch, when collectives can run. device: has the rate.
-    Returns (seconds of all collectives, seconds in which the step waits for them), both for a step's Forecast; only
-    the second are part of its seconds."""
-    of, rate, micro, fit = parts.exchange, device.peer, plan.micro_batches, step_time(device)
-    resident, trained = plan.residuals.resident, of.weights - of.frozen
-    divided, whole = 1 - resident / parts.num_layers, max(plan.residuals.whole_weights, 1) / parts.num_layers
-    weights = trained + of.frozen * divided
-    again = trained * (1 - whole) + of.frozen * max(divided - whole, 0.0)
-    around = of.around - (of.frozen_around if _all_resident(parts, resident) else 0.0)
-    total = micro * (weights + again + of.gradients + around) / rate + of.sums / rate
+def _collective_seconds(costs: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
+    """(seconds of all collectives of a step, seconds in which it waits for them). forward, backward: of all layers in a
+    micro-batch, when collectives can run.
+    """
+    exchange, rate, micro, fit = costs.exchange, device.peer, plan.micro_batches, step_time(device)
+    resident, trained = plan.residuals.resident, exchange.weights - exchange.frozen
+    divided, whole_share = 1 - resident / costs.num_layers, max(plan.residuals.whole_weights, 1) / costs.num_layers
+    weights = trained + exchange.frozen * divided
+    again = trained * (1 - whole_share) + exchange.frozen * max(divided - whole_share, 0.0)
+    embedding_and_head = exchange.around - (exchange.frozen_around if _all_resident(costs, resident) else 0.0)
+    total = micro * (weights + again + exchange.gradients + embedding_and_head) / rate + exchange.sums / rate
     exposed = 0.0
-    for size, above in ((weights, forward), (again + of.gradients, backward)):
+    for size, above in ((weights, forward), (again + exchange.gradients, backward)):
         exposed += max(size / rate - fit.hidden * above, fit.collective_lost * size / rate)
-    return total, micro * (exposed + around / rate) + of.sums / rate
+    return total, micro * (exposed + embedding_and_head / rate) + exchange.sums / rate
 
 
-def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
-    """The forecast of a step from those of its layers and head, for `forecast`.
-
-    Args:
-      parts: the step's costs.
-      plan: the StepPlan.
-      groups: (forecast of a layer, number of layers) of consecutive layers with the same plan, the first layers first.
-      head: (device bytes, seconds) of the head and loss, from head_forecast.
-      tokens, device: the tokens of a micro-batch on one device, and that device.
+def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
+    """The forecast of a step. groups: (forecast of a layer, number of layers) of consecutive layers with one plan.
+    head: (bytes, seconds).
     """
     head_bytes, head_seconds = head
     reference = (0.0, 0.0)
-    if parts.reference_runs:
-        reference = _reference_forecast(parts.teacher or parts, plan, tokens, device)
-    if parts.teacher:
-        head_bytes += tokens * parts.teacher.hidden_size * parts.dtype.itemsize
-    kept = sum(layer.kept * count for layer, count in groups)
+    if costs.reference_runs:
+        reference = _reference_forecast(costs.teacher or costs, plan, tokens, device)
+    if costs.teacher:
+        head_bytes += tokens * costs.teacher.hidden_size * costs.dtype.itemsize
+    kept_bytes = sum(layer.kept * count for layer, count in groups)
     # The last layer's residuals are not offloaded, because the backward starts with them.
     last, count = groups[-1]
     before = last if count > 1 else groups[max(len(groups) - 2, 0)][0]
     micro, resident = plan.micro_batches, plan.residuals.resident
-    gathered = gathered_bytes(parts, plan.residuals.whole_weights, resident)
+    gathered = gathered_bytes(costs, plan.residuals.whole_weights, resident)
     leaving = bytes_with_gaps(before.leaving, device)
-    lying = in_sums(parts.sums, parts.kinds, parts.kind_counts, parts.known, parts.cast_bytes, plan, tokens)
+    lying = in_sums(costs.sums, costs.kinds, costs.kind_counts, costs.known, costs.cast_bytes, plan, tokens)
     # Each moment: what it is, then summands of its bytes. The last is negative: what is then in the sums' memory, which
     # counts with the sums.
-    taken = -lying(parts.num_layers, False)
+    reused_bytes = -lying(costs.num_layers, False)
     moments = [
-        ("the loss: logits of a chunk, hidden states", kept, head_bytes + last.hosted, gathered[0], taken),
-        ("the forward of a layer", kept, last.hosted + last.work_forward + leaving, gathered[1], taken),
+        ("the loss: logits of a chunk, hidden states", kept_bytes, head_bytes + last.hosted, gathered[0], reused_bytes),
+        ("the forward of a layer", kept_bytes, last.hosted + last.work_forward + leaving, gathered[1], reused_bytes),
     ]
-    if parts.teacher:
-        moments.append(("the forward of the teacher", kept, last.hosted + reference[1], gathered[1], taken))
+    if costs.teacher:
+        moments.append(
+            ("the forward of the teacher", kept_bytes, last.hosted + reference[1], gathered[1], reused_bytes)
+        )
     below, arriving, layers = 0.0, 0.0, 0
     for layer, count in groups:
         below += layer.kept * count
         layers += count
-        more = max(arriving - layer.arriving, 0.0)  # the layer below, under another plan, has more bytes arriving
-        moments.append(("the backward of a layer", below, layer.work + more, gathered[2], -lying(layers, True)))
+        # The layer below, under another plan, has more bytes arriving.
+        added_bytes = max(arriving - layer.arriving, 0.0)
+        moments.append(("the backward of a layer", below, layer.work + added_bytes, gathered[2], -lying(layers, True)))
         arriving = layer.arriving
-    what, residuals, work, whole, taken = max(moments, key=lambda moment: sum(moment[1:]))
-    bytes_ = {"kept residuals": residuals, what: work, "gathered weights": whole}
+    peak_moment, residuals, work, gathered_weights, reused_bytes = max(moments, key=lambda moment: sum(moment[1:]))
+    bytes_ = {"kept residuals": residuals, peak_moment: work, "gathered weights": gathered_weights}
     if all(layer == KEEP for layer in plan.residuals.layers):
-        bytes_["experts' adapters for the kernels"] = parts.shared
-    bytes_["values that layers take from outside"] = parts.given_bytes * tokens
-    bytes_["trainable weights in the compute dtype"] = parts.cast_bytes
-    if parts.head_gradient_bytes and what.startswith("the backward"):
-        bytes_["gradient of the head"] = parts.head_gradient_bytes
-    update = {"the update": parts.update_bytes}
-    if parts.devices > 1 and (micro > 1 or parts.sync_bytes):
-        update["gradient sums of all devices"] = parts.sync_bytes or 4.0 * parts.trained
-    if sum(update.values()) > sum(bytes_.values()) + taken:
-        bytes_, taken = update, 0.0
-    bytes_ = {**parts.fixed, **bytes_}
-    less = taken - (parts.less_sums if micro == 1 else 0.0)
-    for name, more in (("frozen weights", parts.resident_bytes(resident)), ("gradient sums", less)):
-        bytes_ |= {name: bytes_[name] + more} if more else {}
+        bytes_["experts' adapters for the kernels"] = costs.shared
+    bytes_["values that layers take from outside"] = costs.given_bytes * tokens
+    bytes_["trainable weights in the compute dtype"] = costs.cast_bytes
+    if costs.head_gradient_bytes and peak_moment.startswith("the backward"):
+        bytes_["gradient of the head"] = costs.head_gradient_bytes
+    update = {"the update": costs.update_bytes}
+    if costs.devices > 1 and (micro > 1 or costs.sync_bytes):
+        update["gradient sums of all devices"] = costs.sync_bytes or 4.0 * costs.trained
+    if sum(update.values()) > sum(bytes_.values()) + reused_bytes:
+        bytes_, reused_bytes = update, 0.0
+    bytes_ = {**costs.fixed, **bytes_}
+    sums_change = reused_bytes - (costs.less_sums if micro == 1 else 0.0)
+    for name, added_bytes in (("frozen weights", costs.resident_bytes(resident)), ("gradient sums", sums_change)):
+        bytes_ |= {name: bytes_[name] + added_bytes} if added_bytes else {}
     forward = sum(layer.forward * count for layer, count in groups)
     backward = sum(layer.backward * count for layer, count in groups)
-    collective, exposed = _collective_seconds(parts, plan, forward, backward, device)
-    step = forward + backward + head_seconds + parts.reference_runs * reference[0] - codes_seconds(parts, device)
-    update = max(parts.trained_here * 4.0 * 9 / device.copy, state_seconds(parts, device))
+    collective, exposed = _collective_seconds(costs, plan, forward, backward, device)
+    step = forward + backward + head_seconds + costs.reference_runs * reference[0] - codes_seconds(costs, device)
+    update = max(costs.trained_here * 4.0 * 9 / device.copy, state_seconds(costs, device))
     seconds = micro * (step + step_time(device).micro_batch_seconds) + update + exposed
     return Forecast(
         plan=plan,
         parts={name: value for name, value in bytes_.items() if value},
-        step_seconds=max(seconds, rows_seconds(parts.table_rows_bytes, parts.devices, device)),
+        step_seconds=max(seconds, rows_seconds(costs.table_rows_bytes, costs.devices, device)),
         recompute_seconds=micro * sum(layer.recompute * count for layer, count in groups),
         wait_seconds=micro * sum(layer.wait * count for layer, count in groups),
-        host_bytes=sum(layer.hosted * count for layer, count in groups) + parts.hosted_bytes,
-        tokens=parts.rows * parts.length,
+        host_bytes=sum(layer.hosted * count for layer, count in groups) + costs.hosted_bytes,
+        tokens=costs.rows * costs.length,
         collective_seconds=collective,
         exposed_seconds=exposed,
     )

@@ -1,10 +1,7 @@
-"""Where the planner may put the optimizer's states of an adapter: on the device, or on the host, from which they are
-copied to the device for each update and back (train/optimizer/optimizer_offload.py). The plan has them on the host if
-that is faster, because the device then has more room for a micro-batch, or if no other plan fits. Tensors are then
-updated one by one, so results may differ in the last bits, as under any other plan. `states_of` gives the facts about a
-run's states (`States`), and `update_bytes` what an update takes.
-
-Full fine-tuning, whose states are most of what a step keeps, has the config decide (optim.offload)."""
+"""An adapter's optimizer states on the device, or on the host and copied for each update (optimizer_offload.py), if
+that is faster or nothing else fits. Tensors are then updated one by one, so last bits may differ. In full fine-tuning
+the config decides (optim.offload).
+"""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ _MUON_BYTES = 3 * 4.0 + 2 * 2.0
 
 @dataclasses.dataclass(frozen=True)
 class States:
-    """The facts about the optimizer's states that the planner needs, as `states_of` finds them: StepCost.states. With 0
-    in `bytes`, no plan moves them to the host."""
+    """Optimizer states that a plan may move to the host."""
 
     bytes: float = 0.0  # of the arrays that may be on the host; 0: none may
     arrays: int = 0  # their number
@@ -35,9 +31,9 @@ NO_STATES = States()  # of a run whose states are where its config says
 
 
 def states_of(states, config: TrainConfig) -> States:
-    """The planner's facts about the optimizer's `states`, which may be abstract, in a run of `config` on one device,
-    with the optimizer that the config names. Those of an adapter may be on the host if the update has a bound
-    (`update_bound`), without which it would be computed twice."""
+    """The states that a plan may move to the host, in a run on one device; none without an update bound
+    (`update_bound`), as the update would be computed twice.
+    """
     hosted_optimizer = config.optim.name in HOSTED_OPTIMIZERS
     if config.adapter is None or not hosted_optimizer or update_bound(config.optim, config.max_grad_norm) is None:
         return NO_STATES
@@ -46,9 +42,9 @@ def states_of(states, config: TrainConfig) -> States:
 
 
 def update_bytes(masters, config: TrainConfig) -> float:
-    """Device bytes that the update takes in addition to weights, states and gradients, on one device if nothing is
-    divided: those of the largest tensor, as it is done tensor by tensor (optimizer_offload.py); 0 with an adapter,
-    where they are negligible. masters: the trained weights' float32 shapes."""
+    """Device bytes of the update beside weights, states and gradients: the largest tensor's, as they are updated one by
+    one. 0 with an adapter. masters: float32 shapes of the trained weights.
+    """
     if config.adapter is not None:
         return 0.0
     size, name = max((leaf.size for leaf in jax.tree.leaves(masters)), default=0), config.optim.name
@@ -57,8 +53,8 @@ def update_bytes(masters, config: TrainConfig) -> float:
         # first states. With states on the host: one tensor's states, and half of the next one's.
         direction = 4.0 if name == "adamw_8bit" else 8.0
         twice = config.max_grad_norm is None and name == "adamw_8bit"
-        beside = 1.5 if config.optim.offload else 1.0 if twice else 0.0
-        return size * (direction + beside * _BLOCKED_STATES[name])
+        extra_states = 1.5 if config.optim.offload else 1.0 if twice else 0.0
+        return size * (direction + extra_states * _BLOCKED_STATES[name])
     if name == "muon":
         return size * _MUON_BYTES
     # Moments before and after the update, with the gaps that the compiler leaves between large buffers.

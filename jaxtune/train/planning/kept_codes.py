@@ -1,6 +1,6 @@
-"""The transposed codes of frozen FP8 weights that a plan may keep on the device, so that no step copies the codes
-transposed (models/placement/transposed_codes.py): their bytes (`codes_bytes`). A plan keeps those of all layers where
-memory is left (forecasts.with_codes), or none; results are the same in every bit."""
+"""Memory of transposed codes of frozen FP8 weights (models/placement/transposed_codes.py), which a plan keeps for all
+layers or for none; results are bitwise equal.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jaxtune.train.planning.sizes import nbytes
 
 
 def codes_bytes(model: Decoder, config: TrainConfig, parts: int) -> float:
-    """Bytes of the transposed codes that a plan may keep, for StepCost: one for each number of the layers' frozen FP8
-    weights that a run of `config` multiplies without decoding. It is 0 with quantisation-aware training, which
-    multiplies by rounded weights; where weights are divided over devices (`parts`, the number of these, is above 1);
-    and if the model answers questions during the run, because there memory has more answers sampled at a time."""
+    """Bytes of the transposed codes that a plan may keep, one for each frozen FP8 weight that is multiplied without
+    decoding. 0 with QAT, which multiplies by rounded weights, with weights divided over `parts` > 1 devices, and if the
+    run generates, where memory is better spent on more answers.
+    """
     if parts > 1 or config.qat is not None or config.objective.samples or config.evaluation.asking:
         return 0.0
     matrices = (matrix for layer in model.layers for *_, matrix in layer.matrices())

@@ -1,8 +1,6 @@
-"""The costs of one layer for the planner: the bytes of its residuals (the values between segments that its backward
-reads), and the work of its segments. They follow from its shapes and from what its segments declare
-(models/layers/segment.py); nothing is run. `kind_of` makes the `LayerKind` of a layer, which has the `Work` of each of
-its segments (`_segment_work`). `_traced` traces the layer, for its residuals (`_residual_shapes`) and what it keeps
-while it generates (`_state_bytes`)."""
+"""Costs of one layer: bytes of its residuals (values between segments that its backward reads) and work of its
+segments. They follow from shapes and from what segments declare; layers are traced, not run.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +34,9 @@ _PROBE_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The work of one segment (a function of a layer's computation that reads and makes named residuals), from which
-    the planner predicts the seconds of its forward and its backward; per token unless a field says otherwise. Fields
-    that do not say "backward" or "gradients" count the forward; the backward is predicted from them, too."""
+    """Work of one segment, from which its seconds are predicted; per token and of the forward, unless a field says
+    otherwise. The backward is predicted from the same figures.
+    """
 
     # Of products, and Segment.token_flops. A product that is slower or faster than in 16 bits counts the FLOPs that a
     # 16-bit product does in its time.
@@ -61,18 +59,18 @@ class Work:
     empty_flops: float = 0.0  # once a pass: products with the rows that pad experts' last tiles
 
     def decoded_numbers(self, tokens: float, beside_rows: float) -> float:
-        """The number of weights whose decoding takes time of its own in a pass of `tokens` tokens. beside_rows:
-        ProductTime's, where a kernel decodes experts' weights while it multiplies; math.inf where none does."""
+        """Weights that take time of their own to decode in a pass of `tokens` tokens. beside_rows: ProductTime's, where
+        a kernel decodes experts' weights while it multiplies; else math.inf.
+        """
         if not self.decoded_beside:
             return self.decoded
         rows = TILE_ROWS / 2 * tokens * self.flops / self.empty_flops  # of an expert, on average
         return self.decoded + self.decoded_beside * min(1.0, beside_rows / rows)
 
     def expert_gradient_seconds(self, tokens: float, rate: float, device: Device) -> float:
-        """Seconds on `device` to compute the gradients of experts' weights from the rows of `tokens` tokens, with those
-        that pad the experts' last tiles; 0 if none trains. rate: FLOPs a second of dense products of these tokens.
-        On Hopper a kernel computes them, elsewhere XLA does (pallas/grouped_matmul). The forecast of a segment's
-        backward adds them."""
+        """Seconds to compute the gradients of experts' weights, padding of the last tiles included; 0 if none trains.
+        rate: FLOP/s of dense products of these tokens. Hopper has a kernel for it, elsewhere XLA does it.
+        """
         if not self.expert_weight_flops:
             return 0.0
         fit = EXPERT_GRADIENT_TIME.of("mosaic" if device.hopper else "reference", device.name)
@@ -83,9 +81,9 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """Layers that have the same residuals (the intermediate values that the backward reads) and the same work, so that
-    the planner measures and counts them once. A layer consists of parts, which are mixers (such as attention) and
-    feed-forwards, and a part of segments, functions that read and make named residuals (models/layers/segment.py)."""
+    """Layers with equal residuals and equal work, measured once. A layer has parts (mixers such as attention, and
+    feed-forwards), a part has segments, which read and make named residuals.
+    """
 
     block: Block  # one of the layers, with abstract arrays
     residuals: Mapping[str, float]  # bytes per token of each residual
@@ -96,76 +94,61 @@ class LayerKind:
     state_bytes: Callable[[int, int], float]
 
     def residual_bytes(self, name: str, tokens: float) -> float:
-        """Bytes of the residual `name` (an intermediate value that the backward reads) of such a layer, for `tokens`
-        tokens: in proportion to the tokens, plus its padding. KeyError if the layer has no such residual. Forecasts of
-        a layer's peak ask each kind for it; StepCost has a method of this name for the mean of all layers."""
+        """Bytes of a residual for `tokens` tokens, padding included. KeyError if the layer has none of this name."""
         return self.residuals[name] * tokens + self.padding[name]
 
     @functools.cached_property
     def outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """{part: the names of the outputs of each of its segments}, in the order in which the parts run. A part is a
-        mixer (such as attention) or a feed-forward of the layer. The forecast of a layer's backward goes through the
-        parts from the last to the first."""
-        return {part: tuple(s.outputs for s in self.block.part_segments(part)) for part in self.block.parts}
+        """{part: output names of each of its segments}, in the order in which parts run."""
+        return {
+            layer_part: tuple(s.outputs for s in self.block.part_segments(layer_part))
+            for layer_part in self.block.parts
+        }
 
     @functools.cached_property
     def mixer_outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """{part: the names of the outputs of each of its segments} of the parts that are mixers, such as attention, in
-        the order in which they run. `_backward_bytes` and `_mixers_before` (forecasts.py) tell mixers from
-        feed-forwards by it, and step_cost finds SegmentCost.in_mixer and `first` by it."""
-        return {part: self.outputs[part] for part in self.block.mixers}
+        """`outputs` of the mixers alone."""
+        return {mixer: self.outputs[mixer] for mixer in self.block.mixers}
 
     @functools.cached_property
     def derivative_bytes(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
-        """For each segment that declares Segment.derivative_bytes, such as the delta net's recurrence: (the names of
-        its outputs, a function from Sizes, the residuals' sizes in the whole layer, to the bytes that its derivative
-        keeps from its recomputation until the gradient of its outputs arrives). Other segments have no entry, also if
-        the layer's BackwardOrder has them differentiated as soon as they are recomputed. The forecast of a layer's
-        backward adds these bytes at a feed-forward's backward, if the plan recomputes the segment."""
+        """For each segment that declares Segment.derivative_bytes, such as the delta net's recurrence: (its outputs, a
+        function from the layer's Sizes to bytes). The segment's derivative keeps these bytes from its recomputation
+        until the gradient of its outputs arrives.
+        """
         block = self.block
 
-        def of_part(part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:
-            """A function that maps the sizes in the whole layer to `bytes_of` the sizes in `part` of it."""
-            return lambda sizes: bytes_of(block.sizes_of(part, sizes))
+        def of_part(layer_part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:
+            return lambda sizes: bytes_of(block.sizes_of(layer_part, sizes))
 
-        segments = ((part, s) for part in block.parts for s in block.part_segments(part))
+        segments = ((layer_part, s) for layer_part in block.parts for s in block.part_segments(layer_part))
         return tuple(
-            (s.outputs, of_part(part, s.derivative_bytes)) for part, s in segments if s.derivative_bytes is not None
+            (s.outputs, of_part(layer_part, s.derivative_bytes))
+            for layer_part, s in segments
+            if s.derivative_bytes is not None
         )
 
 
 def kind_of(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
-    """The LayerKind of a layer: its residuals (the intermediate values that the backward reads) and its work, by which
-    the planner counts it. Layers with the same structure, shapes, dtypes and other arguments get the same object (a
-    cache of 64), so that each kind is traced once, and step_cost, which calls it for each layer, tells kinds apart by
-    identity.
+    """The LayerKind of a layer. Layers of equal structure, shapes and arguments get the same object (a cache of 64), so
+    kinds can be told apart by identity.
 
-    Args:
-      layer: the layer, whose arrays may be abstract.
+      layer: its arrays may be abstract.
       spec: its entry in DecoderConfig.layers.
       shape: the model's DecoderConfig.
-      length: the tokens of a row, on which the work of attention depends.
+      length: tokens of a row, on which the work of attention depends.
       dtype: the compute dtype.
     """
-    graph, trained, rest = nnx.split(layer, nnx.Param, ...)
-    leaves, structure = jax.tree.flatten((trained, rest))
+    graph, trained, frozen = nnx.split(layer, nnx.Param, ...)
+    leaves, structure = jax.tree.flatten((trained, frozen))
     abstract = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
     return _kind_of(graph, spec, shape, length, dtype, abstract, structure, device_name())
 
 
 @functools.lru_cache(64)
 def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure, device: str) -> LayerKind:
-    """Makes the LayerKind of a layer (its residuals and its work) from hashable values, so that the result can be
-    cached and equal layers get the same object.
-
-    Args:
-      graph: the layer's nnx.GraphDef.
-      spec: its entry in DecoderConfig.layers.
-      shape: the model's DecoderConfig.
-      length: tokens of a row.
-      dtype: the compute dtype.
-      leaves, structure: (shape, dtype) of each of its arrays, and the tree that they form.
-      device: `device_name()`, on which the work depends; the layer's segments look it up themselves.
+    """`kind_of` of hashable values. leaves: (shape, dtype) of each array of the tree `structure`. device: a key of the
+    cache alone; segments look it up themselves.
     """
     arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
     block = nnx.merge(graph, *arrays)
@@ -173,8 +156,8 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure, device: 
     residuals = {name: (nbytes(twice[name]) - nbytes(once[name])) / _PROBE_TOKENS for name in once}
     padding = {name: 2 * nbytes(once[name]) - nbytes(twice[name]) for name in once}
     # What a layer takes from outside is read by its segments, and is counted where it is made.
-    taken = {name: math.prod(one) * float(dtype.itemsize) for name, one in block.takes.items()}
-    moved = residuals | taken | {LAYER_OUTPUT: residuals[LAYER_INPUT]}
+    taken_bytes = {name: math.prod(dims) * float(dtype.itemsize) for name, dims in block.takes.items()}
+    moved = residuals | taken_bytes | {LAYER_OUTPUT: residuals[LAYER_INPUT]}
     window = min(spec.window or length, length)
     seen_keys = window - (window - 1) * window / (2 * length)  # the mean over a whole document of `length`
     work = {
@@ -185,24 +168,16 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure, device: 
 
 
 def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype, device: str) -> Work:
-    """The work of one segment of a layer, by which the planner forecasts its seconds; `Work` says what is for each
-    token and what is once a pass. Products over quantised and FP8 matrices, which are slower or faster than 16-bit
-    ones, count by their fitted time on `device`, and those of float32 matrices by the rate of the GPU that programs are
-    compiled for (dispatch.device_kind).
+    """The work of a segment. Quantised and FP8 matrices count by their fitted time on `device`, float32 ones by the
+    rate of the GPU for which programs are compiled (dispatch.device_kind).
 
-    Args:
-      segment: the segment, which names its matrices and the values that it reads and makes.
-      block: the layer; its arrays may be abstract.
-      residuals: {name: bytes per token} of every value that segments read or make.
-      seen_keys: the mean number of keys that a token attends to.
-      hidden: the hidden size.
-      dtype: the compute dtype.
-      device: the device's name (pallas/fitted.device_name).
+      residuals: {name: bytes per token} of all values that segments read or make.
+      seen_keys: mean number of keys that a token attends to.
     """
     sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
     for name in segment.matrices:
         matrix = matrix_of(block, name)
-        size, used, weight = math.prod(matrix.sizes), weights_per_token(segment, matrix), matrix.stored_weight
+        size, used_weights, weight = math.prod(matrix.sizes), weights_per_token(segment, matrix), matrix.stored_weight
         if matrix.num_experts:
             sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
             # Tokens are copied to the rows sorted by expert, and back.
@@ -210,14 +185,16 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
         # A module's own float32 product runs at the device's float32 rate and copies what it reads to float32.
         wide = matrix.compute == "float32" and dtype.itemsize < 4
         plain = float32_time(dispatch.device_kind() or "") if wide else 1.0
-        sums["flops"] += 2.0 * used * (weight.product_time(matrix.fp8, device) if isinstance(weight, Stored) else plain)
+        sums["flops"] += (
+            2.0 * used_weights * (weight.product_time(matrix.fp8, device) if isinstance(weight, Stored) else plain)
+        )
         sums["moved_bytes"] += 4.0 * sum(matrix.sizes[-2:]) if wide else 0.0
         sums["weight_bytes"] += nbytes(weight)
         if isinstance(weight, Stored):
-            beside = matrix.num_experts and not matrix.fp8 and mosaic_ahead.refusal(weight) is None
-            sums["decoded_beside" if beside else "decoded"] += weight.decoded_share(matrix.fp8) * size
+            in_kernel = matrix.num_experts and not matrix.fp8 and mosaic_ahead.refusal(weight) is None
+            sums["decoded_beside" if in_kernel else "decoded"] += weight.decoded_share(matrix.fp8) * size
         trained = "expert_weight_flops" if matrix.num_experts else "weight_flops"
-        sums[trained] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
+        sums[trained] += 2.0 * used_weights if isinstance(matrix.weight, nnx.Param) else 0.0
     sums["flops"] += segment.token_flops
     sums["kernel_forward"], sums["kernel_backward"] = segment.kernel_bytes
     if segment.attention_width:
@@ -230,54 +207,34 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
 
 
 def _residual_shapes(graph, spec, shape, dtype, arrays, tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """{residual, a value that the backward reads: its shape and dtype} of a layer for one row of `tokens` tokens, by
-    tracing its forward; nothing is computed. `_kind_of` asks for two lengths, and takes bytes per token and padding
-    from the difference. graph: the layer's nnx.GraphDef. arrays: the shapes of its (trained, other) arrays. spec: its
-    entry in DecoderConfig.layers. shape: the DecoderConfig. dtype: the compute dtype."""
+    """{residual: its shape and dtype} for one row of `tokens` tokens."""
     return _traced(graph, spec, shape, dtype, arrays, tokens, lambda block, values, layout: values)
 
 
 def _state_bytes(graph, spec, shape, dtype, arrays, prompt: int, new: int) -> float:
-    """Bytes of what a layer keeps of one row for generation, such as caches, after a prompt of `prompt` tokens and
-    `new` further ones, by tracing `Block.first_state`. It is LayerKind.state_bytes, by which only the memory of
-    answering held-out questions is forecast (Sampled.bytes), not that of a step. graph: the layer's nnx.GraphDef.
-    arrays: the shapes of its (trained, other) arrays. spec: its entry in DecoderConfig.layers. shape: the
-    DecoderConfig. dtype: the compute dtype."""
+    """Bytes that a layer keeps of one row to generate `new` tokens after `prompt` tokens, such as caches."""
 
     def state(block: Block, values, layout: PackedLayout):
-        """What the layer keeps of a row when the prompt was read, with room for the new tokens."""
         return block.first_state(values, jnp.full((1,), prompt, jnp.int32), new, Context(spec, layout))
 
     return nbytes(_traced(graph, spec, shape, dtype, arrays, prompt, state))
 
 
 def _traced(graph, spec: LayerSpec, shape: DecoderConfig, dtype, arrays, tokens: int, result: Callable):
-    """Traces the forward of one layer on a row of `tokens` tokens, without running it, and then result(block,
-    {residual: value}, layout): returns the shapes (jax.ShapeDtypeStruct) of what that returns. `_residual_shapes` and
-    `_state_bytes` find the sizes of residuals and of generation's caches by it.
-
-    Args:
-      graph: the layer's nnx.GraphDef.
-      spec: its entry in DecoderConfig.layers.
-      shape: the model's DecoderConfig.
-      dtype: the compute dtype.
-      arrays: the shapes of the layer's (trained, other) arrays.
-      tokens: the tokens of the row.
-      result: gets the layer, its residuals and the PackedLayout of the row.
+    """Shapes of result(block, {residual: value}, layout) after the layer's forward on one row of `tokens` tokens,
+    traced and not run. arrays: shapes of the layer's (trained, other) arrays.
     """
 
     def run(trainable, frozen, x):
-        """The function that is traced: runs the layer, with these parameters, on the hidden states x [1, tokens, hidden
-        size], and returns what `result` makes of it."""
         layout = packed_layout((1, tokens), None, 1)
         tables = rotary_tables(shape, layout.positions())
         layout = PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
         block = nnx.merge(graph, trainable, frozen)
         names = tuple(residual.name for residual in block.residuals())
-        taken = {name: jnp.zeros((1, tokens, *one), dtype) for name, one in block.takes.items()}
+        taken_values = {name: jnp.zeros((1, tokens, *dims), dtype) for name, dims in block.takes.items()}
         # The function without jit, so that no run on another device reuses what is traced here.
         one_layer = inspect.unwrap(layer_forward)
-        values = one_layer(graph, spec, names, trainable, frozen, x, layout, None, taken=taken)[1]
+        values = one_layer(graph, spec, names, trainable, frozen, x, layout, None, taken=taken_values)[1]
         return result(block, values, layout)
 
     with dispatch.unchecked():

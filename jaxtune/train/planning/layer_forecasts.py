@@ -1,10 +1,6 @@
-"""Forecasts of one layer: its bytes and seconds under a plan, a `LayerForecast` (`layer_forecast`; `layer_forecasts`
-for many plans at once), of which forecasts.py makes that of a step; and the fitted numbers of both (`product_time`,
-`step_time`, `bytes_with_gaps`).
-
-Bytes of residuals (what the parts of a layer return and a plan keeps, recomputes or offloads) are exact, from shapes.
-What the compiler adds around them, and the rates, are fitted (models/fitted.py). `_remade` is about recomputed
-residuals, `_travelling` about offloaded ones on their way, `_backward_bytes` about a backward's peak."""
+"""Forecasts of one layer's bytes and seconds under many plans at once. Bytes of residuals are exact; what the compiler
+adds, and the rates, are fitted (models/fitted.py).
+"""
 
 from __future__ import annotations
 
@@ -28,9 +24,9 @@ type Figure = Any  # a float, or an array of floats, one for each plan
 
 @dataclasses.dataclass(frozen=True)
 class LayerForecast:
-    """Bytes and seconds of one layer under a plan, for one micro-batch: means over the layers, but in `work_forward`
-    and `work` the largest kind of layer decides. Each field is a float, or, if several plans are forecast at once, an
-    array with a value for each plan. Layer plans are compared by it, and a step is forecast from it."""
+    """Bytes and seconds of one layer for one micro-batch: means over the layers, but the largest kind's in
+    `work_forward` and `work`. Fields are floats, or arrays with a value for each plan.
+    """
 
     kept: Figure  # bytes on the device from forward to backward
     hosted: Figure  # bytes on the host from forward to backward
@@ -44,43 +40,33 @@ class LayerForecast:
     wait: Figure  # the part of the seconds that waits for the host link
 
     def at(self, index: Any) -> LayerForecast:
-        """The forecasts of some plans, such as the best: those at `index` (as numpy indexes) of arrays of them."""
         return LayerForecast(*(array[index] for array in vars(self).values()))
 
 
 def product_time(device: Device) -> ProductTime:
-    """The numbers by which seconds of matrix products on a device are predicted, as `step_time` has others."""
+    """Fitted numbers that predict seconds of matrix products on `device`."""
     return PRODUCT_TIME.of("mosaic", device.name)
 
 
 def step_time(device: Device) -> StepTime:
-    """The numbers by which a step's overheads on a device, such as seconds of kernel launches, are predicted. They were
-    fitted to measurements (models/fitted.py); a device that was not measured gets those of the first one there."""
+    """Fitted numbers of a step's overheads, such as kernel launches. An unmeasured device gets the first one's."""
     return STEP_TIME.of("xla", device.name)
 
 
 def bytes_with_gaps(leaving: Figure, device: Device) -> Figure:
-    """Bytes that values on their way to the host take in the memory of `device`: their own (`leaving`), and the gaps
-    that they leave in the allocator's memory. The forecast of a layer's forward counts them."""
+    """Device bytes of values that leave for the host, with their gaps in the allocator's memory."""
     return ALLOCATOR_BYTES.of("xla", device.name).leaving * leaving
 
 
 def _decode_seconds(work: Work, tokens: float, device: Device, devices: int) -> float:
-    """Seconds to decode the quantised weights of a segment's `work` once on `device`; 0 if none is quantised. Forward
-    and backward each count them once; a recomputation does too, except of segments with SegmentCost.decodes_once.
-    tokens: those of a micro-batch on `device`. devices: of the run; on several, no kernel decodes experts' weights
-    while it multiplies (grouped_matmul)."""
+    """Seconds to decode quantised weights once. On several devices no kernel decodes while it multiplies."""
     fit = product_time(device)
     numbers = work.decoded_numbers(tokens, fit.beside_rows if device.hopper and devices == 1 else math.inf)
     return numbers * fit.decoded_bytes / (device.copy * fit.decoded_share)
 
 
 def _segment_seconds(work: Work, tokens: float, length: int, device: Device, devices: int) -> tuple[float, float]:
-    """Returns (seconds of the forward, seconds of the backward) of one segment, which is a part of a layer such as the
-    attention, for layer_forecasts. The backward's seconds contain no recomputation.
-
-    work: the segment's. tokens: those of a micro-batch on `device`. length: the tokens of a document. devices: of the
-    run."""
+    """(forward, backward) seconds of a segment, without recomputation. length: tokens of a document."""
     fit, attend = product_time(device), ATTENTION_TIME.of("cudnn", device.name)
     rate = device.gemm * tokens / (tokens + fit.half_tokens)
     weights = work.weight_bytes / device.copy
@@ -100,9 +86,7 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device, dev
 def layer_forecast(
     parts: StepCost, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
 ) -> LayerForecast:
-    """The forecast of the mean layer of a step (costs `parts`) under `plan`, as floats: `layer_forecasts` of this plan
-    alone. `forecast` makes one for each different layer plan. tokens: of a micro-batch on `device`. tile_tokens: of a
-    tile in which MLPs run if `plan` recomputes all of parts.tiled; otherwise, and with None, they run whole."""
+    """The forecast of the mean layer under one plan, as floats; see `layer_forecasts`."""
     placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in parts.known]])
     return LayerForecast(*map(float, vars(layer_forecasts(parts, placed, tokens, device, tile_tokens).at(0)).values()))
 
@@ -110,15 +94,18 @@ def layer_forecast(
 def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
-    """The forecasts of the mean layer under many plans: a LayerForecast of arrays [plans], in whose `work_forward` and
-    `work` the largest kind of layer decides. placed: int[plans, len(parts.known)], indices into PLACEMENTS. tokens: of
-    a micro-batch on `device`. tile_tokens: of an MLP's tile if a plan recomputes all of parts.tiled; None: no tiles."""
-    whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
+    """Forecasts of the mean layer under many plans, as arrays [plans].
+
+    placed: int[plans, len(parts.known)], indices into PLACEMENTS.
+    tokens: of a micro-batch on one device.
+    tile_tokens: of a tile of MLPs, under plans that recompute all of parts.tiled; None: no tiles.
+    """
+    mean_sizes = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
 
     def segment_seconds(tiles: int) -> list[tuple[float, float]]:
-        """(forward, backward) seconds of each segment if those that need no whole rows run over `tiles` tiles."""
+        """(forward, backward) of each segment, if those that need no whole rows run over tiles."""
         seconds = []
         for segment in parts.segments:
             work = segment.work
@@ -132,33 +119,31 @@ def layer_forecasts(
 
     # A plan is one set of residuals for each placement, stored as bits. There are far fewer sets than plans.
     bits = 2 ** np.arange(count := len(parts.known))
-    kept, offloaded, dropped, rounded = ((placed == at) @ bits for at, _ in enumerate(PLACEMENTS))
+    kept_masks, offloaded, dropped, rounded = ((placed == index) @ bits for index, _ in enumerate(PLACEMENTS))
 
     def names(mask: int) -> tuple[str, ...]:
-        """The names of the residuals of a set; bit i of `mask` stands for parts.known[i]."""
-        return tuple(residual.name for at, residual in enumerate(parts.known) if mask >> at & 1)
+        """Names of a set of residuals; bit i of `mask` stands for parts.known[i]."""
+        return tuple(residual.name for index, residual in enumerate(parts.known) if mask >> index & 1)
 
     def of_sets(masks: np.ndarray, function: Callable[[int], Any]) -> np.ndarray:
-        """function(mask) for each mask, computed once for equal ones: [plans, ...]."""
+        """function(mask) for each mask, computed once for equal masks: [plans, ...]."""
         values, where = np.unique(masks, return_inverse=True)
         return np.array([function(int(mask)) for mask in values])[where]
 
     def size(mask: int, most: float = math.inf) -> float:
-        """Bytes of the residuals of a set in a micro-batch, without those larger than `most`."""
-        return sum(whole[name] for name in names(mask) if whole[name] <= most)
+        """Bytes of a set in a micro-batch, without residuals larger than `most`."""
+        return sum(mean_sizes[name] for name in names(mask) if mean_sizes[name] <= most)
 
     def remade(mask: int) -> tuple[float, ...]:
-        """What `_remade` returns for a set of recomputed residuals, and the number of tiles; bits of `mask` from
-        `count` up are residuals kept in FP8."""
+        """Bits from `count` up are residuals kept in FP8."""
         dropped, rounded = names(mask), names(mask >> count)
         tiles = most_tiles if set(dropped).issuperset(parts.tiled) else 1
-        return *_remade(parts, dropped, rounded, whole, of_kinds, seconds_of[tiles], tokens, device, tiles), tiles
+        return *_remade(parts, dropped, rounded, mean_sizes, of_kinds, seconds_of[tiles], tokens, device, tiles), tiles
 
     def travelling(mask: int) -> tuple[float, float]:
-        """(forward, backward) bytes of an offloaded set that are being copied while the next layer's feed-forward
-        runs; the bit `count` of `mask` says that MLPs run over tiles."""
+        """Bit `count` says that MLPs run over tiles."""
         seconds = seconds_of[most_tiles if mask >> count else 1]
-        return _travelling(parts, names(mask), whole, size(mask & (1 << count) - 1), seconds, device)
+        return _travelling(parts, names(mask), mean_sizes, size(mask & (1 << count) - 1), seconds, device)
 
     again, at_feed_forward, at_mixer, work_forward, tiles = of_sets(dropped | rounded << count, remade).T
     leaving, arriving = of_sets(offloaded | (tiles > 1).astype(int) << count, travelling).T
@@ -167,7 +152,7 @@ def layer_forecasts(
     gaps = of_sets(offloaded, lambda mask: size(mask, tokens * parts.hidden_size * parts.dtype.itemsize))
     rounding = in_fp8 * (1 + 1 / parts.dtype.itemsize)
     rounding = rounding / (device.copy * product_time(device).decoded_share)  # the same for reading it
-    fit, beside = step_time(device), ALLOCATOR_BYTES.of("xla", device.name).arriving
+    fit, gap_share = step_time(device), ALLOCATOR_BYTES.of("xla", device.name).arriving
     once = {number: [sum(column) for column in zip(*seconds, strict=True)] for number, seconds in seconds_of.items()}
     forward, backward = (np.where(tiles > 1, once[most_tiles][i], once[1][i]) for i in (0, 1))
     forward = forward + rounding + fit.layer_seconds
@@ -175,12 +160,14 @@ def layer_forecasts(
     link = hosted / (device.link or device.copy)
     waits = [np.maximum(link - fit.hidden * seconds, 0.0) for seconds in (forward, backward)]
     return LayerForecast(
-        kept=of_sets(kept, size) + in_fp8 / parts.dtype.itemsize + low_rank,  # one scale per token is negligible
+        kept=of_sets(kept_masks, size) + in_fp8 / parts.dtype.itemsize + low_rank,  # one scale per token is negligible
         hosted=hosted,
         leaving=leaving,
         arriving=arriving,
         work_forward=work_forward,
-        work=np.maximum(np.maximum(at_feed_forward + (hosted + arriving) + beside * gaps, at_mixer + 2 * hosted), 0.0)
+        work=np.maximum(
+            np.maximum(at_feed_forward + (hosted + arriving) + gap_share * gaps, at_mixer + 2 * hosted), 0.0
+        )
         + parts.dropout_bytes * tokens,
         forward=forward + waits[0] + fit.lost * link,
         backward=backward + waits[1] + fit.lost * link,
@@ -189,49 +176,42 @@ def layer_forecasts(
     )
 
 
-def _low_rank_bytes(parts: StepCost, dropped, tokens: float) -> float:
-    """Bytes of the low-rank inputs of `tokens` tokens that an average layer keeps if it recomputes the residuals whose
-    names are in `dropped`: those of the segments for which it does not recompute what they need (low_rank_with)."""
-    return tokens * sum(one.low_rank for one in parts.segments if set(dropped).isdisjoint(one.low_rank_with))
+def _low_rank_bytes(costs: StepCost, dropped, tokens: float) -> float:
+    return tokens * sum(
+        segment.low_rank for segment in costs.segments if set(dropped).isdisjoint(segment.low_rank_with)
+    )
 
 
-def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, tokens, device, tiles) -> tuple[float, ...]:
-    """Forecasts the time and the memory that an average layer needs to recompute residuals. `layer_forecasts` calls it.
+def _remade(
+    costs: StepCost, dropped, rounded, mean_sizes, of_kinds, seconds, tokens, device, tiles
+) -> tuple[float, ...]:
+    """What recomputation takes: (seconds of the mean layer, bytes in a feed-forward's backward, in a mixer's, at the
+    forward's end). Bytes are temporaries and recomputed residuals, the largest of all kinds of layers; -inf: no such
+    backward.
 
-    Args:
-      parts: the costs of the whole step, by segment.
-      tokens: the number of tokens of a micro-batch on one device.
-      device: the device that runs the step.
-      dropped, rounded: names of residuals that are recomputed, and of those that are kept in FP8.
-      whole: {residual: its bytes in a micro-batch, as the mean of all layers}.
-      of_kinds: for each kind of layer, {residual: its bytes in a micro-batch}.
-      seconds: (forward, backward) of each segment, a function in the chain by which a layer is computed.
-      tiles: number of tiles of a row's tokens over which segments run that need no whole rows.
-    Returns:
-      (seconds of recomputation of an average layer; bytes in the feed-forward's backward; in the mixer's backward; at
-        the end of the layer's forward). The bytes are those of temporary arrays and, in the backward, of recomputed
-        residuals, without copies from the host; each is the largest of all kinds of layers; -inf: no such backward.
+      dropped, rounded: residuals that are recomputed, and kept in FP8.
+      whole, of_kinds: {residual: bytes in a micro-batch} of the mean layer, and of each kind.
     """
 
     def in_tiles(sizes):
-        return sizes | {name: sizes[name] / tiles for name in parts.tiled if name in sizes}
+        return sizes | {name: sizes[name] / tiles for name in costs.tiled if name in sizes}
 
-    size, recompute = in_tiles(whole), 0.0
-    for segment, (once, _) in zip(parts.segments, seconds, strict=True):
+    size, recompute = in_tiles(mean_sizes), 0.0
+    for segment, (once, _) in zip(costs.segments, seconds, strict=True):
         missing = sum(size[name] for name in segment.outputs if name in dropped)
         if missing and not segment.ends and not segment.runs_again:
             share = missing / sum(size[name] for name in segment.outputs) if segment.separable else 1.0
             recompute += share * once
             if segment.decodes_once:
-                recompute -= _decode_seconds(segment.work, tokens, device, parts.devices)
+                recompute -= _decode_seconds(segment.work, tokens, device, costs.devices)
     at_feed_forward, at_mixer, work_forward = -math.inf, -math.inf, 0.0
-    for kind, sizes in zip(parts.kinds, of_kinds, strict=True):
+    for kind, sizes in zip(costs.kinds, of_kinds, strict=True):
         facts = Sizes(
             residuals=in_tiles(sizes),
             recomputed=frozenset((*dropped, *rounded)),  # a residual kept in FP8 is decoded anew in the backward
             tiles=tiles,
-            dtype=parts.dtype,
-            length=parts.length,
+            dtype=costs.dtype,
+            length=costs.length,
             hopper=device.hopper,
             device=device.name,
         )
@@ -241,44 +221,30 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, tokens,
     return recompute, at_feed_forward, at_mixer, work_forward
 
 
-def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, device) -> tuple[float, float]:
-    """(in the forward, in the backward) bytes that are still being copied over the host link while the feed-forward of
-    the next layer runs, and therefore take device memory there: `leaving` and `arriving` of a LayerForecast.
-    The largest offloaded residuals are copied out first and back last, while the mixer runs if its time is enough.
-
-    Args:
-      parts, device: the step's costs, and the device.
-      offloaded: names of the residuals that are offloaded.
-      whole: {residual: its bytes in a micro-batch}.
-      hosted: bytes of all offloaded residuals.
-      seconds: (forward, backward) of each segment, a function in the chain by which a layer is computed.
+def _travelling(costs: StepCost, offloaded, mean_sizes, hosted: float, seconds, device) -> tuple[float, float]:
+    """(forward, backward) bytes still on the host link while the next layer's feed-forward runs. The largest residuals
+    leave first and return last, while the mixer runs if its time is enough. hosted: bytes of all offloaded residuals.
     """
     travelling = [hosted, hosted]
-    offloaded = sorted(offloaded, key=lambda name: whole[name], reverse=True)
+    offloaded = sorted(offloaded, key=lambda name: mean_sizes[name], reverse=True)
     for direction in (0, 1):
         stages = [
             times[direction]
-            for segment, times in zip(parts.segments, seconds, strict=True)
+            for segment, times in zip(costs.segments, seconds, strict=True)
             if segment.in_mixer and not (direction and segment.first)
         ]
         room = step_time(device).hidden * sum(stages) * (device.link or device.copy)
         for name in offloaded:
-            if whole[name] > room:
+            if mean_sizes[name] > room:
                 break
-            room -= whole[name]
-            travelling[direction] -= whole[name]
+            room -= mean_sizes[name]
+            travelling[direction] -= mean_sizes[name]
     return travelling[0], travelling[1]
 
 
 def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
-    """The most device bytes that a layer's backward takes for recomputed residuals and its own values, for `_remade`.
-
-    Args:
-      kind: the layer.
-      sizes: the sizes of its residuals, and which are recomputed.
-    Returns:
-      (bytes at a feed-forward's backward, bytes at a mixer's backward). A feed-forward whose scratch memory covers
-      the mixer (Scratch.covers_mixer) counts in the second, in place of the mixers before it. -inf: no such part.
+    """The most device bytes of (a feed-forward's, a mixer's) backward; -inf: none. A feed-forward whose scratch memory
+    covers the mixer (Scratch.covers_mixer) counts as a mixer, in place of those before it.
     """
     block = kind.block
     dropped = {name: sizes[name] for name in kind.residuals if name in sizes.recomputed}
@@ -286,38 +252,34 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
     waiting = sum(bytes_of(sizes) for outputs, bytes_of in derivatives if not dropped.keys().isdisjoint(outputs))
     remaining = sum(dropped.values())  # without the residuals of parts whose backward is done
     at_feed_forward, at_mixer, covered = -math.inf, -math.inf, False
-    for part, outputs in reversed([*kind.outputs.items()]):
-        scratch = block.backward_bytes(part, sizes)
+    for layer_part, outputs in reversed([*kind.outputs.items()]):
+        scratch = block.backward_bytes(layer_part, sizes)
         bytes_here = remaining + scratch.own + scratch.around
-        if part in kind.mixer_outputs:
+        if layer_part in kind.mixer_outputs:
             if sizes.tiles > 1:
                 bytes_here -= sum(dropped.get(name, 0.0) for name in outputs[-1])
             at_mixer = at_mixer if covered else max(at_mixer, bytes_here)
         elif scratch.covers_mixer:
             covered = True
-            of_mixers = sum(block.waiting_bytes(mixer, sizes) for mixer in _mixers_before(kind, part))
+            of_mixers = sum(block.waiting_bytes(mixer, sizes) for mixer in _mixers_before(kind, layer_part))
             at_mixer = max(at_mixer, bytes_here + waiting + of_mixers)
         else:
-            later = sum(_not_made_yet(kind.outputs[mixer], dropped) for mixer in _mixers_before(kind, part))
+            later = sum(_not_made_yet(kind.outputs[mixer], dropped) for mixer in _mixers_before(kind, layer_part))
             at_feed_forward = max(at_feed_forward, bytes_here + waiting - later)
-        for name in (name for made in outputs for name in made):
+        for name in (name for segment_outputs in outputs for name in segment_outputs):
             remaining -= dropped.get(name, 0.0)
     return at_feed_forward, at_mixer
 
 
-def _mixers_before(kind: LayerKind, part: str) -> list[str]:
-    """The names of all mixers before `part`, a feed-forward. At its backward `_backward_bytes` adds their waiting bytes
-    if `part` covers the mixer (Scratch.covers_mixer), and else subtracts what `_not_made_yet` says of each."""
-    before = itertools.takewhile(lambda name: name != part, kind.outputs)
+def _mixers_before(kind: LayerKind, feed_forward: str) -> list[str]:
+    before = itertools.takewhile(lambda name: name != feed_forward, kind.outputs)
     return [name for name in before if name in kind.mixer_outputs]
 
 
 def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, float]) -> float:
-    """Bytes that are not in memory yet while a layer's feed-forward is differentiated, so that `_backward_bytes`
-    subtracts them there: the dropped residuals that the mixer's first segment makes.
-    They count as 0 if a middle segment of the mixer is recomputed as well: it reads them, so they come back earlier.
-    outputs: for each segment of the mixer, the names of the residuals that it makes. dropped: bytes by name of the
-    residuals that are recomputed in the backward pass."""
-    if any(name in dropped for made in outputs[1:-1] for name in made):
+    """Bytes of the mixer's first dropped residuals, not in memory while the feed-forward is differentiated; 0 if a
+    middle segment is recomputed, too, which reads them and brings them back earlier.
+    """
+    if any(name in dropped for segment_outputs in outputs[1:-1] for name in segment_outputs):
         return 0.0
     return sum(dropped.get(name, 0.0) for name in outputs[0])

@@ -1,6 +1,4 @@
-"""The plans for one layer among which the choice of a plan is made: every combination of placements that the layer's
-residuals allow, as long as there are few groups of residuals that are placed independently. `layer_plans` makes them,
-as `LayerPlans`."""
+"""The plans for one layer from which a step's plan is made."""
 
 from __future__ import annotations
 
@@ -18,40 +16,27 @@ _PLACED_ALONE = 7  # at most this many groups of residuals have a placement of t
 
 
 class LayerPlans(Sequence[LayerPlan]):
-    """Plans for one layer, stored as an array, because there are thousands whose forecasts are computed at once, and
-    converted to LayerPlan when they are indexed. A plan gives each residual a placement: keep, keep in fp8, offload to
-    the host, or recompute.
-
-    Args:
-      known: the residuals of all layers of the model (StepCost.known).
-      placed: int[plans, known], indices into PLACEMENTS, the tuple of the four placements; also an attribute.
+    """Thousands of plans for one layer as an array, converted when they are indexed. placed: int[plans, known], indices
+    into PLACEMENTS.
     """
 
     def __init__(self, known: tuple[Residual, ...], placed: np.ndarray):
         self._known, self.placed = known, placed
 
     def __len__(self) -> int:
-        """The number of plans."""
         return len(self.placed)
 
     def __getitem__(self, index: Any) -> LayerPlan:
-        """The plan at `index`, an int, in its shortest form (LayerPlan.resolved)."""
-        hows = (PLACEMENTS[at] for at in self.placed[index])
+        hows = (PLACEMENTS[placement] for placement in self.placed[index])
         return LayerPlan(**{r.name: how for r, how in zip(self._known, hows, strict=True)}).resolved(self._known)
 
 
 def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
-    """The plans to choose from, each for one layer: every combination of placements that its residuals allow. Residuals
-    that are decided jointly (Residual.decided_with) have the same placement, and residuals that are declared `small`
-    are kept. All are forecast (`layer_forecasts`), and the choice of a plan combines the best of them.
+    """Every combination of placements; residuals decided jointly (Residual.decided_with) share one, `small` ones are
+    kept.
 
-    If there are more than seven groups that may be recomputed, the seven largest of them are placed independently and
-    the others of them alike: each further group triples the number of plans, and small groups have too few bytes to
-    justify that. Groups that cannot be recomputed are always placed independently.
-
-    Args:
-      parts: the step's costs.
-      offload: whether plans may copy residuals to the host; False: no plan does.
+    Of more than seven recomputable groups the seven largest are placed freely and the rest alike: each group triples
+    the number of plans, and small ones have few bytes. offload: whether plans may copy residuals to the host.
     """
     by_decision: dict[str, list[Residual]] = {}
     for residual in parts.known:
@@ -65,7 +50,6 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
         groups = [*bound, *free[:_PLACED_ALONE], [r for group in free[_PLACED_ALONE:] for r in group]]
 
     def placements(group: list[Residual]) -> list[int]:
-        """The placements that all residuals of `group` can have, as indices into PLACEMENTS."""
         possible: dict[Placement, bool] = {
             "keep": True,
             "fp8": all(r.in_fp8 for r in group),
@@ -74,9 +58,9 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
         }
         return [PLACEMENTS.index(how) for how, can in possible.items() if can]
 
-    chosen = np.array(list(itertools.product(*map(placements, groups))))
-    placed = np.full((len(chosen), len(parts.known)), PLACEMENTS.index("keep"))
-    for at, group in enumerate(groups):
+    combinations = np.array(list(itertools.product(*map(placements, groups))))
+    placed = np.full((len(combinations), len(parts.known)), PLACEMENTS.index("keep"))
+    for index, group in enumerate(groups):
         for residual in group:
-            placed[:, parts.known.index(residual)] = chosen[:, at]
+            placed[:, parts.known.index(residual)] = combinations[:, index]
     return LayerPlans(parts.known, placed)

@@ -1,12 +1,6 @@
-"""The phases of a run, from loading to exporting, and the memory that each of them needs.
-
-A run is more than its steps: it loads, may resume, scores rows with a reference, evaluates, samples answers, saves and
-exports. Each phase keeps some of the arrays that the step keeps, and needs some memory of its own. A run prints a table
-of its phases (`phases_of` makes each `Phase`, teacher_pass.py that of a teacher; `phase_lines` makes the lines, with
-`phase_warnings`) before step 0, so that a phase that will not fit is reported then and not after the last step. The
-context `phase` turns the allocator's error in a phase into OutOfDeviceMemory, which names a fix. `questions_at_a_time`
-plans how exact match samples (`Sampled`); `prefill_bytes` and `loading_bytes` forecast the memory of a sampler's
-prefill and of loading."""
+"""Memory of each phase of a run, such as load, resume, step, evaluate, save and export. The table of phases is printed
+before step 0, so that a phase that will not fit is known before the last step.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +49,6 @@ _SHORTER = {
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """The memory that one phase of a run (such as "load", "step" or "export") needs at its peak, by forecast, and what
-    helps if that does not fit. `phase_lines` makes the text of all of them, and `phase_warnings` compares them with the
-    memory. No plan is chosen by it."""
-
     # The phase's name in the report and in errors.
     name: str
     # Bytes on each device.
@@ -70,15 +60,12 @@ class Phase:
 
 
 class OutOfDeviceMemory(ValueError):
-    """Device memory ran out in a phase of a run, such as "load". The message names the phase and what helps, such as a
-    change of the config with which it needs less; commands print it without a traceback. `phase` raises it."""
+    """Device memory ran out in a phase of a run; the message says what helps. Commands print it without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """How a run that asks its model held-out questions (exact match) answers them: how many at a time, and how long
-    they are. `questions_at_a_time` makes it before the run, so that the memory of the phase is known. app.answer takes
-    only `rows` from it; the lengths are for the forecast and the text."""
+    """How held-out questions are answered: how many at a time, and how long they are."""
 
     # Number of questions that are answered at a time.
     rows: int
@@ -87,14 +74,10 @@ class Sampled:
     answer: int
 
     def __str__(self) -> str:
-        """The text that `phase_lines` prints, such as "sampling: 32 slots of 1,024 tokens": the questions answered at a
-        time, and the tokens of the longest prompt and answer."""
         return f"sampling: {self.rows} slots of {self.prompt + self.answer:,} tokens"
 
     def bytes(self, parts: StepCost, device: Device) -> float:
-        """Device bytes that answering `rows` questions at a time takes in addition to the weights: the layers' states,
-        such as caches of keys and values, and the pass over the prompts. The forecast of the phase "sample" has them,
-        and the number of questions is chosen so that they fit. parts: the step's costs. device: the device."""
+        """Device bytes beside the weights: the layers' states, such as caches, and the pass over the prompts."""
         kinds = zip(parts.kinds, parts.kind_counts, strict=True)
         states = sum(count * kind.state_bytes(self.prompt, self.answer) for kind, count in kinds)
         prefill = forward_bytes(parts, self.rows * self.prompt, self.rows, device)
@@ -104,19 +87,8 @@ class Sampled:
 def questions_at_a_time(
     parts: StepCost, device: Device, budget_bytes: float | None, prompt: int, answer: int, most: int = 32
 ) -> Sampled:
-    """Plans how many questions the model answers at a time: `most`, halved until the memory that they take
-    (`Sampled.bytes`) fits beside all weights, without the optimizer's states, or only one is left, which may not fit
-    either. app.sampled_by calls it.
-
-    Args:
-      parts: the step's costs.
-      device: the device.
-      budget_bytes: its memory; None: no limit, and all `most` are answered at a time.
-      prompt: tokens of the longest prompt.
-      answer: tokens of the longest answer.
-      most: the largest number of questions.
-    Returns:
-      the number, with `prompt` and `answer` rounded up to powers of two, to which sampling pads them.
+    """`most` questions at a time, halved until they fit beside all weights (without optimizer states), or 1, which may
+    not. prompt, answer: tokens of the longest.
     """
     prompt, answer = (
         1 << (tokens - 1).bit_length() for tokens in (prompt, answer)
@@ -130,16 +102,14 @@ def questions_at_a_time(
 
 
 def prefill_bytes(parts: StepCost, device: Device) -> float:
-    """Device bytes of the forward pass by which a sampler prefills prompts, 2,048 tokens at a time, in addition to the
-    weights and to the caches of the answers that it samples. What is left beside it is the room for these caches, when
-    the sampler's slots are planned. parts: the step's costs. device: the device."""
+    """Device bytes of a sampler's prefill, 2,048 tokens at a time, beside weights and caches."""
     return forward_bytes(parts, PREFILL_TOKENS, 0, device)
 
 
 def loading_bytes(model: Decoder, itemsize: int, quantized: bool) -> tuple[float, float]:
-    """(device bytes, host bytes) that loading a model takes at its peak in addition to its weights, by which the phases
-    "load" and "teacher" are forecast. model: its arrays may be abstract. itemsize: bytes of a number in the dtype of
-    weights that are not quantised. quantized: whether weights are quantised on loading."""
+    """(device, host) bytes that loading takes beside the weights. model: may be abstract. itemsize: bytes of an
+    unquantised number. quantized: whether loading quantises.
+    """
     largest = max(
         (m.stored_weight.size for _, m in matrices(model) if isinstance(m.stored_weight, Stored) or m.lora is None),
         default=0,
@@ -161,30 +131,22 @@ def phases_of(
     sampled: Sampled | None = None,
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
 ) -> list[Phase]:
-    """The phases of a run under a plan, in their order: "load", "resume" (of this run or a later one), "reference" (dpo
-    and kto only), "step", "evaluate" (with held-out rows), those of `slots` ("answers" and "generate"), "save" (with
-    checkpoint.every_steps or every_minutes), "sample" (with `sampled`) and "export" (with export.merged, or with
-    export.adapter and an adapter). The pass of a teacher is not among them (TeacherPass.phase). Trainer makes the
-    table of phases from them, which warns of those that will not fit; none is refused by it.
+    """The phases of a run in their order, without a teacher's pass.
 
-    Args:
-      model: what trains; its arrays may be abstract.
-      given: its trainable tensors in the dtypes in which they were loaded.
-      parts: the step's costs.
-      forecast: the forecast of the step under the plan in force.
-      device: the device.
-      config: the run's.
-      weight_parts: the number of devices over which weights are divided.
-      sampled: how held-out questions are answered at the end; None: none are.
-      slots: {phase: the memory plan of the rows in which it samples answers between two steps}, from setup.with_slots.
+    given: trainable tensors in the dtypes in which they were loaded.
+    forecast: of the step.
+    weight_parts: devices over which weights are divided.
+    sampled: how held-out questions are answered at the end; None: none are.
+    slots: {phase: memory plan of the rows in which it samples between steps}.
     """
     plan, fixed = forecast.plan, parts.fixed
     weights = parts.frozen_bytes + parts.resident_bytes(plan.residuals.resident)
     trained, states = trained_bytes(parts), fixed["optimizer states"]
     start = partition.bytes_per_device(given, weight_parts)
-    here = max(parts.devices // processes.count(), 1)  # devices whose host memory is this process's
-    used, saved = here * forecast.host_bytes, min(here, weight_parts) * saved_bytes(parts)
-    pinned = min(pool_bytes(used), max(used, here * device.host_bytes))  # XLA lets its pool grow no further
+    local_devices = max(parts.devices // processes.count(), 1)  # devices whose host memory is this process's
+    hosted_bytes, saved = local_devices * forecast.host_bytes, min(local_devices, weight_parts) * saved_bytes(parts)
+    # XLA lets its pool grow no further.
+    pinned = min(pool_bytes(hosted_bytes), max(hosted_bytes, local_devices * device.host_bytes))
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     forward = forward_bytes(parts, tokens, plan.chunk_tokens, device)
     between = parts.fixed_bytes(plan.micro_batches, plan.residuals.resident)
@@ -192,29 +154,29 @@ def phases_of(
     less_rows = "fewer rows_per_step, or more micro_batches"
 
     loading, arriving = loading_bytes(model, parts.dtype.itemsize, config.model.load_in in LOADED)
-    found = [
+    phases = [
         Phase("load", weights + start + loading, arriving, "model.load_in=nf4"),
         Phase("resume", weights + trained + states, min(saved, READ_AT_ONCE_BYTES), "a device with more memory"),
     ]
     if config.objective.name in ("dpo", "kto"):
         codes = fixed.get(TRANSPOSED_CODES, 0.0)
-        found.append(Phase("reference", weights + codes + trained + states + forward, 0.0, less_rows))
-    found.append(Phase("step", step, pinned, less_rows))
+        phases.append(Phase("reference", weights + codes + trained + states + forward, 0.0, less_rows))
+    phases.append(Phase("step", step, pinned, less_rows))
     if config.data.eval is not None or config.data.eval_rows:
-        found.append(Phase("evaluate", between + forward, 0.0, less_rows))
-    for name, own in slots.items():
-        sampling = between + own.bytes + own.converted_bytes + prefill_bytes(parts, device)
-        found.append(Phase(name, sampling, 0.0, _SHORTER[name]))
+        phases.append(Phase("evaluate", between + forward, 0.0, less_rows))
+    for name, slot_plan in slots.items():
+        sampling = between + slot_plan.bytes + slot_plan.converted_bytes + prefill_bytes(parts, device)
+        phases.append(Phase(name, sampling, 0.0, _SHORTER[name]))
     if config.checkpoint.saves:
         # What the step pinned stays pinned while a copy of the state is written.
-        found.append(Phase("save", between, pinned + saved, _LESS_SAVED))
+        phases.append(Phase("save", between, pinned + saved, _LESS_SAVED))
     if sampled is not None:
         asking = weights + trained + start + sampled.bytes(parts, device)
-        found.append(Phase("sample", asking, 0.0, "a smaller evaluation.max_new_tokens"))
+        phases.append(Phase("sample", asking, 0.0, "a smaller evaluation.max_new_tokens"))
     adapted = has_adapter(model)
     if config.export.merged or (config.export.adapter and adapted):
         merging, host = merge_bytes(model) if config.export.merged else (0, 0)
-        found.append(
+        phases.append(
             Phase(
                 "export",
                 weights + trained + start + merging,
@@ -222,7 +184,7 @@ def phases_of(
                 f"export.merged=false, then `{spelled('export')}` on a machine with more memory",
             )
         )
-    return found
+    return phases
 
 
 def phase_lines(
@@ -232,54 +194,37 @@ def phase_lines(
     sampled: Sampled | None = None,
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
 ) -> list[str]:
-    """The table of phases as lines of text, printed before step 0: one line for all of them, a warning for each phase
-    that will not fit, and how answers are sampled. Trainer.memory_notes makes it of all phases of a run; pass_lines
-    makes it of a teacher's pass alone, where --plan plans without weights (show_plan).
-
-    Args:
-      phases: as phases_of returns them, or TeacherPass.phase.
-      budget_bytes: memory of a device; None: no limit.
-      host_bytes: memory of this machine; None: unknown.
-      sampled: how held-out questions are answered; None: none are.
-      slots: {phase: the memory plan of the rows in which it samples answers between two steps}.
+    """The table of phases: one line for all, warnings, and how answers are sampled. budget_bytes: of a device; None: no
+    limit. host_bytes: of this machine; None: unknown.
     """
     device = ", ".join(f"{phase.name} {phase.device_bytes / 1e9:.2f}" for phase in phases)
     host = ", ".join(f"{phase.name} {phase.host_bytes / 1e9:.2f}" for phase in phases if phase.host_bytes >= 1e7)
     room = "" if budget_bytes is None else f" of {budget_bytes / 1e9:.2f}"
-    found = [f"  memory of each phase: {device} GB{room}; in host memory {host or 'nothing'}{' GB' if host else ''}"]
-    found += phase_warnings(phases, budget_bytes, host_bytes)
-    found += [] if sampled is None else [f"  {sampled}"]
-    return found + [f"  sampling in phase {name}: {own}" for name, own in slots.items()]
+    lines = [f"  memory of each phase: {device} GB{room}; in host memory {host or 'nothing'}{' GB' if host else ''}"]
+    lines += phase_warnings(phases, budget_bytes, host_bytes)
+    lines += [] if sampled is None else [f"  {sampled}"]
+    return lines + [f"  sampling in phase {name}: {slot_plan}" for name, slot_plan in slots.items()]
 
 
 def phase_warnings(phases: Sequence[Phase], budget_bytes: float | None, host_bytes: float | None) -> list[str]:
-    """A line for each phase that will not fit the memory of a device, `budget_bytes`, or of this machine, `host_bytes`
-    (None: no limit, or unknown), with its remedy; two lines if it fits neither, [] if all phases fit. The table of
-    phases has them, and TeacherPass.warnings returns them, to be printed before a teacher is loaded; nothing is refused
-    here."""
-    found = []
+    """A line, with the remedy, for each phase and memory, of device or host, that is too small; nothing is refused."""
+    lines = []
     for phase in phases:
-        for need, there, what in (
+        for need, room, side in (
             (phase.device_bytes, budget_bytes, "device"),
             (phase.host_bytes, host_bytes, "host"),
         ):
-            if there is not None and need > there:
-                found.append(
-                    f"warning: {phase.name} will need {need / 1e9:.2f} GB of {there / 1e9:.2f} GB of {what} memory: "
+            if room is not None and need > room:
+                lines.append(
+                    f"warning: {phase.name} will need {need / 1e9:.2f} GB of {room / 1e9:.2f} GB of {side} memory: "
                     f"{phase.remedy}"
                 )
-    return found
+    return lines
 
 
 @contextlib.contextmanager
 def phase(name: str, remedy: str) -> Iterator[None]:
-    """A context around one phase of a run. If the device's memory runs out in it, the error of the allocator is raised
-    as OutOfDeviceMemory, whose message has the phase (`name`) and what helps, such as a change of the config with which
-    it needs less (`remedy`). Other errors pass unchanged.
-
-    Raises:
-      OutOfDeviceMemory: device memory ran out.
-    """
+    """A context that turns the allocator's error into OutOfDeviceMemory with `name` and `remedy`."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

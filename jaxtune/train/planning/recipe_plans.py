@@ -1,6 +1,5 @@
-"""Stored plans of the packaged recipes on usual cards, which `jaxtune info --device` shows: to make them takes minutes.
-
-`python -m scripts.recipe_plans` writes the file anew.
+"""Stored plans of the packaged recipes on usual cards, as planning takes minutes; `python -m scripts.recipe_plans`
+writes them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ CARDS = (
 
 @functools.cache
 def costs(recipe: str, like: str) -> tuple[TrainConfig, StepCost, DecoderConfig]:
-    """(config, costs of a step, the model's config) of a recipe; `like`: a card whose fitted numbers count."""
+    """(config, costs of a step, the model's config). like: a card whose fitted numbers count."""
     config = load_config(recipe, [], rows_needed=False)
     with planned_for(like):
         hf = find_config(config.model.path or "")
@@ -51,29 +50,26 @@ def costs(recipe: str, like: str) -> tuple[TrainConfig, StepCost, DecoderConfig]
 
 
 def parameters_of(shape: DecoderConfig) -> int:
-    """The number of parameters of a model."""
     return parameters(nnx.state(nnx.eval_shape(lambda: Decoder(shape, jax.random.key(0), "bfloat16"))))
 
 
 def forecast(recipe: str, card: str) -> dict[str, float] | None:
-    """{"gb": peak memory, "tokens_per_second"} of a recipe on a card, by its best plan; None: it does not fit."""
+    """{"gb": peak, "tokens_per_second"} of the best plan; None: none fits."""
     # Costs have fitted numbers of the cards that were measured: H100, and H200 for all others.
-    config, parts, _ = costs(recipe, "H100" if card == "H100" else "")
+    config, step_costs, _ = costs(recipe, "H100" if card == "H100" else "")
     device = devices.find_device(card)
     budget = devices.budget(config, device)
     assert budget is not None
     with planned_for(card):
         try:
-            found, _ = search.next_plan(parts, config, device, search.Room(budget, devices.limit(config, device)))
+            best, _ = search.next_plan(step_costs, config, device, search.Room(budget, devices.limit(config, device)))
         except PlanError:
             return None
-    return {"gb": round(found.peak_bytes / 1e9, 2), "tokens_per_second": float(f"{found.tokens_per_second:.3g}")}
+    return {"gb": round(best.peak_bytes / 1e9, 2), "tokens_per_second": float(f"{best.tokens_per_second:.3g}")}
 
 
 @dataclasses.dataclass(frozen=True)
 class RecipePlan:
-    """A recipe on a card where it fits."""
-
     recipe: str
     model: str
     trains: str  # "adapter" or "all" parameters
@@ -85,7 +81,6 @@ class RecipePlan:
 
 @functools.cache
 def stored() -> dict[str, dict[str, Any]]:
-    """{recipe: {"model", "trains": "adapter" or "all", "parameters", "cards": {card: as `forecast` returns it}}}."""
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
@@ -95,7 +90,7 @@ def unplanned() -> list[str]:
 
 
 def on_card(card: str) -> tuple[list[RecipePlan], list[str]]:
-    """(the recipes that fit one of CARDS, by size of the model, the names of the others)."""
+    """(recipes that fit one of CARDS, largest model first; names of the others)."""
     fitting, too_large = [], []
     for recipe, facts in stored().items():
         plan = facts["cards"][card]
@@ -111,7 +106,7 @@ def on_card(card: str) -> tuple[list[RecipePlan], list[str]]:
 
 
 def choice(fitting: Sequence[RecipePlan]) -> RecipePlan:
-    """The recipe to take: of adapters' the largest model at FAST tokens/s or more, else the fastest of all."""
+    """The recipe to take: the largest adapter model at FAST tokens/s or more, else the fastest of all."""
     fast = [plan for plan in fitting if plan.tokens_per_second >= FAST and plan.trains == "adapter"]
     if fast:
         return max(fast, key=lambda plan: (plan.parameters, plan.tokens_per_second))
@@ -119,13 +114,16 @@ def choice(fitting: Sequence[RecipePlan]) -> RecipePlan:
 
 
 def nearest(card: str) -> str:
-    """The card with stored plans that is most like `card`: of those with no more memory the largest, and of these the
-    nearest in speed. Raises ValueError for a card that is not known, or smaller than all."""
+    """The card with stored plans most like `card`: the largest with no more memory, then by speed. ValueError if
+    unknown or smaller than all.
+    """
     devices.find_device(card)
     sheet = data_sheet(card)
     assert sheet is not None
-    sheets = [(name, found) for name in CARDS if (found := data_sheet(name)) is not None]
-    fitting = [(name, found) for name, found in sheets if found.memory_gib <= sheet.memory_gib]
+    sheets = [(name, card_sheet) for name in CARDS if (card_sheet := data_sheet(name)) is not None]
+    fitting = [(name, card_sheet) for name, card_sheet in sheets if card_sheet.memory_gib <= sheet.memory_gib]
     if not fitting:
         raise ValueError(f"{card}: its {sheet.memory_gib:g} GB are less than any packaged recipe was planned for")
-    return min(fitting, key=lambda one: (-one[1].memory_gib, abs(one[1].bf16_tflops - sheet.bf16_tflops), one[0]))[0]
+    return min(
+        fitting, key=lambda entry: (-entry[1].memory_gib, abs(entry[1].bf16_tflops - sheet.bf16_tflops), entry[0])
+    )[0]

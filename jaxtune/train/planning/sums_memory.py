@@ -1,7 +1,6 @@
-"""What is in the memory of a step's gradient sums before gradients are written there. A step of one micro-batch does
-not read its first sums (StepProgram._reads_sums), so XLA places other values in their memory: one value at a time in
-the memory of each tensor, if it is no larger. `sums_memory` makes a model's `SumsMemory`, and forecasts subtract what
-`in_sums` finds there under a plan."""
+"""What lies in the memory of gradient sums before gradients are written. A step of one micro-batch does not read its
+first sums, so XLA places other values there: one at a time in each tensor's, if it fits. Forecasts subtract them.
+"""
 
 from __future__ import annotations
 
@@ -26,33 +25,28 @@ type _Values = list[tuple[float, float]]  # (bytes of a value, number of such va
 
 @dataclasses.dataclass(frozen=True)
 class SumsMemory:
-    """Bytes of the gradient sums of a model's trained matrices on a device. With an adapter, whose sums are small, and
-    on several devices, which exchange gradients first, nothing is taken to lie in them, and they are not listed."""
+    """Bytes of the gradient sums of trained matrices. Empty with an adapter, whose sums are small, and on several
+    devices, which exchange gradients first.
+    """
 
     layers: tuple[tuple[float, ...], ...] = ()  # of each matrix of each layer
     around: tuple[float, ...] = ()  # of embedding and head, if they are in bfloat16
     head: float = 0.0  # of a head in float32: from the loss on, its gradient is added up where its sum is
 
     def bytes(self, values: _Values, layers: int, backward: bool) -> float:
-        """How many bytes of `values` XLA places in the memory of sums. The largest values are placed first.
-
-        Args:
-          values: the sizes of the values, and how many there are of each.
-          layers: the number of first layers whose sums have no gradients yet.
-          backward: False: at the loss and in the forward. True: in the backward of the last of these layers; the sum of
-            the head has its gradient then.
+        """Bytes of `values` that XLA places there, largest first. layers: first layers whose sums have no gradients
+        yet. backward: the last of these is in its backward, when the head's sum has its gradient.
         """
-        around = sorted(self.around)[: -1 if backward else None]  # the head's gradient is there in the backward
-        free = np.sort([*around, *(size for layer in self.layers[:layers] for size in layer)])
-        taken = found = 0.0
+        around_sizes = sorted(self.around)[: -1 if backward else None]  # the head's gradient is there in the backward
+        free = np.sort([*around_sizes, *(size for layer in self.layers[:layers] for size in layer)])
+        used_sums = placed_bytes = 0.0
         for size, number in sorted(values, reverse=True):
-            fit = min(number, max(len(free) - np.searchsorted(free, size) - taken, 0.0))
-            taken, found = taken + fit, found + fit * size
-        return float(found)
+            fit = min(number, max(len(free) - np.searchsorted(free, size) - used_sums, 0.0))
+            used_sums, placed_bytes = used_sums + fit, placed_bytes + fit * size
+        return float(placed_bytes)
 
     def copies(self, layers: int, bytes_of_all: float) -> _Values:
-        """The copies of the first `layers` layers' weights in the compute dtype, as values that may be in sums.
-        bytes_of_all: of all layers' copies (StepCost.cast_bytes); 0 if there are none."""
+        """Copies of the first `layers` layers' weights in the compute dtype. bytes_of_all: of all layers."""
         share = bytes_of_all / max(sum(map(sum, self.layers)), 1.0)
         return [(share * size, 1.0) for layer in self.layers[:layers] for size in layer] if share else []
 
@@ -61,20 +55,18 @@ NO_SUMS = SumsMemory()
 
 
 def sums_memory(model: Decoder, kept: nnx.State, config: TrainConfig, devices: int) -> SumsMemory:
-    """The memory of the gradient sums of `kept`, the State of the trained weights of `model` in the dtypes in which
-    they are stored. config: the run's. devices: the number of its mesh's devices."""
+    """The sums of `kept`, the trained weights in stored dtypes."""
     if config.adapter is not None or devices > 1:
         return NO_SUMS
 
     def sizes(tree) -> list[float]:
-        """The size in bytes of each matrix of `tree`, in the order of its leaves."""
         return [nbytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.ndim > 1]
 
     layers = tuple(tuple(sizes(layer)) for layer in kept.get("layers", {}).values())
-    around = sizes({name: part for name, part in kept.items() if name != "layers"})
+    around_sizes = sizes({name: weights for name, weights in kept.items() if name != "layers"})
     in_bf16 = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(kept))
     if in_bf16:
-        return SumsMemory(layers, tuple(around))
+        return SumsMemory(layers, tuple(around_sizes))
     head = model.head_variable
     return SumsMemory(layers, head=4.0 * math.prod(head.shape) if isinstance(head, nnx.Param) else 0.0)
 
@@ -88,45 +80,35 @@ def in_sums(
     plan: StepPlan,
     tokens: float,
 ) -> Callable[[int, bool], float]:
-    """What is in the memory of gradient sums in a step under `plan`, for its forecast.
+    """A function of (first layers whose backward is not done, whether the backward runs) -> bytes in sums: kept
+    residuals, copies of weights, the head's gradient. 0 with several micro-batches, which read their sums.
 
-    Args:
-      sums: the memory.
-      kinds, counts: the kinds of layers, and how many layers are of each.
-      known: the residuals of all layers.
-      cast_bytes: of the copies of all layers' weights in the compute dtype.
-      plan: the plan.
-      tokens: of a micro-batch on the device.
-    Returns:
-      a function of (the number of first layers whose backward is not done, whether the backward is under way) that
-        returns the bytes, in sums, of their kept residuals, of the copies of their weights and of the head's gradient:
-        0 with several micro-batches, which read their sums.
+      kinds, counts: kinds of layers, and their numbers.
+      cast_bytes: copies of all layers' weights in the compute dtype.
     """
     if plan.micro_batches > 1 or not sums.layers:
         return lambda layers, backward: 0.0
-    each = {layer: _kept(kinds, counts, layer, known, tokens) for layer in set(plan.residuals.layers)}
+    residuals_of = {layer: _kept(kinds, counts, layer, known, tokens) for layer in set(plan.residuals.layers)}
 
     def found(layers: int, backward: bool) -> float:
-        """The bytes, as described above."""
         groups = collections.Counter(plan.residuals.layers[:layers])
-        kept = [(size, count * number) for layer, count in groups.items() for size, number in each[layer]]
-        return sums.bytes(kept + sums.copies(layers, cast_bytes), layers, backward) + sums.head
+        values = [(size, count * number) for layer, count in groups.items() for size, number in residuals_of[layer]]
+        return sums.bytes(values + sums.copies(layers, cast_bytes), layers, backward) + sums.head
 
     return found
 
 
 def _kept(
-    kinds: Sequence[LayerKind], counts: Sequence[int], plan: LayerPlan, known: Sequence[Residual], tokens: float
+    kinds: Sequence[LayerKind], counts: Sequence[int], plan: LayerPlan, residuals: Sequence[Residual], tokens: float
 ) -> _Values:
-    """The residuals that a layer keeps on the device under `plan`, for `in_sums` (which says what the other arguments
-    are): for the mean layer, of each residual its largest size in any kind, and how many of that size a layer has."""
-    found = []
-    for name in plan.named("keep", known):
+    """Residuals on the device under `plan`: each one's largest size in any kind, and how many the mean layer has."""
+    values = []
+    for name in plan.named("keep", residuals):
         sizes = [
             (kind.residual_bytes(name, tokens), count)
             for kind, count in zip(kinds, counts, strict=True)
             if name in kind.residuals
         ]
         if (largest := max((size for size, _ in sizes), default=0.0)) > 0:
-            found.append((largest, sum(size * count for size, count in sizes) / largest / sum(counts)))
-    return found
+            values.append((largest, sum(size * count for size, count in sizes) / largest / sum(counts)))
+    return values

@@ -1,13 +1,9 @@
-"""The training loss: a sum and a count, divided once by the count of the whole optimizer step. `Forward` runs the model
-for an objective's loss, `AuxLosses` are the losses that layers add (`aux_losses` makes those of a run, from the
-`declared_losses` of its model), and `loss_sums` is the supervised loss alone.
+"""The training loss: a sum and a count, divided once by the count of the whole step.
 
-Mixers and feed-forwards of layers may have losses of their own (AuxLoss in models/layers/segment.py), such as those of
-experts' routers. These are means over all layers and over the tokens of a micro-batch on all its devices; padding does
-not count. Each micro-batch adds its own times its number of targets, so that after the one division they are the mean
-over micro-batches, weighted as the token losses are. The load-balancing loss is a product of two means, so it depends
-on how rows are divided into micro-batches, as it does in other trainers: it asks for equally used experts within each
-micro-batch. With one micro-batch a step has exactly transformers' loss."""
+Layers may add losses (AuxLoss), such as routers': means over all layers and all tokens of a micro-batch on all devices,
+times its number of targets. A load-balancing loss is a product of two means, so it depends on how rows are divided into
+micro-batches, as in other trainers. With one micro-batch it is transformers'.
+"""
 
 from __future__ import annotations
 
@@ -39,55 +35,47 @@ from jaxtune.train.data.batches import Batch
 
 @dataclasses.dataclass(frozen=True)
 class AuxLosses:
-    """The losses that a model's layers declare, such as a router's load-balancing loss, with the coefficients by which
-    they are added to the mean loss. A step measures all of them if any coefficient is not zero (`bool`), else none."""
+    """The losses that layers declare, with their coefficients. Measured only if any coefficient is not 0 (`bool`)."""
 
     # (name of the sums that the layers make for it, the loss, its coefficient), in the order of the layers
     losses: tuple[tuple[str, AuxLoss, float], ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether any coefficient is not zero; otherwise a step neither measures nor adds these losses."""
         return any(coefficient != 0 for *_, coefficient in self.losses)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the losses, in the order of `losses` and of a step's sums of them (Sums.aux); their metrics in
-        the log have the same names."""
+        """Also the names of their metrics, in the order of Sums.aux."""
         return tuple(loss.name for _, loss, _ in self.losses)
 
     @property
     def made_of(self) -> tuple[str, ...]:
-        """Names of the sums that the layers have to return for these losses, each once; a forward pass is asked for
-        them. A loss is computed from the sums over all layers, rows and devices, because it is not the mean of what
-        single layers, rows or devices would give."""
+        """Names of the sums that layers return for these losses. A loss is computed from sums over all layers, rows and
+        devices, as it is no mean of theirs.
+        """
         return tuple(dict.fromkeys(name for name, *_ in self.losses))
 
     def values(self, sums: Mapping[str, object]) -> jax.Array:
-        """float32[n]: the value of each of the n losses, at least one, in the order of `names`, not yet multiplied by
-        its coefficient: Forward adds them to its `aux`. sums: {name in `made_of`: the sum over all layers, rows and
-        devices}."""
+        """float32[n]: the losses before their coefficients. sums: {name in `made_of`: over all layers, rows and
+        devices}.
+        """
         return jnp.stack([loss.value(sums[name]) for name, loss, _ in self.losses])
 
     def added(self, values: jax.Array) -> jax.Array:
-        """float32[]: the sum of the losses times their coefficients, which the train step adds to the loss of a
-        micro-batch, times its number of targets; there must be at least one loss. values: float32[n], what
-        `values` returned."""
+        """float32[]: the sum of coefficient * value. values: float32[n]."""
         terms = [coefficient * values[index] for index, (*_, coefficient) in enumerate(self.losses)]
         return functools.reduce(operator.add, terms)
 
     def weighted(self, coefficients: Mapping[str, float | None]) -> AuxLosses:
-        """Returns the same losses with other coefficients, given as {loss's name: coefficient}, such as those of a
-        run's config; a loss that is not named, or whose entry is None, keeps its coefficient. `aux_losses` calls it."""
+        """The same losses with other coefficients; None or a missing name keeps the old one."""
 
         def one(loss: AuxLoss, old: float) -> float:
-            """The new coefficient of `loss`: the one that is given under its name, or `old` if none is."""
             new = coefficients.get(loss.name)
             return old if new is None else new
 
         return AuxLosses(tuple((name, loss, one(loss, old)) for name, loss, old in self.losses))
 
     def __str__(self) -> str:
-        """The losses in words, as reports print them: "load-balancing loss times 0.01, z-loss times 0"."""
         return ", ".join(f"{loss.title} times {coefficient:g}" for _, loss, coefficient in self.losses)
 
 
@@ -95,23 +83,18 @@ NO_AUX_LOSSES = AuxLosses()
 
 
 def declared_losses(model: Decoder) -> AuxLosses:
-    """The losses that the layers of `model` declare, each once, with the coefficients that the model's config.json
-    sets; no losses if the layers declare none. `aux_losses` makes those of a run of them."""
-    found: dict[str, tuple[str, AuxLoss, float]] = {}
+    """The losses that the layers declare, each once, with the coefficients of the model's config.json."""
+    losses: dict[str, tuple[str, AuxLoss, float]] = {}
     for layer in model.layers:
         for name, segment in layer.aux.items():
             for loss in segment.aux:
-                found.setdefault(loss.name, (name, loss, loss.coefficient))
-    return AuxLosses(tuple(found.values()))
+                losses.setdefault(loss.name, (name, loss, loss.coefficient))
+    return AuxLosses(tuple(losses.values()))
 
 
 def aux_losses(config: TrainConfig, model: Decoder) -> AuxLosses:
-    """The layers' losses of a run, each with the coefficient `{name}_coef` of the run's config, or that of the model if
-    the key is unset, as in transformers. The setup of a run gives them to its StepProgram, and its first screen names
-    them.
-
-    Raises:
-      ValueError: the config has a coefficient other than 0 for a loss that no layer of the model declares.
+    """The layers' losses with the config's coefficients `{name}_coef`; an unset key keeps the model's. ValueError for a
+    coefficient of a loss that no layer declares.
     """
     declared = declared_losses(model)
     keys = [field.name for field in dataclasses.fields(config) if field.name.endswith("_loss_coef")]
@@ -123,28 +106,18 @@ def aux_losses(config: TrainConfig, model: Decoder) -> AuxLosses:
 
 
 class Forward:
-    """Runs the model over a micro-batch for an objective: a call with (model, batch) returns the hidden states [rows,
-    length, hidden], and the methods compute losses from them.
+    """Runs the model over a micro-batch: a call returns hidden states [rows, length, hidden], methods compute losses
+    from them. It collects the layers' gradients and losses.
 
-    It applies the step's plan and dropout, and collects what the step sums in addition to the objective's sums: the
-    layers' gradients and the layers' own losses. StepProgram makes a new one whenever it traces the loss of a batch,
-    and gives it to the objective; programs without a backward make one without plan, dropout, noise and such sums.
+      max_documents: most documents in a row, for faster attention; None: unknown.
+      plan: what becomes of residuals; None: all are kept.
+      chunk_tokens: tokens whose logits exist at a time; None: the loss decides.
+      noise: (key, alpha) of NEFTune's noise on the embeddings.
+      gradient_sums: the backward adds the layers' gradients to these layer by layer (run_stack), so that they exist for
+      one at a time.
 
-    Args:
-      max_documents: the largest number of documents in a row, which allows faster attention (see PackedLayout); None:
-        it is not known.
-      plan: what becomes of the values that the backward reads (residuals); None: all are kept.
-      chunk_tokens: the number of tokens whose logits exist at a time; None: chosen by the loss.
-      dropout_key: key for the adapters' dropout; None: no dropout.
-      noise: (key, alpha) of the noise on the embeddings, whose size alpha sets (NEFTune); None: no noise.
-      gradient_sums: sums to which the layers' gradients are added layer by layer in the backward (run_stack), so that
-        they exist for one layer at a time; None: gradients are returned as usual.
-      aux_losses: the layers' own losses to collect.
-
-    Attributes:
-      runs: how often the trained model was run so far; the first run adds to gradient_sums.
-      aux: float32[n], the values of aux_losses for the batch, over the rows of all devices, summed over the runs so
-        far and not multiplied by their coefficients; None before the first run, or if there are no such losses.
+    `runs` counts runs of the trained model. `aux`: float32[n], the layers' losses over all devices' rows, summed over
+    runs, before coefficients.
     """
 
     def __init__(
@@ -165,9 +138,7 @@ class Forward:
         self.aux: jax.Array | None = None
 
     def __call__(self, model: Decoder, batch: Batch) -> jax.Array:
-        """[rows, length, hidden]: the hidden states of `batch` after the final norm of `model`, the trained one, in the
-        compute dtype. It counts the run in `runs` and adds the layers' own losses to `aux`. Further runs of a
-        micro-batch get other dropout masks and noise."""
+        """Hidden states after the final norm, in the compute dtype. Further runs get other dropout masks and noise."""
         key, sums, noise = self._dropout_key, self._gradient_sums, self._noise
         if self.runs:  # a further run gets other dropout masks, and does not add to the sums, which would count twice
             key, sums = None if key is None else jax.random.fold_in(key, self.runs), None
@@ -178,22 +149,17 @@ class Forward:
         if self._aux_losses.losses:
             # A loss may be a product of sums over the rows of all devices.
             sums = {name: partition.total(values[name]) for name in self._aux_losses.made_of}
-            found = self._aux_losses.values(sums)
-            self.aux = found if self.aux is None else self.aux + found
+            losses = self._aux_losses.values(sums)
+            self.aux = losses if self.aux is None else self.aux + losses
         return hidden
 
     def frozen(self, model: Decoder, batch: Batch) -> jax.Array:
-        """[rows, length, hidden]: the hidden states of `batch` after the final norm of `model`, without dropout, noise
-        and gradient; `runs` and `aux` do not count it. model: one that gets no gradient, such as the reference of a
-        preference loss, without_adapter(model), or a teacher."""
+        """Hidden states of a model that gets no gradient, such as a reference or teacher, without dropout and noise."""
         with jax.named_scope("reference"):
             hidden, _ = self._run(model, batch)
             return jax.lax.stop_gradient(hidden)
 
     def _run(self, model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, dict[str, Any]]:
-        """Runs `model` over `batch`: (hidden states [rows, length, hidden], {name: value} of what the layers return for
-        their own losses). A call and `frozen` share it. options: further arguments of Decoder.run, such as the plan,
-        the dropout key and the noise: a call gives them, and `frozen` gives none."""
         arrays = (batch.tokens, batch.segment_ids, batch.positions)
         # The batch's rows are those of the run's model; a teacher has tables of its own on the device.
         rows = {name: rows for name, rows in batch.table_rows.items() if isinstance(rows, jax.Array)}
@@ -201,32 +167,20 @@ class Forward:
         return model.run(*arrays, max_documents=self._max_documents, table_rows=rows, **options)
 
     def cross_entropy(self, model: Decoder, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """The cross-entropy of the batch's targets under the head of `model`, without logits that exist as a whole:
-        (sum of weighted next-token losses in nats, sum of weights), float32 scalars. Supervised fine-tuning has its
-        loss from it. hidden: [rows, length, hidden], what a call of this object returned for `batch`."""
+        """(sum of weighted next-token losses in nats, sum of weights), float32. Logits never exist as a whole, here and
+        in the other methods.
+        """
         return self._of_head(linear_cross_entropy, model, hidden, batch)
 
     def token_losses(self, model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
-        """float32[rows, length]: the next-token loss of each target of `batch` in nats, times its weight, under the
-        head of `model`. The logits never exist as a whole. The losses of preferences sum them to the log-probabilities
-        of answers. hidden: [rows, length, hidden], what a call of this object or `frozen` returned for `batch`."""
+        """float32[rows, length]: each target's loss in nats times its weight."""
         return self._of_head(linear_token_losses, model, hidden, batch)
 
     def log_probs(
         self, model: Decoder, hidden: jax.Array, batch: Batch, *, temperature: float, entropy_gradient: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        """The log-probabilities of the targets and the entropies of the predicted distributions, without logits that
-        exist as a whole. Reinforcement learning (GRPO, RLOO) compares the policy with its
-        reference and with the earlier policy by them.
-
-        Args:
-          model: whose head is used.
-          hidden: [rows, length, hidden], hidden states as a call or `frozen` returns them.
-          batch: whose targets are scored.
-          temperature: divides the logits.
-          entropy_gradient: whether gradients flow through the entropies (True), or they are only measured (False).
-        Returns:
-          (log-probabilities, entropies), float32[rows, length] each, in nats.
+        """(log-probabilities of the targets, entropies), float32[rows, length], in nats. temperature: divides the
+        logits. entropy_gradient: whether gradients flow through the entropies.
         """
         head = model.head_variable
         with jax.named_scope("loss"):
@@ -254,23 +208,15 @@ class Forward:
         beta: float,
         temperature: float,
     ) -> tuple[jax.Array, jax.Array]:
-        """The loss of distillation: the divergence between the next-token distributions of the model and of a teacher.
-        It is computed for a few tokens at a time, so that logits [rows, length, vocabulary] are never stored. Gradients
-        go to `hidden`, and to the model's head if that trains; the teacher gets none.
+        """(sum of weights * divergence from the teacher, sum of weights * the model's entropy), float32, in nats; only
+        the first is differentiable, and the teacher gets no gradient.
 
-        Args:
-          model, teacher: whose heads are used.
-          hidden: [rows, length, hidden], the model's hidden states, as a call returns them.
-          teacher_hidden: [rows, length, teacher's hidden], as `frozen` returns them.
-          weights: float32[rows, length], the factors of the tokens.
-          beta: 0 for the forward KL divergence, 1 for the reverse one, between them for a mixture; see
-            linear_divergence.
-          temperature: divides the logits of both, for the divergence and for the entropy.
-        Returns:
-          (sum of weights * divergence, sum of weights * entropy of the model's distribution), float32 scalars in nats.
-            Only the first is differentiable.
+          hidden: [rows, length, hidden]; teacher_hidden: [rows, length, teacher's hidden].
+          weights: float32[rows, length].
+          beta: 0: forward KL, 1: reverse KL, between: a mixture (linear_divergence).
+          temperature: divides both models' logits.
         """
-        own, others = model.config, teacher.config
+        config, teacher_config = model.config, teacher.config
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)
             teacher_weight, teacher_hidden = teacher.head_operands(teacher_hidden)
@@ -282,10 +228,10 @@ class Forward:
                 weights,
                 beta=beta,
                 temperature=temperature,
-                soft_cap=own.final_soft_cap,
-                logit_scale=own.logit_scale,
-                teacher_soft_cap=others.final_soft_cap,
-                teacher_logit_scale=others.logit_scale,
+                soft_cap=config.final_soft_cap,
+                logit_scale=config.logit_scale,
+                teacher_soft_cap=teacher_config.final_soft_cap,
+                teacher_logit_scale=teacher_config.logit_scale,
                 head_gradient=isinstance(model.head_variable, nnx.Param),
                 # The logits of two models exist for a token.
                 chunk_tokens=None if self._chunk_tokens is None else max(1, self._chunk_tokens // 2),
@@ -303,21 +249,10 @@ class Forward:
         beta: float,
         temperature: float,
     ) -> tuple[jax.Array, jax.Array]:
-        """The loss of distillation from stored values: the divergence between the model's next-token distributions and
-        those of a teacher, of which the log-probabilities of k tokens each are stored. All other tokens count as one.
-        Logits [rows, length, vocabulary] are never stored.
+        """As `divergence`, from k stored log-probabilities of a teacher; all other tokens count as one.
 
-        Args:
-          model: the model; its head is used, and gets a gradient if it trains.
-          hidden: [rows, length, hidden], the model's hidden states.
-          teacher_ids: int32[rows, length, k], the stored tokens of each distribution; -1 in places that are not used.
-          teacher_log_probs: float32[rows, length, k], their log-probabilities, in nats, at the temperature.
-          weights: float32[rows, length], the factors of the tokens.
-          beta: 0 for the forward KL divergence, 1 for the reverse one, between them for a mixture.
-          temperature: divides the model's logits.
-        Returns:
-          (sum of weights * divergence, sum of weights * entropy of the model's distribution), float32 scalars in nats.
-            Only the first is differentiable.
+        teacher_ids: int32[rows, length, k]; -1: unused.
+        teacher_log_probs: float32[rows, length, k], in nats, at the temperature.
         """
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)
@@ -338,10 +273,9 @@ class Forward:
             return loss, (entropies * weights).sum()
 
     def top_k(self, model: Decoder, hidden: jax.Array, k: int, temperature: float) -> tuple[jax.Array, jax.Array]:
-        """(token ids, log-probabilities in nats), int32 and float32[rows, length, k]: the k most probable next tokens
-        under the head of `model`, the most probable first, without gradient. The pass of a teacher stores them before a
-        run, for `top_k_divergence`.
-        hidden: [rows, length, hidden], as `frozen` returns them. temperature: divides the logits."""
+        """(token ids, log-probabilities in nats), [rows, length, k]: the most probable next tokens, first the best,
+        without gradient.
+        """
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)
             return linear_top_k(
@@ -355,9 +289,6 @@ class Forward:
             )
 
     def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
-        """Returns what `function`, a loss of pallas/linear_cross_entropy, returns for hidden states, the weight of the
-        head of `model`, and the targets and weights of `batch`, with the model's scale and cap of logits. The head's
-        gradient is computed only if the head trains. `cross_entropy` and `token_losses` share it."""
         head = model.head_variable
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)
@@ -374,19 +305,9 @@ class Forward:
 
 
 def loss_sums(model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Differentiable sums of the supervised loss of a batch, for code that computes gradients without a train step, as
-    tests do.
-
-    A step over several batches adds the sums and divides once, which gives the same gradient however the rows are
-    divided.
-
-    Args:
-      model: the model.
-      batch: its fields are [rows, length].
-      options: the arguments of Forward, such as the plan and chunk_tokens.
-    Returns:
-      (sum of weighted next-token losses, sum of weights, Forward.aux: the values of the layers' own losses, which are
-        not in the first sum, or None); float32 scalars and float32[n].
+    """Differentiable sums of the supervised loss for code without a train step: (loss sum, sum of weights,
+    Forward.aux). Sums of several batches, divided once, give the gradient of one batch of all rows. options: of
+    Forward.
     """
     forward = Forward(**options)
     loss, count = forward.cross_entropy(model, forward(model, batch), batch)

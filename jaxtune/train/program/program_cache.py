@@ -1,15 +1,10 @@
-"""A persistent cache of compiled programs (`ProgramCache`) that verifies each program before it runs; commands turn it
-on with `use_program_cache`. JAX gets its own ProgramCache from `_checked_cache`; `in_use` returns another one over the
-same folder, for the record of plans that were too large.
+"""A persistent cache of compiled programs that verifies each before it runs; JAX's own trusts its files, and a flipped
+bit gives another program. A damaged or swapped entry is removed, reported and compiled anew.
 
-JAX's own cache trusts what it finds in its folder: a flipped bit gives another program, and a torn entry stays torn.
-Here every entry has a checksum of its key and content, so that a damaged or swapped entry is removed, reported, and
-compiled again.
+    KEY.zlib.program    8 bytes of format, SHA-256 of key and content, content (KEY.zstd.program likewise)
 
-    KEY.zlib.program    8 bytes that name the format, SHA-256 of key and content, content (KEY.zstd.program likewise)
-
-Entries are machine code that will run, so only their owner can read and write them. An entry that belongs to another
-user, or that others may write, is not used."""
+Entries are machine code: of other users, or writable by others, they are not used.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +30,9 @@ _XLA_CACHES = "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
 
 
 def use_program_cache() -> None:
-    """Makes JAX cache compiled programs between runs, each verified before it runs: in the folder that JAX is
-    configured with or JAX_COMPILATION_CACHE_DIR names, else in ~/.cache/jaxtune/xla. Small programs are cached too, and
-    XLA's own caches are turned off, unless JAX's environment variables for these are set. Commands call it before they
-    compile; further calls change nothing."""
+    """Makes JAX cache programs between runs, verified, in its configured folder or ~/.cache/jaxtune/xla. Call it before
+    anything compiles. JAX's environment variables win.
+    """
     if jax.config.jax_compilation_cache_dir is None:
         folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path.home() / ".cache" / "jaxtune" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -55,10 +49,7 @@ def use_program_cache() -> None:
 
 
 def in_use() -> ProgramCache | None:
-    """A ProgramCache over the folder that JAX is configured with for compiled programs, mostly by use_program_cache;
-    None if programs are not cached. KnownFailures (planning/known.py) asks for it, to store its record of plans that
-    were too large beside the programs; JAX reads and stores the programs through the object that `_checked_cache`
-    makes. The folder is created if it is missing."""
+    """A cache over the folder that JAX is configured with, created if missing; None if programs are not cached."""
     folder = jax.config.jax_compilation_cache_dir
     if folder is None or not jax.config.jax_enable_compilation_cache:
         return None
@@ -66,35 +57,29 @@ def in_use() -> ProgramCache | None:
 
 
 def _checked_cache(path: str) -> tuple[CacheInterface, str]:
-    """Returns (a ProgramCache in the folder `path`, `path`). use_program_cache puts it in place of JAX's function with
-    this signature, whose cache trusts its files; JAX calls it when it first needs its cache."""
+    """Takes the place of JAX's function with this signature."""
     return ProgramCache(Path(path), jax.config.jax_compilation_cache_max_size), path
 
 
 class ProgramCache(CacheInterface):
-    """A cache of compiled programs in a folder, with the interface that JAX expects: `get` and `put` of bytes by key.
-    It checks each entry when it is read; JAX's own cache does not. JAX stores compiled programs in it, and
-    KnownFailures its record of plans that were too large.
+    """Bytes by key, in the interface that JAX expects, each entry checked when it is read. The folder is created for
+    its owner alone; temporary files of killed processes go after a day.
 
-    Args:
-      folder: the folder; it is created, for its owner alone, if it is missing. Temporary files in it that killed
-        processes left more than a day ago are deleted.
-      max_bytes: the most bytes of all entries; the least recently used ones are removed to make room. -1: no limit.
+      max_bytes: of all entries; the least recently used go. -1: no limit.
     """
 
     def __init__(self, folder: Path, max_bytes: int = -1):
         self._path, self.max_bytes = folder, max_bytes
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in folder.glob(f".*{_SUFFIX}.*.tmp"):  # left by a killed process, unless it is recent
+        for leftover in folder.glob(f".*{_SUFFIX}.*.tmp"):  # left by a killed process, unless it is recent
             with contextlib.suppress(OSError):
-                if left.stat().st_mtime < time.time() - 24 * 3600:
-                    left.unlink()
+                if leftover.stat().st_mtime < time.time() - 24 * 3600:
+                    leftover.unlink()
 
     def get(self, key: str) -> bytes | None:
-        """The content that was stored under a key; None if there is no undamaged entry that belongs to this user. JAX
-        calls it before it compiles a program, and compiles only if it gets None. An entry that is damaged, or that
-        another user owns or may write, is removed, and one that cannot be read is left; a warning in the log reports
-        both."""
+        """The content of a key; None without an undamaged entry of this user. A bad entry is removed, an unreadable one
+        left; both are logged.
+        """
         path = self._file(key)
         try:
             entry, problem = _read(path)
@@ -116,36 +101,33 @@ class ProgramCache(CacheInterface):
         return content
 
     def put(self, key: str, value: bytes) -> None:
-        """Stores the bytes `value` under `key` (JAX calls it with a program that it has compiled), replacing earlier
-        ones, in a file that appears only when it is whole; entries that were used least recently are removed to make
-        room, and nothing is stored if these bytes alone exceed max_bytes. Raises OSError if the file cannot be
-        written."""
+        """Stores bytes, in a file that appears only when it is whole. Nothing is stored if they exceed max_bytes.
+        OSError if it cannot be written.
+        """
         entry = _entry(key, value)
         if self._make_room(len(entry)):
             atomic_write(self._file(key), entry, mode=0o600, durable=False)
 
     def _file(self, key: str) -> Path:
-        """The path of the file of the entry `key`, which may not exist. Its ending names the compression that JAX uses,
-        so that a process that uses another one does not take the entry for its own."""
+        """The entry's path. Its ending names JAX's compression, so that a process with another one does not take the
+        entry for its own.
+        """
         # zstandard may be installed or removed between two runs, and JAX's key does not always tell how it compressed.
-        found = getattr(compilation_cache, "zstd", None) or getattr(compilation_cache, "zstandard", None)
-        return self._path / f"{key}.{'zlib' if found is None else 'zstd'}{_SUFFIX}"
+        zstd = getattr(compilation_cache, "zstd", None) or getattr(compilation_cache, "zstandard", None)
+        return self._path / f"{key}.{'zlib' if zstd is None else 'zstd'}{_SUFFIX}"
 
     def _make_room(self, need_bytes: int) -> bool:
-        """Removes least recently used entries from the cache's folder, as many as must go, so that all entries and a
-        new one of `need_bytes` do not exceed max_bytes; returns whether it then fits. Nothing is removed if there is no
-        limit (True), or if the entry alone exceeds it (False). `put` calls it, and stores nothing if it returns
-        False."""
+        """Removes least recently used entries until `need_bytes` more fit; returns whether they do."""
         if self.max_bytes < 0:
             return True
         if need_bytes > self.max_bytes:
             return False
-        found = []
+        entries = []
         for path in self._path.glob(f"*{_SUFFIX}"):
             with contextlib.suppress(OSError):  # another process may have removed it
-                found.append((path.stat().st_mtime, path.stat().st_size, path))
-        total = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
+                entries.append((path.stat().st_mtime, path.stat().st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
             if total + need_bytes <= self.max_bytes:
                 break
             total -= size
@@ -154,17 +136,13 @@ class ProgramCache(CacheInterface):
 
 
 def _entry(key: str, content: bytes) -> bytes:
-    """The bytes of an entry's file, which `put` writes and `get` compares: the format (8 bytes), the SHA-256 of key and
-    content (32 bytes), the content."""
     digest = hashlib.sha256(key.encode() + b"\0")
     digest.update(content)
     return _FORMAT + digest.digest() + content
 
 
 def _read(path: Path) -> tuple[bytes, str | None]:
-    """(the bytes of the file `path`, None), or (b"", the reason in words why it must not be trusted): it is no plain
-    file, or another user's, or others may write it. `get` reads an entry by it. It follows no link and does not block
-    on a named pipe. Raises OSError if the file is missing, is a link or cannot be read."""
+    """(bytes, None), or (b"", why the file must not be trusted). Follows no link and does not block on a named pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)

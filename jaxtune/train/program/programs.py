@@ -1,6 +1,6 @@
-"""The compiled programs of a run (`Programs`), and what compiles and runs them (`Engine`): once for all data, and again
-with other plans until one fits the memory. `abstract` makes the shapes for which they are lowered, and
-`_may_plan_again` says after which errors another plan is tried. XLA's options for them are in xla_options.py."""
+"""The compiled programs of a run, and the engine that compiles and runs them: again under other plans until one fits
+the memory.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ _BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 token
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The compiled programs of a run's step and evaluation (jax.stages.Compiled), as Engine.compile makes them."""
-
     accumulate: Any  # adds a micro-batch's loss and gradients to the step's sums (StepProgram.accumulate)
     update: Any  # updates the weights from the sums (StepProgram.update)
     evaluate: Any  # sums the loss of a batch of held-out rows (StepProgram.evaluate); None without held-out rows
@@ -49,40 +47,27 @@ class Programs:
 
 
 def _may_plan_again(error: Exception) -> bool:
-    """Whether the run may continue with a smaller plan after an error of its first step: only if memory ran out, and
-    only in a run of one process. Of several processes one may run out of memory alone; if it changed its plan, the
-    others would wait for it forever in the collectives of the first plan."""
+    """Only if memory ran out, in a run of one process. Of several, one may run out alone; if it changed its plan, the
+    others would wait forever in collectives of the first plan.
+    """
     return out_of_memory(error) and processes.count() == 1
 
 
 def abstract(tree):
-    """The tree with each array, or shape with a sharding, replaced by a jax.ShapeDtypeStruct of its shape, dtype and
-    sharding, for lowering: a program is lowered and compiled without the arrays, often before they exist."""
+    """Arrays as jax.ShapeDtypeStructs with shardings, for lowering."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
 
 class Engine:
-    """Compiles and runs the programs of a training run, an evaluation or a teacher's pass on a mesh, under the plan of
-    its planner: what becomes of the values that the backward reads, and the number of micro-batches.
+    """Compiles and runs the programs of a run, an evaluation or a teacher's pass on a mesh, under its planner's plan.
 
-    Args:
-      program: the run's step. Its fields that the plan, the mesh and config.neftune_noise_alpha decide are filled in
-        here.
-      before_qat: the step without rounded weights, for the steps before qat.start; None if there are none.
-      planner: chooses the plan; a ForwardPlanner if no step is made (evaluations, a teacher's pass). A Planner is at
-        once made to skip plans that failed in earlier runs (skip_known_failures).
-      mesh: the devices.
-      batches: makes the batch of each step.
-      config: the run's.
-      held_out: the rows of an evaluation, whose program is compiled with the step's; None: there is no evaluation.
+      program: fields of plan, mesh and NEFTune are filled in here.
+      before_qat: the step without rounded weights, before qat.start.
+      planner: a ForwardPlanner if no step is made. A Planner at once skips plans that failed earlier.
+      held_out: rows of an evaluation, compiled with the step.
 
-    Attributes:
-      program, before_qat: the arguments with these fields filled in; `follow_plan` and `use_mesh` update them.
-      planner, mesh, batches: the arguments.
-      replicated: the sharding of arrays that every device has.
-      micro_index: the int32 numbers of a step's micro-batches, on the mesh.
-      tables: {name: table [vocabulary, size]} of the tables of embeddings on the host (Decoder.tables), numpy arrays,
-        or their shapes until the weights are loaded; {} if they are on the devices. TrainedModel sets it.
+    `micro_index`: int32 numbers of micro-batches on the mesh. `tables`: {name: [vocabulary, size]} of tables of
+    embeddings on the host, shapes until weights are loaded; TrainedModel sets it.
     """
 
     def __init__(
@@ -110,28 +95,26 @@ class Engine:
 
     @property
     def _search(self) -> Planner:
-        """`planner` as a Planner, which can replan when memory runs out; AssertionError if it is a ForwardPlanner, as
-        that of an Engine that makes only forward passes is (evaluations, a teacher's pass)."""
+        """The planner of steps; AssertionError without steps."""
         assert isinstance(self.planner, Planner)
         return self.planner
 
     def _facts(self, planner: Planner, config: TrainConfig) -> list[Any]:
-        """Returns the JSON values that identify this run's programs in KnownFailures, the record of plans that needed
-        too much memory. From `config` and the costs of `planner` they cover all settings that the programs depend on,
-        except the plan, which each record names, and the device and versions, which KnownFailures adds."""
-        asked = config_to_dict(config)
+        """JSON values that identify the programs in KnownFailures: what they depend on, except plan, device and
+        versions.
+        """
+        settings = config_to_dict(config)
         program, cost = self.program, planner.cost
         sizes = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost) if f.name not in ("segments", "kinds")}
         return [
-            {name: asked[name] for name in ("model", "adapter", "objective", "optim", "qat", "precision")},
+            {name: settings[name] for name in ("model", "adapter", "objective", "optim", "qat", "precision")},
             [config.deterministic, config.max_grad_norm, config.neftune_noise_alpha, config.memory.plan],
             [program.max_documents, program.full, program.weights, program.dropout, type(program.objective).__name__],
             [dict(self.mesh.shape), str(planner.shape), sizes],
         ]
 
     def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
-        """Sets the mesh, and the shardings on it, for the programs that are compiled from now on. Only the constructor
-        calls it; it would not move programs that are compiled already, nor arrays that are placed."""
+        """Sets mesh and shardings of programs compiled from now on; placed arrays stay."""
         self.mesh, self.replicated = mesh, NamedSharding(mesh, partition.WHOLE)
         self._by_rows = NamedSharding(mesh, partition.ROWS)
         self.program = dataclasses.replace(self.program, mesh=mesh)
@@ -139,9 +122,7 @@ class Engine:
             self.before_qat = dataclasses.replace(self.before_qat, mesh=mesh)
 
     def follow_plan(self) -> None:
-        """Copies the planner's plan into the steps that will be compiled (`program`, `before_qat`), and makes a new
-        `micro_index`, a list with the number of each micro-batch (from 0), an int32[] on every device. It is called
-        when the Engine is made and whenever the plan has changed. Programs that are compiled keep their plan."""
+        """Copies the planner's plan into steps compiled from now on; call it whenever the plan has changed."""
         plan = self.planner.plan
         follow = dict(plan=plan.residuals, chunk_tokens=plan.chunk_tokens, micro_batches=plan.micro_batches)
         self.program = dataclasses.replace(self.program, **follow, offload=self._offloads or plan.states_on_host)
@@ -151,7 +132,6 @@ class Engine:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The XLA options {name: value} of all programs of the run (compiler_options). The run's record has them."""
         platform, divides = self.mesh.devices.flat[0].platform, partition.MeshShape.of(self.mesh).parts > 1
         merges = self._deterministic or not self.program.by_tensor  # so deterministic runs keep older versions' bits
         return compiler_options(platform, self._deterministic, divides, merges)
@@ -160,14 +140,11 @@ class Engine:
 
     @property
     def rows(self) -> int:
-        """The number of rows of a micro-batch under the plan in force, over all devices. Evaluations and passes of a
-        reference use batches of as many rows, so that they fit the memory that the step fits."""
+        """Rows of a micro-batch over all devices; evaluations and passes use as many, so that they fit."""
         return self.batches.rows_per_step // self.planner.plan.micro_batches
 
     def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
-        """Micro-batch `part` (from 0) of `parts` of a step's batch: consecutive rows, placed on the devices.
-        If tables of embeddings are on the host, the rows of the micro-batch's tokens are looked up and placed with it,
-        so that no program copies a part of larger rows."""
+        """A micro-batch of a step's batch, consecutive rows, on the devices, with their rows of tables on the host."""
         size = batch.tokens.shape[0] // parts
         batch = dataclasses.replace(batch, table_rows={})
         batch = jax.tree.map(lambda array: array[part * size : (part + 1) * size], batch)
@@ -176,43 +153,39 @@ class Engine:
         return partition.put(batch, self._by_rows)
 
     def load_step(self, step: int, model: Callable[[], Decoder] | None = None) -> LoadedStep:
-        """Makes the batch of `step` (from 0) and places it: (its micro-batches on the devices, {"tokens": their number
-        without padding, "trained_tokens": the sum of the targets' weights, "lengths": tokens of each document,
-        "metrics": those of the batch source, "filled": how many micro-batches have tokens}). model: returns the model
-        before the step, from which a source may sample; None if the source needs none. run._StepRows calls it."""
+        """Makes and places a batch: (micro-batches, {"tokens" without padding, "trained_tokens" (sum of weights),
+        "lengths" of documents, "metrics", "filled" micro-batches}). model: the model before the step, for sources that
+        sample.
+        """
         batch = self.batches.batch_at(step, model)
-        parts = self.planner.plan.micro_batches
+        count = self.planner.plan.micro_batches
         counts = {
             "tokens": int((batch.segment_ids > 0).sum()),
             "trained_tokens": int(batch.weights.sum()),
             "lengths": document_lengths(batch),
             "metrics": self.batches.metrics_at(step),
-            "filled": self._filled(batch, parts),
+            "filled": self._filled(batch, count),
         }
-        return [self.place(batch, part, parts) for part in range(parts)], counts
+        return [self.place(batch, index, count) for index in range(count)], counts
 
-    def _filled(self, batch: Batch, parts: int) -> int:
-        """The number of the `parts` micro-batches of a step's `batch`, at least one, that have any tokens: a source
-        that samples its answers during the run may leave the last rows of a step empty, and Run.steps omits empty
-        micro-batches after its first step. It is `parts` for other sources, and in a run of several processes."""
+    def _filled(self, batch: Batch, micro_batches: int) -> int:
+        """Micro-batches with tokens: a source that samples may leave a step's last rows empty. All for others and
+        in several processes.
+        """
         if not self.batches.sees_model or processes.count() > 1:
-            return parts
-        used = np.flatnonzero((batch.segment_ids > 0).any(1))
-        last = int(used[-1]) + 1 if used.size else 1
-        return -(-last * parts // len(batch.tokens))
+            return micro_batches
+        used_rows = np.flatnonzero((batch.segment_ids > 0).any(1))
+        last = int(used_rows[-1]) + 1 if used_rows.size else 1
+        return -(-last * micro_batches // len(batch.tokens))
 
     def zero_sums(self, state: TrainState) -> Sums:
-        """Zeros on the devices to which a process's first step adds its micro-batches: for the loss, the gradients of
-        the trainable tensors of `state`, and the metrics. Later steps get what the update returns in their place."""
+        """Zeros to which a process's first step adds; later steps get the update's."""
         return self.program.zero_sums(state.trainable, self.replicated)
 
     def first_sums(self, state: TrainState) -> Sums:
-        """Makes the sums with which a run starts for the trainable tensors of `state`, as zero_sums does. On a GPU it
-        also leaves a block of device memory free below them.
-
-        The rows of the next step are copied to the device while a step runs. Without a free block below the step's
-        temporary buffer, the allocator puts them above it, and the next step then finds no room for its buffer, which
-        must be one block, although enough bytes are free, as was seen on a 12 GiB card."""
+        """`zero_sums` below which a block of GPU memory stays free for the next step's rows. Without it they lie above
+        the step's temporary buffer, which then finds no single block, as seen on a 12 GiB card.
+        """
         blocks, size = [], _BLOCK_FOR_ROWS + int(self.planner.cost.table_rows_bytes)
         for device in self.mesh.local_devices:
             if device.platform == "gpu":
@@ -225,21 +198,16 @@ class Engine:
     # ---- compiling
 
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
-        """Compiles the programs of a run from first_step on, for arrays like `state`, `sums` and `frozen` (the weights
-        that do not train), which may be shapes. They are compiled once for all data, because shapes never change. `fit`
-        calls it for each plan that it tries.
-
-        Python lowers the programs one by one, starting with the one that takes longest to compile. XLA, which needs no
-        Python, compiles the lowered ones in parallel meanwhile."""
-        started = time.perf_counter()
+        """Compiles the programs from first_step on for such arrays or shapes. Python lowers one by one, the slowest
+        first; XLA compiles in parallel meanwhile.
+        """
+        start_seconds = time.perf_counter()
         shapes = abstract(state), abstract(sums), abstract(frozen)
         programs = dispatch.built(functools.partial(self._compile_all, *shapes, first_step))
-        return dataclasses.replace(programs, seconds=time.perf_counter() - started)
+        return dataclasses.replace(programs, seconds=time.perf_counter() - start_seconds)
 
     def _compile_all(self, state: TrainState, sums: Sums, frozen, first_step: int) -> Programs:
-        """Lowers the programs of a run for these shapes (state, sums and frozen) one by one, and compiles them in
-        parallel. first_step: the step at which the run starts; before qat.start, the programs without QAT are compiled
-        too. `compile` calls it, twice if a kernel fails its check."""
+        """One attempt of `compile`; repeated if a kernel fails its check."""
         batch = self._abstract_batch(self.batches)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
         where, held_out = self.replicated, self._held_out
@@ -267,47 +235,34 @@ class Engine:
         return dataclasses.replace(programs, before_qat=early[0]) if early else programs
 
     def compile_evaluate(self, program: StepProgram, trainable, frozen):
-        """Compiles `program.evaluate`, the evaluation of one batch of the held-out rows, to a jax.stages.Compiled, for
-        runs that evaluate without making a step; those that train compile it with the steps. AssertionError without
-        held-out rows. trainable, frozen: the weights that train and the others, or their shapes."""
+        """The compiled evaluation of held-out rows, for runs without a step. Weights may be shapes."""
         assert self._held_out is not None
         return self._compiled_of_rows(program.evaluate, self.replicated, trainable, frozen, self._held_out)
 
     def compile_of_rows(self, function, trainable, frozen, rows: Rows):
-        """Compiles a program that computes a value for each row of a batch, such as the log-probabilities of a
-        reference or a stored teacher (StepProgram.of_rows), to a jax.stages.Compiled of (trainable, frozen, batch).
-        function: gets (model, batch, Forward) and returns an array [rows, ...], or a tree of such arrays. trainable,
-        frozen: the weights that train and the others, or their shapes. rows: have the shape of the batches."""
+        """Compiles values for rows: (trainable, frozen, batch) -> what `function` of (model, batch, Forward) returns,
+        arrays [rows, ...]. Weights may be shapes.
+        """
         program = functools.partial(self.program.of_rows, function)
         return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
 
-    def _compiled_of_rows(self, *what):
-        """Lowers and compiles a program over rows to a jax.stages.Compiled, within dispatch.built: kernels are checked
-        meanwhile, and if one fails, all is done once more without it. what: the arguments of _lowered_of_rows."""
-        return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*what)))
+    def _compiled_of_rows(self, *arguments):
+        """Compiles a program over rows; again without a kernel that fails its check."""
+        return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*arguments)))
 
     def _lowered_of_rows(self, function, out, trainable, frozen, rows: Rows):
-        """Lowers function(trainable, frozen, batch) to a jax.stages.Lowered, for weights like these and batches with
-        the shape of these rows: an evaluation of a run (`_compile_all`), or what `_compiled_of_rows` compiles. out: the
-        sharding of its result."""
         return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
     def _lowered(self, function, out, arguments: tuple, **options):
-        """Lowers a function for the mesh to a jax.stages.Lowered, without Shardy (partition.compiling): any program
-        except the update, which `_compile_all` lowers and compiles with Shardy. out: the shardings of its results.
-        arguments: its arguments, or their shapes. options: further arguments of jax.jit."""
+        """Lowers, without Shardy, any program but the update."""
         with partition.compiling(self.mesh):
             return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 
     def _compiled(self, lowered):
-        """Compiles `lowered`, a program that `_lowered` returned, to a jax.stages.Compiled, by `_compile`, without
-        Shardy as `_lowered`; any thread may call it."""
         with partition.compiling(self.mesh):
             return self._compile(lowered)
 
     def _compile(self, lowered):
-        """Compiles a lowered program (the update, and by `_compiled` all others), its Pallas kernels in parallel, and
-        starts the checks of kernels that lowering asked for: returns the jax.stages.Compiled."""
         dispatch.begin_checks()  # the checks that lowering asked for
         device = self.mesh.local_devices[0]
         with ThreadPoolExecutor(8, "kernels") as pool:
@@ -316,8 +271,6 @@ class Engine:
             return compiled(lowered, self.options)
 
     def _abstract_batch(self, rows: Rows | BatchSource) -> Batch:
-        """A Batch of shapes, for lowering: those of a micro-batch of these rows. A batch of an evaluation has as many
-        rows as a micro-batch."""
         empty = rows.empty(self.rows)
         sizes = {name: (*empty.tokens.shape, table.shape[1]) for name, table in self.tables.items()}
         shapes = {name: jax.ShapeDtypeStruct(size, self.tables[name].dtype) for name, size in sizes.items()}
@@ -331,21 +284,13 @@ class Engine:
         print_line: Callable[[str], None],
         placed: bool = False,
     ) -> Programs:
-        """Compiles the plan in force and, if compiling runs out of memory or Planner.fits denies the compiler's figure
-        for accumulate and update, further plans until one fits, which is then in force in planner and Engine. A run
-        calls it before its weights are there, and `first_step` if memory runs out; `train --plan` shows what it finds.
+        """Compiles plans until one fits, by the compiler's figures of accumulate and update; it is then in force.
 
-        Args:
-          shapes: returns the shapes and dtypes, under the plan in force, of (state, sums, frozen): the train state, the
-            sums of gradients and losses over micro-batches, and the weights that do not train.
-          first_step: the step with which the run starts. The programs of the steps before QAT begins are compiled only
-            if it is one of these.
-          print_line: prints a line.
-          placed: True: the weights are already on the devices, so further plans are limited as in Planner.replan.
-        Returns:
-          the programs of the plan that fits.
-        Raises:
-          PlanError: no further plan is left.
+          shapes: returns shapes of (state, sums, frozen) under the plan in force.
+          first_step: programs before qat.start are compiled if it is earlier.
+          placed: weights are on the devices, which limits plans (Planner.replan).
+
+        PlanError if no plan is left.
         """
         while True:
             programs, need = self._compiled_and_need(shapes(), first_step)
@@ -361,9 +306,7 @@ class Engine:
     def _compiled_and_need(
         self, shapes: tuple[TrainState, Sums, Any], first_step: int
     ) -> tuple[Programs | None, float | None]:
-        """(the programs, or None if memory ran out in any process; the largest number of bytes that any process's
-        programs need, or None if nothing limits them or it is unknown). shapes: (state, sums, frozen weights).
-        first_step: the step at which the run starts. `fit` calls it."""
+        """(programs, None if memory ran out in any process; most bytes of any process, None if no limit or unknown)."""
         programs, need, limited = None, 0.0, self.planner.budget_bytes is not None
         try:
             programs = self.compile(*shapes, first_step)
@@ -373,36 +316,34 @@ class Engine:
             if not out_of_memory(error):
                 raise
             programs = None
-        needs = processes.all_of(None if programs is None else float(need))
-        if None in needs:
+        process_needs = processes.all_of(None if programs is None else float(need))
+        if None in process_needs:
             return None, None
-        return programs, max(needs) if limited else None
+        return programs, max(process_needs) if limited else None
 
     # ---- running
 
     def connect(self, print_line: Callable[[str], None]) -> dict[str, float]:
-        """Runs a first collective, which connects the devices, before the first step, and prints how long that took.
-        Returns the metric `collectives_seconds`; {} if the run has one device."""
+        """Runs a first collective, which connects the devices; its time as a metric, {} on one device."""
         if self.mesh.size == 1:
             return {}
         program, number = collectives.first_exchange(self.mesh), partition.put(np.float32(0), self.replicated)
         processes.all_of(None)  # a barrier, so that the time does not include waiting for others to compile
-        started = time.perf_counter()
+        start_seconds = time.perf_counter()
         jax.block_until_ready(program(number))
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_seconds
         print_line(f"collectives of {self.mesh.size} devices set up in {seconds:.1f} s")
         return {"collectives_seconds": seconds}
 
     def at(self, programs: Programs, step: int) -> Programs:
-        """The programs for step `step` (from 0): before qat.start those without rounded weights, if `programs` has them
-        in `before_qat`; otherwise `programs` itself."""
+        """The programs of a step: without rounded weights before qat.start."""
         early = step < self._early_steps and programs.before_qat is not None
         return programs.before_qat if early and programs.before_qat is not None else programs
 
     def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> Sums:
-        """Dispatches the micro-batches of a training step with the compiled `programs`, and returns `sums` (donated)
-        with the losses and gradients of all of them added. parts: the micro-batches; the last ones may be missing,
-        because they are empty. state: the TrainState. frozen: the weights that do not train."""
+        """`sums` (donated) with a step's micro-batches added; dispatched, not awaited. parts: trailing empty
+        micro-batches may be missing.
+        """
         for index, batch in zip(self.micro_index, parts, strict=False):
             sums = programs.accumulate(sums, state, frozen, batch, index)
         return sums
@@ -410,26 +351,17 @@ class Engine:
     def first_step(
         self, programs, sums, state, frozen, parts, step, print_line, compiling: Any = contextlib.nullcontext
     ):
-        """(programs, sums, frozen) after the first step's micro-batches, which are waited for. If memory runs out, they
-        run again under plans smaller by what the step lacked, which are compiled in the context that `compiling` makes.
-        The returned `frozen` has no transposed codes, whose memory is then freed, if the last plan keeps none.
+        """(programs, sums, frozen) after the first step's micro-batches, awaited. If memory runs out, they run again
+        under smaller plans; only the update donates the state, so nothing is lost. `frozen` is without transposed codes
+        if the last plan keeps none.
 
-        A failed attempt leaves nothing behind, because only the update donates the state.
+          parts: all micro-batches, also empty ones; a smaller plan divides their rows anew.
+          compiling: makes the context of compiling.
 
-        Args:
-          programs: the compiled programs of the plan in force.
-          sums, state, frozen: what TrainedModel.begin returned.
-          parts: all micro-batches of the step, on the mesh, also empty ones; a smaller plan divides their rows anew.
-          step: the number of the step.
-          print_line: prints a line on the new plan.
-          compiling: makes the context in which smaller plans are compiled.
-        Raises:
-          PlanError: memory ran out, and no smaller plan is left.
-          jax.errors.JaxRuntimeError: any other error of XLA; in a run of several processes also that memory ran out.
+        PlanError if no plan is left; other errors of XLA as they are, in several processes out of memory, too.
         """
 
         def arrays():
-            """What the plan in force is compiled for; if it keeps no transposed codes, they are given up."""
             nonlocal frozen
             if not self.planner.plan.transposed_codes:
                 frozen = transposed_codes.without_copies(frozen)
@@ -437,8 +369,8 @@ class Engine:
 
         while True:
             try:
-                done = self.accumulate(self.at(programs, step), sums, state, frozen, parts)
-                return programs, jax.block_until_ready(done), frozen
+                summed = self.accumulate(self.at(programs, step), sums, state, frozen, parts)
+                return programs, jax.block_until_ready(summed), frozen
             except jax.errors.JaxRuntimeError as error:
                 if not _may_plan_again(error):
                     raise
@@ -450,7 +382,7 @@ class Engine:
             with compiling():
                 programs = self.fit(arrays, step, print_line, placed=True)
             sums, count = self.zero_sums(state), self.planner.plan.micro_batches
-            parts = [self.place(rows, part, count) for part in range(count)]
+            parts = [self.place(rows, index, count) for index in range(count)]
 
     def evaluate(
         self,
@@ -462,16 +394,12 @@ class Engine:
         between: Callable[[], None] = lambda: None,
         load: Callable[[Callable[[], Batch]], Batch] = lambda work: work(),
     ) -> dict[str, Any]:
-        """Metrics of `batches`, on the host, with the prefix "eval_": "loss", a mean; objective.unit, such as
-        "targets", the count that it is the mean over; and what the objective computes from its sums.
+        """Metrics of `batches`, on the host, as "eval_...": the mean loss, objective.unit (its count), and the
+        objective's own.
 
-        Args:
-          evaluate: the compiled program of one batch: Programs.evaluate, or from compile_evaluate.
-          trainable, frozen: the weights that train and the others.
-          batches: of held-out rows.
-          shown: called after each batch with (batches done, batches in all), to show progress.
-          between: called after each batch, so that the caller can react to signals.
-          load: called with what loads a batch in one process, and may fail there alone.
+          evaluate: the compiled program of one batch.
+          shown: called with (batches done, all); between: after each batch, for signals.
+          load: runs a function that loads a batch and may fail in one process alone.
         """
         objective = self.program.objective
         totals, count = [], batches.steps_per_epoch
@@ -483,10 +411,10 @@ class Engine:
             between()
         loss, number = (sum(float(x) for x in column) for column in zip(*(t[:2] for t in totals), strict=True))
         largest = getattr(objective, "largest", ())
-        own = {
+        own_sums = {
             name: (max if name in largest else sum)(float(sums[name]) for _, _, sums in totals)
             for name in objective.sums
         }
         values = {"loss": loss / max(number, 1.0), objective.unit: int(number)}
-        values |= objective.metrics({"loss": loss, "count": number, **own})
+        values |= objective.metrics({"loss": loss, "count": number, **own_sums})
         return {f"eval_{name}": value for name, value in values.items()}

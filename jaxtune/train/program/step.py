@@ -1,9 +1,8 @@
-"""The train step as two programs of a `StepProgram`, the same for all data, over a `TrainState` and a step's `Sums`.
-
-`accumulate` adds one micro-batch's loss, count and gradients to donated sums. `update` divides once by the step's
-count, clips, updates the weights, and returns zeroed sums. Micro-batches are dispatched from Python, because a loop
-around the stack within one program would keep transfers from overlapping with compute. Nothing here waits for the
-device. Two more programs compute on held-out rows (`evaluate`) and give a value for each row (`of_rows`)."""
+"""The train step as two programs, compiled once for all data. `accumulate` adds a micro-batch's loss, count and
+gradients to donated sums; `update` divides once, clips, updates and returns zeroed sums. Python dispatches
+micro-batches, because a loop in one program would keep transfers from overlapping with compute. Nothing waits for the
+device.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ _ROUNDING, _NOISE, _SYNC = 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What an optimizer step takes and returns, and a checkpoint stores: weights, the optimizer's state and counts.
-    Only `dropout_key` never changes. Every leaf is an array."""
+    """What a step takes and returns and a checkpoint stores; all arrays. Only `dropout_key` never changes."""
 
     trainable: Any  # nnx.State of weights, in the dtypes of StepProgram.weights
     opt_state: Any  # the optimizer's state, as its `init` makes it
@@ -58,12 +56,10 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Sums over the micro-batches of a step.
-
-    On a mesh of several devices each array has a leading axis of devices, and every device sums its own rows. If a
-    step has a single micro-batch, that adds the devices' sums, so that gradients are not stored twice; with several, or
-    with a quantised sync, the update adds them. Gradients of a tensor that is divided over n devices are summed
-    over these in each micro-batch; their leading axis is n times shorter.
+    """Sums over the micro-batches of a step. On several devices arrays have a leading axis of devices. A single
+    micro-batch adds over devices itself, so that gradients are stored once; with several, or a quantised sync, the
+    update does. Tensors divided over n devices are summed over these in each micro-batch; their leading axis is n times
+    shorter.
     """
 
     # of (loss sum + count times the layers' own losses with their coefficients), times TrainState.loss_scale: float32,
@@ -77,8 +73,9 @@ class Sums:
 
 @dataclasses.dataclass(frozen=True)
 class StepProgram:
-    """The functions that a run jits (accumulate, update, evaluate, ...), with all its static values, so that a program
-    is compiled for one StepProgram. They take and return whole arrays, placed by `shardings` and `sums_shardings`."""
+    """The functions that a run jits, with all static values. They take and return whole arrays, placed by `shardings`
+    and `sums_shardings`.
+    """
 
     graph: nnx.GraphDef  # graph definition of the model
     optimizer: optax.GradientTransformation  # an optax transformation or an optim.StepOptimizer, over float32 tensors
@@ -108,50 +105,43 @@ class StepProgram:
 
     @property
     def sync(self) -> GradientSync | None:
-        """The quantised sync of gradients; None if they are exchanged in float32, or if there is one device."""
+        """The quantised sync; None: float32, or one device."""
         return None if self.devices == 1 else self.gradient_sync
 
     @property
     def _sums_at_once(self) -> bool:
-        """Whether the only micro-batch of a step adds sums over several devices (True), or the update (False)."""
+        """Whether the only micro-batch adds over devices, not the update."""
         return self.micro_batches == 1 and self.sync is None
 
     @property
     def _reads_sums(self) -> bool:
-        """Whether a step adds to its first sums. It does not if it has one micro-batch, unless the sync of gradients is
-        quantised, whose update needs the sums' memory."""
+        """Whether a step adds to its first sums: not with one micro-batch, unless a quantised sync needs them."""
         return self.micro_batches > 1 or self.sync is not None
 
     @property
     def _largest(self) -> tuple[str, ...]:
-        """Those of the objective's own sums that are largest values."""
         return getattr(self.objective, "largest", ())
 
     def _of_all_devices(self, sums: Sums) -> Sums:
-        """`of_all_devices`, but the largest of the values that are no sums."""
         largest = {name: partition.largest(sums.own[name]) for name in self._largest}
         total = of_all_devices(sums)
         return dataclasses.replace(total, own=total.own | largest)
 
     @property
     def devices(self) -> int:
-        """The number of devices of the mesh; 1 without a mesh."""
         return 1 if self.mesh is None else self.mesh.size
 
     @property
     def _shape(self) -> partition.MeshShape:
-        """The numbers of devices along the mesh's axes, which `init` and `total` give `sync`. AssertionError: none."""
         assert self.mesh is not None
         return partition.MeshShape.of(self.mesh)
 
     def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
-        """The state with which a run starts, over a copy of `trainable`, the weights that train, in the dtypes in which
-        they are trained: the step donates the copy, and the caller keeps the original. seed: of `dropout_key`. device:
-        the sharding of those states of the optimizer that stay on the device with `offload`, while the large ones are
-        made in pinned host memory. None, or no `offload`: the caller (TrainedModel) places all states."""
+        """The first state, over a copy of `trainable`, which the step donates. device: sharding of optimizer states
+        that stay on the device with `offload`; None: the caller places all.
+        """
 
         def kept(a):
-            """A copy of the weight `a`: in bfloat16 if `weights` is "bf16" and it is a matrix, else in float32."""
             rounded = self.weights == "bf16" and a.ndim >= 2
             return jnp.array(a, jnp.bfloat16 if rounded else jnp.float32, copy=True)
 
@@ -163,7 +153,6 @@ class StepProgram:
             states = self.optimizer.init(wide)
 
         def zero():
-            """int32[]: 0, in a new buffer."""
             return jnp.zeros((), jnp.int32)  # separate buffers, because a buffer cannot be donated twice
 
         return TrainState(
@@ -179,8 +168,7 @@ class StepProgram:
         )
 
     def shardings(self, state: TrainState, device: jax.sharding.Sharding) -> TrainState:
-        """The sharding of each array of `state`, which may be abstract, as a TrainState of shardings. device: the
-        sharding of an array that is not divided. A state is placed, and the update is compiled, by them."""
+        """A TrainState of shardings for `state`, which may be abstract. device: for undivided arrays."""
         where = jax.tree.map(lambda _: device, state)
         if self.mesh is not None and self.devices > 1:
             states = partition.states_shardings(state.opt_state, state.trainable, self.mesh)
@@ -193,8 +181,7 @@ class StepProgram:
         return dataclasses.replace(where, opt_state=optimizer_offload.shardings(state.opt_state, device))
 
     def sums_shardings(self, trainable, device: jax.sharding.Sharding) -> Sums:
-        """The sharding of each array of the sums for these trainable tensors, as a Sums of shardings, for compiling the
-        step. device: the sharding of an array that is not divided."""
+        """A Sums of shardings. device: for undivided arrays."""
         sums = jax.eval_shape(self.zero_sums, trainable)
         if self.mesh is None or self.devices == 1:
             return jax.tree.map(lambda _: device, sums)
@@ -202,54 +189,46 @@ class StepProgram:
         return jax.tree.map(functools.partial(jax.sharding.NamedSharding, self.mesh), unsummed)
 
     def _divided(self, sums: Sums, trainable) -> Sums:
-        """Wraps the gradients in `sums` of those tensors of `trainable` that are divided over devices as
-        partition.Shard, which says by which axis. partition derives from it the shardings that jax.shard_map needs."""
+        """Marks gradients of divided tensors as partition.Shard, from which jax.shard_map's shardings follow."""
         return dataclasses.replace(sums, gradients=partition.divide_like(self._marked(trainable), sums.gradients))
 
     def _marked(self, trainable):
-        """Returns `trainable` with each divided tensor as a partition.Shard, which says by which axis it is divided,
-        and in which format the sums of its gradient are exchanged: for the sums and `accumulate`, not `evaluate`."""
+        """Divided tensors as partition.Shard, with axis and format of their gradient's exchange."""
         return partition.divide(trainable, self.mesh, None if self.sync is None else self.sync.format)
 
     def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
-        """Zero sums for the trainable tensors of a TrainState, with their shardings; `device` is the sharding of an
-        array that is not divided, or None to leave all placements to JAX. Only the first step needs them."""
-        places = iter(jax.tree.leaves(self.sums_shardings(trainable, device)) if device is not None else ())
-        kept = jnp.float32 if self.micro_batches > 1 else None
+        """Zero sums for these tensors. device: sharding of undivided arrays; None: JAX places all."""
+        placements = iter(jax.tree.leaves(self.sums_shardings(trainable, device)) if device is not None else ())
+        sum_dtype = jnp.float32 if self.micro_batches > 1 else None
 
         def zeros(shape=(), dtype=jnp.float32, devices=self.devices):
-            """Zeros of a shape, behind an axis of `devices` if there are several, placed as the next of `places`."""
             in_front = () if self.devices == 1 else (devices,)
-            return jnp.zeros((*in_front, *shape), dtype, device=next(places, None))
+            return jnp.zeros((*in_front, *shape), dtype, device=next(placements, None))
 
         def gradient(leaf):
-            """The zero sum of the gradient of `leaf`, an array or a partition.Shard of one, in the same form."""
             if isinstance(leaf, partition.Shard):
                 array, devices = leaf.array, self.devices // leaf.count
-                return dataclasses.replace(leaf, array=zeros(array.shape, kept or array.dtype, devices))
-            return zeros(leaf.shape, kept or leaf.dtype)
+                return dataclasses.replace(leaf, array=zeros(array.shape, sum_dtype or array.dtype, devices))
+            return zeros(leaf.shape, sum_dtype or leaf.dtype)
 
         tensors = self._marked(trainable)
         gradients = jax.tree.map(gradient, tensors, is_leaf=lambda leaf: isinstance(leaf, partition.Shard))
         loss, count = zeros(), zeros()
         aux = zeros((len(self.aux_losses.losses),)) if self.aux_losses else None
-        own = {name: zeros() for name in sorted(self.objective.sums)}
-        return Sums(partition.undivided(gradients), loss, count, aux, own)
+        own_sums = {name: zeros() for name in sorted(self.objective.sums)}
+        return Sums(partition.undivided(gradients), loss, count, aux, own_sums)
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
-        """The sums with one micro-batch, `batch`, added to `sums`, those of the step's earlier micro-batches, which are
-        donated. Of a step with one micro-batch only their memory is used (_reads_sums). state: the run's. frozen: the
-        weights that do not train. micro_batch: the index of the micro-batch within the step, int32[], for the keys of
-        dropout and noise."""
+        """`sums` (donated) with a micro-batch added; of a single one only their memory is used. micro_batch: int32[],
+        its index in the step, for keys of dropout and noise.
+        """
         # What is not needed here; the optimizer's states may be on the host.
         state = dataclasses.replace(state, opt_state=None, sync_errors={})
         if self.devices == 1:
             return self._accumulate(sums, state, frozen, batch, micro_batch)
 
-        def local(sums, *others):
-            """What each device computes: its own sums, behind an axis of one device, with its rows added; if the step
-            has one micro-batch, they are then added over devices."""
-            sums = self._accumulate(jax.tree.map(lambda a: a[0], sums), *others)
+        def local(sums, *arguments):
+            sums = self._accumulate(jax.tree.map(lambda a: a[0], sums), *arguments)
             return jax.tree.map(lambda a: a[None], self._of_all_devices(sums) if self._sums_at_once else sums)
 
         sums = self._divided(sums, state.trainable)
@@ -260,9 +239,6 @@ class StepProgram:
         return partition.undivided(run(sums, state, frozen, batch, micro_batch))
 
     def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
-        """What `accumulate` computes on each device, with the same arguments: `sums`, those of the step's earlier
-        micro-batches, with `batch` added, for the rows of the batch and the shards of weights (in `state` and `frozen`)
-        that this device has. micro_batch: the index within the step, int32[]."""
         if self.full:
             batch = dataclasses.replace(batch, segment_ids=None)
         key = noise = None
@@ -270,15 +246,13 @@ class StepProgram:
             key = jax.random.wrap_key_data(state.dropout_key)
             key = jax.random.fold_in(jax.random.fold_in(key, state.step), micro_batch)
         if self.noise_alpha is not None:
-            own = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _NOISE)
-            noise = jax.random.fold_in(jax.random.fold_in(own, state.step), micro_batch), self.noise_alpha
+            noise_key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _NOISE)
+            noise = jax.random.fold_in(jax.random.fold_in(noise_key, state.step), micro_batch), self.noise_alpha
         if not self._reads_sums:
             batch, sums = with_zeros(batch, sums)
         runs = 0
 
         def scaled_loss(trainable, layer_sums):
-            """(the loss sum times the loss scale, (loss, count, aux, own) as in Sums) of the micro-batch, for jax.grad.
-            layer_sums: those to which the backward adds the layers' gradients."""
             nonlocal runs
             forward = Forward(
                 max_documents=self.max_documents,
@@ -289,12 +263,12 @@ class StepProgram:
                 aux_losses=self.aux_losses if self.aux_losses else NO_AUX_LOSSES,
                 noise=noise,
             )
-            loss, count, own = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
+            loss, count, own_sums = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
             total, aux, runs = loss, forward.aux, forward.runs
             if aux is not None:
                 total = loss + partition.total(count) * self.aux_losses.added(aux)
                 aux = count * aux
-            return total * state.loss_scale if self.scale_loss else total, (loss, count, aux, own)
+            return total * state.loss_scale if self.scale_loss else total, (loss, count, aux, own_sums)
 
         # The layers' gradients are added to their sums layer by layer, and exist for one layer at a time.
         layer_sums = sums.gradients.get("layers")
@@ -305,67 +279,58 @@ class StepProgram:
                 total.own[name] = jnp.maximum(sums.own[name], measured[-1][name])
             if layers is not None and runs:
                 # Only the model's first run adds to the sums; gradients of further runs are returned with the tensors'.
-                more = runs > 1
-                total.gradients["layers"] = jax.tree.map(jnp.add, layers, gradients["layers"]) if more else layers
+                ran_again = runs > 1
+                total.gradients["layers"] = jax.tree.map(jnp.add, layers, gradients["layers"]) if ran_again else layers
         return total
 
     def _loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict]:
-        """The objective's loss of `batch`, a micro-batch: (loss sum, count, {name: float32 sum} for its metrics).
-        forward: runs `model`. Raises ValueError if the names of the sums are not those that the objective declares."""
-        loss, count, own = self.objective.loss(model, batch, forward)
-        if set(own) != set(self.objective.sums):
+        """(loss sum, count, own sums). ValueError if the objective returned other sums than it declares."""
+        loss, count, own_sums = self.objective.loss(model, batch, forward)
+        if set(own_sums) != set(self.objective.sums):
             raise ValueError(
-                f"{type(self.objective).__name__}.loss returned the sums {sorted(own)}, but its `sums` declares "
+                f"{type(self.objective).__name__}.loss returned the sums {sorted(own_sums)}, but its `sums` declares "
                 f"{self.objective.sums}: they must be the same"
             )
-        return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own.items()}
+        return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own_sums.items()}
 
     def total(self, sums: Sums, state: TrainState) -> tuple[Sums, dict[str, list[jax.Array]]]:
-        """(`sums` without the leading axis of devices, added over it if the micro-batch did not do so, for `update`;
-        the errors that a quantised sync with error feedback leaves, else {}). state: has the last step's errors."""
+        """(sums over all devices, without the leading axis; new errors of a quantised sync, else {})."""
         if self.devices == 1:
             return sums, {}
         sums = self._divided(sums, state.trainable)
-        given, result = partition.unsummed_specs(sums), partition.specs(sums)
+        sum_specs, result = partition.unsummed_specs(sums), partition.specs(sums)
 
         def local(sums):
-            """The sums of all devices from this device's, without their leading axis; those added already stay."""
             sums = jax.tree.map(lambda a: a[0], sums)
             return sums if self._sums_at_once else self._of_all_devices(sums)
 
         sync = self.sync
         if sync is None:
-            return partition.undivided(partition.divided(local, self.mesh, (given,), result)(sums)), {}
+            return partition.undivided(partition.divided(local, self.mesh, (sum_specs,), result)(sums)), {}
 
         def quantised(sums, state):
-            """Adds this device's `sums` to those of all others, gradients by the quantised sync. Returns (the sums of
-            all devices, the new errors of this device). state: has this device's errors of the last step."""
             sums, errors = jax.tree.map(lambda a: a[0], (sums, state.sync_errors))
-            others = self._of_all_devices(dataclasses.replace(sums, gradients=None))
-            unit = jnp.maximum(others.count, 1.0) * state.loss_scale
+            other_sums = self._of_all_devices(dataclasses.replace(sums, gradients=None))
+            unit = jnp.maximum(other_sums.count, 1.0) * state.loss_scale
             key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _SYNC)
             key = jax.random.fold_in(key, state.step)
             gradients, errors = sync.added(sums.gradients, errors, self._shape, unit, key)
-            return dataclasses.replace(others, gradients=gradients), jax.tree.map(lambda a: a[None], errors)
+            return dataclasses.replace(other_sums, gradients=gradients), jax.tree.map(lambda a: a[None], errors)
 
         state = dataclasses.replace(state, trainable=None, opt_state=None)
         errors = jax.tree.map(lambda _: partition.ROWS, state.sync_errors)
         specs = dataclasses.replace(partition.specs(state), sync_errors=errors)
-        run = partition.divided(quantised, self.mesh, (given, specs), (result, errors))
+        run = partition.divided(quantised, self.mesh, (sum_specs, specs), (result, errors))
         return partition.undivided(run(sums, state))
 
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
-        """One optimizer step from the sums of a step's micro-batches; both arguments are donated.
-
-        Returns:
-          (state, sums for the next step, metrics). The sums are zeros, or any if they are not read (_reads_sums). The
-            metrics are loss (the mean, without the layers' own losses), aux ({name: such a loss before its
-            coefficient}, if any is added), own (the objective's), grad_norm (before clipping), learning_rate (if
-            `schedule` is known), count, finite (bool; False: weights and optimizer states stay), skipped,
-            skipped_in_row, loss_scale, and grad_norms float32[n], one for each trainable tensor.
+        """One optimizer step; both arguments are donated. Returns (state, sums for the next step, metrics): loss (mean,
+        without layers' losses), aux ({name: layers' losses before coefficients}), own (the objective's), grad_norm
+        (before clipping), learning_rate, count, finite (False: weights and states stay), skipped, skipped_in_row,
+        loss_scale, grad_norms float32[n] of each tensor.
         """
         with jax.named_scope("optimizer"):
-            given, (sums, errors) = sums, self.total(sums, state)
+            donated_sums, (sums, errors) = sums, self.total(sums, state)
             count = jnp.maximum(sums.count, 1.0)
             scale = 1.0 / (count * state.loss_scale)
             gradients = [g.astype(jnp.float32) * scale for g in jax.tree.leaves(sums.gradients)]
@@ -377,12 +342,11 @@ class StepProgram:
             optimizer = step_optimizer(self.optimizer)
             in_parts = partition.which_are_divided(state.trainable, self.mesh)
 
-            def moved(parameters, opt_state, gradients, finite, divided=in_parts, **own):
-                """(float32 `parameters` after the update, the new `opt_state`, or the old one if not `finite`), by
-                `gradients`. divided, own: further arguments of optimizer.update."""
+            def moved(parameters, opt_state, gradients, finite, divided=in_parts, **extra_args):
+                """(float32 parameters after the update, new states, or the old ones if not `finite`)."""
                 wide = jax.tree.map(lambda a: a.astype(jnp.float32), parameters)
                 updates, opt_state = optimizer.update(
-                    gradients, opt_state, wide, scale=scale, finite=finite, divided=divided, **own
+                    gradients, opt_state, wide, scale=scale, finite=finite, divided=divided, **extra_args
                 )
                 return jax.tree.map(jnp.add, wide, updates), opt_state
 
@@ -399,34 +363,31 @@ class StepProgram:
                 tensors, finite = optimization_barrier((tensors, finite))
 
             def guarded(new, old):
-                """The leaves of the tree `new` if the step is finite, else those of `old`."""
                 return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
             if self.by_tensor or self.offload:
                 decayed, embeddings = decayed_tensors(state.trainable), embedding_tensors(state.trainable)
 
                 def one(index, parameter, opt_state, gradient):
-                    """(new weight, new optimizer state) of tensor `index`, from its `parameter`, `opt_state` and
-                    `gradient`; optimizer_offload.update_by_tensor calls it."""
-                    own = slice(index, index + 1)
-                    its = {"decayed": decayed[own], "embeddings": embeddings[own]}
-                    wide, new = moved([parameter], opt_state, [gradient], finite, in_parts[own], **its)
-                    kept = self._kept(state, wide, [parameter], index)
-                    return guarded(kept[0], parameter), new
+                    index_range = slice(index, index + 1)
+                    its = {"decayed": decayed[index_range], "embeddings": embeddings[index_range]}
+                    wide, new = moved([parameter], opt_state, [gradient], finite, in_parts[index_range], **its)
+                    rounded = self._kept(state, wide, [parameter], index)
+                    return guarded(rounded[0], parameter), new
 
                 trainable, opt_state = optimizer_offload.update_by_tensor(one, *tensors, offload=self.offload)
             else:
                 wide, opt_state = moved(*tensors, finite=finite)
                 trainable = guarded(self._kept(state, wide, state.trainable), tensors[0])
 
-            done = trainable, guarded(errors, state.sync_errors)
+            results = trainable, guarded(errors, state.sync_errors)
             # With states on the host zeros are made if nobody reads them, too, as copies of states lie there before.
             zeros = self._reads_sums or self.offload
-            (trainable, errors), next_sums = zeros_after(done, given, zeros, self.sync is not None)
+            (trainable, errors), next_sums = zeros_after(results, donated_sums, zeros, self.sync is not None)
             new = dataclasses.replace(self._next(state, trainable, opt_state, finite), sync_errors=errors)
-            own = {name: getattr(new, name) for name in ("skipped", "skipped_in_row", "loss_scale")}
-            own |= {"grad_norm": norm, "finite": finite, "grad_norms": jnp.sqrt(squares)}
-            metrics = self._means(sums, count) | own
+            counters = {name: getattr(new, name) for name in ("skipped", "skipped_in_row", "loss_scale")}
+            counters |= {"grad_norm": norm, "finite": finite, "grad_norms": jnp.sqrt(squares)}
+            metrics = self._means(sums, count) | counters
             if self.schedule is not None:
                 metrics["learning_rate"] = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
             if sums.aux is not None:
@@ -434,8 +395,6 @@ class StepProgram:
             return new, next_sums, metrics
 
     def _means(self, sums: Sums, count: jax.Array) -> dict:
-        """The metrics loss (a mean), count (that of `sums`) and own (the objective's) of a step, for `update`. count:
-        the count of `sums`, or 1 if it is less, by which the loss is divided."""
         return {
             "loss": sums.loss / count,
             "count": sums.count,
@@ -443,9 +402,7 @@ class StepProgram:
         }
 
     def _next(self, state: TrainState, trainable, opt_state, finite: jax.Array) -> TrainState:
-        """The state after a step from `state`, with the counts and the loss scale updated; the caller sets sync_errors.
-        trainable, opt_state: what the returned state gets: the new ones if the step is `finite` (bool[]), else the old
-        ones; the step then counts as skipped."""
+        """The next state, with counts and loss scale; the caller sets sync_errors."""
         skip = (~finite).astype(jnp.int32)
         loss_scale, good_steps = state.loss_scale, state.good_steps
         if self.scale_loss:
@@ -465,17 +422,16 @@ class StepProgram:
         )
 
     def _reach(self, bound: UpdateBound, state: TrainState) -> jax.Array:
-        """float32[]: no weight of `state` has a larger absolute value than this after the step's update. It follows
-        from `bound` before the update is computed, so that an update to infinite weights can be skipped."""
+        """float32[]: no weight exceeds it in absolute value after the update, known before."""
         assert self.schedule is not None  # optimizers with a bound take their rate from the schedule
         rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
         highest = of_each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
         return highest.astype(jnp.float32) * (1.0 + rate * bound.decay) + rate * bound.direction
 
     def _kept(self, state: TrainState, wide, old, stream: int = 0):
-        """The updated float32 weights (`wide`) in the dtypes in which the `old` ones are stored. Those in bf16 are
-        rounded stochastically, by random numbers of the step of `state`; tensor i uses random stream `stream` + i, so
-        that tensors that are updated one by one get the same bits."""
+        """Updated weights in their stored dtypes. Tensor i is rounded by random stream `stream` + i, so that updates
+        one by one give the same bits.
+        """
         if self.weights == "fp32":
             return wide
         key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _ROUNDING)
@@ -483,30 +439,27 @@ class StepProgram:
         return rounded_like(old, wide, seed, stream)
 
     def evaluate(self, trainable, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(loss sum, count, the objective's own sums, {name: sum}) of one held-out batch on all devices, without
-        dropout, gradients and the layers' own losses; to be jitted. trainable: the weights that train, of a TrainState
-        or as given, because a forward pass needs no optimizer. frozen: the weights that do not train."""
+        """(loss sum, count, own sums) of a held-out batch on all devices, without dropout and the layers' losses; to be
+        jitted.
+        """
 
         def local(trainable, frozen, batch):
-            """The sums of the loss for a device's rows (`batch`) and shards (trainable, frozen), over all devices."""
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
-            loss, count, own = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
-            largest = {name: partition.largest(own[name]) for name in self._largest}
-            loss, count, own = partition.total((loss, count, own))
-            return loss, count, own | largest
+            loss, count, own_sums = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
+            largest = {name: partition.largest(own_sums[name]) for name in self._largest}
+            loss, count, own_sums = partition.total((loss, count, own_sums))
+            return loss, count, own_sums | largest
 
         tensors = partition.divide((trainable, frozen), self.mesh)
         run = partition.divided(local, self.mesh, (*partition.specs(tensors), partition.ROWS), partition.WHOLE)
         return run(*tensors, batch)
 
     def of_rows(self, function, trainable, frozen, batch: Batch) -> jax.Array:
-        """Calls function(model, batch, forward), which returns an array [rows, ...] or a tree of such arrays, on one
-        batch; to be jitted (Engine.compile_of_rows). Each device calls it with its own rows, and the result stays
-        divided by rows (partition.ROWS), as whoever compiles this must say too. forward: a Forward, without dropout.
-        trainable, frozen: the weights that train and the others."""
+        """function(model, batch, Forward); to be jitted. Each device has its rows, and the result stays divided by rows
+        (partition.ROWS), as out_shardings must say.
+        """
 
         def local(trainable, frozen, batch):
-            """What `function` returns for a device's rows (`batch`) and shards of weights (trainable, frozen)."""
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
             return function(nnx.merge(self.graph, trainable, frozen), batch, forward)
 

@@ -28,8 +28,9 @@ class _Runs:
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """The time of a run: at the end of the outermost one, the event loop and the functions' processes end. Calls
-    outside of a run have them until the program ends."""
+    """The time of a run; at the end of the outermost, event loop and processes end. Outside they last until the program
+    ends.
+    """
     _Runs.number += 1
     try:
         yield
@@ -41,7 +42,6 @@ def running() -> Iterator[None]:
 
 @atexit.register
 def close() -> None:
-    """Ends the event loop and the functions' processes; a later call starts new ones."""
     loop, _Runs.loop = _Runs.loop, None
     if loop is not None:
         loop.close()
@@ -49,20 +49,19 @@ def close() -> None:
 
 
 def event_loop() -> EventLoop:
-    """The event loop of the run, which the first asynchronous function starts."""
     if _Runs.loop is None or not _Runs.loop.is_open:
         _Runs.loop = EventLoop()
     return _Runs.loop
 
 
 def is_async(function: Callable) -> bool:
-    """Whether it is `async def`, a partial of such a function, or an object with such a method __call__."""
+    """Whether it is `async def`, a partial of one, or an object with such a __call__."""
     call = getattr(function, "__call__", None)  # noqa: B004 (its kind is asked)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def arguments(function: Callable, given: Mapping[str, object]) -> dict[str, object]:
-    """The entries of `given` that are parameters of the function; all, if it has **parameters."""
+    """Entries of `given` that are parameters of the function; all with **parameters."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(given)
@@ -70,22 +69,16 @@ def arguments(function: Callable, given: Mapping[str, object]) -> dict[str, obje
 
 
 def name_of(function: Callable) -> str:
-    """Its name, for messages; of an object without one its class's."""
     return getattr(function, "__name__", type(function).__name__)
 
 
 def begin(function: Callable, given: Mapping[str, object], name: str, seconds: float | None = None) -> Pending:
-    """Starts an asynchronous function in the event loop. seconds: its limit."""
     return event_loop().start(lambda: function(**given), name, seconds)
 
 
 def call(function: Callable, given: Mapping[str, object], name: str, seconds: float | None = None) -> Outcome:
-    """Calls a function of either kind and waits. Raises only what is not the function's own: a signal's exception.
-
-    Args:
-      given: keyword arguments.
-      name: of the function, for messages.
-      seconds: the limit, after which the outcome's error is TooLong; None: there is none.
+    """Calls a function of either kind and waits. Raises only a signal's exception; the function's own is in the
+    outcome, as is TooLong after `seconds` (None: no limit).
     """
     if is_async(function):
         return begin(function, given, name, seconds).outcome()
@@ -105,29 +98,27 @@ def call(function: Callable, given: Mapping[str, object], name: str, seconds: fl
 
 
 def _here(function: Callable[[], object], name: str, seconds: float | None) -> Outcome:
-    """Calls the function in this thread."""
     began = time.monotonic()
-    found = Outcome()
+    outcome = Outcome()
     with _Signals() as signals:
         try:
             with limit(seconds):
-                found = Outcome(function())
+                outcome = Outcome(function())
         except Over as error:
-            found = Outcome(error=error)
+            outcome = Outcome(error=error)
         except BaseException as error:
             if signals.raised(error):
                 raise
-            found = Outcome(error=error)
+            outcome = Outcome(error=error)
     took = time.monotonic() - began
-    if seconds is not None and (isinstance(found.error, Over) or took > seconds):
+    if seconds is not None and (isinstance(outcome.error, Over) or took > seconds):
         late = f": it ended after {took:.1f} s, as C code kept Python's lock" if took > seconds + _LATE_SECONDS else ""
         return Outcome(error=TooLong(name, seconds, late))
-    return found
+    return outcome
 
 
 class _Signals:
-    """Notes whether a signal arrived within it, to tell the KeyboardInterrupt of Ctrl-C from a function's own. The
-    handlers in force are called."""
+    """Notes signals within it, to tell Ctrl-C's KeyboardInterrupt from a function's own."""
 
     def __init__(self) -> None:
         self._arrived = False
@@ -149,7 +140,7 @@ class _Signals:
                 signal.signal(number, handler)
 
     def raised(self, error: BaseException) -> bool:
-        """Whether an exception is a signal's and not the function's: a run's own, or of a handler that was called."""
+        """Whether an exception is a signal's: a run's own, or a handler's."""
         ours = any(kind.__module__.startswith("jaxtune.") for kind in type(error).__mro__)
         return (ours and not isinstance(error, ValueError)) or (self._arrived and not isinstance(error, Exception))
 

@@ -1,5 +1,6 @@
-"""The process of isolated functions: it loads them, and answers calls in its main thread until the run ends. Of the
-standard library alone, so that it starts in a few hundredths of a second and has no device."""
+"""The process of isolated functions: answers calls in its main thread until the run ends. Standard library alone, so
+that it starts in hundredths of a second and has no device.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ _runner: asyncio.Runner | None = None
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Answers messages from the socket `descriptor`: a function's reference and the pickled arguments, None to load it
-    only. parent: the run's process; this one dies with it."""
+    """Answers messages from the socket `descriptor`: a function's reference and pickled arguments (None: load it only).
+    Dies with `parent`.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -39,14 +41,14 @@ def serve(descriptor: int, parent: int) -> None:
         sys.stdout.flush()
 
 
-def _answer(functions: dict[bytes, Callable], reference: bytes, given: bytes | None) -> bytes:
-    """(True, the pickled result), or (False, what is said of the exception)."""
+def _answer(functions: dict[bytes, Callable], reference: bytes, payload: bytes | None) -> bytes:
+    """(True, pickled result) or (False, texts of the exception)."""
     try:
         if reference not in functions:
             functions[reference] = _loaded(reference)
-        if given is None:
+        if payload is None:
             return pickle.dumps((True, b""))
-        sent, logs = pickle.loads(given)
+        sent, logs = pickle.loads(payload)
         logged: list[tuple[str, tuple, dict]] = []
         arguments = pickle.loads(sent) | {name: _log(name, logged) for name in logs}
         value = functions[reference](**arguments)
@@ -58,12 +60,11 @@ def _answer(functions: dict[bytes, Callable], reference: bytes, given: bytes | N
 
 
 def _log(name: str, logged: list[tuple[str, tuple, dict]]) -> Callable[..., None]:
-    """In place of a function of the run: keeps what it is called with."""
+    """Stands for a function of the run: keeps its calls."""
     return lambda *arguments, **named: logged.append((name, arguments, named))
 
 
 def _awaited(value: Awaitable[object]) -> object:
-    """The result of an awaitable, in the one event loop of the process."""
     import asyncio
 
     global _runner
@@ -77,8 +78,8 @@ def _awaited(value: Awaitable[object]) -> object:
 
 
 def _loaded(reference: bytes) -> Callable:
-    place = pickle.loads(reference)
-    if isinstance(place, tuple):
-        path, module, name = place
+    location = pickle.loads(reference)
+    if isinstance(location, tuple):
+        path, module, name = location
         return getattr(modules.module_of(Path(path), module), name)
-    return place
+    return location

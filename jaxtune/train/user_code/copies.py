@@ -12,14 +12,16 @@ _TYPES = (list, dict, tuple, set, collections.deque, bytearray)
 
 
 def own_copy[T](value: T) -> T:
-    """A copy in which lists, dicts, tuples and sets are new, at any depth, also of subclasses; all other objects, such
-    as arrays and pictures, are shared. A list that occurs twice within `value`, or in itself, does so in the copy."""
+    """A copy with new lists, dicts, tuples and sets at any depth, subclasses included; arrays and other objects are
+    shared. Repeated and cyclic references stay so.
+    """
     return _copied(value, {})
 
 
 def own_copies(given: Mapping[str, object], shared: frozenset[str] = frozenset()) -> dict[str, object]:
-    """Arguments, {name: a list with an entry for each answer}, with copies for each entry, so that entries share
-    nothing. shared: names of lists whose entries are objects to be shared."""
+    """{name: list with an entry for each answer}, with copies of entries. shared: names of lists whose entries are
+    shared.
+    """
     return {
         name: (list(value) if name in shared else [own_copy(entry) for entry in value])
         if isinstance(value, list)
@@ -28,14 +30,14 @@ def own_copies(given: Mapping[str, object], shared: frozenset[str] = frozenset()
     }
 
 
-def _copied(value: Any, seen: dict[int, object]) -> Any:
+def _copied(value: Any, copies_by_id: dict[int, object]) -> Any:
     kind = type(value)
     if kind in _LEAVES or not isinstance(value, _TYPES):
         return value
-    if id(value) in seen:
-        return seen[id(value)]
+    if id(value) in copies_by_id:
+        return copies_by_id[id(value)]
     if isinstance(value, tuple):
-        entries = [_copied(entry, seen) for entry in value]
+        entries = [_copied(entry, copies_by_id) for entry in value]
         if all(new is old for new, old in zip(entries, value, strict=True)):
             return value
         return tuple(entries) if type(value) is tuple else tuple.__new__(type(value), entries)
@@ -45,8 +47,8 @@ def _copied(value: Any, seen: dict[int, object]) -> Any:
         new = copy.copy(value)
     except Exception:  # of a subclass that cannot be copied
         return value
-    seen[id(value)] = new
+    copies_by_id[id(value)] = new
     for index, entry in value.items() if isinstance(value, dict) else enumerate(value):
         if type(entry) not in _LEAVES:
-            new[index] = _copied(entry, seen)
+            new[index] = _copied(entry, copies_by_id)
     return new

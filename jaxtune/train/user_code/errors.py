@@ -1,4 +1,4 @@
-"""What is said of an exception of the user's code. Of the standard library alone."""
+"""Texts about exceptions of the user's code. Standard library alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _FRAMES = 12  # of a traceback, the last ones
 
 
 class UserCodeError(ValueError):
-    """A function of the user's failed, or its result cannot be used. Its text has the function's name, the exception
-    with file and line, and the traceback."""
+    """A function of the user's failed, or its result is unusable. The text has name, exception, place and traceback."""
 
 
 class Elsewhere(UserCodeError):
@@ -29,7 +28,7 @@ class Elsewhere(UserCodeError):
 
 
 def in_words(error: BaseException) -> str:
-    """ "Type: message", also of an exception whose text fails."""
+    """Gives "Type: message", also of an exception whose text fails."""
     if isinstance(error, Elsewhere):
         return error.words
     try:
@@ -40,40 +39,38 @@ def in_words(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """ " (file.py, line 7)": the last frame outside of the installed libraries; "" if there is none."""
+    """Gives " (file.py, line 7)", the last frame outside of installed libraries, or ""."""
     if isinstance(error, Elsewhere):
         return error.place
     frames = [frame for frame in traceback.extract_tb(error.__traceback__, -_FRAMES) if is_users(frame.filename)]
-    own = [frame for frame in frames if not is_library(frame.filename)] or frames
+    user_frames = [frame for frame in frames if not is_library(frame.filename)] or frames
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}, line {error.lineno})"
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
 
 
 def trace(error: BaseException) -> str:
-    """The traceback with its causes, without frames of jaxtune and asyncio before or between the user's."""
+    """The traceback with its causes, without frames of jaxtune and asyncio around the user's."""
     if isinstance(error, Elsewhere):
         return error.trace
-    whole = traceback.TracebackException.from_exception(error, limit=-3 * _FRAMES)
-    shown: list[traceback.TracebackException | None] = [whole]
-    while shown:
-        if (part := shown.pop()) is not None:
-            users = [frame for frame in part.stack if is_users(frame.filename)]
-            part.stack[:] = (users or part.stack)[-_FRAMES:]
-            shown += [part.__cause__, part.__context__]
-    return "".join(whole.format()).rstrip()
+    exception = traceback.TracebackException.from_exception(error, limit=-3 * _FRAMES)
+    pending: list[traceback.TracebackException | None] = [exception]
+    while pending:
+        if (node := pending.pop()) is not None:
+            users = [frame for frame in node.stack if is_users(frame.filename)]
+            node.stack[:] = (users or node.stack)[-_FRAMES:]
+            pending += [node.__cause__, node.__context__]
+    return "".join(exception.format()).rstrip()
 
 
 def described(what: str, error: BaseException, *lines: str) -> str:
-    """The text of a UserCodeError: "WHAT: Type: message (file, line)", further lines, and the traceback."""
+    """The text "WHAT: Type: message (file, line)", further lines, and the traceback."""
     return "\n".join([f"{what}: {in_words(error)}{place(error)}", *lines, trace(error)]).rstrip()
 
 
 def is_users(file: str) -> bool:
-    """Whether a file of a traceback is neither jaxtune's nor asyncio's."""
     return not file.startswith(_OURS)
 
 
 def is_library(file: str) -> bool:
-    """Whether a file is the standard library's, or of an installed package."""
     return file.startswith(_LIBRARIES)

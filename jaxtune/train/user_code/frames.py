@@ -1,4 +1,4 @@
-"""Messages between a run and its functions' processes: a length and as many bytes. Of the standard library alone."""
+"""Messages to functions' processes: a length and as many bytes. Standard library alone."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def receive(connection: socket.socket) -> bytes | None:
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
-        part = connection.recv(min(count - len(parts), 1 << 20))
-        if not part:
+    received = bytearray()
+    while len(received) < count:
+        chunk = connection.recv(min(count - len(received), 1 << 20))
+        if not chunk:
             return None
-        parts += part
-    return bytes(parts)
+        received += chunk
+    return bytes(received)

@@ -28,42 +28,43 @@ _limits: list[_Limit] = []  # of the main thread
 
 @contextlib.contextmanager
 def limit(seconds: float | None) -> Iterator[None]:
-    """Raises Over within it after that time, where Python code runs or waits. C code that keeps Python's lock is not
-    interrupted, nor, in another thread than the main one, any wait."""
+    """Raises Over within it after that time, where Python code runs or waits. C code that keeps the GIL is not
+    interrupted, nor any wait outside the main thread.
+    """
     if seconds is None:
         yield
         return
-    own, is_main = _Limit(seconds, threading.get_ident()), threading.current_thread() is threading.main_thread()
+    time_limit, is_main = _Limit(seconds, threading.get_ident()), threading.current_thread() is threading.main_thread()
     if is_main:
         if signal.getsignal(_SIGNAL) is not _raise_over:
             signal.signal(_SIGNAL, _raise_over)  # for good: one that comes late must not end the process
-        _limits.append(own)
-    threading.Thread(target=_watch, args=(own, is_main), name="limit", daemon=True).start()
+        _limits.append(time_limit)
+    threading.Thread(target=_watch, args=(time_limit, is_main), name="limit", daemon=True).start()
     try:
         yield
     finally:
-        own.is_on = False
-        own.ended.set()
+        time_limit.is_on = False
+        time_limit.ended.set()
         if is_main:
-            _limits.remove(own)
+            _limits.remove(time_limit)
         else:
-            with own.lock:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(own.thread), None)
+            with time_limit.lock:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(time_limit.thread), None)
 
 
 def _raise_over(*_: object) -> None:
-    now = time.monotonic()
-    if any(one.is_on and one.deadline <= now for one in _limits):
+    now_seconds = time.monotonic()
+    if any(time_limit.is_on and time_limit.deadline <= now_seconds for time_limit in _limits):
         raise Over
 
 
-def _watch(own: _Limit, is_main: bool) -> None:
-    seconds = max(0.0, own.deadline - time.monotonic())
-    while not own.ended.wait(seconds):
+def _watch(time_limit: _Limit, is_main: bool) -> None:
+    seconds = max(0.0, time_limit.deadline - time.monotonic())
+    while not time_limit.ended.wait(seconds):
         seconds = _AGAIN_SECONDS
         if is_main:
-            signal.pthread_kill(own.thread, _SIGNAL)
+            signal.pthread_kill(time_limit.thread, _SIGNAL)
             continue
-        with own.lock:
-            if own.is_on:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(own.thread), ctypes.py_object(Over))
+        with time_limit.lock:
+            if time_limit.is_on:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(time_limit.thread), ctypes.py_object(Over))

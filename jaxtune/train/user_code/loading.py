@@ -12,15 +12,10 @@ from jaxtune.train.user_code.modules import module_of
 
 
 def load_from_file(name: str, key: str) -> Callable:
-    """The function or class that a recipe names as `file.py:name`, of the file's one module.
-
-    Args:
-      name: a relative path is of the current folder, as the recipe's others are.
-      key: the config key that has the name, for errors.
-    Raises:
-      ConfigError: the name has another form, there is no such file or function, or the file does not run.
+    """The function or class that a recipe names as `file.py:name`; a relative path is of the current folder. key: the
+    config key, for errors. ConfigError if the form, file or function is wrong, or the file does not run.
     """
-    path, separator, wanted = name.rpartition(":")
+    path, separator, attribute = name.rpartition(":")
     if not separator:
         raise ConfigError(f"{key}: {name!r} must be file.py:name, a Python file and what it defines")
     file = Path(path).expanduser()
@@ -30,8 +25,10 @@ def load_from_file(name: str, key: str) -> Callable:
         module = module_of(file)
     except (Exception, SystemExit) as error:
         raise ConfigError(errors.described(f"{key}: {file} does not run", error)) from error
-    function = getattr(module, wanted, None)
+    function = getattr(module, attribute, None)
     if not callable(function):
-        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ConfigError(f"{key}: {file} has no function {wanted!r}; it has {', '.join(own) or 'none'}")
+        functions = [
+            key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")
+        ]
+        raise ConfigError(f"{key}: {file} has no function {attribute!r}; it has {', '.join(functions) or 'none'}")
     return function

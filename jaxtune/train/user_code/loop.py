@@ -1,4 +1,4 @@
-"""The event loop of the asynchronous functions: one for the whole run."""
+"""The run's one event loop of asynchronous functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _END_SECONDS = 5.0  # for tasks and generators to end in
 
 
 class TooLong(errors.UserCodeError):
-    """A call took longer than its limit. detail: what else is known of it, as a clause of the text."""
+    """A call took longer than its limit. detail: a clause of the text."""
 
     def __init__(self, name: str, seconds: float | None, detail: str = ""):
         super().__init__(f"{name} took longer than {seconds or 0:g} s{detail}")
@@ -32,7 +32,7 @@ class TooLong(errors.UserCodeError):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a call returned (`value`), or raised (`error`): any BaseException of the function's own, or TooLong."""
+    """What a call returned or raised: any BaseException, or TooLong."""
 
     value: object = None
     error: BaseException | None = None
@@ -40,7 +40,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A call that runs in the event loop. name: of the function; limit: the most seconds it may take, or None."""
+    """A call in the event loop. limit: seconds; None: none."""
 
     name: str
     limit: float | None
@@ -50,17 +50,15 @@ class Pending:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the call counts as one that blocks the loop; None: never."""
+        """Until the call counts as blocking the loop; None: never."""
         return None if self.limit is None else max(0.0, self.began + self.limit + _GRACE_SECONDS - time.monotonic())
 
     @property
     def done(self) -> bool:
-        """Whether `outcome` returns without a wait."""
         return self.future.done() or self.seconds_left == 0
 
     def outcome(self) -> Outcome:
-        """Waits for the call. If the loop is blocked beyond the limit, it is given up, and the next call has a new
-        one."""
+        """Waits. A loop that is blocked beyond the limit is given up, and the next call has a new one."""
         try:
             return waiting.result(self.future, self.name, self.seconds_left)
         except CancelledError:
@@ -72,7 +70,6 @@ class Pending:
             return Outcome(error=TooLong(self.name, self.limit, detail))
 
     def cancel(self) -> None:
-        """Ends the call, whose outcome nobody needs."""
         if not self.future.done():
             self.future.cancel()
 
@@ -91,24 +88,31 @@ class EventLoop:
         return not self._ends and self.process == os.getpid()
 
     def start(self, awaited: Callable[[], Awaitable[object]], name: str, limit: float | None) -> Pending:
-        """Awaits what the function returns, and cancels it after `limit` seconds."""
+        """Awaits what the function returns; cancels after `limit` seconds."""
         return Pending(name, limit, self, asyncio.run_coroutine_threadsafe(_limited(awaited, name, limit), self._loop))
 
     def where(self) -> str:
-        """ " at file.py, line 7, in fetch": the user's line that the loop is at; "" if it is at none."""
+        """Gives " at file.py, line 7, in fetch", the user's line that the loop is at, or ""."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         frames = traceback.extract_stack(frame) if frame is not None else []
-        own = [one for one in frames if errors.is_users(one.filename) and not errors.is_library(one.filename)]
-        return f" at {own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}" if own else ""
+        user_frames = [
+            frame_summary
+            for frame_summary in frames
+            if errors.is_users(frame_summary.filename) and not errors.is_library(frame_summary.filename)
+        ]
+        return (
+            f" at {user_frames[-1].filename}, line {user_frames[-1].lineno}, in {user_frames[-1].name}"
+            if user_frames
+            else ""
+        )
 
     def give_up(self) -> None:
-        """Ends the loop as soon as nothing blocks it, without a wait."""
+        """Ends the loop once nothing blocks it, without a wait."""
         self._ends = True
         with contextlib.suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     def close(self) -> None:
-        """Cancels tasks, ends asynchronous generators, and closes the loop."""
         if self.process != os.getpid():
             return
         self.give_up()
@@ -140,7 +144,7 @@ class EventLoop:
 
 
 async def outcome_of(awaited: Callable[[], Awaitable[object]]) -> Outcome:
-    """What an awaitable returns or raises; never raises."""
+    """Never raises."""
     try:
         return Outcome(await awaited())
     except BaseException as error:
@@ -150,18 +154,18 @@ async def outcome_of(awaited: Callable[[], Awaitable[object]]) -> Outcome:
 async def _limited(awaited: Callable[[], Awaitable[object]], name: str, limit: float | None) -> Outcome:
     task = asyncio.ensure_future(outcome_of(awaited))
     try:
-        done, _ = await asyncio.wait({task}, timeout=limit)
+        finished, _ = await asyncio.wait({task}, timeout=limit)
     except asyncio.CancelledError:
         task.cancel()
         raise
-    if done:
+    if finished:
         return task.result()
     task.cancel()
     return Outcome(error=TooLong(name, limit))
 
 
 def wait_for_any(calls: Sequence[Pending], what: str) -> None:
-    """Waits until one of the calls is done. what: for the line that says what is waited for."""
+    """Waits until one call is done. what: for the line about the wait."""
     first: Future[None] = Future()
     first.set_running_or_notify_cancel()
     lock = threading.Lock()
@@ -175,6 +179,6 @@ def wait_for_any(calls: Sequence[Pending], what: str) -> None:
         return
     for call in calls:
         call.future.add_done_callback(done)
-    limits = [left for call in calls if (left := call.seconds_left) is not None]
+    limits = [seconds_left for call in calls if (seconds_left := call.seconds_left) is not None]
     with contextlib.suppress(TimeoutError):
         waiting.result(first, what, min(limits, default=None))

@@ -1,4 +1,4 @@
-"""Runs files of the user's code as modules, each path once. Of the standard library alone."""
+"""Runs files of the user's code as modules, each path once. Standard library alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _imported: dict[Path, dict[str, ModuleType]] = {}  # by folder: what its files i
 
 
 def module_of(file: Path, name: str | None = None) -> ModuleType:
-    """The module of a Python file, which runs once, and again only after its text has changed. Files of its folder can
-    be imported from it. What running it raises passes. name: of a new module; None: the file's, if it is free."""
+    """The module of a Python file, which runs once, and again after its text has changed; what it raises passes. Its
+    folder's files can be imported. name: of a new module; None: the file's, if free.
+    """
     path = file.resolve()
     text = path.read_bytes()
     module, before = _ran.get(path, (None, b""))
@@ -30,7 +31,7 @@ def module_of(file: Path, name: str | None = None) -> ModuleType:
 
 
 def place_of(function: object) -> tuple[Path, str, str] | None:
-    """(path, module's name, name in it) of an object that a file of `module_of` defines; None for any other."""
+    """(path, module, name in it) of what a file of `module_of` defines; else None."""
     for path, (module, _) in _ran.items():
         for name, value in vars(module).items():
             if value is function:
@@ -39,7 +40,6 @@ def place_of(function: object) -> tuple[Path, str, str] | None:
 
 
 def _import_of(path: Path) -> ModuleType | None:
-    """The module that the script or another file has already made of this one."""
     for module in (sys.modules.get("__main__"), *_imported.get(path.parent, {}).values(), sys.modules.get(path.stem)):
         file = getattr(module, "__file__", None)
         if module is not None and file and Path(file).resolve() == path:
@@ -48,7 +48,7 @@ def _import_of(path: Path) -> ModuleType | None:
 
 
 def _free_name(path: Path) -> str:
-    """The file's own name, by which others import it, unless that is another module's."""
+    """The file's name, by which others import it, unless another module has it."""
     name = path.stem
     if name.isidentifier() and not name.startswith("__") and name not in sys.modules:
         spec = importlib.util.find_spec(name)
@@ -81,19 +81,20 @@ def _run(path: Path, text: bytes, name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _beside(folder: Path) -> Iterator[None]:
-    """Within it the folder is first on sys.path, as a script's is, and modules of equal names that come from folders of
-    other files are out of sight; afterwards it is last, so that its files hide no package."""
-    own = _imported.setdefault(folder, {})
-    others = [modules for other, modules in _imported.items() if other != folder]
+    """The folder is first on sys.path, as a script's is, and equal names from other files' folders are hidden;
+    afterwards it is last.
+    """
+    folder_modules = _imported.setdefault(folder, {})
+    other_modules = [modules for other_folder, modules in _imported.items() if other_folder != folder]
     hidden = {
         name: module
-        for modules in others
+        for modules in other_modules
         for name, module in modules.items()
         if sys.modules.get(name) is module and _has(folder, name.partition(".")[0])
     }
     for name in hidden:
         del sys.modules[name]
-    sys.modules.update({name: module for name, module in own.items() if name not in sys.modules})
+    sys.modules.update({name: module for name, module in folder_modules.items() if name not in sys.modules})
     importlib.invalidate_caches()
     before = set(sys.modules.values())
     sys.path.insert(0, str(folder))
@@ -103,7 +104,7 @@ def _beside(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-        own |= {
+        folder_modules |= {
             name: module
             for name, module in list(sys.modules.items())
             if module not in before and _is_in(module, folder)

@@ -1,4 +1,4 @@
-"""Functions in processes of their own, which can be ended at any time, whatever their code does."""
+"""Functions in processes that can be ended at any time, whatever their code does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _processes: dict[str, Process] = {}  # by what the functions share: their file, 
 
 
 class Process:
-    """A process that runs functions, one call at a time. It starts when it is needed, also after it was ended."""
+    """Runs functions, one call at a time; starts when needed, also after its end."""
 
     def __init__(self) -> None:
         self._popen: subprocess.Popen | None = None
@@ -40,19 +40,15 @@ class Process:
 
     @property
     def number(self) -> int | None:
-        """Its process id; None if it does not run."""
+        """Process id; None if it does not run."""
         return None if self._popen is None or self._popen.poll() is not None else self._popen.pid
 
     def ask(
         self, reference: bytes, given: bytes | None, name: str, seconds: float | None = None, looks: bool = True
     ) -> bytes:
-        """The pickled result of a call, or b"" for `given` None, which only loads the function. An exception of any
-        kind, such as a signal's or of a limit, ends the process. looks: False where a signal or a limit may interrupt
-        the caller, so that neither interrupts what a look does, such as a save.
-
-        Raises:
-          Elsewhere: what the function raised, or how its process ended.
-          TimeoutError: there is no result after `seconds`.
+        """The pickled result of a call; b"" for `given` None, which only loads. Any exception, such as a signal's, ends
+        the process. looks: False where a signal or limit may interrupt the caller, and would interrupt a save. Raises
+        Elsewhere (what the function raised, or how the process ended), TimeoutError after `seconds`.
         """
         if self.number is None:
             self._start()
@@ -60,8 +56,8 @@ class Process:
         exchange = (self._connection, pickle.dumps((reference, given)), answer)
         threading.Thread(target=_exchange, args=exchange, name=f"process of {name}", daemon=True).start()
         try:
-            what = f"{name}, in a process of its own"
-            message = waiting.result(answer, what, seconds) if looks else answer.result(seconds)
+            description = f"{name}, in a process of its own"
+            message = waiting.result(answer, description, seconds) if looks else answer.result(seconds)
         except BaseException:
             self.end()
             raise
@@ -73,7 +69,6 @@ class Process:
         return value
 
     def end(self) -> None:
-        """Kills the process, and those that it started."""
         popen, connection, self._popen, self._connection = self._popen, self._connection, None, None
         if popen is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -86,13 +81,13 @@ class Process:
 
     def _start(self) -> None:
         self.end()
-        ours, other = socket.socketpair()
+        ours, theirs = socket.socketpair()
         path = json.dumps([str(entry) or os.getcwd() for entry in sys.path])
-        with other:
+        with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-c", _ENTRY, path, str(other.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-c", _ENTRY, path, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[other.fileno()],
+                pass_fds=[theirs.fileno()],
                 env=os.environ | _NO_DEVICE,
                 start_new_session=True,
             )
@@ -107,48 +102,38 @@ class Process:
 
 
 def process_of(shared: str) -> Process:
-    """The process of the functions of one file or module."""
     return _processes.setdefault(shared, Process())
 
 
 def end_all() -> None:
-    """Ends all processes; a later call starts them again."""
     for process in _processes.values():
         process.end()
 
 
 class Isolated:
-    """A function that is called in a process without devices, whose own code may be killed.
-
-    Args:
-      function: a function of a file, or one that pickle stores by its module and name.
-      key: the config key that asks for the process, for errors.
-    Raises:
-      UserCodeError: another process cannot find it: a lambda, a function within another, or of the script itself.
+    """A function in a process without devices that may be killed. key: the config key, for errors. UserCodeError if
+    another process cannot find it: a lambda, a nested function, or the script's.
     """
 
     def __init__(self, function: Callable, key: str):
         functools.update_wrapper(self, function)
         self._name, self._key = getattr(function, "__name__", type(function).__name__), key
-        place = modules.place_of(function)
-        if place is not None and place[1] != "__main__":
-            path, module, name = place
+        location = modules.place_of(function)
+        if location is not None and location[1] != "__main__":
+            path, module, name = location
             self._reference, shared = pickle.dumps((str(path), module, name)), str(path)
         else:
             self._reference, shared = self._pickled(function), str(function.__module__)
         self._process = process_of(shared)
         parameters = inspect.signature(function).parameters.values()
-        self._named = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
+        self._named = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
 
     def __call__(self, **given: object) -> object:
         return self.within(None, given)
 
     def within(self, seconds: float | None, given: Mapping[str, object]) -> object:
-        """Calls it with keyword arguments; a limit does not count the time to load its file.
-
-        Raises:
-          UserCodeError: it raised an exception, or the arguments or the result cannot be sent.
-          TimeoutError: it took longer than `seconds`, and its process was ended.
+        """Calls the function; the limit excludes loading its file. UserCodeError if it raised, or arguments or result
+        cannot be sent; TimeoutError at the limit, which ends the process.
         """
         self._process.ask(self._reference, None, self._name)
         logs = {name: value for name, value in given.items() if name in LOGS and callable(value)}
@@ -173,12 +158,12 @@ class Isolated:
                 "own, at the top level, and name it file.py:function or import it; or leave the key out"
             ) from None
 
-    def _sendable(self, given: Mapping[str, object]) -> bytes:
-        """The pickled arguments, without those that cannot be pickled and that the function does not name."""
+    def _sendable(self, arguments: Mapping[str, object]) -> bytes:
+        """Pickled arguments, without unpicklable ones that the function does not name."""
         with contextlib.suppress(Exception):
-            return pickle.dumps(dict(given))
+            return pickle.dumps(dict(arguments))
         sent = {}
-        for name, value in given.items():
+        for name, value in arguments.items():
             try:
                 pickle.dumps(value)
                 sent[name] = value

@@ -1,7 +1,6 @@
-"""The classes of a family's declaration, such as Family, Key and LayerTypes, gathered from the modules of this package
-for import; and `tensor_name`, by which jaxtune/models names tensors. What only some families share, such as single
-keys, names of norms and functions for layer_types, they import from the modules table, names, layers, rope and gemma4
-themselves. docs/extending.md shows how to add a family."""
+"""The classes of a family's declaration, such as Family, Key and LayerTypes; docs/extending.md shows how to add a
+family.
+"""
 
 from jaxtune.models.families.common.family import Family
 from jaxtune.models.families.common.key import FLOAT, Config, Conversion, Entry, Fields, Key, Record

@@ -1,8 +1,4 @@
-"""Rotary bases in config.json: rope_parameters (transformers 5), or rope_theta and rope_scaling (transformers 4).
-`Rotary` (one base) and `RotaryByType` (one for each type of layer) are the entries of families' tables that read and
-write them. `check_parameters` checks the values, `rope_parameters` gathers them from a file as one flat dict,
-`rope_config` makes a RopeConfig of that dict, and `rope_to_hf` makes rope_scaling of a RopeConfig. PARTIAL_ROTARY is a
-further entry, of families that can rotate a part of each head."""
+"""Rotary bases in config.json: rope_parameters (transformers 5), or rope_theta and rope_scaling (transformers 4)."""
 
 from __future__ import annotations
 
@@ -43,9 +39,9 @@ _CHECKS: dict[str, Check] = {
 
 
 def check_parameters(key: str, value: Any) -> None:
-    """Check (Key.check) of rope_parameters or rope_scaling (`value`), which is one object, or one object for each type
-    of layer; raises ValueError for a value that is no object, or a parameter whose value is not allowed. Parameters
-    that are null or not known are allowed. key: what the error calls `value`."""
+    """Key.check of rope_parameters and rope_scaling, one object or one for each type of layer. Null and unknown
+    parameters are allowed.
+    """
     values.mapping(key, value)
     for name, check in _CHECKS.items():
         if value.get(name) is not None:
@@ -56,50 +52,35 @@ def check_parameters(key: str, value: Any) -> None:
 
 
 def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
-    """Returns the rotary parameters of a config.json as one flat dict, such as {"rope_type": "linear", "rope_theta":
-    1e4, "factor": 2.0}, from the keys of transformers 4 or 5. rope_type is always in it; parameters that are null are
-    left out. Rotary and RotaryByType read a file by it.
+    """The rotary parameters as one flat dict with rope_type, without nulls, from the keys of transformers 4 or 5.
 
-    If rope_scaling and rope_parameters are both there, rope_scaling is taken and rope_parameters ignored, as in
-    transformers, unless the latter has an object for `layer_type`. If what is taken lacks rope_theta or
-    partial_rotary_factor, the config.json's own key of that name gives it.
+    rope_scaling goes before rope_parameters, as in transformers, unless the latter has an object for `layer_type`; for
+    full layers rope_scaling then replaces entries of that. rope_theta and partial_rotary_factor may be keys of their
+    own.
 
-    Args:
-      hf: the config.json.
-      layer_type: whose object to take if rope_parameters has one for this type of layer; of full layers, the entries of
-        rope_scaling then replace those of the object. Without such an object the result is the same for every type.
-        None: rope_parameters is one object for all layers.
-    Raises:
-      ValueError: rope_parameters has objects for types of layers, and layer_type is None.
+    Raises ValueError for objects by type of layer if layer_type is None.
     """
     scaling, parameters = (hf.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
-    both = scaling or parameters
+    source = scaling or parameters
     if layer_type is None and (nested := [key for key, value in parameters.items() if isinstance(value, Mapping)]):
         raise ValueError(
             f"config.json: rope_parameters has an object for {', '.join(map(repr, nested))}; a model with one rotary "
             "base has the parameters themselves there"
         )
     if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
-        both = {**parameters[layer_type], **(scaling if layer_type == FULL else {})}
-    given = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
-    given |= {key: value for key, value in both.items() if value is not None}
-    given["rope_type"] = given.get("rope_type") or given.get("type") or "default"
-    return given
+        source = {**parameters[layer_type], **(scaling if layer_type == FULL else {})}
+    flat = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
+    flat |= {key: value for key, value in source.items() if value is not None}
+    flat["rope_type"] = flat.get("rope_type") or flat.get("type") or "default"
+    return flat
 
 
 def rope_config(hf: Config, given: Config) -> RopeConfig:
-    """The RopeConfig of a config.json's rotary parameters, with the defaults of transformers' modeling_rope_utils. The
-    families' entries for rotary bases call it when they read. It does not set head_dim and llama_4_scaling_beta. For
-    yarn without attention_factor, mscale and mscale_all_dim give that factor.
+    """The RopeConfig of flat rotary parameters (`given`), with the defaults of transformers' modeling_rope_utils,
+    without head_dim and llama_4_scaling_beta. original_max_position_embeddings of the config.json goes before that of
+    `given`.
 
-    Args:
-      hf: the whole config.json, for head_dim, max_position_embeddings and original_max_position_embeddings, of which
-        the last takes precedence over the one in `given`.
-      given: the rotary parameters, as one flat dict from `rope_parameters`. rope_type is "default", "linear", "llama3",
-        "longrope", "proportional" or "yarn".
-    Raises:
-      ValueError: an unknown kind; a missing parameter without a default; a rotated part of the head, or factors of
-        longrope, that do not fit the head; or a value that RopeConfig refuses.
+    Raises ValueError for an unknown kind, a missing parameter, or values that do not fit the head.
     """
     kind = given["rope_type"]
     if kind not in _KINDS:
@@ -116,7 +97,6 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
         return RopeConfig(**rope)
 
     def number(key):
-        """The rotary parameter `key` as a float; raises ValueError if it is missing."""
         if given.get(key) is None:
             raise ValueError(f"config.json: rope_type {kind!r} needs {key!r} beside it")
         return float(given[key])
@@ -136,8 +116,8 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
         for key in ("short_factor", "long_factor"):
             factors = given.get(key)
             if not isinstance(factors, list | tuple) or len(factors) != dim // 2:
-                found = len(factors) if isinstance(factors, list | tuple) else factors
-                raise ValueError(f"config.json: longrope's {key} must be {dim // 2} numbers, not {found}")
+                actual = len(factors) if isinstance(factors, list | tuple) else factors
+                raise ValueError(f"config.json: longrope's {key} must be {dim // 2} numbers, not {actual}")
             rope[key] = tuple(float(factor) for factor in factors)
         return RopeConfig(**rope)
     mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
@@ -149,13 +129,9 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
 
 
 def rope_to_hf(rope: RopeConfig) -> Fields | None:
-    """The value of rope_scaling in config.json for a RopeConfig (`rope`), a dict such as {"rope_type": "linear",
-    "factor": 2.0}; None for the default kind, which needs none. The families' entries for rotary bases call it when
-    they write, also for the objects in rope_parameters.
-
-    Three fields are not in it: theta, which the callers write as rope_theta; partial_rotary_factor, which families that
-    use it write as a key of its own (PARTIAL_ROTARY), except for the kind "proportional", which has it here; and
-    llama_4_scaling_beta, which Ministral 3's entry adds."""
+    """rope_scaling of a RopeConfig; None for the default kind. It lacks theta, llama_4_scaling_beta, and except for
+    "proportional" partial_rotary_factor, which are written elsewhere.
+    """
     if rope.kind == "default":
         return None
     scaling: Fields = {"rope_type": rope.kind, "factor": rope.factor}
@@ -182,13 +158,10 @@ PARTIAL_ROTARY = Key(
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """An entry of families' tables (key.Entry) for a model with one rotary base: reads the keys of config.json about it
-    into DecoderConfig.rotary, and writes rope_theta and rope_scaling back, which transformers 4 and 5 both read.
-    `given` finds the parameters in a file; a family whose files name them otherwise (Phi-3) overrides it. `keys` and
-    `gives` are the keys that it reads and the field that it sets."""
+    """An entry for one rotary base, written as rope_theta and rope_scaling, which transformers 4 and 5 both read."""
 
     default: Config = dataclasses.field(default_factory=dict)
-    """The rope_parameters of a config.json that has neither rope_parameters nor rope_scaling."""
+    """The rope_parameters of a file with neither rope_parameters nor rope_scaling."""
 
     keys = (
         Key("rope_theta", (), above_one, None),
@@ -200,56 +173,36 @@ class Rotary:
     gives = ("rotary",)
 
     def given(self, hf: Config) -> Fields:
-        """The rotary parameters of a config.json (`hf`) as one flat dict, as `rope_parameters` returns it: those in
-        rope_scaling or rope_parameters, or in `default` if the file has neither, and rope_theta and
-        partial_rotary_factor where the file has these as keys of their own and the parameters do not name them. `read`
-        calls it. Raises ValueError if rope_parameters has an object for each type of layer."""
+        """The file's rotary parameters as one flat dict (rope_parameters)."""
         says_nothing = not hf["rope_parameters"] and not hf["rope_scaling"]
         return rope_parameters({**hf, "rope_parameters": self.default} if says_nothing else hf)
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"rotary": a tuple with the one RopeConfig} of the config.json `hf`. Raises ValueError for parameters that
-        are missing, do not fit the head, or are given for each type of layer. `fields` is not used, but all Entries
-        take it."""
         return {"rotary": (rope_config(hf, self.given(hf)),)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """{"rope_theta": ..., "rope_scaling": ...} for config.json, of the first rotary base of `config`; rope_scaling
-        is None for the kind default. partial_rotary_factor is written by another entry (PARTIAL_ROTARY), if the family
-        has it. Entries for several bases call this method for the first one."""
         rope = config.rotary[0]
         return {"rope_theta": rope.theta, "rope_scaling": rope_to_hf(rope)}
 
 
 @dataclasses.dataclass(frozen=True)
 class RotaryByType(Rotary):
-    """An entry of families' tables (key.Entry) for a model with a rotary base for each type of layer: reads
-    rope_parameters, which has one object for each type, into DecoderConfig.rotary, and writes it back. A file without
-    such objects gives every type the same base, from the keys that Rotary reads. `given_to` finds the parameters of one
-    type in a file, and families whose files have other keys or rules for them override it. The inherited field
-    `default` and method `given` are not used."""
+    """An entry for a rotary base of each type of layer, from rope_parameters with an object for each; without these all
+    types have the same base. `default` and `given` are not used.
+    """
 
     types: tuple[str, ...] = (FULL, SLIDING)
-    """The types, in the order of DecoderConfig.rotary, to which LayerSpec.rotary is an index."""
+    """The order of DecoderConfig.rotary."""
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The rotary parameters of the layers of one type as one flat dict, as `rope_parameters` returns it, such as
-        {"rope_type": "default", "rope_theta": 1e4}. `read` calls it for each type. Three families override it: Gemma 3
-        has a key of its own for sliding layers, Gemma 4 reads an object for each type and nothing else, and in OLMo 3
-        an extension that is given for all layers is of full layers only. layer_type: a name in the key layer_types. hf:
-        the config.json."""
+        """The rotary parameters of one type of layer as one flat dict (rope_parameters)."""
         return rope_parameters(hf, layer_type)
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"rotary": a tuple with the RopeConfig of each of `types`} by the config.json `hf`; raises ValueError for
-        parameters that are missing or do not fit the head. `fields` is not used, but all Entries take it."""
         return {"rotary": tuple(rope_config(hf, self.given_to(name, hf)) for name in self.types)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """{key: value} of rope_theta and rope_scaling (of the first type's base), and rope_parameters with an object
-        for each of `types`, for the config.json of `config`. transformers 5 reads the third. transformers 4 reads the
-        first two, and so learns only the first type's base; a family whose class there reads the other base from a key
-        of its own (Gemma 3: rope_local_base_freq) overrides this method."""
+        """transformers 4 reads the first type's base alone."""
         # In addition to rope_scaling, which transformers 4 reads; transformers 5 would read a wrong base of sliding
         # layers from that alone.
         parameters = {

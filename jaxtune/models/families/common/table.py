@@ -1,8 +1,4 @@
-"""The keys of config.json that all families have (COMMON; WRITTEN for those that are only written; REFUSED for those
-that must not be set unless an entry of the family reads them), and keys, defaults and fields that several families
-have, of which their files choose. `experts`, `local_experts` (Mixtral, gpt-oss) and `shared_experts` (Qwen) make the
-entry for a family's experts, `delta_net` makes entries of Qwen3-Next and Qwen3.5, and `_token` the Key of a special
-token. The functions with `check` in their names are checks of keys (Key.check)."""
+"""The keys of config.json that all families have (COMMON), and keys, defaults and fields that several have."""
 
 from __future__ import annotations
 
@@ -22,18 +18,13 @@ _ACTIVATION = Conversion(ACTIVATIONS.__getitem__, _HF_ACTIVATIONS.__getitem__)
 
 
 def check_activation(key: str, value: Any) -> None:
-    """Raises ValueError unless `value` is the name of a supported activation in config.json: "silu", "swish" (the
-    same), "gelu_pytorch_tanh" or "gelu" (ACTIVATIONS). It is the Key.check of the common hidden_act and of Gemma's
-    hidden_activation. key: what the error calls the value."""
     values.text(key, value)
     if value not in ACTIVATIONS:
         raise ValueError(f"{key} {value!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
 
 
 def check_window_pattern(key: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a sliding_window_pattern: a number of layers of at least 1, or a string of
-    one or more letters L and G that is repeated over the layers, as in EXAONE 4 ("LLLG"). It is the Key.check of that
-    key. key: what the error calls the value."""
+    """A number of layers, or letters L and G that are repeated, as in EXAONE 4 ("LLLG")."""
     if not isinstance(value, str):
         values.whole(key, value)
     elif not value or set(value) - set("LG"):
@@ -41,10 +32,9 @@ def check_window_pattern(key: str, value: Any) -> None:
 
 
 def _token(name: str) -> Key:
-    """The Key of a special token's id, or list of ids, named `name` in config.json (such as "eos_token_id"). Its value
-    is only checked: the decoder computes nothing with it, so no field of DecoderConfig has it. Family.to_hf writes
-    null, because without the key the Hugging Face class has a default that may exceed the vocabulary. models/hf.py puts
-    the id in its place if the model's source or tokenizer gives it."""
+    """A special token's id or ids, only checked. Null is written, because without the key the Hugging Face class has a
+    default that may exceed the vocabulary.
+    """
     return Key(name, (), values.token_ids, None, written=lambda config: None)
 
 
@@ -99,8 +89,7 @@ SOFT_CAP = Key("final_logit_softcapping", "final_soft_cap", values.positive, Non
 
 
 def _whole(number: float) -> float:
-    """A number that is whole as an int, any other one as it is. query_pre_attn_scalar is computed back from
-    attention_scale as a float, and written by it as published files have it (256 and not 256.0)."""
+    """256.0 -> 256, as published files have it."""
     return int(number) if number == int(number) else number
 
 
@@ -131,43 +120,32 @@ EXPERT_SIZE = Key("moe_intermediate_size", "expert_size", values.whole)
 
 
 def experts(*keys: Key, **fixed) -> Record:
-    """The Record of a family's experts, for its table (Family.keys), which sets DecoderConfig.moe.
+    """The entry for a family's experts; num_experts_per_tok and the keys of the router's losses are added.
 
-    Args:
-      keys: the keys of config.json that differ between families, such as the number and size of experts;
-        num_experts_per_tok and the keys of the router's losses are added.
-      fixed: {field of MoEConfig: its value in all models of the family}.
+    fixed: {field of MoEConfig: its value in all models}.
     """
     return Record(MoEConfig, (*keys, EXPERTS_PER_TOKEN, *_ROUTER), fixed, field="moe")
 
 
 def local_experts(*keys: Key, **fixed) -> Record:
-    """The Record, for a family's table, of experts as in Mixtral and gpt-oss, whose number is the key num_local_experts
-    and whose size is intermediate_size. keys: further keys of the family's experts. fixed: {field of MoEConfig: its
-    value in all models of the family}."""
+    """Experts as in Mixtral and gpt-oss: num_local_experts of intermediate_size."""
     count = Key("num_local_experts", "num_experts", any_count)
     return experts(count, Key("intermediate_size", "expert_size", values.whole), *keys, **fixed)
 
 
 def shared_experts(*keys: Key, **fixed) -> Record:
-    """The Record, for a family's table, of experts as in Qwen's families that have a shared expert. Their number is the
-    key num_experts, their size moe_intermediate_size, and the shared one's size shared_expert_intermediate_size. keys:
-    further keys of the family's experts. fixed: {field of MoEConfig: its value in all models of the family}."""
+    """Experts as in Qwen's families with a shared expert."""
     shared = Key("shared_expert_intermediate_size", "shared_size", values.whole)
     return experts(Key("num_experts", "num_experts", any_count), EXPERT_SIZE, shared, *keys, **fixed)
 
 
 def _check_silu(key: str, value: Any) -> None:
-    """Raises ValueError unless the activation (`value`) is "silu", the only one that a gated delta net's convolution
-    supports. It is the Key.check of hidden_act in models with delta nets. key: what the error calls the value."""
     values.text(key, value)
     if value != "silu":
         raise ValueError(f"{key} {value!r}: a gated delta net's convolution ends in silu")
 
 
 def _check_gate(key: str, value: Any) -> None:
-    """Raises ValueError unless attn_output_gate (`value`), by which q_proj gives each head a gate, is true, as in every
-    known model of Qwen3-Next and Qwen3.5. It is the Key.check of that key. key: what the error calls the value."""
     values.boolean(key, value)
     if not value:
         raise ValueError(
@@ -177,22 +155,14 @@ def _check_gate(key: str, value: Any) -> None:
 
 
 def _every_fourth_full(hf) -> list[str]:
-    """The type of each layer ("full_attention" or "linear_attention") where each full_attention_interval-th layer has
-    full attention and the others delta nets, by the config.json `hf`. It is declared as LayerTypes.default, for a file
-    without layer_types."""
     every = hf["full_attention_interval"]
     return [rope.LINEAR if (index + 1) % every else rope.FULL for index in range(hf["num_hidden_layers"])]
 
 
 def delta_net(fused: bool = False) -> tuple[Entry, ...]:
-    """Returns the entries of Qwen3-Next and Qwen3.5 for layers with gated delta nets ("linear_attention" in
-    layer_types) and layers with attention ("full_attention"), which the families' DELTA_FIELDS make gated. Without
-    layer_types, every full_attention_interval-th layer has attention (every fourth one, if the file does not say). A
-    family with experts adds their entries.
+    """The entries of Qwen3-Next and Qwen3.5 for layers with gated delta nets ("linear_attention") and with attention.
 
-    fused: whether one matrix gives queries, keys, values and gates of a delta net, and another both rates (a and b, of
-    which decay and beta are computed), as in Qwen3-Next; otherwise queries, keys and values have one matrix, and gates
-    and each rate have one of their own, as in Qwen3.5.
+    fused: DeltaNetShape.fused.
     """
     shape = Record(
         DeltaNetShape,
