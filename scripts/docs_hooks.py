@@ -1,10 +1,12 @@
-"""What mkdocs fills in while it builds the pages: tables that the code itself holds."""
+"""What mkdocs fills in while it builds the pages: tables and code that the project itself holds."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 KEYS = "<!-- every key -->"
+TOY_FORMAT = "<!-- tests/models/toy_format.py -->"
 
 
 def keys_table() -> str:
@@ -18,9 +20,16 @@ def keys_table() -> str:
     return "\n".join(lines)
 
 
+def toy_format() -> str:
+    """The code of the format of weights that tests add, as a block."""
+    code = (Path(__file__).resolve().parents[1] / "tests/models/toy_format.py").read_text(encoding="utf-8")
+    return f"```python\n{code[code.index('import dataclasses') :]}```"
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """mkdocs calls it with each page's text."""
-    return markdown.replace(KEYS, keys_table()) if KEYS in markdown else markdown
+    markdown = markdown.replace(KEYS, keys_table()) if KEYS in markdown else markdown
+    return markdown.replace(TOY_FORMAT, toy_format()) if TOY_FORMAT in markdown else markdown
 
 
 # ---- docs/compat.md, which is stored: `python scripts/docs_hooks.py` writes it again
@@ -120,7 +129,5 @@ def with_tables(text: str) -> str:
 
 
 if __name__ == "__main__":
-    from pathlib import Path
-
     page = Path(__file__).resolve().parents[1] / "docs/compat.md"
     page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
