@@ -1,4 +1,4 @@
-"""Writes the tables of docs/measured.md and the README's few figures from the JSON under benchmarks/results/.
+"""Writes the tables of docs/measured.md and notes/kernels.md, and the README's few figures, from benchmarks/results/.
 
     python benchmarks/table.py            # rewrites them, the texts between their markers
     python benchmarks/table.py --check    # fails if one differs
@@ -21,7 +21,7 @@ from benchmarks.record import RESULTS, honest  # noqa: E402
 from benchmarks.shapes import SHAPES  # noqa: E402
 from benchmarks.train.mesh import CASES as MESH_CASES  # noqa: E402
 
-README, MEASURED = ROOT / "README.md", ROOT / "docs/measured.md"
+README, MEASURED, KERNELS = ROOT / "README.md", ROOT / "docs/measured.md", ROOT / "notes/kernels.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"  # of what is written here
 
 
@@ -194,8 +194,12 @@ def measured(records: dict[str, dict]) -> str:
     profiled = [step for step in steps if "parts" in step]
     tables = [step_table([step for step in steps if step not in profiled]), *map(parts_table, profiled)]
     tables += [mesh_table(records["mesh_2"]), startup_table(records["startup_8b"]), memory_table(records["memory"])]
-    tables += [kernel_table([r for r in records.values() if r.get("benchmark", "").startswith("kernels/")])]
     return "\n\n".join("\n".join(lines) for lines in tables)
+
+
+def kernels(records: dict[str, dict]) -> str:
+    """The table of notes/kernels.md."""
+    return "\n".join(kernel_table([r for r in records.values() if r.get("benchmark", "").startswith("kernels/")]))
 
 
 def headlines(records: dict[str, dict]) -> str:
@@ -234,7 +238,7 @@ def _between(text: str, new: str) -> str:
 
 def written(records: dict[str, dict]) -> dict[Path, str]:
     """Every file that is made from the records, and what it should hold."""
-    texts = {README: headlines(records), MEASURED: measured(records)}
+    texts = {README: headlines(records), MEASURED: measured(records), KERNELS: kernels(records)}
     return {path: _between(path.read_text(encoding="utf-8"), text) for path, text in texts.items()}
 
 

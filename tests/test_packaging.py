@@ -86,7 +86,14 @@ def test_gpu_extras_are_there():
 
 
 def test_version_is_said_once():
-    assert PROJECT["version"] == jaxtune.__version__
+    """The build reads it from the package, and the change log's newest page is of it."""
+    from hatchling.metadata.core import ProjectMetadata
+    from hatchling.plugin.manager import PluginManager
+
+    assert "version" not in PROJECT
+    assert ProjectMetadata(str(ROOT), PluginManager()).version == jaxtune.__version__
+    newest = re.search(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert newest is not None and newest.group(1) == jaxtune.__version__
 
 
 def test_the_wheel_holds_recipes_types_and_licence(tmp_path, monkeypatch):
@@ -135,7 +142,7 @@ def test_built_files_install_and_run(tmp_path):
         sdist = tmp_path / build.build_sdist(str(tmp_path))
         shutil.unpack_archive(sdist, tmp_path / "source", filter="data")
         [source] = (tmp_path / "source").iterdir()
-        assert {"README.md", "CHANGELOG.md", "docs", "examples", "tests", "mkdocs.yml"} <= {
+        assert {"README.md", "CHANGELOG.md", "docs", "examples", "notes", "tests", "mkdocs.yml"} <= {
             p.name for p in source.iterdir()
         }
         patch.chdir(source)

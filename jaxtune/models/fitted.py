@@ -147,7 +147,7 @@ FLOAT32_HEAD_TIME = Fitted(
     {
         ("H200", "xla"): (
             5.0,
-            "one product with the head of Llama-3.1-8B, as three in TF32: linear_cross_entropy/README.md",
+            "one product with the head of Llama-3.1-8B, as three in TF32: notes/linear_cross_entropy.md",
         )
     }
 )

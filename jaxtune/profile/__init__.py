@@ -8,7 +8,7 @@
     print(jaxtune.profile.compare("profiles/a", "profiles/b"))
 
 Works on any JAX program, and reads PyTorch's Chrome traces too. `ceilings` measures the device's highest rates once;
-reports compare kernels with them, or else with the data sheet. README.md in this folder says how each number is made.
+reports compare kernels with them, or else with the data sheet. notes/profile.md says how each number is made.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""The version, without imports. pyproject.toml holds it once more and must change with it."""
+"""The version of jaxtune, which pyproject.toml reads here; without imports, so that every package may import it."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -8,6 +8,8 @@ import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
+from scripts import docs_hooks
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # The first line of a block that cannot be run here says so to its readers too.
@@ -38,7 +40,9 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
+    """Of the page as it is built, with the code that mkdocs fills in."""
     text = page.read_text(encoding="utf-8")
+    text = text.replace(docs_hooks.TOY_FORMAT, docs_hooks.toy_format()) if docs_hooks.TOY_FORMAT in text else text
     return [
         Block(page, text.count("\n", 0, found.start("code")) + 1, found["language"], found["code"])
         for found in _FENCE.finditer(text)

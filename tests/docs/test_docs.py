@@ -86,7 +86,10 @@ def test_yaml_blocks_are_recipes(workplace):
         load_config(str(workplace / "recipe.yaml"), [])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+ROOMS = sorted([*(ROOT / "jaxtune").rglob("README.md"), *(ROOT / "notes").rglob("*.md")])
+
+
+@pytest.mark.parametrize("page", [*PAGES, *ROOMS], ids=lambda page: page.relative_to(ROOT).with_suffix("").as_posix())
 def test_links_lead_somewhere(page):
     for link in links(page):
         if re.match(r"[a-z]+:", link):
@@ -98,6 +101,13 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(target), f"{page.name}: {link}"
         if page.is_relative_to(DOCS):  # the built site has nothing else
             assert target.is_relative_to(DOCS), f"{page.name}: {link} leaves docs/"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in ROOMS if page.name == "README.md"], ids=lambda page: page.parent.name
+)
+def test_a_readme_of_a_room_is_one_screen(page):
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= 45
 
 
 def test_every_page_is_in_the_table_of_contents():

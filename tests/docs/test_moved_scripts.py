@@ -355,16 +355,22 @@ def test_objects_of_peft_and_transformers_are_taken(workplace):
     assert LoraConfig().settings["r"] == 8
 
 
+def _arguments(section: str) -> list[str]:
+    """The names that a section of the page follows, and those in the first cells of its table."""
+    cells = re.findall(r"^(?:Followed: (.+)\.$|\| (`.+?`) \|)", section, re.M)
+    return [name for followed, cell in cells for name in re.findall(r"`(\w+)`", followed or cell)]
+
+
 def test_every_argument_of_the_libraries_has_its_place():
     """Followed, nothing to do, or refused: each name of their signatures is in the table of its callable."""
     text = compat_tables()
     sections = {part.split("\n", 1)[0]: part for part in re.split(r"^## ", text, flags=re.M)[1:]}
     for name, theirs in SIGNATURES.items():
         title = next(title for title in sections if re.search(rf"\b{re.escape(name)}\b", title.split(", beside")[0]))
-        ours = re.findall(r"^\| `(\w+)` \|", sections[title], re.M)
+        ours = _arguments(sections[title])
         assert len(set(ours)) == len(ours), name
-        if " beside those of " in title:
-            ours += re.findall(r"^\| `(\w+)` \|", sections[title.split(" beside those of ")[1]], re.M)
+        if others := re.search(r", beside (?:those of|what) (\S+)", title):
+            ours += _arguments(sections[others.group(1)])
         missing = [argument for argument in theirs if argument not in ours]
         assert not missing, f"{name}: {missing}"
 

@@ -67,7 +67,7 @@ class Chunks:
         the numbers of the weight or of an expert that is decoded separately.
         """
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
-        # Measured (README.md): more lines leave small weights too few programs, fewer load too little at a time.
+        # Measured (notes/quant_matmul.md): more lines leave small weights too few programs, fewer load too little.
         largest = 4 if isinstance(weight, NVFP4) else 8
         lines = next(n for n in (8, 4, 2, 1) if n <= largest and unit_size % (n * SMALLEST) == 0)
         scales = "absmax" if isinstance(weight, FourBit) else "powers" if isinstance(weight, MXFP4) else "bytes"

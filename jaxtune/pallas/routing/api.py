@@ -32,7 +32,7 @@ _SORTS = {
     "reference": reference.Passes(reference.BLOCK, reference.histogram, reference.slots),
     "mosaic": reference.Passes(mosaic_sort.BLOCK, mosaic_sort.histogram, mosaic_sort.slots),
 }
-_MANY = 128  # with this many experts or more, our sort is faster than XLA's in most runs (README.md)
+_MANY = 128  # with this many experts or more, our sort is faster than XLA's in most runs (notes/routing.md)
 _SORT_REASON = f"slower than XLA's for fewer than {_MANY} experts"
 
 

@@ -18,7 +18,7 @@ from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast
 
 # Two meshes are equally fast if their forecasts differ by less than this ratio: forecasts of speed are 0.92 to 1.04 of
-# what was measured (README.md).
+# what was measured (notes/planning.md).
 _ALIKE = 0.92
 
 
