@@ -80,6 +80,7 @@ def trainer_of(folder, tmp_path, dataset=None, model=None, **settings):
     return SFTTrainer(model or load(folder)[0], args=args, train_dataset=dataset or rows())
 
 
+@pytest.mark.full
 def test_a_script_for_unsloth_runs(folder, tmp_path, monkeypatch):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"conversations": row["messages"]}) + "\n" for row in rows(48)))
@@ -104,6 +105,7 @@ def test_a_script_for_unsloth_runs(folder, tmp_path, monkeypatch):
     assert tokenizer is not None and all(linear.lora is None for _, linear in linears(merged))
 
 
+@pytest.mark.full
 def test_four_bits_are_the_default(folder, tmp_path, capsys):
     model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=64)
     assert stored_in(model.module) is not None
@@ -304,6 +306,7 @@ def test_formatting_func(folder, tmp_path):
         SFTTrainer(load(folder)[0], train_dataset=[{"a": "x"}], formatting_func=lambda row: row)
 
 
+@pytest.mark.full
 def test_full_finetuning_and_evaluation(folder, tmp_path):
     model, _ = load(folder, peft=False, full_finetuning=True, dtype="float32")
     args = SFTConfig(
@@ -352,6 +355,7 @@ def test_biases_do_not_train_beside_adapters(folder, bias):
         FastLanguageModel.get_peft_model(plain, r=2, bias=bias)
 
 
+@pytest.mark.full
 def test_generate_takes_and_gives_what_transformers_does(folder):
     model, tokenizer = load(folder)
     tokenizer.pad_token = tokenizer.eos_token
@@ -370,6 +374,7 @@ def test_generate_takes_and_gives_what_transformers_does(folder):
     assert not np.array_equal(sampled[0, -5:], outputs[0][0])
 
 
+@pytest.mark.full
 def test_generate_takes_what_generation_config_says(folder):
     """As transformers does, with its own top_k of 50 where nothing says one."""
     model, _ = load(folder)
@@ -422,6 +427,7 @@ def test_four_bits_are_turned_off_for_full_fine_tuning_with_a_line(folder, capsy
         assert capsys.readouterr().out.count("load_in_4bit does nothing here: full_finetuning=True trains") == lines
 
 
+@pytest.mark.full
 def test_eight_bits_of_bitsandbytes_are_asked_for_as_there(folder, tmp_path):
     """load_in_8bit turns off four bits, the default; an adapter's folder records the format of its base."""
     model, tokenizer = load(folder, load_in_4bit=None, load_in_8bit=True)
@@ -517,6 +523,7 @@ LABELLED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("trainer", "config", "options", "objective"),
     [
@@ -575,6 +582,7 @@ LONG_ANSWERS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("trainer", "rows", "expected"),
     [
@@ -612,6 +620,7 @@ def test_rows_of_preference_trainers_may_be_a_path(folder, tmp_path):
     assert [*made[0].train_dataset] == [*made[1].train_dataset]
 
 
+@pytest.mark.full
 def test_dropout_of_preference_trainers(folder, tmp_path, monkeypatch, capsys):
     """Off, as TRL turns it, unless it is asked for."""
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
@@ -631,6 +640,7 @@ def test_dropout_of_preference_trainers(folder, tmp_path, monkeypatch, capsys):
     assert "lora_dropout" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_reward_trainer(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
     args = RewardConfig(

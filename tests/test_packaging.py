@@ -125,6 +125,7 @@ def test_pip_builds_by_what_tells_it():
     ast.parse((ROOT / "jaxtune/__init__.py").read_text(encoding="utf-8"), feature_version=(3, 8))
 
 
+@pytest.mark.full
 def test_built_files_install_and_run(tmp_path):
     """The wheel made from the sdist, as an index would hand it out: installed in a folder of its own, it is what runs.
     What it depends on is this environment's."""

@@ -52,6 +52,7 @@ def packed(folder) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("how", ["full", "lora", "adapter"])
 def test_w4a16_holds_the_numbers_that_training_saw(tmp_path, how, group):

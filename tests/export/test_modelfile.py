@@ -169,6 +169,7 @@ def all_templates(test_data):
     return [*sorted((test_data / "chat_templates").glob("*.jinja")), *sorted(PACKAGED.glob("*.jinja"))]
 
 
+@pytest.mark.full
 def test_every_template_is_written_as_ollama_reads_it(test_data):
     draw, words = random.Random(7), ["a", "Ω", "{{ .System }}", "}}", '"', "\n", "  ", "<|x|>", "\\", "'", "{", "%}"]
     for file in all_templates(test_data):

@@ -125,6 +125,7 @@ def test_a_worker_killed_in_its_work_is_told_in_words(monkeypatch):
 # --- rows that eat the machine
 
 
+@pytest.mark.full
 def test_a_long_text_is_tokenised_as_if_whole(test_data, monkeypatch):
     from transformers import AutoTokenizer
 

@@ -26,6 +26,7 @@ def finished(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_the_command_s_adapter_and_merged_model_are_one_model(finished, tmp_path):
     over = trained_over.read(finished / "run/adapter")
     assert over is not None and (over.load_in, over.dtype) == ("nf4", "float32")
@@ -34,6 +35,7 @@ def test_the_command_s_adapter_and_merged_model_are_one_model(finished, tmp_path
     assert same_files(tmp_path / "out", finished / "run/merged")
 
 
+@pytest.mark.full
 def test_evaluate_takes_the_base_of_the_adapter(finished, tmp_path, capsys):
     def loss(*arguments: str) -> float:
         assert cli.main(["evaluate", *arguments]) == 0

@@ -84,6 +84,7 @@ def adapter(tmp_path_factory):
     return model, folder, json.loads((folder / "adapter_config.json").read_text())
 
 
+@pytest.mark.full
 @settings(max_examples=150)
 @given(st.data())
 def test_any_adapter_config(adapter, data):

@@ -111,6 +111,7 @@ def test_a_library_on_a_full_disk_is_one_line_too(number, monkeypatch, capsys):
     assert capsys.readouterr().err == f"jaxtune: error: [Errno {number}] {os.strerror(number)}\n"
 
 
+@pytest.mark.full
 def test_a_run_on_a_full_disk_says_so_in_a_line(tmp_path, capfd):
     recipe = make_folder(tmp_path)
     with no_room_beyond(20_000):  # holds the adapter, and not the merged model
@@ -244,6 +245,7 @@ def test_a_stopped_worker_is_told_at_once(woken, monkeypatch, caplog):
     assert caplog.text.count(f"process {stopped[0].pid}, which was stopped (SIGSTOP), makes no progress") == 1
 
 
+@pytest.mark.full
 def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
     """After Ctrl-Z and fg an hour later the worker has had no hour."""
     clock = iter(range(0, 10**9, 3600))

@@ -85,6 +85,7 @@ def test_what_is_wrong_is_said(tmp_path):
         from_pretrained(tmp_path / "model")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("word", WORDS)
 def test_an_adapter_trains_over_it_as_over_the_decoded_weights(tmp_path, word):
     losses = []
@@ -99,6 +100,7 @@ def test_an_adapter_trains_over_it_as_over_the_decoded_weights(tmp_path, word):
     np.testing.assert_allclose(losses[0], losses[2], rtol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("word", [*WORDS, "nvfp4"])
 def test_an_adapters_gradients_are_those_over_the_decoded_weights(word):
     packed = adapted_model(quantize(made(HF), word), r=2)

@@ -33,7 +33,7 @@ def ended(work: str, way: str) -> tuple[int, str, str]:
     [
         ("generate", "return"),
         ("pending", "interrupt"),
-        *(pytest.param(*case, marks=pytest.mark.further) for case in OTHERS),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS),
     ],
 )
 def test_a_program_ends_with_its_code(work, way):

@@ -270,6 +270,7 @@ def test_16_bit_weights_are_quantised_on_the_way(plain):
 # ---- training
 
 
+@pytest.mark.full
 def test_a_run_on_fp8_weights_trains_its_adapter_and_merges(tmp_path):
     """The step's loss and gradients are those of the decoded weights."""
     base = quantize(made(CONFIG, "float32"), "fp8")
@@ -287,6 +288,7 @@ def test_a_run_on_fp8_weights_trains_its_adapter_and_merges(tmp_path):
     np.testing.assert_allclose(merged(tokens), trained(tokens), atol=1e-4)
 
 
+@pytest.mark.full
 def test_a_run_that_multiplies_in_fp8_learns_as_one_that_does_not(tmp_path):
     base = quantize(made(CONFIG, "float32"), "fp8")
     losses = {}
@@ -307,6 +309,7 @@ def test_a_run_that_multiplies_in_fp8_learns_as_one_that_does_not(tmp_path):
     assert [line["loss"] for line in resumed.history] == list(losses["fp8"][2:])
 
 
+@pytest.mark.full
 def test_dora_rslora_and_fp16_stand_beside_products_in_fp8(tmp_path):
     base = quantize(made(CONFIG, "float16"), "fp8")
     losses = []
@@ -378,6 +381,7 @@ def test_experts_in_fp8_go_through_files(tmp_path):
         np.testing.assert_array_equal(written[name].view(np.uint8), tensor.view(np.uint8), name)
 
 
+@pytest.mark.full
 def test_what_is_not_loaded_in_fp8_is_saved_in_16_bits(tmp_path):
     """Qwen's FP8 checkpoints have the layers that predict further tokens in FP8 too."""
     save_pretrained(made(CONFIGS["qwen3_next"]), tmp_path / "model")
@@ -400,6 +404,7 @@ def test_what_is_not_loaded_in_fp8_is_saved_in_16_bits(tmp_path):
         assert from_pretrained(tmp_path / name, dtype="float32")[0].source.passthrough.tensors
 
 
+@pytest.mark.full
 def test_experts_in_fp8_multiply_as_they_are_stored():
     """Forward and backward, with adapters on experts: near what decoded weights give, and not the same."""
     model = quantize(made(CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1}, "float32"), "fp8")
@@ -424,6 +429,7 @@ def test_experts_in_fp8_multiply_as_they_are_stored():
         assert 0 < np.linalg.norm(got - plain) / np.linalg.norm(plain) < 0.15
 
 
+@pytest.mark.full
 def test_products_in_fp8_are_divided_over_a_mesh(tmp_path):
     """Rows are rounded by themselves, so that a mesh changes no more than the order of sums over rows."""
     base = compute_in_fp8(quantize(made(CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1}, "float32"), "fp8"))

@@ -62,6 +62,7 @@ def test_greedy_equals_greedy_without_cache(name):
     assert len({tuple(row) for row in expected}) == len(PROMPTS)  # the prompts matter
 
 
+@pytest.mark.full
 def test_a_real_model_tells_a_story(test_data):
     model, tokenizer = from_pretrained(test_data / "models" / "stories260K", dtype="float32")
     prompts = [tokenizer(text)["input_ids"] for text in ("Once upon a time, there was a", "Tom")]
@@ -135,6 +136,7 @@ def test_rows_end_with_an_end_token():
     assert generate(model, PROMPTS, max_new_tokens=12) == [cut(row, [end]) for row in free]
 
 
+@pytest.mark.full
 def test_sampling_follows_the_softmax_and_the_seed():
     model = tiny_model()
     prompt = [5, 6, 7]
@@ -169,6 +171,7 @@ def test_sampling_takes_only_what_the_limits_leave(limits, kept):
     np.testing.assert_array_equal(left[0][np.array(kept)], logits[0][np.array(kept)])
 
 
+@pytest.mark.full
 def test_limits_of_sampling_reach_the_program():
     model, prompt = tiny_model(), [5, 6, 7]
     greedy = generate(model, [prompt], max_new_tokens=8)
@@ -177,6 +180,7 @@ def test_limits_of_sampling_reach_the_program():
     assert drawn == set(np.argsort(model(jnp.array([prompt]))[0, -1])[-2:].tolist())
 
 
+@pytest.mark.full
 def test_one_compile_for_each_bucket_of_shapes(monkeypatch):
     model = tiny_model(vocab_size=52, max_position_embeddings=1024)
     traces = Counter()
@@ -313,6 +317,7 @@ def test_filters_are_their_definitions(settings):
     np.testing.assert_allclose(found, expected, rtol=2e-5)
 
 
+@pytest.mark.full
 def test_the_repetition_penalty_is_of_what_the_row_has():
     model = tiny_model(initializer_range=0.5)
     rows = [list(prompt) for prompt in PROMPTS]

@@ -171,6 +171,7 @@ def test_tokens_of_drawn_texts(both):
     check()
 
 
+@pytest.mark.full
 def test_special_tokens_and_templates(both):
     name, tokenizer, back, _ = both
     marks = [token.content for token in tokenizer.added_tokens_decoder.values()][:8]

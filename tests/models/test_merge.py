@@ -80,6 +80,7 @@ def test_a_merge_over_a_base_that_computes_in_fp8():
     assert difference(merged(TOKENS), decoded(TOKENS)) < LOGITS["float32"]
 
 
+@pytest.mark.full
 def test_what_no_training_changes_stays_so():
     model = adapted_model(made("gemma4"), r=2)
     merged = merge_adapter(model)

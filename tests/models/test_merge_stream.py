@@ -178,6 +178,7 @@ def test_logits_are_verified_once_tensors_are_made_or_soon_after(monkeypatch):
         assert verified.wait(20)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("to", ["merged", "bnb-4bit", "fp8", "w4a16", "mxfp4", "gguf"])
 def test_an_export_has_one_matrix_on_the_device(to, tmp_path, monkeypatch):
     if to == "gguf":

@@ -62,6 +62,7 @@ def full(name):
     return model, loss_and_gradients(model, run=run_plainly)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt_oss", "plain"])
 def test_full_fine_tuning_equals_plain_differentiation(name):
     """Router, experts, biases and sinks; with padding, which is routed nowhere."""
@@ -75,7 +76,7 @@ def test_full_fine_tuning_equals_plain_differentiation(name):
         np.testing.assert_allclose(a, b, atol=4e-6 * max(1.0, np.abs(b).max()), rtol=0, err_msg=where)
 
 
-@pytest.mark.essential
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_in_full")
 def test_plans_give_the_same_bits(monkeypatch):
     monkeypatch.setattr(transfers, "PIECE_BYTES", 256)  # sorted rows, tokens by experts: all of them in pieces
@@ -185,6 +186,7 @@ def test_mxfp4_as_published(tmp_path):
 # ---- four bits
 
 
+@pytest.mark.full
 def test_four_bits_of_experts():
     model = golden_model("qwen3_moe")
     packed = quantize(model)
@@ -239,6 +241,7 @@ def test_four_bit_experts_are_saved_as_linears_and_load_again(tmp_path, name, si
             np.testing.assert_array_equal(value, stored[tensor], err_msg=tensor)
 
 
+@pytest.mark.full
 def test_experts_of_gemma_4_in_fp8_are_saved_as_linears(tmp_path):
     """One linear for each expert and matrix; what is not quantised stays one tensor, as transformers has it."""
     model = model_from_config(CONFIGS["gemma4_experts"], jax.random.key(0))

@@ -89,6 +89,7 @@ def test_what_is_not_finite_is_refused():
         observed_scales(model, NAME, TOKENS)
 
 
+@pytest.mark.full
 def test_products_are_those_of_rounded_inputs_and_weights_and_gradients_pass():
     """y = round(x) round(w)^T under each linear's own scale; the gradient of x is dy round(w)."""
     model = prepared(model_of(layers=2))
@@ -106,6 +107,7 @@ def test_products_are_those_of_rounded_inputs_and_weights_and_gradients_pass():
     assert abs(model(TOKENS) - convert_qat(model)(TOKENS)).max() > 1e-2  # the converted one rounds no activations
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["adapter", "merged", "full"])
 def test_files_record_the_scales(tmp_path, how):
     """An adapter is loaded with them, and a merged folder has them for its export; they are floats of 32 bits."""

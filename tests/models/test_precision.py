@@ -115,6 +115,7 @@ def test_logits_in_float32_are_those_of_exact_products():
         assert bound / 1e4 < error < bound, words
 
 
+@pytest.mark.full
 def test_an_adapter_is_loaded_over_the_same_map(tmp_path, base, caplog):
     model = adapted_model(jaxtune.from_pretrained(base, load_in="nf4", precision=MAP)[0], r=2)
     assert common_format(model) == "nf4"

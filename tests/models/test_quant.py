@@ -133,6 +133,7 @@ def test_generation_equals_that_of_dequantised_weights():
     assert generate(packed, [[1, 2, 3], [4]], 8) == generate(dequantize(packed), [[1, 2, 3], [4]], 8)
 
 
+@pytest.mark.full
 def test_training_over_four_bits(tmp_path):
     model = get_peft_model(quantize(tiny_model(layers=ONE_LAYER)), r=4)
     data = dataset(documents(32))

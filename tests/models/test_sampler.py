@@ -79,6 +79,7 @@ def assert_same(found, expected, atol=1e-4):
         np.testing.assert_allclose(logprobs, others, atol=atol)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rows_in_slots_are_rows_alone(name):
     """Of every family: more prompts than slots, of unequal lengths, each drawn in its own way; and the same in one
@@ -257,6 +258,7 @@ def test_samplers_of_two_devices_give_the_pieces_of_one():
         assert [len(top) for top in tops] == [3] * 6
 
 
+@pytest.mark.full
 def test_caches_grow_to_what_rows_need():
     model = tiny_model(initializer_range=0.5, max_position_embeddings=1024, layers=(LayerSpec(window=150), LayerSpec()))
     short, long = [5, 6, 7], [(3 * i) % 48 for i in range(140)]
@@ -377,6 +379,7 @@ def test_other_weights_of_the_same_structure(model):
         sampler.update(model)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_in_full")
 def test_adapters_are_rounded_once_as_products_round_them():
     tokens = np.arange(24, dtype=np.int32)[None]
@@ -416,6 +419,7 @@ def test_a_step_rounds_as_training_does():
     assert (apart < 1e-5).mean() > 0.9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.usefixtures("compiled_in_full")
 def test_deterministic_rows_have_the_same_bits_in_any_batch_and_slot(dtype):
@@ -430,6 +434,7 @@ def test_deterministic_rows_have_the_same_bits_in_any_batch_and_slot(dtype):
         assert [(row.ids, row.logprobs) for row in rows] == [(row.ids, row.logprobs) for row in together]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", ["all", "half"])
 def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monkeypatch):
     """Its tokens are those of the quantised model; weights that are trained on keep what is decoded."""
@@ -463,6 +468,7 @@ def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monk
     assert before == generate(models[0], prompts, 8) != after == generate(models[1], prompts, 8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe"])
 def test_experts_without_a_sort_give_the_same_tokens(name, adapted, monkeypatch):
@@ -480,6 +486,7 @@ def test_experts_without_a_sort_give_the_same_tokens(name, adapted, monkeypatch)
     assert_same(found, mixed(Sampler(model, slots=3, length=64), prompts, 9))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [{"lora_alpha": 8}, {"use_rslora": True}], ids=str)
 def test_adapters_of_experts_are_cast_and_padded_once(settings, monkeypatch):
     """Where the kernel would do both in each product; the tokens do not change, nor what other layers do."""

@@ -78,6 +78,7 @@ def loss_and_gradients(model, plan):
     return jax.jit(jax.value_and_grad(total))(trainable)
 
 
+@pytest.mark.full
 def test_gradients_under_every_plan(model):
     """Of the table, the keys and values that two layers read, and all else; every one is there."""
     want = loss_and_gradients(model, None)
@@ -111,6 +112,7 @@ def test_a_layer_that_takes_what_nothing_gives_is_refused(model):
         run_stack(list(model.layers)[:1], model.config.layers[:1], x, layout)
 
 
+@pytest.mark.full
 def test_sampled_in_chunks_and_slots(model):
     """Prompts of several chunks, longer than the window; caches of the layers that have keys alone."""
     rng = np.random.default_rng(2)

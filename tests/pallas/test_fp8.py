@@ -183,6 +183,7 @@ def test_both_products_are_those_of_rounded_operands(block):
         assert np.linalg.norm(found - exact) < 0.04 * np.linalg.norm(exact)
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [ROW, TILE])
 @pytest.mark.parametrize(
@@ -348,6 +349,7 @@ def test_experts_products_are_those_of_rounded_operands(block, transposed):
             assert not size or np.linalg.norm(found - exact) < 0.04 * np.linalg.norm(exact)
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "block", "contract", "rank"), [((576, 640), ROW, 1, 24), ((128, 256), TILE, 2, 0)])
 def test_the_kernels_multiply_experts_as_their_reference(shape, block, contract, rank):

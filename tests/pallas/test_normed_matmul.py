@@ -212,6 +212,7 @@ def test_which_calls_the_kernel_runs(rows, blocks, fp8, runs, hopper, monkeypatc
     assert ran == ([(8, SIZE)] if runs else [])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 16, 48])
 @pytest.mark.parametrize("block", [TILE, ROW])
 def test_the_check_at_first_use_knows_right_from_wrong(rank, block, stand_in, monkeypatch):

@@ -55,7 +55,6 @@ def chat(port, **body):
 
 
 @pytest.mark.parametrize("name", ["base", "mine"])
-@pytest.mark.essential
 def test_an_answer_is_that_of_generate(models, port, name):
     prompt = tokens(models)
     [ids], [logprobs] = jaxtune.generate(models[name].model, [prompt], 24, output_logprobs=True)

@@ -64,7 +64,6 @@ def bits(tree) -> list[bytes]:
 @pytest.mark.parametrize(("dtype", "scale"), [(jnp.bfloat16, 1.0), (jnp.bfloat16, 0.037), (jnp.float32, 1e-7)])
 @pytest.mark.gpu
 @pytest.mark.usefixtures("without_races")
-@pytest.mark.essential
 def test_steps_are_those_of_the_reference(dtype, scale, monkeypatch):
     """Three steps over a tensor with parts of a chunk and of a block, whole chunks with blocks of zeros, and one too
     small for 8 bits. Gradients come multiplied, and are scaled back."""
@@ -145,6 +144,7 @@ def test_the_kernel_takes_no_gradient_that_it_refuses():
         kernel.adam_update(*given, betas=(0.9, 0.95), eps=1e-8)
 
 
+@pytest.mark.full
 def test_over_a_mesh_each_device_runs_the_kernel():
     """On whole moments where XLA would divide them, as in the update of a run; inside a shard_map on its own."""
     adam = scale_by_adam_8bit(0.9, 0.95, 1e-8)

@@ -75,6 +75,7 @@ def test_the_best_weights_are_the_result_and_their_checkpoint_stays(checkpoint, 
     assert same_weights(again, scored.weights[best])
 
 
+@pytest.mark.full
 def test_results_name_the_best_checkpoint_and_evaluate_takes_it(tmp_path):
     trainer = trainer_of(tmp_path, scored := Scored())
     config = trainer.config
@@ -118,6 +119,7 @@ def test_the_best_saved_evaluation_is_that_of_the_last_rows(tmp_path):
     assert best_saved(tmp_path, dataclasses.replace(wanted, best=None)) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cut_after", [2, 3, 4])
 def test_a_run_that_was_interrupted_knows_its_best_checkpoint(cut_after, tmp_path):
     scored, after = Scored(cut_after), Scored()

@@ -226,7 +226,6 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("name", "mesh"), MESHES)
-@pytest.mark.essential
 def test_gradients_and_weights_are_those_of_one_device(name, mesh):
     """Dropout's masks are the same too, or no gradient would be."""
     require_same(run(name, mesh), run(name, (1, 1)))
@@ -244,6 +243,7 @@ def require_same(got: Done, want: Done) -> None:
             np.testing.assert_allclose(*(jax.tree.leaves(each[key]) for each in (ours, theirs)), rtol=1e-5, err_msg=key)
 
 
+@pytest.mark.full
 def test_an_axis_of_the_mesh_is_its_declaration(monkeypatch):
     """A third axis, along which tensors are whole: the step needs nothing else to divide its rows over it."""
     name = "all trained, packed rows and a window"
@@ -304,6 +304,7 @@ def test_devices_exchange_nothing_until_the_update():
     assert not any(each in found["experts whole, with routers' losses"] for each in collectives[1:])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "meshes"),
     [

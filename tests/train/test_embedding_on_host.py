@@ -51,6 +51,7 @@ BOTH = FEW | {"tie_word_embeddings": False}  # of Gemma 4: a scaled embedding, a
 # ---- runs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hf", (UNTIED, BOTH), ids=("untied", "both tables"))
 def test_a_run_with_the_embedding_on_the_host_is_the_same_run(tmp_path, hf):
     """Packed rows in two micro-batches with dropout and noise, and evaluations: losses, and the trained model."""
@@ -94,6 +95,7 @@ def test_the_device_has_the_rows_of_two_steps(tmp_path, monkeypatch):
     assert all(done >= step - 1 for step, done in loaded)
 
 
+@pytest.mark.full
 def test_a_checkpoint_may_be_gone_on_with_on_either_side(tmp_path):
     changes = dict(checkpoint=CheckpointConfig(every_steps=2, every_minutes=None, keep=3), micro_batches=1)
     whole = trainer_of(tmp_path / "run", True, model=hosted_model("bfloat16", UNTIED), **changes)
@@ -106,6 +108,7 @@ def test_a_checkpoint_may_be_gone_on_with_on_either_side(tmp_path):
     assert again.engine.tables == {} and len(again.history) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("objective", ("distill", "dpo"))
 def test_teachers_and_references(tmp_path, objective):
     """A teacher has an embedding of its own, on the device; a reference reads the run's rows."""
@@ -156,6 +159,7 @@ def test_a_pass_without_the_rows_is_refused():
 # ---- loading
 
 
+@pytest.mark.full
 def test_the_command_trains_with_the_embedding_on_the_host(tmp_path, monkeypatch):
     """From the files to the merged model, whose embedding is the base's."""
     hf = UNTIED | {"vocab_size": 8192}
@@ -212,6 +216,7 @@ def parts_of_8b():
     return step_cost(abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), config), config), config
 
 
+@pytest.mark.full
 def test_the_plan_has_the_embedding_on_the_host_where_memory_is_short():
     parts, config = parts_of_8b()
     device = find_device("H200")

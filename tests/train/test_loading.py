@@ -72,6 +72,7 @@ def on_their_way(tmp_path: Path, name: str, make_model, **changes) -> tuple[Trai
     return trainer, weights
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("qat", [None, QatConfig(group_size=32, start=1)])
 def test_the_step_is_compiled_before_the_weights_are_waited_for_and_the_run_is_the_same(qat, tmp_path):
     def make_model():
@@ -101,6 +102,7 @@ def test_shapes_known_ahead_are_those_of_the_first_state(tmp_path):
     assert ahead == real
 
 
+@pytest.mark.full
 def test_of_a_model_that_is_freed_no_trained_tensor_is_left(tmp_path):
     """Of any kind of layer: the state holds copies, and adapters of experts are gigabytes."""
     experts = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -193,6 +195,7 @@ def test_the_model_on_its_way_has_the_shapes_that_were_said(family, load_in, tmp
     assert shapes(ahead) == shapes(loading.adapted(pretrained.load(), wanted))
 
 
+@pytest.mark.full
 def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monkeypatch, capsys):
     """The start values of the adapter are freed once they are copied."""
     starts: list[weakref.ref] = []
@@ -300,6 +303,7 @@ def test_small_programs_are_cached_too_wherever_the_cache_is(monkeypatch, tmp_pa
             jax.config.update(name, value)
 
 
+@pytest.mark.full
 def test_the_command_imports_no_torch(folder, tmp_path):
     (tmp_path / "installed" / "torch").mkdir(parents=True)
     (tmp_path / "installed" / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")

@@ -140,6 +140,7 @@ def test_residual_bytes_are_those_of_the_arrays(experts, length):
     assert ("gate_up" in arrays) == experts and ("gate" in arrays) != experts
 
 
+@pytest.mark.full
 def test_experts_count_as_a_token_meets_them():
     """Qwen3-30B-A3B: 3.3 billion weights meet a token, 30.5 billion are stored."""
     config = config_8b(model=ModelConfig(path="a shape"), adapter=AdapterConfig(target_parameters=EXPERTS))
@@ -237,6 +238,7 @@ def test_temporaries_beside_the_compilers(parts_8b, text, layers, rows, length, 
     assert forecast(parts, plan, H200).peak_bytes / 1e9 == pytest.approx(gb, rel=0.04)
 
 
+@pytest.mark.full
 def test_gate_and_up_are_written_over(parts_8b):
     """Where down_proj has an adapter alone, on every GPU; else on Hopper, in bfloat16."""
     plan = StepPlan(parse_residuals("recompute", parts_8b.num_layers, DENSE), 1, 2093)
@@ -266,6 +268,7 @@ def test_capped_logits_are_counted_beside_those_that_they_are_made_of(parts_8b):
     assert most - usual == 2 * 512 * SHAPE.vocab_size
 
 
+@pytest.mark.full
 def test_a_head_in_float32_is_counted_by_its_time_and_its_memory():
     """One H200, steps.json: 8b_nf4_head beside 8b_nf4, 13,732 for 17,143 tokens/s, 65.0 for 58.3 GB."""
     usual, wide = (config_8b(precision=precision) for precision in ("bf16", {"lm_head": "fp32"}))
@@ -295,6 +298,7 @@ def test_measured_steps_of_the_8b_shape(parts_8b):
         assert predicted == pytest.approx(seconds, rel=0.03), text
 
 
+@pytest.mark.full
 def test_measured_steps_with_delta_nets():
     """Qwen3.5-9B in bf16 on one H200, benchmarks/results/steps.json."""
     config = config_8b(model=ModelConfig(path="a shape"))
@@ -328,6 +332,7 @@ def test_less_memory_is_never_faster_and_always_kept_to(parts_8b):
     assert speeds[3] > 0.85 * speeds[0]  # 24 GB: micro-batches keep everything in a quarter of the memory
 
 
+@pytest.mark.full
 def test_a_choice_beats_every_uniform_plan_that_fits(parts_8b):
     for gb, micro in ((24, 1), (16, 1), (16, None)):
         config = config_8b(micro_batches=micro)
@@ -425,6 +430,7 @@ def test_rows_that_others_beat_are_left_out():
     assert len({tuple(rows[i]) for i in kept}) < len(kept) < 200  # equal rows stay together
 
 
+@pytest.mark.full
 def test_when_nothing_fits_three_settings_that_would(parts_8b):
     config = config_8b(model=ModelConfig(path="a shape"))
     with pytest.raises(PlanError, match="no plan fits: the smallest needs") as error:
@@ -449,6 +455,7 @@ def test_the_longest_row_fits_and_the_next_does_not(parts_8b):
         choose(dataclasses.replace(parts_8b, rows=1, length=longest + 1024), one, H200, 24e9)
 
 
+@pytest.mark.full
 def test_whether_a_row_fits_is_known_of_most_without_choosing(parts_8b):
     config, sure = config_8b(rows_per_step=1, micro_batches=1), []
     for device in (H200, dataclasses.replace(H200, host_bytes=2e9), find_device("NVIDIA GB10")):
@@ -540,6 +547,7 @@ def test_a_plan_for_a_device_that_is_not_here(capsys):
     assert price == pytest.approx(1e6 / speed / 100, rel=1e-2)  # a cent a second
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "load_in"),
     [
@@ -568,6 +576,7 @@ def test_the_time_to_finish_and_its_price():
         PlanConfig(dollars_per_hour=0.0)
 
 
+@pytest.mark.full
 def test_a_plan_of_a_model_with_experts(capsys):
     assert cli.main(["train", "gpt-oss-20b-qlora", "--plan", "plan.device=RTX 4090"]) == 0
     text = capsys.readouterr().out
@@ -575,6 +584,7 @@ def test_a_plan_of_a_model_with_experts(capsys):
         assert words in text, words
 
 
+@pytest.mark.full
 def test_a_plan_for_a_device_that_is_too_small(capsys):
     small = ["plan.device=RTX 3090", "memory.budget_gb=22"]
     assert cli.main(["train", "full-1b", "--plan", *small]) == cli.USER_ERROR
@@ -587,6 +597,7 @@ def test_a_plan_for_a_device_that_is_too_small(capsys):
 # ---- a run
 
 
+@pytest.mark.full
 def test_a_budget_is_planned_for_and_the_losses_are_those_of_the_kept_plan(tmp_path, monkeypatch, capsys):
     config, model = tiny_budget(tmp_path / "small")
     data = dataset(documents(60))
@@ -603,6 +614,7 @@ def test_a_budget_is_planned_for_and_the_losses_are_those_of_the_kept_plan(tmp_p
     assert "plan: " in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_resumed_run_keeps_its_plan(tmp_path, monkeypatch, capsys):
     from jaxtune.train.config import CheckpointConfig
 

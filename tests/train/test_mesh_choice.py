@@ -112,6 +112,7 @@ def test_gathers_cost_time(lora):
     assert alone.exposed_seconds < 0.01 * alone.step_seconds
 
 
+@pytest.mark.full
 def test_room_is_used_to_gather_trained_weights_once():
     """Those of full fine-tuning, which each step changes."""
     full = on_h200(rows_per_step=4, optim=OptimConfig("adamw_8bit", weights="bf16"))
@@ -125,6 +126,7 @@ def test_room_is_used_to_gather_trained_weights_once():
     assert full(MeshConfig(2, 1)).plan.residuals.whole_weights == 0
 
 
+@pytest.mark.full
 def test_room_is_used_to_hold_frozen_weights_whole(lora):
     """For less memory than to gather them once a step, and none of the time."""
     mesh = MeshConfig(1, 2)

@@ -77,6 +77,7 @@ def measured(output: Path, what: str) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 def test_a_resume_holds_no_more_than_a_step(tmp_path):
     """At most 1.2 times: no first state is made for its shapes, and what was given is let go."""
     first = measured(tmp_path / "run", "first")
@@ -86,6 +87,7 @@ def test_a_resume_holds_no_more_than_a_step(tmp_path):
     assert resumed["step"] <= 1.02 * first["step"]
 
 
+@pytest.mark.full
 def test_an_evaluation_has_no_optimizer(tmp_path):
     found = measured(tmp_path / "run", "evaluate")
     assert 2 * found["parameters"] <= found["evaluated"] <= 2.5 * found["parameters"]  # bfloat16 weights, and rows
@@ -292,6 +294,7 @@ def life(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("phase", ["load", "step", "evaluate", "sample", "export"])
 def test_every_phase_of_a_run_stays_within_its_figure(life, phase):
     """QLoRA of the packaged model with the merge at its end, on arrays that are alive at any moment."""
@@ -299,6 +302,7 @@ def test_every_phase_of_a_run_stays_within_its_figure(life, phase):
     assert 0 < life["peaks"][phase] <= life["planned"][phase]
 
 
+@pytest.mark.full
 def test_two_merged_models_are_never_live(life):
     """At the end a run holds its packed base, the adapter, and one merged matrix at a time: no merged model, whose
     weights in 32 bits would alone be more than the packed base and one matrix."""

@@ -129,6 +129,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("length", [16, 40])
 def test_packed_answers_have_the_loss_and_gradients_of_answers_alone(name, length):
@@ -228,6 +229,7 @@ KINDS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model_is_sampled_and_trained(kind):
     objective, model = GRPO.of(**settings()), adapted_model(KINDS[kind](), r=2)
@@ -382,6 +384,7 @@ def test_a_run_earns_more_reward_and_says_what_it_sampled(tmp_path, capsys):
     assert "4 prompts x 8 answers" in trainer.batches.described(14)[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("more", [{}, dict(num_iterations=2, beta=0.05)])
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, more):
     checkpoint = CheckpointConfig(every_steps=3, every_minutes=None)
@@ -407,6 +410,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, more):
     assert of_metric(again, "loss") == of_metric(runs["whole"], "loss")[3:]
 
 
+@pytest.mark.full
 def test_two_devices_share_the_rows_and_the_answers(tmp_path):
     runs, batches = {}, {}
     for name, mesh in (("one", None), ("two", MeshConfig(data=2))):
@@ -432,6 +436,7 @@ def test_two_devices_share_the_rows_and_the_answers(tmp_path):
         trainer_of(tmp_path, mesh=MeshConfig(fsdp=2))
 
 
+@pytest.mark.full
 def test_slots_are_planned_from_what_the_step_leaves(tmp_path):
     """In a run of rewards, and in an evaluation that generates."""
     for name in ("free", "held"):
@@ -482,6 +487,7 @@ def test_answers_are_sampled_with_as_many_converted_layers_as_the_plan_says(monk
         assert (plan.slots, plan.converted_layers) == (18, decodes)
 
 
+@pytest.mark.full
 def test_rewards_that_are_all_equal_teach_nothing_and_are_told(tmp_path, capsys):
     file = tmp_path / "equal.py"
     file.write_text("def equal(completions, **columns):\n    return [1.0] * len(completions)\n")

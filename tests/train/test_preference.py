@@ -145,7 +145,6 @@ OBJECTIVES = {
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.essential
 def test_loss_metrics_and_gradients_are_the_definitions(name, packing):
     objective, documents, model = OBJECTIVES[name], pairs(5), adapted()
     batch = batch_of(documents, packing)
@@ -169,6 +168,7 @@ def test_loss_metrics_and_gradients_are_the_definitions(name, packing):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max()), err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["experts", "nf4"])
 def test_experts_and_four_bits_are_compared_to_the_base(kind):
     """The reference is the model without its adapters, those of experts too."""
@@ -374,6 +374,7 @@ def same_bits(one, other):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full
 def test_a_signal_in_the_middle_changes_no_bit(run, tmp_path):
     same_bits(run[1], interrupted(tmp_path))
 
@@ -386,6 +387,7 @@ def test_a_run_prefers_what_is_chosen(name, tmp_path):
     assert after > before
 
 
+@pytest.mark.full
 def test_pairs_that_are_all_beyond_the_margin_do_not_end_a_run(tmp_path):
     trainer = trainer_of(
         tmp_path, rows=pair_set(pairs(8)), objective=ObjectiveConfig("dpo", loss_type="hinge", beta=2.0)
@@ -404,6 +406,7 @@ def test_the_reference_of_an_adapter_that_was_trained_before_is_said(tmp_path):
     assert precision_notes(plain, storage, "fp32", NO_AUX_LOSSES, lora_model(), None) == notes[:-1]
 
 
+@pytest.mark.full
 def test_micro_batches_give_the_same_run(run, tmp_path):
     other = trainer_of(tmp_path, micro_batches=4)
     other.train()
@@ -411,6 +414,7 @@ def test_micro_batches_give_the_same_run(run, tmp_path):
         np.testing.assert_allclose(held_out(run[0], key), held_out(other, key), rtol=1e-3, atol=1e-4, err_msg=key)
 
 
+@pytest.mark.full
 def test_a_precomputed_reference_gives_the_same_run(run, tmp_path):
     """Held-out pairs too, in rows of another shape; once for all runs over these rows and weights."""
     model = lora_model()
@@ -457,6 +461,7 @@ def test_a_split_keeps_each_pair_with_its_reference():
             np.testing.assert_array_equal(side.documents[index].tokens, tokens)
 
 
+@pytest.mark.full
 def test_the_reference_is_planned_for(run, tmp_path):
     assert run[0].planner.cost.reference_runs == 1
     config = make_config(
@@ -470,6 +475,7 @@ def test_the_reference_is_planned_for(run, tmp_path):
     assert 1.3 < seconds[1] / seconds[0] < 1.6  # a forward pass more than one, and a backward of two
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_people_s_preferences_raise_the_margin_on_held_out_rows(name, test_data, tmp_path):
     tokenizer, config = make_tokenizer(), make_config(tmp_path)

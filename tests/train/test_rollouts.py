@@ -97,6 +97,7 @@ class Seen(Callback):
         self.steps.append((step, len(rollouts)))
 
 
+@pytest.mark.full
 def test_a_run_keeps_its_answers_and_tells_its_rewards(tmp_path, capsys):
     objective = dict(num_iterations=2)
     made = trainer_of(

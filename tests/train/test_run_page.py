@@ -351,6 +351,7 @@ def test_the_time_left_is_that_of_the_steps_left(run):
     assert (page["state"], page["left"]) == ("running", "7 min 30 s")  # 100 steps of 4.5 s
 
 
+@pytest.mark.full
 def test_a_long_run_is_no_delay(tmp_path):
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for n in range(1, 100_001):

@@ -51,6 +51,7 @@ def trainer_of(folder, objective: dict, rows=None, text: str = REWARDS, template
     return Trainer(model, tokenizer, config, rows, rows if config.evaluation.generate else None)
 
 
+@pytest.mark.full
 def test_a_run_from_rewards_tells_changed_code_and_refuses_changed_answers(tmp_path, capsys):
     reward = dict(reward_funcs=(f"{tmp_path}/own.py:even",))
     trainer_of(tmp_path, reward).train()

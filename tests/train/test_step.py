@@ -404,6 +404,7 @@ def test_dora_magnitudes_norms_and_biases_do_not_decay():
             assert not np.asarray(update).any() if still else np.asarray(update).all(), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 @pytest.mark.parametrize("by_tensor", [False, True])
 def test_biases_of_experts_do_not_decay(name, by_tensor):

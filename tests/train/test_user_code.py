@@ -598,6 +598,7 @@ def test_a_file_that_does_not_run_says_where(tmp_path):
 # ---- limits and processes
 
 
+@pytest.mark.full
 def test_a_pattern_that_backtracks_ends_at_its_limit_and_names_the_row(monkeypatch):
     monkeypatch.setattr(patterns, "LIMIT_SECONDS", 1.0)
     pattern, text = BACKTRACKS

@@ -25,6 +25,7 @@ def test_every_configuration_is_recorded():
     assert RECORD.keys() == programs.CASES.keys()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["8B, NF4 in 24 GB", "8B, all trained by 8-bit AdamW", "Qwen3-30B-A3B, bf16"])
 def test_each_of_two_devices_runs_what_one_runs(name):
     """Twice the rows on two devices: the same kernels and copies, and but the gradients exchanged, once."""
@@ -44,6 +45,7 @@ def test_each_of_two_devices_runs_what_one_runs(name):
     assert got["update"]["temporary_bytes"] <= alone["update"]["temporary_bytes"] + 1024
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["8B, bf16", "8B, all trained by 8-bit AdamW"])
 def test_two_devices_gather_a_layer_under_another(name):
     """Weights divided over two devices: each holds half of them, runs the kernels that one runs, and gathers and
