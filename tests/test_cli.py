@@ -359,6 +359,7 @@ def test_generate_puts_prompts_into_the_chat_template(tmp_path, capsys):
     assert two == f"--- w1 w2\n{first}\n--- w3\n{second}\n"
 
 
+@pytest.mark.full
 def test_generate_takes_the_template_beside_the_adapter(tmp_path, capsys):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     jaxtune.save_pretrained(tiny_model(), base, tokenizer=word_tokenizer(None))

@@ -130,6 +130,7 @@ def test_four_bits_are_the_default(folder, tmp_path, capsys):
     assert stored_in(FastLanguageModel.from_pretrained(folder, 64, full_finetuning=True)[0].module) is None
 
 
+@pytest.mark.full
 def test_a_base_in_four_bits_is_on_a_device(folder):
     model, _ = load(folder, peft=False, load_in_4bit=True)
     assert model.device == jax.devices()[0]
@@ -230,6 +231,7 @@ def test_length_is_the_smallest(folder, tmp_path, settings, expected):
     assert trainer_of(folder, tmp_path, **settings).config().data.length == expected
 
 
+@pytest.mark.full
 def test_schedules_are_transformers(folder, tmp_path):
     model = load(folder)[0]
 
@@ -246,6 +248,7 @@ def test_schedules_are_transformers(folder, tmp_path):
     assert trainer_of(folder, tmp_path, model=model, **restarts).config().schedule.cycles == 3
 
 
+@pytest.mark.full
 def test_gradient_checkpointing_is_what_becomes_of_residuals(folder, tmp_path):
     for choice, expected in (("unsloth", None), (True, None), (False, "keep")):
         plain, _ = load(folder, peft=False)
@@ -558,6 +561,7 @@ def test_preference_trainers(folder, tmp_path, monkeypatch, trainer, config, opt
     assert history[-1]["eval_rewards/margins"] > 0 and "rewards/margins" in history[0] and "logps/chosen" in history[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("trainer", "rows"), [(KTOTrainer, LABELLED), (DPOTrainer, PREFERENCES)])
 def test_rows_are_evaluated_alike_however_they_are_given(folder, tmp_path, trainer, rows):
     """KTO's mismatched answers come from the rows of one batch, and its kl depends on them."""
@@ -671,6 +675,7 @@ def test_reward_trainer(folder, tmp_path, monkeypatch):
         FastLanguageModel.from_pretrained(str(folder), num_labels=2, **settings)
 
 
+@pytest.mark.full
 def test_predictions_of_a_reward_model_fit_into_memory(folder, tmp_path, monkeypatch):
     """It gives each token one number, and not one for each token of the vocabulary."""
     args = RewardConfig(output_dir=str(tmp_path / "run"), max_length=64)

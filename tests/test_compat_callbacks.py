@@ -295,6 +295,7 @@ def test_evaluations_of_a_script_count_towards_the_patience_as_in_transformers(f
     assert capsys.readouterr().out.count(told) == 1
 
 
+@pytest.mark.full
 def test_transformers_own_callbacks_are_taken(folder, tmp_path, capsys):  # noqa: F811
     from transformers.trainer_callback import EarlyStoppingCallback as Theirs
     from transformers.trainer_callback import PrinterCallback

@@ -337,6 +337,7 @@ def test_a_kept_environment_is_linked_and_holds_this_checkout(checkout):
     assert code == 0 and calls[0].endswith(".[test]") and len(list((folder / "kept" / "envs").iterdir())) == 2
 
 
+@pytest.mark.full
 def test_of_each_name_the_two_environments_of_use_last_are_kept(checkout):
     folder, setup = checkout
     envs, before, order = folder / "kept" / "envs", set(), []

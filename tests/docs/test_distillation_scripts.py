@@ -82,6 +82,7 @@ def test_the_base_is_the_teacher_of_a_model_without_one(workplace, capsys):
     assert line["loss"] > 0 and line["completions/mean_length"] > 0 and line["entropy"] > 0
 
 
+@pytest.mark.full
 def test_prompts_may_be_a_path(workplace, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     trainer = trainer_of(compat.DistillationTrainer, tmp_path / "prompts.jsonl", max_completion_length=4)

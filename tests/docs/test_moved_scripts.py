@@ -143,6 +143,7 @@ def test_layers_to_transform_and_the_gaussian_start(workplace):
         peft(plain, init_lora_weights="pissa")
 
 
+@pytest.mark.full
 def test_generation_and_tokenizers_without_torch(workplace, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     from transformers import TextStreamer

@@ -119,6 +119,7 @@ def test_the_best_model_by_the_reward_of_held_out_prompts(workplace):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.full
 def test_prompts_may_be_a_path(workplace, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     trainer = trainer_of(dataset=tmp_path / "prompts.jsonl")
@@ -290,6 +291,7 @@ def test_a_rollout_function_samples_with_the_trainer(workplace):
         asked(rollout_func=play, environment_factory=Dice)
 
 
+@pytest.mark.full
 def test_the_reference_is_the_base_or_a_copy_of_a_trained_adapter(workplace, capsys):
     new = trainer_of(beta=0.1)
     assert "the reference of beta = 0.1 is the model with its adapter off" in capsys.readouterr().out
@@ -322,6 +324,7 @@ def test_another_call_of_train_has_the_same_reference(workplace, trained):
     assert abs(first) < 1e-6 and second > 1e-4
 
 
+@pytest.mark.full
 def test_rloo_takes_the_divergence_from_the_reward(workplace, capsys):
     trainer = trainer_of(compat.RLOOTrainer, model=adapted(trained=True), beta=0.5, max_steps=2)
     before = capsys.readouterr().out
@@ -337,6 +340,7 @@ def graded(completions, log_extra, **columns):
     return [float("nan") if index % 2 else 1.0 for index in range(len(completions))]
 
 
+@pytest.mark.full
 def test_completions_are_printed_and_kept(workplace, capsys):
     trainer = trainer_of(
         reward_funcs=[graded],

@@ -36,6 +36,7 @@ def assert_same(found, wanted):
         np.testing.assert_array_equal(found[key].get_value(), variable.get_value(), err_msg=key)
 
 
+@pytest.mark.full
 def test_merged_in_shards(tmp_path, tokenizer):
     model = adapted_model(made("qwen2", "bfloat16"), r=2)
     done = api.export_model(model, tmp_path / "out", "merged", tokenizer=tokenizer, max_shard_bytes=60_000)
@@ -71,6 +72,7 @@ def test_what_a_quantised_model_has_in_16_bits_stays_so_and_is_noted(tmp_path):
     assert api.export_model(model, tmp_path / "fp8", "fp8").notes == ()
 
 
+@pytest.mark.full
 def test_fp8_holds_the_bytes_of_quantize_whatever_the_model_was_in(tmp_path):
     model = made("qwen2", "bfloat16")
     wanted = quantize(dequantize(quantize(model)), "fp8")

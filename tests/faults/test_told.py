@@ -183,6 +183,7 @@ def test_conversations_of_several_row_groups_are_read(tmp_path, group):
     assert [row.value for row in read_rows(open_sources(tmp_path / "a.parquet"))] == CHATS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compression", ["snappy", "none"])
 def test_a_flipped_bit_of_a_parquet_file_is_told(tmp_path, compression):
     """Wherever it is: an error that names the file. With checksums of pages no other value is read either."""
@@ -340,6 +341,7 @@ def test_watch_survives_strange_files_of_one_run(tmp_path):
         server.shutdown()
 
 
+@pytest.mark.full
 def test_strange_results_do_not_end_a_run(tmp_path):
     recipe = make_folder(tmp_path)
     for text in ("[" * 100_000, '{"run": [], "before": 1}'):

@@ -191,6 +191,7 @@ def test_every_matrix_takes_an_adapter_that_trains(name, tmp_path):
     np.testing.assert_array_equal(jaxtune.load_adapter(base, tmp_path / "adapter")(tokens), model(tokens))
 
 
+@pytest.mark.full
 def test_names_of_residuals_and_matrices():
     block = make("two attentions in parallel, of which each names its residuals").layers[0]
     names = [residual.name for residual in block.residuals()]

@@ -231,6 +231,7 @@ def test_adapters_get_the_gradient_of_the_merged_weight_within_the_range(kind, n
         np.testing.assert_allclose(found["lora"]["magnitude"][...], wanted, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full
 def test_dropout_adds_gradients_whose_mean_is_zero():
     model = prepare_qat(adapted_model(tiny_model(**SIZES), r=3, lora_dropout=0.25), "mxfp4", gradients="clipped")
     linear = next(linear for _, linear in linears(model))

@@ -120,6 +120,7 @@ def test_an_adapters_gradients_are_those_over_the_decoded_weights(word):
         assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other) and np.asarray(one).any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("word", "largest_error"), [("int8", 0.01), ("nvfp4", 0.12)])
 def test_16_bit_weights_are_quantised_on_the_way_and_exported(tmp_path, word, largest_error):
     """The export is read back as the model that load_in makes, and exported as it is; an adapter over it is merged
@@ -152,6 +153,7 @@ def test_the_planner_counts_it(word):
     assert saved == sum(4 * weight.size - weight.nbytes for weight in stored)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("word", WORDS)
 def test_an_adapter_over_it_is_merged(tmp_path, word):
     model = adapted_model(quantize(made(HF), word), r=2)

@@ -309,6 +309,7 @@ def test_spellings_of_gemma4():
         config_from_hf({**CONFIGS["gemma4_unified"], "hidden_size_per_layer_input": 256})
 
 
+@pytest.mark.full
 def test_keys_and_values_that_a_checkpoint_has_for_nothing(model_of, tmp_path):
     """Published E2B and E4B have them in layers that share those of earlier layers, and transformers ignores them."""
     hf, shapes = CONFIGS["gemma4_shared"], shapes_of(CONFIGS["gemma4_shared"])

@@ -195,6 +195,7 @@ def test_a_scale_of_zero_is_right_where_all_numbers_are_zero(folder, tmp_path, c
     assert from_pretrained(tmp_path / "again")[0].base_fingerprint == model.base_fingerprint
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("said", ["nf4", "fp8"])
 def test_a_config_that_says_of_plain_weights_that_they_are_quantised(plain, folder, said):
     """Transformers quantises such weights while it loads them; here it is asked for."""
@@ -323,6 +324,7 @@ def test_dora_rslora_and_fp16_stand_beside_products_in_fp8(tmp_path):
     np.testing.assert_allclose(*losses, rtol=0.02)  # the scale falls at an overflow, which both have or neither
 
 
+@pytest.mark.full
 def test_gate_and_up_are_kept_in_fp8_where_a_plan_says_so():
     """The forward is that of a run that keeps them whole; the backward is what it is of the rounded numbers."""
     model = shaken(get_peft_model(compute_in_fp8(quantize(made(CONFIG), "fp8")), r=4), 1)

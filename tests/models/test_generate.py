@@ -85,6 +85,7 @@ def longrope_model():
     return tiny_model(initializer_range=0.5, rotary=(rope,))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [10, 20, 24, 25, 40])
 def test_longrope_switches_with_the_total_length(length):
     model = longrope_model()
@@ -92,6 +93,7 @@ def test_longrope_switches_with_the_total_length(length):
     assert generate(model, prompts, max_new_tokens=10) == greedy_without_cache(model, prompts, 10)
 
 
+@pytest.mark.full
 def test_a_longrope_row_switches_by_itself():
     """Rows that pass the original context at different steps, or never, or were past it from the start."""
     model = longrope_model()
@@ -338,6 +340,7 @@ def test_a_row_with_a_seed_of_its_own_draws_the_same_in_any_batch():
     assert generate(model, PROMPTS[1:3], seed=[5, 5], **settings) == alone[1:3]
 
 
+@pytest.mark.full
 def test_log_probabilities_are_the_forwards():
     model = tiny_model(initializer_range=0.5)
     settings = dict(max_new_tokens=8, temperature=1.3, top_k=9, repetition_penalty=1.2)
@@ -359,6 +362,7 @@ def test_log_probabilities_have_the_same_bits_in_every_process(tmp_path):
     assert {"xla_gpu_autotune_level: 0", "xla_gpu_deterministic_ops: true"} <= set(said)
 
 
+@pytest.mark.full
 def test_log_probabilities_beside_a_head_that_is_filled_up():
     """Of a vocabulary that is no multiple of 8 in 16 bits, in the loop over several rows: what is filled up is no
     token."""

@@ -61,6 +61,7 @@ PLANS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS)
 def test_gradients_are_those_of_one_segment_after_the_next(plan, one_by_one, monkeypatch, compiled_in_full):
     """Compiled in full, because a number between two codes would be rounded to another one."""

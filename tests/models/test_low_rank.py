@@ -80,6 +80,7 @@ def test_where_everything_is_kept_the_backward_multiplies_by_no_a(name, products
     assert products == {kind: 2 * count for kind, count in kept.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_a_backward_that_computes_them_again(name, plan, monkeypatch):

@@ -58,6 +58,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "plan"), CASES, ids=str)
 def test_a_forward_norms_within_the_products(name, plan, request):
     """Also one that is run again in the backward, where no kernel computes the norms' gradients."""

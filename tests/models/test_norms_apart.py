@@ -48,6 +48,7 @@ NORMS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", [KEEP, RECOMPUTE], ids=str)
 @pytest.mark.parametrize("name", NORMS)
 def test_gradients_are_the_same(name, plan, request):

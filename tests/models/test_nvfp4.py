@@ -163,6 +163,7 @@ def test_an_adapter_trains_over_experts_and_over_a_mesh(tmp_path, kind):
     np.testing.assert_allclose(losses[0], losses[2], rtol=1e-4)
 
 
+@pytest.mark.full
 def test_a_mistake_in_a_checkpoint_is_named(tmp_path):
     tensors = checkpoint(tmp_path / "model", LINEARS, "compressed-tensors")
     name = "model.layers.0.mlp.up_proj"

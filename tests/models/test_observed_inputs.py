@@ -66,6 +66,7 @@ def test_the_scale_follows_from_the_largest_input_of_all_rows(monkeypatch, dtype
     jax.clear_caches()
 
 
+@pytest.mark.full
 def test_padding_and_other_documents_of_a_row_do_not_count():
     model = model_of()
     loud = model.embedding.weight[...].at[47].set(jnp.zeros(64).at[5].set(1.0))  # one large number after the norm

@@ -150,6 +150,7 @@ def test_gradients_pass_straight_through_in_full_fine_tuning(name, size):
     assert (rounded != loss) == (ROUNDINGS[name].activations is not None)
 
 
+@pytest.mark.full
 def test_gradients_with_rounded_activations_are_those_of_the_rounded_product():
     """y = round(x) round(w)^T: the gradient of w is dy^T round(x), that of x is dy round(w)."""
     linear = next(linear for _, linear in linears(prepare_qat(tiny_model(**SIZES), "int8-int4", 32)))
@@ -231,6 +232,7 @@ def test_dora_trains_its_magnitude_through_the_rounding():
         np.testing.assert_allclose(ours.lora.b[...], scale * rows @ adapted.lora.a[...].T, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.full
 def test_dropout_adds_noise_whose_mean_is_zero_to_the_rounded_product():
     model = prepare_qat(adapted_model(tiny_model(**SIZES), r=3, lora_dropout=0.25), "int4", 32)
     linear = next(linear for _, linear in linears(model))

@@ -181,6 +181,7 @@ PACKED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", PACKED)
 def test_prompts_of_unequal_lengths_are_packed(case, monkeypatch):
     """They give what each gives alone."""
@@ -198,6 +199,7 @@ def test_prompts_of_unequal_lengths_are_packed(case, monkeypatch):
     assert_same(found, one_by_one(Sampler(model, slots=8, length=160), prompts, 6))
 
 
+@pytest.mark.full
 def test_prompts_fill_a_longer_row_while_most_slots_are_free(monkeypatch):
     """If there is memory for it. Those that do not fill it are packed as while rows decode."""
     packed = []
@@ -235,6 +237,7 @@ def test_the_most_likely_tokens_come_with_each_token(model):
         sampler.submit([1], top_logprobs=21)
 
 
+@pytest.mark.full
 def test_samplers_of_two_devices_give_the_pieces_of_one():
     model = tiny_model(initializer_range=0.5)
     graph, state = nnx.split(model)
@@ -408,6 +411,7 @@ def test_what_an_adapter_of_some_matrices_samples_is_what_it_trains():
     np.testing.assert_allclose([row.logprobs for row in rows], trained, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_in_full")
 def test_a_step_rounds_as_training_does():
     """Nearly all log-probabilities of sampled tokens are those of training then, although they have 16 bits."""

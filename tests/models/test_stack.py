@@ -131,6 +131,7 @@ def operations(**settings) -> float:
     return jax.jit(jax.grad(total)).lower(trainable, frozen, x).compile().cost_analysis()["flops"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "norms, most",
     [(dict(stages=PRE_AND_POST_NORM), 1.03), (dict(qk_norm="head"), 1.02), (dict(qk_norm="projection"), 1.02)],
@@ -252,6 +253,7 @@ def test_dropout_masks_differ_by_layer_and_segment(monkeypatch):
     assert len(seen) == len(set(seen)) == 4 * LAYERS  # project, mix, expand, contract
 
 
+@pytest.mark.full
 def test_equal_layers_are_traced_once(monkeypatch):
     """32 layers of two kinds: two traces of a layer's forward and two of its backward."""
     counts = {"project": 0}

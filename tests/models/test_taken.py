@@ -135,6 +135,7 @@ def test_every_linear_takes_an_adapter(model):
     assert all(matrix.lora is not None for _, matrix in matrices(adapted))
 
 
+@pytest.mark.full
 def test_every_linear_of_the_model_is_quantised_on_loading(model, tmp_path):
     """As bitsandbytes does, and as the plan counts it: the projection beside the layers, too."""
     save_pretrained(model, tmp_path / "whole")

@@ -111,6 +111,7 @@ def forced(kernel, change):
     return tuning.forced(f"attention {kernel}", heuristic | change)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("form", "case"),
     [
@@ -135,6 +136,7 @@ def test_lean_masks_in_the_backward():
         compare(*CASES["window_sinks"])
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 def test_lean_scores_with_a_negative_scale():
     """The maximum of the scores is then the minimum of what they are made of."""

@@ -240,6 +240,7 @@ def test_mosaic_head_dims_and_groups(heads, kv_heads, dim, features):
     check("mosaic", (1, 300), 384, heads, kv_heads, dim, **features)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("capacity", "window"), [(128, 128), (128, 100), (640, 600), (640, 130)])
 @pytest.mark.gpu
 def test_mosaic_rings(capacity, window):

@@ -258,6 +258,7 @@ def test_weights_that_have_their_codes_transposed_give_the_same_bits(implementat
         np.testing.assert_array_equal(run(x, wrong, loras)[1][0], without[1][0])
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [ROW, TILE])
 def test_the_ranks_of_weights_that_share_x_may_add_up_beyond_what_the_kernel_takes(block):

@@ -451,6 +451,7 @@ def test_what_is_chosen_is_what_was_measured_to_be_faster():
         grouped_matmul(x, jnp.zeros((2, OUT, IN), jnp.bfloat16), groups, implementation="mosaic_ahead")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("pairs", "want"), [(192, "mosaic"), (448, "mosaic_ahead")])
 def test_experts_of_few_rows_are_decoded_first(pairs, want):
     """The buffer has half a tile more for an expert: 256 of 320 rows, and 512."""

@@ -91,6 +91,7 @@ def test_its_gradients_are_those_of_the_two_operations(trained, stand_in):
         assert one.dtype == other.dtype and np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other) > 0
 
 
+@pytest.mark.full
 def test_an_output_that_nothing_reads_has_no_gradient(stand_in):
     x, norm, weights, loras, biases = drawn()
 

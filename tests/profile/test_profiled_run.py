@@ -39,6 +39,7 @@ def test_a_folder_alone_asks_for_three_steps(tmp_path):
     assert not (tmp_path / "run" / "profile").exists()
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:builtin type event_stats")  # of jaxlib
 def test_a_profile_is_told_the_steps(tmp_path):
     """The rhythm of the programs alone took three steps over two GPUs for one."""

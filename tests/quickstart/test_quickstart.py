@@ -96,6 +96,7 @@ def test_the_script_makes_these_files():
         assert [{"messages": row["messages"]} for row in rows_of] == rows(name)
 
 
+@pytest.mark.full
 def test_the_base_model_is_small_and_of_llamas_shape():
     config = json.loads((PACKAGE / "base" / "config.json").read_text(encoding="utf-8"))
     assert config["model_type"] == "llama" and config["head_dim"] == 64

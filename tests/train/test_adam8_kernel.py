@@ -169,6 +169,7 @@ def test_over_a_mesh_each_device_runs_the_kernel():
         assert bits(got) == bits(want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [16, 48])  # halves of 16 rows are too small for the kernel
 def test_parts_of_a_tensor_give_what_the_whole_does(rows):
     mesh = jax.make_mesh((2,), ("tensors",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -185,6 +186,7 @@ def test_parts_of_a_tensor_give_what_the_whole_does(rows):
         np.testing.assert_allclose(ours, whole, rtol=1e-6 if ours.dtype == jnp.float32 else 0)
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 def test_the_check_at_first_use_compares_the_kernel_with_xla():
     """As on a GPU, but interpreted: three or four chunks of each warpgroup and a part of one, made and skipped."""

@@ -81,6 +81,7 @@ def test_a_run_is_not_resumed_on_another_base(change, base, tmp_path):
         tuned(base, tmp_path / "run").train()
 
 
+@pytest.mark.full
 def test_a_result_is_not_that_of_a_run_on_another_base(base, tmp_path):
     """As a run sees it that has lost its checkpoints."""
     write_result(tmp_path / "adapter", tuned(base, tmp_path / "a")._same_run(), 2, lambda folder: None)

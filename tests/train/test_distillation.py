@@ -152,6 +152,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(run, tmp_path):
     assert of_metric(again, "loss") == of_metric(run[0], "loss")[6:]  # an error saves
 
 
+@pytest.mark.full
 def test_another_teacher_is_another_run(tmp_path):
     teachers = [teacher_model(seed) for seed in (7, 8)]
     for index, teacher in enumerate(teachers):

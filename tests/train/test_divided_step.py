@@ -270,6 +270,7 @@ def test_devices_have_different_numbers_of_targets():
     assert ROWS.weights[-1].sum() == 0
 
 
+@pytest.mark.full
 def test_a_mesh_of_one_device_is_the_plain_program():
     make, options = MODELS["experts whole, with routers' losses"]
     programs = []
@@ -283,6 +284,7 @@ def test_a_mesh_of_one_device_is_the_plain_program():
     assert programs[0] == programs[1]
 
 
+@pytest.mark.full
 def test_devices_exchange_nothing_until_the_update():
     """But what routers' losses are products of; a step's only micro-batch exchanges its gradients itself."""
     found = {}

@@ -68,6 +68,7 @@ def test_each_device_holds_its_part_and_the_planner_knows(tmp_path, optimizer):
     assert gathered_bytes(step_cost(trainer.model.prepared, make_config(tmp_path)), 0) == (0.0, 0.0, 0.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("load_in", ["nf4", "fp8"])
 def test_quantised_weights_are_cut_at_blocks(load_in):
     """Whatever becomes of a tensor, what is declared of it stays; adapters and norms are whole."""

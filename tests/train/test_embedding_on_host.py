@@ -131,6 +131,7 @@ def test_teachers_and_references(tmp_path, objective):
     same_run(trainer(True), trainer(False))
 
 
+@pytest.mark.full
 def test_a_returned_model_generates_wherever_its_embedding_is(tmp_path, monkeypatch):
     """Without room for it on the device, the embedding stays on the host."""
     model = hosted_model("float32", UNTIED)
@@ -230,6 +231,7 @@ def test_the_plan_has_the_embedding_on_the_host_where_memory_is_short():
     assert there.parts["frozen weights"] - short.parts["frozen weights"] == size
 
 
+@pytest.mark.full
 def test_an_embedding_that_gains_less_than_its_rows_take_stays():
     parts, config = parts_of_8b()
     many = dataclasses.replace(parts, rows=32)
@@ -237,6 +239,7 @@ def test_an_embedding_that_gains_less_than_its_rows_take_stays():
     assert parts.table.bytes < 2 * 32 * 2048 * 4096 * 2 and not forecast.plan.table_on_host
 
 
+@pytest.mark.full
 def test_embeddings_that_stay_on_the_device():
     """Tied to the head, trained, of a run that samples, or of a model that its caller keeps there."""
     shapes = {name: config_from_hf(hf) for name, hf in (("untied", UNTIED), ("tied", CONFIGS["llama"]))}

@@ -176,6 +176,7 @@ def test_the_table_is_written_from_the_host(runs, tmp_path):
     np.testing.assert_array_equal(*(model(tokens) for model in runs[1]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("on_host", (True, False))
 def test_a_run_goes_on_wherever_the_table_is(runs, tmp_path, on_host):
     """From the checkpoint of a run with the table on the host, whose plan it takes if it can."""

@@ -64,6 +64,7 @@ def with_adapter(model):
     return shaken(get_peft_model(model, r=4, target_parameters=MATRICES))
 
 
+@pytest.mark.full
 def test_codes_and_scales_are_those_of_the_file(folder, tmp_path):
     stored, model, plain = load_file(folder / FILE), kept(folder, "bfloat16"), from_pretrained(folder)[0]
     for (name, matrix), (_, decoded) in zip(experts(model), experts(plain), strict=True):
@@ -111,6 +112,7 @@ def write_compressed(folder: Path, path: Path) -> None:
     api.export_model(model, path, "mxfp4")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("write", "message"),
     [
@@ -260,6 +262,7 @@ def test_an_export_is_that_over_the_decoded_weights(run, tmp_path, to):
         assert (Path(run.output) / "merged" / FILE).read_bytes() == (tmp_path / "kept" / FILE).read_bytes()
 
 
+@pytest.mark.full
 def test_experts_that_no_adapter_changed_are_exported_with_the_same_codes(folder, tmp_path):
     stored, model = load_file(folder / FILE), adapted_model(kept(folder, "bfloat16"), r=2)
     api.export_model(model, tmp_path / "out", "mxfp4")
@@ -271,6 +274,7 @@ def test_experts_that_no_adapter_changed_are_exported_with_the_same_codes(folder
     assert changed == {f"{name}.weight" for name, _ in linears(model)}
 
 
+@pytest.mark.full
 def test_a_model_that_is_given_is_recorded_with_its_format(folder):
     model = adapted_model(kept(folder), r=2)
     config = recorded_config(make_config("out", adapter=AdapterConfig(r=2)), model)

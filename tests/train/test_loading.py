@@ -118,6 +118,7 @@ def test_of_a_model_that_is_freed_no_trained_tensor_is_left(tmp_path):
     assert not [start for start in starts if start() is not None]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("qat", [None, QatConfig(group_size=32, start=1)])
 def test_a_run_s_programs_are_compiled_side_by_side(qat, tmp_path, monkeypatch):
     """No compilation ends before all have begun: the evaluation's too, and those of the steps before QAT."""
@@ -138,6 +139,7 @@ def test_a_run_s_programs_are_compiled_side_by_side(qat, tmp_path, monkeypatch):
     assert [*found, programs.update] == names and all(step.update == "update" for step in steps)
 
 
+@pytest.mark.full
 def test_an_error_of_the_weights_is_the_run_s_and_leaves_the_folder_to_another(tmp_path):
     trainer, weights = on_their_way(tmp_path, "run", lora_model)
     weights.set_exception(ValueError("model.safetensors: ended 5 bytes early"))
@@ -184,6 +186,7 @@ def command_config(folder: Path, **changes):
     )  # a name that rich or a terminal may read
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("load_in", [None, "nf4"])
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "qwen3_moe", "qwen3_5_moe"])
 def test_the_model_on_its_way_has_the_shapes_that_were_said(family, load_in, tmp_path):

@@ -210,6 +210,7 @@ def test_four_bits_and_shape_of_8b(parts_8b):
     assert parts_8b.residuals["lse"] == 4 * 32
 
 
+@pytest.mark.full
 def test_a_forward_counts_the_parts_of_a_float32_head_on_hopper_only():
     config = config_8b(precision={"*": "bf16", "lm_head": "fp32"})
     parts = step_cost(abstract_model(SHAPE, config), config)
@@ -260,6 +261,7 @@ def test_gate_and_up_are_written_over(parts_8b):
     assert in_float32 - in_float16 > 2.5 * wide
 
 
+@pytest.mark.full
 def test_capped_logits_are_counted_beside_those_that_they_are_made_of(parts_8b):
     """As tests/gpu/aot/test_memory.py finds in the compiled loss."""
     capped = dataclasses.replace(SHAPE, final_soft_cap=30.0)
@@ -363,6 +365,7 @@ def test_pinned_memory_is_bounded(parts_8b):
         assert best.host_bytes <= host
 
 
+@pytest.mark.full
 def test_what_is_pinned_leaves_room_for_a_checkpoint():
     """A whole 8B on an 80 GB card: beside what it pins, a host of 50 GB holds a copy of the state of 32 GB, or the run
     would be killed when it first saves. Where there is host memory enough, the plan is as before."""
@@ -378,6 +381,7 @@ def test_what_is_pinned_leaves_room_for_a_checkpoint():
     assert small.host_bytes <= 50e9 - saved - 4e9 < large.host_bytes <= 35e9
 
 
+@pytest.mark.full
 def test_gate_and_up_are_in_fp8_where_keeping_them_does_not_fit():
     config = config_8b(model=ModelConfig(path="a shape", load_in="fp8", compute="fp8"), micro_batches=1)
     parts = step_cost(abstract_model(SHAPE, config), config)
@@ -445,6 +449,7 @@ def test_when_nothing_fits_three_settings_that_would(parts_8b):
     choose(step_cost(abstract_model(SHAPE, shorter), shorter), shorter, H200, 7.2e9)  # as it says
 
 
+@pytest.mark.full
 def test_the_longest_row_fits_and_the_next_does_not(parts_8b):
     config = config_8b()
     longest = fitting.longest_row(parts_8b, config, H200, 24e9)
@@ -519,6 +524,7 @@ def test_the_host_of_a_device_that_is_not_here(monkeypatch, tmp_path):
     assert find_device("RTX 3060", host_gb=128).host_bytes == pytest.approx(128e9 * 0.7)
 
 
+@pytest.mark.full
 def test_a_plan_that_needs_more_than_the_usual_host_warns(parts_8b):
     def said(device):
         parts = dataclasses.replace(parts_8b, table=NO_TABLE)  # so that the plan offloads little enough for the card
@@ -536,6 +542,7 @@ def test_a_plan_that_needs_more_than_the_usual_host_warns(parts_8b):
         PlanConfig(host_gb=64)
 
 
+@pytest.mark.full
 def test_a_plan_for_a_device_that_is_not_here(capsys):
     assert cli.main(["train", "qlora-8b", "--plan", "plan.device=RTX 4090", "plan.dollars_per_hour=36"]) == 0
     text = capsys.readouterr().out

@@ -321,6 +321,7 @@ def lora_8b_with_its_embedding(**changes):
     return dataclasses.replace(parts, table=NO_TABLE), config
 
 
+@pytest.mark.full
 def test_the_plan_has_the_states_on_the_host_if_that_is_faster():
     parts, config = lora_8b_with_its_embedding()
     device = find_device("H200")
@@ -356,6 +357,7 @@ def test_the_states_are_on_the_host_if_nothing_else_fits():
         assert smallest.plan.chunk_tokens > 2**24 // parts.vocab_size  # the fastest of the smallest
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [dict(max_grad_norm=None), dict(optim=OptimConfig("adafactor")), dict(mesh=MeshConfig(data=2))],
@@ -365,6 +367,7 @@ def test_states_that_stay_on_the_device(changes):
     assert lora_8b(**changes)[0].states == NO_STATES
 
 
+@pytest.mark.full
 def test_a_host_with_little_memory_gets_no_states():
     parts, device = lora_8b_with_its_embedding()[0], find_device("H200")
     for other in (dataclasses.replace(device, host_memory_bytes=5e9), dataclasses.replace(device, link=0.0)):

@@ -138,6 +138,7 @@ def test_other_parts_are_another_run(run, changes, key):
         trainer_of(trainer.output, **changes).train()
 
 
+@pytest.mark.full
 def test_gradients_of_more_than_one_run_of_the_model_add_up(tmp_path):
     """Layers' gradients are added to sums in the first run of the model, whatever else the loss runs."""
 

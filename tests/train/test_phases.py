@@ -97,6 +97,7 @@ def runs(output, **changes):
     return make_config(output, steps=4, evaluation=EvaluationConfig(), **changes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optim", [OptimConfig(), OptimConfig(name="adamw_8bit")])
 def test_an_evaluation_is_planned_as_a_forward_pass(optim, tmp_path):
     """Under a budget that has room for the weights and not for their optimizer."""
@@ -145,6 +146,7 @@ def test_a_forward_pass_that_compiles_larger_than_planned_is_planned_smaller(tmp
     assert trainer.engine.planner.plan.micro_batches == 4  # one row at a time, which the device has to judge
 
 
+@pytest.mark.full
 def test_the_weights_of_a_checkpoint_are_read_without_its_optimizer(tmp_path):
     """`evaluate_checkpoint` gives what the run's own last evaluation said."""
     rows, held_out = dataset(documents(12)), dataset(documents(6, seed=1))

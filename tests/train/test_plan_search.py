@@ -72,12 +72,14 @@ def test_a_plan_that_fits_is_compiled_once(trainer, monkeypatch):
     assert compiler.fit().plan == first and len(compiler.compiled) == 1
 
 
+@pytest.mark.full
 def test_one_that_is_over_by_a_rounding_is_not_compiled_again(trainer, monkeypatch):
     compiler = Compiler(trainer.engine, monkeypatch, lambda _: trainer.planner.budget_bytes * ROUNDED)
     compiler.fit()
     assert len(compiler.compiled) == 1
 
 
+@pytest.mark.full
 def test_the_next_plan_is_smaller_by_as_much_as_the_first_was_wrong(trainer, monkeypatch):
     first, budget = trainer.planner.plan, trainer.planner.budget_bytes
     compiler = Compiler(trainer.engine, monkeypatch, lambda forecast: 1.2 * forecast.peak_bytes)
@@ -85,6 +87,7 @@ def test_the_next_plan_is_smaller_by_as_much_as_the_first_was_wrong(trainer, mon
     assert found.plan != first and 1.2 * found.peak_bytes <= ROUNDED * budget and len(compiler.compiled) == 2
 
 
+@pytest.mark.full
 def test_only_the_smallest_fits(trainer, monkeypatch):
     smallest = smallest_of(trainer).plan
     compiler = Compiler(
@@ -262,6 +265,7 @@ def test_what_is_remembered_refuses_nothing(tmp_path, cache, monkeypatch):
     assert compiler.fit().plan == compiler.compiled[0].plan
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("need", "had", "budget", "known"),
     [
@@ -284,6 +288,7 @@ def test_for_which_budgets_a_failure_counts(tmp_path, cache, need, had, budget, 
 # ---- several processes
 
 
+@pytest.mark.full
 def test_processes_that_find_different_sizes_agree_on_the_largest(trainer, monkeypatch):
     def all_of(value):  # as JSON gives it back, and another process beside it
         return json.loads(json.dumps([value, None if value is None else 1.2 * value]))
@@ -294,6 +299,7 @@ def test_processes_that_find_different_sizes_agree_on_the_largest(trainer, monke
     assert 1.2 * compiler.fit().peak_bytes <= ROUNDED * budget and len(compiler.compiled) == 2
 
 
+@pytest.mark.full
 def test_a_compilation_that_runs_out_of_memory_in_another_process_is_planned_again(trainer, monkeypatch):
     answers = iter([[1.0, None], [1.0, 1.0]])
     monkeypatch.setattr(processes, "all_of", lambda value: next(answers))

@@ -195,6 +195,7 @@ def test_answers_to_prompts_that_became_longer_are_not_written_over_others():
     assert sorted(places) == [(row, 0, 0) for row in range(8)]
 
 
+@pytest.mark.full
 def test_sampling_depends_on_the_seed_the_generation_and_the_weights_alone():
     objective, model = CASES["dapo"], tiny_model()
     first, second = source_of(objective), source_of(objective)
@@ -274,6 +275,7 @@ def test_rloo_takes_the_divergence_of_an_answer_from_its_reward():
     )
 
 
+@pytest.mark.full
 def test_a_generation_that_serves_several_steps_is_resumed():
     objective = GRPO.of(**settings(num_iterations=2, steps_per_generation=2))
     model = tiny_model()
@@ -299,6 +301,7 @@ def test_a_generation_that_serves_several_steps_is_resumed():
     np.testing.assert_array_equal(batches[2].extra[OLD_LOGPS], batches[0].extra[OLD_LOGPS])
 
 
+@pytest.mark.full
 def test_old_log_probabilities_are_those_of_the_model_that_sampled():
     """For every step of a generation, as in TRL: each step before has changed the model."""
     objective = GRPO.of(**settings(num_iterations=2, steps_per_generation=2))
@@ -472,6 +475,7 @@ def test_slots_are_planned_from_what_the_step_leaves(tmp_path):
         trainer_of(tmp_path / "held", memory=MemoryConfig(budget_gb=fixed / 2**30), **changes)
 
 
+@pytest.mark.full
 def test_answers_are_sampled_with_as_many_converted_layers_as_the_plan_says(monkeypatch):
     """A later generation, or a process that continues the run, may find other memory free, and must draw the same."""
     monkeypatch.setattr("jaxtune.models.generation.sampler.room_bytes", lambda share: 1e12)

@@ -334,6 +334,7 @@ def run(tmp_path_factory):
     return trainer, trainer.train()
 
 
+@pytest.mark.full
 def test_dpo_raises_the_margin_on_held_out_pairs(run):
     trainer, _ = run
     before, after = held_out(trainer, "eval_rewards/margins")
@@ -345,6 +346,7 @@ def test_dpo_raises_the_margin_on_held_out_pairs(run):
     assert line["pairs"] > 8 and all(name in line for name in METRICS) and "targets" not in line
 
 
+@pytest.mark.full
 def test_a_dpo_run_goes_on_bit_for_bit(run, tmp_path):
     trainer, trained = run
     shutil.copytree(trainer.output, tmp_path / "run")
@@ -438,6 +440,7 @@ def test_a_precomputed_reference_gives_the_same_run(run, tmp_path):
     assert files[0].read_bytes() == whole
 
 
+@pytest.mark.full
 def test_a_reference_that_cannot_be_kept_is_used_all_the_same(run, tmp_path, capsys):
     """A cache may be there to be read only."""
     model = lora_model()

@@ -24,6 +24,7 @@ def engine(tmp_path):
     return trainer.engine, trainer.model.first_shapes(trainer.engine)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["accumulate", "update"])
 def test_checks_that_a_program_asks_for_begin_before_it_is_compiled(engine, monkeypatch, name):
     begun, seen, collected = threading.Event(), {}, []

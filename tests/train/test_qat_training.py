@@ -231,6 +231,7 @@ def test_observed_scales_are_equal_on_every_mesh_and_the_loss_sees_them(tmp_path
     assert losses(wide) != pytest.approx(losses(one), rel=1e-3)
 
 
+@pytest.mark.full
 def test_what_cannot_be_observed_is_refused(tmp_path, monkeypatch):
     of_run = trainer_of(tmp_path / "run", model_of(), QatConfig("nvfp4-nvfp4"))
     before = "nvfp4-nvfp4 observes activations on the rows of the first step"

@@ -30,6 +30,7 @@ def drawn():
     return random.Random(len(pairs)).sample(pairs, 3) + [("lora-0.5b", "H200")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("recipe", "card"), drawn())
 def test_a_stored_plan_is_what_the_planner_says_today(recipe, card):
     recorded, found = recipe_plans.stored()[recipe]["cards"][card], recipe_plans.forecast(recipe, card)

@@ -110,6 +110,7 @@ def test_margins_are_those_of_the_rows(tmp_path):
         prepare([row("much")])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["plain", "nf4"])
 def test_the_head_in_files(tmp_path, kind):
     """A folder as transformers' ForSequenceClassification, an adapter as PEFT's of the task SEQ_CLS."""

@@ -211,6 +211,7 @@ def test_gradients_are_bf16_only_where_nothing_adds_up(tmp_path):
     )
 
 
+@pytest.mark.full
 def test_a_run_does_not_go_on_in_another_storage(tmp_path):
     save = CheckpointConfig(every_steps=2, every_minutes=None)
     trainer_of(tmp_path, steps=2, checkpoint=save).train()

@@ -112,6 +112,7 @@ def test_code_decides_whose_a_complete_result_is(tmp_path):
 # ---- what a killed run leaves
 
 
+@pytest.mark.full
 def test_metrics_of_a_run_that_was_killed_before_its_first_step_are_its_own(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": 1.0, "load_seconds": 2.0}\n{"st')
     trainer = Trainer(lora_model(), None, make_config(tmp_path, steps=1), dataset(documents(8)))

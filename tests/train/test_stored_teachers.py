@@ -117,6 +117,7 @@ def test_an_interrupted_run_continues_to_the_same_bits_from_the_stored_file(run,
     assert f"{files[0]} is damaged" in shown.replace("\n", "") and shown.count("one pass over") == 1
 
 
+@pytest.mark.full
 def test_the_plan_says_what_the_stored_values_take_of_the_disk(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path, teacher_top_k=6)
     folder, size = trainer.stored.unwritten((trainer.train_data, trainer.eval_data))
@@ -234,6 +235,7 @@ def within(budget_bytes: float) -> MemoryConfig:
     return MemoryConfig(budget_gb=budget_bytes / 1e9)
 
 
+@pytest.mark.full
 def test_a_teacher_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
     trainer, own, teacher = of_command(tmp_path, monkeypatch, 1e6)
     assert teacher > 1e6

@@ -379,6 +379,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(straight, tmp_path, how, code, capsys
         assert [line[key] for line in lines] == [line[key] for line in trainer.history], key
 
 
+@pytest.mark.full
 def test_a_run_that_died_before_its_first_checkpoint_begins_anew(straight, tmp_path):
     fresh = resumable(tmp_path)
     (tmp_path / "config.yaml").write_text(config_to_yaml(fresh.config))
@@ -420,6 +421,7 @@ def test_fp16_scales_the_loss_and_trains(tmp_path, words):
     assert applied[-1]["loss"] < applied[0]["loss"]
 
 
+@pytest.mark.full
 def test_a_model_trained_on_two_devices_works_with_what_the_caller_holds(tmp_path):
     model = lora_model()
     trained = Trainer(model, None, make_config(tmp_path, mesh=MeshConfig(data=2), steps=1), dataset(TRAIN)).train()
@@ -469,6 +471,7 @@ def test_a_zero_gradient_stops_at_the_first_step(tmp_path):
         assert checkpointer.steps() == []
 
 
+@pytest.mark.full
 def test_adapters_without_a_gradient_are_named_after_the_first_steps(tmp_path):
     def idle(guards, folder):
         model = lora_model()

@@ -246,6 +246,7 @@ def test_a_plan_keeps_none_where_they_would_not_be_read_or_memory_is_better_spen
     assert not choose(parts, config, find_device("B200"), None).plan.transposed_codes
 
 
+@pytest.mark.full
 def test_a_plan_that_does_not_fit_as_compiled_is_tried_without_them():
     parts, config = parts_of_8b()
     device = find_device("H200")
@@ -256,6 +257,7 @@ def test_a_plan_that_does_not_fit_as_compiled_is_tried_without_them():
     assert second.plan == without(first) and not smallest
 
 
+@pytest.mark.full
 def test_weights_that_are_placed_get_none_later(tmp_path, monkeypatch):
     """Memory ran out in the first step: only those that are there may stay."""
     for kept in (True, False):

@@ -316,6 +316,7 @@ def test_a_signal_or_an_error_in_a_callback_saves_and_the_run_goes_on_to_the_sam
     assert_same(trainer_of(tmp_path, Drawn(), At(event, None), **WITH_ALL).train(), undisturbed)
 
 
+@pytest.mark.full
 def test_callbacks_are_told_in_the_run_s_thread_of_what_the_watchdog_saves(tmp_path):
     def until_saved(*_):
         until = time.monotonic() + 60
@@ -330,6 +331,7 @@ def test_callbacks_are_told_in_the_run_s_thread_of_what_the_watchdog_saves(tmp_p
     assert [step for event, step in at.seen if event == "stepped"] == [*range(1, STEPS + 1)]
 
 
+@pytest.mark.full
 def test_a_save_that_a_callback_asks_for_is_not_interrupted(tmp_path, undisturbed):
     real = checkpoint.Checkpointer.save
 
@@ -483,6 +485,7 @@ def test_a_disk_that_fills_while_the_run_waits_is_told(tmp_path, disk, monkeypat
     assert "warning: the next save will fail: it needs" in said.out + said.err
 
 
+@pytest.mark.full
 def test_the_result_outlives_a_last_save_that_fails(tmp_path, disk, undisturbed, capsys):
     def fill(model):
         disk["free"] = 0
