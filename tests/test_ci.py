@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from scripts.full_tests import counts
+from scripts.sizes import CLASS_LINES, FUNCTION_LINES, large
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITES = ["aot", "golden", "parity", "test"]
@@ -71,3 +75,25 @@ def test_the_readmes_test_command_is_a_suite_of_it():
     """`make test`, which .ci/run gives as `suite test`."""
     command = re.search(r"^make (\w+) +#", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
     assert command and re.search(rf"^suite {command[1]} \d", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.M)
+
+
+def test_hosted_jobs_run_the_same_targets():
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"].values()
+    commands = [step["run"].split() for job in jobs for step in job["steps"] if "run" in step]
+    assert {command[0] for command in commands} == {"make"}
+    assert {target for command in commands for target in command[1:]} == {"types", "docs", "lint", *SUITES} <= targets
+
+
+def test_the_tests_of_a_report_are_counted(tmp_path):
+    report = tmp_path / "report.xml"
+    report.write_text('<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3"/></testsuites>')
+    assert counts(report) == {"passed": 3, "failed": 3, "skipped": 3}
+
+
+def test_large_definitions_are_listed_by_their_code():
+    body = "    x = 1\n"
+    assert [*large(f"def f():\n{body * (FUNCTION_LINES - 1)}")] == []
+    words = '    """Words."""\n\n    # words\n'
+    assert [*large(f"def f():\n{words}{body * FUNCTION_LINES}")] == [(1, "function f", FUNCTION_LINES + 1)]
+    assert [*large(f"class A:\n{body * CLASS_LINES}")] == [(1, "class A", CLASS_LINES + 1)]

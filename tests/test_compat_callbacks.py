@@ -103,6 +103,7 @@ def test_events_come_in_transformers_order_and_what_is_asked_for_is_done(folder,
     assert (tmp_path / "run/checkpoints/step_00000003").is_dir()
 
 
+@pytest.mark.full
 def test_early_stopping_and_the_best_model(folder, tmp_path):  # noqa: F811
     """The loss falls, then a rate that is far too high makes it rise: the run ends, and the best weights are back."""
     patient = EarlyStoppingCallback(early_stopping_patience=2)
@@ -295,7 +296,6 @@ def test_evaluations_of_a_script_count_towards_the_patience_as_in_transformers(f
     assert capsys.readouterr().out.count(told) == 1
 
 
-@pytest.mark.full
 def test_transformers_own_callbacks_are_taken(folder, tmp_path, capsys):  # noqa: F811
     from transformers.trainer_callback import EarlyStoppingCallback as Theirs
     from transformers.trainer_callback import PrinterCallback

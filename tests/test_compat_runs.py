@@ -188,6 +188,7 @@ def numbered(count):
         yield {"text": f"I am number {number}."}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [{}, {"train_sampling_strategy": "sequential"}, {"packing": True, "max_length": 96}],

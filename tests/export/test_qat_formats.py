@@ -104,6 +104,7 @@ def test_gguf_holds_the_numbers_that_training_saw(tmp_path, tokenizer, outtype, 
     assert "token_embd.weight" in note and ": rounded now, to Q8_0, because" in note and "blk" not in note
 
 
+@pytest.mark.full
 def test_gguf_of_another_grid_or_of_changed_weights_is_refused(tmp_path, tokenizer):
     def export(model, outtype):
         jaxtune.export_model(model, tmp_path / "out", "gguf", outtype=outtype, tokenizer=tokenizer)
@@ -226,6 +227,7 @@ def test_a_scale_of_which_float32_rounds_a_product_to_a_middle_is_found():
         np.testing.assert_array_equal(grids.exactly(name, "nvfp4", weight).decode("bfloat16"), weight, err_msg=name)
 
 
+@pytest.mark.full
 def test_nvfp4_with_activations_needs_their_ranges(tmp_path):
     for model in (model_of(), convert_qat(prepare_qat(model_of(), "nvfp4"))):
         with pytest.raises(ValueError, match="nvfp4-nvfp4"):
@@ -256,6 +258,7 @@ def e2m1_blocks(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return e2m1_numbers(packed) * np.repeat(np.float32(2) ** (scales.astype(np.float32) - 127), 32, axis=1)
 
 
+@pytest.mark.full
 def test_what_mxfp4_cannot_hold_stays_in_16_bits_or_is_refused(tmp_path):
     """Rows that are not whole blocks of 32, which training does not round either; activations of gpt-oss."""
     model = made("qwen2", "bfloat16", hidden_size=64, intermediate_size=80, num_hidden_layers=1)

@@ -152,6 +152,7 @@ def test_a_long_text_is_tokenised_as_if_whole(test_data, monkeypatch):
         assert tokenizer.decode(found.ids).strip() == run
 
 
+@pytest.mark.full
 def test_a_book_costs_its_beginning(monkeypatch, tokenizer):
     """With overflow: truncate, characters beyond the cut are given to no tokenizer; the row and its mask stay."""
     given = []

@@ -62,6 +62,7 @@ def test_evaluate_takes_the_base_of_the_adapter(finished, tmp_path, capsys):
     assert "--load-in nf4: what is scored is a checkpoint of step 2" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_training_on_over_another_format_is_told(finished, tmp_path, caplog):
     adapter = finished / "run/adapter"
     arguments = ["steps=1", "precision=fp32", f"adapter={{path: {adapter}}}", f"output={tmp_path / 'run'}"]

@@ -100,6 +100,7 @@ def test_rows_of_a_sampler(data, rows):
         np.testing.assert_allclose(logprobs[index], row.logprobs[: len(logprobs[index])], atol=1e-3)
 
 
+@pytest.mark.full
 @draws(3)
 @given(st.data(), st.lists(prompts(), min_size=1, max_size=5), choices())
 def test_prompts_of_generate(data, rows, choice):

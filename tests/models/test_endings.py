@@ -31,7 +31,7 @@ def ended(work: str, way: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("work", "way"),
     [
-        ("generate", "return"),
+        pytest.param("generate", "return", marks=pytest.mark.full),
         ("pending", "interrupt"),
         *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS),
     ],

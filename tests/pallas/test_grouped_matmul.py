@@ -99,6 +99,7 @@ def test_reference(case, transposed):
         np.testing.assert_allclose(got, expected, atol=2e-5 * max(1.0, np.abs(expected).max()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "transposed"), [("uneven", False), ("uneven", True)])
 @pytest.mark.gpu
 def test_mosaic_in_the_interpreter(case, transposed):

@@ -131,6 +131,7 @@ def run(tmp_path_factory):
     return trainer, trainer.train()
 
 
+@pytest.mark.full
 def test_a_student_comes_closer_to_its_teacher_on_held_out_rows(run):
     trainer, trained = run
     before, after = of_metric(trainer, "eval_loss")

@@ -324,6 +324,7 @@ def test_with_room_everything_is_kept(parts_8b):
     assert best.recompute_seconds == best.wait_seconds == best.host_bytes == 0
 
 
+@pytest.mark.full
 def test_less_memory_is_never_faster_and_always_kept_to(parts_8b):
     speeds = []
     for gb in (130, 60, 40, 24, 16, 12, 10, 8.5):

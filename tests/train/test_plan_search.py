@@ -179,6 +179,7 @@ def test_the_budget_at_which_planning_twice_was_not_enough(parts):
     assert len(tried) == 3 and tried[-1].tokens_per_second > 0.96 * tried[0].tokens_per_second
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("budget_gb", [8, 9, 9.7, 11, 13, 15, 19, 23, 31, 47])
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_the_ratios_some_plan_is_found_and_is_nearly_as_fast(parts, budget_gb, seed):

@@ -164,6 +164,7 @@ def test_updates_too_small_for_bf16_are_kept_on_average(tmp_path):
     assert noise < 0.1 and abs(slope - 1) < 5 * noise
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 def test_a_run_goes_on_bit_for_bit(tmp_path, name):
     save = CheckpointConfig(every_steps=2, every_minutes=None)

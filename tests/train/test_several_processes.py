@@ -121,6 +121,7 @@ def same_tensors(ours: Path, theirs: Path, tolerance: float = 0.0) -> None:
         np.testing.assert_allclose(np.float32(a[name]), np.float32(b[name]), rtol=0, atol=tolerance, err_msg=name)
 
 
+@pytest.mark.full
 def test_two_processes_of_slurm_make_the_run_of_one(recipe, alone, tmp_path):
     """Through the SLURM script, with an srun that starts two tasks of one host."""
     output, tools = tmp_path / "run", tmp_path / "tools"
