@@ -39,7 +39,6 @@ def test_weights_and_products_are_in_fp8(tmp_path):
     assert stored_in(from_pretrained(tmp_path / "merged")[0]) is None
 
 
-@pytest.mark.full
 def test_what_is_stored_in_fp8_stays_so_and_four_bits_are_refused(tmp_path):
     model, _ = FastLanguageModel.from_pretrained(write(tmp_path / "fp8", "fp8"), max_seq_length=64, load_in_fp8=True)
     assert computes_in_fp8(model.module)

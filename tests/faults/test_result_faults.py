@@ -64,7 +64,6 @@ def test_what_somebody_put_into_a_result_is_not_thrown_away(finished, tmp_path, 
     assert read_result(merged).step == step + 1
 
 
-@pytest.mark.full
 def test_rows_that_a_run_trained_on_are_not_evaluated_as_held_out(finished, tmp_path, capsys):
     def evaluate(run, *overrides):
         return cli.main(["evaluate", str(run / "config.yaml"), *overrides])

@@ -28,7 +28,6 @@ def case(request, tmp_path, monkeypatch):
     return request.param, t.stories(test_data)[0], rows, story_dataset(test_data)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("case", ["tiny", "stories260K"], indirect=True)
 def test_live(case):
     name, folder, rows, data = case

@@ -159,7 +159,6 @@ def test_a_run_whose_shards_vanish_saves_what_it_has_and_goes_on_to_the_same_bit
     assert_same(again, trained)
 
 
-@pytest.mark.full
 def test_a_stream_that_has_changed_is_not_gone_on_with(tmp_path):
     rows = write_shards(tmp_path / "rows")
     stream_run(tmp_path / "run", rows, [StopAfter(3)])
