@@ -64,7 +64,6 @@ def with_adapter(model):
     return shaken(get_peft_model(model, r=4, target_parameters=MATRICES))
 
 
-@pytest.mark.full
 def test_codes_and_scales_are_those_of_the_file(folder, tmp_path):
     stored, model, plain = load_file(folder / FILE), kept(folder, "bfloat16"), from_pretrained(folder)[0]
     for (name, matrix), (_, decoded) in zip(experts(model), experts(plain), strict=True):
@@ -87,6 +86,7 @@ def test_codes_and_scales_are_those_of_the_file(folder, tmp_path):
     assert wrote["quantization_config"] == read["quantization_config"]
 
 
+@pytest.mark.full
 def test_loss_and_gradients_are_those_over_the_decoded_weights(folder):
     packed = with_adapter(kept(folder))
     plain = dequantize(packed)
