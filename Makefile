@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-parity env-aot env-docs docs quickstart quickstart-base test gpu-test parity aot llama-cpp lint types clean
+.PHONY: help env env-parity env-aot env-docs docs quickstart quickstart-base quick test golden parity aot full gpu-test llama-cpp lint types clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,30 +31,42 @@ quickstart-base: env  ## pretrain the packaged model anew (needs a GPU; two minu
 	sh scripts/quickstart/make_base.sh runs/quickstart-base/base
 	rm -rf jaxtune/quickstart/base && cp -r runs/quickstart-base/base jaxtune/quickstart/base
 
-test: env  ## tests on CPU (no torch, no GPU)
-	$(PY) -m pytest tests -q -n 2 --dist worksteal -p tests.remembered -p tests.cases --ignore=tests/parity --ignore=tests/gpu --ignore=tests/golden --ignore=tests/llama_cpp $(PYTEST_ARGS)
+# The set that CI runs; `CASES=` runs all cases. tests/conftest.py says which cases are marked `full`.
+CASES ?= -m "not full"
+WORKERS ?= 2
+RUN = -m pytest -q -n $(WORKERS) --dist worksteal $(CASES) $(PYTEST_ARGS)
+
+quick: env  ## tests to run while working, those of small rooms: three minutes on two cores
+	$(PY) $(RUN) tests/conversations tests/convert tests/models tests/serve tests/train/data tests/test_rules.py
+
+test: env  ## tests on a CPU (no torch, no GPU)
+	$(PY) $(RUN) tests --ignore=tests/parity --ignore=tests/gpu --ignore=tests/golden --ignore=tests/llama_cpp
+
+golden: env  ## what the engine computes and chooses, against the record (tests/golden)
+	$(PY) $(RUN) tests/golden
+
+parity: env-parity  ## checks against torch, transformers, peft, trl and bitsandbytes (3 GB environment)
+	.venv-parity/bin/python $(RUN) tests/parity
+
+aot: env-aot  ## compile the GPU programs without a GPU
+	.venv-aot/bin/python $(RUN) tests/gpu/aot
+
+full: env env-parity env-aot  ## every case of test, golden, parity and aot: hours; writes benchmarks/results/full_tests.json
+	$(PY) scripts/full_tests.py
 
 GPU_PY ?= python3
 gpu-test:  ## on a Hopper GPU: every op's tests over the kernels themselves, and the tiny models against transformers
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=. \
 	  $(GPU_PY) -m pytest -q -m gpu tests/pallas tests/train/test_adam8_kernel.py tests/models/test_families.py $(PYTEST_ARGS)
 
-golden: env  ## what the engine computes and chooses, against the record (tests/golden)
-	$(PY) -m pytest tests/golden -q -n 2 --dist worksteal -p tests.remembered -p tests.cases $(PYTEST_ARGS)
-
-parity: env-parity  ## checks against torch, transformers, peft, trl and bitsandbytes (3 GB environment)
-	.venv-parity/bin/python -m pytest tests/parity -q -n 2 --dist worksteal -p tests.remembered -p tests.cases $(PYTEST_ARGS)
-
-aot: env-aot  ## compile the GPU programs without a GPU
-	.venv-aot/bin/python -m pytest tests/gpu/aot -q -n 2 --dist worksteal -p tests.remembered -p tests.cases $(PYTEST_ARGS)
-
 llama-cpp:  ## greedy text of exported GGUF files in llama.cpp itself (built from source once, about 20 minutes)
 	@sh scripts/setup_env.sh .venv-llama-cpp
 	.venv-llama-cpp/bin/python -m pytest tests/llama_cpp -q $(PYTEST_ARGS)
 
-lint: env  ## ruff
+lint: env  ## ruff; lists large classes and functions
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@$(PY) scripts/sizes.py
 
 types: env  ## pyright
 	@$(PY) -m pyright

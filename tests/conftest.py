@@ -9,13 +9,16 @@ import os
 import shutil
 import signal
 import tempfile
+import zlib
 from pathlib import Path
 
 import hypothesis
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-WITHOUT_PASSES = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_XLA_PROFILE_VERSION")  # both are 1: tests/passes.py
+# The second is a mere number here, which keeps programs of the two settings apart: JAX looks for a function's compiled
+# program before it looks at the first.
+WITHOUT_PASSES = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_XLA_PROFILE_VERSION")
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -52,18 +55,27 @@ for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
 
-# The same examples on every run: a test that fails here fails everywhere.
-# No limit of time: a busy machine is no finding.
-hypothesis.settings.register_profile(
-    "jaxtune",
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=30,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.register_profile("deep", deadline=None, max_examples=3000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "jaxtune"))
+# No limit of time: a busy machine is no finding. In CI the examples are the same on every run, so that a red one can be
+# repeated; `make full` draws others, and more.
+_UNHURRIED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("ci", derandomize=True, database=None, max_examples=20, **_UNHURRIED)
+hypothesis.settings.register_profile("full", max_examples=300, print_blob=True, **_UNHURRIED)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    """`-m "not full"` runs one case of each parametrised test; the others are marked `full`. A checksum of the test's
+    name picks it: tests take different families, formats and kernels, and the same ones on each run."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("full") is None:
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for test, unmarked in cases.items():
+        chosen = unmarked[zlib.crc32(test.encode()) % len(unmarked)]
+        for item in unmarked:
+            if item is not chosen:
+                item.add_marker(pytest.mark.full)
 
 
 _imported = contextlib.ExitStack()
@@ -98,14 +110,29 @@ def programs_end_with_their_module():
     jax.clear_caches()
 
 
-@pytest.fixture
-def compiled_in_full():
-    """For a test in which two programs must agree in more digits than they do without XLA's costly passes."""
+@pytest.fixture(scope="session")
+def with_costly_passes():
+    """A context in which programs are compiled with XLA's costly passes."""
     import jax
 
-    from tests.passes import compiled_with_passes
+    @contextlib.contextmanager
+    def compiled():
+        before = {name: jax.config.values[name.lower()] for name in WITHOUT_PASSES}
+        jax.config.update("jax_disable_most_optimizations", False)
+        jax.config.update("jax_xla_profile_version", 0)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                jax.config.update(name.lower(), value)
 
-    with compiled_with_passes(True) if jax.default_backend() == "cpu" else contextlib.nullcontext():
+    return compiled if jax.default_backend() == "cpu" else contextlib.nullcontext
+
+
+@pytest.fixture
+def compiled_in_full(with_costly_passes):
+    """For a test in which two programs must agree in more digits than they do without XLA's costly passes."""
+    with with_costly_passes():
         yield
 
 

@@ -114,6 +114,7 @@ def test_a_random_model_may_have_its_embedding_on_the_host(on_host):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(made), nnx.state(wanted))
 
 
+@pytest.mark.full
 def test_a_start_says_where_its_time_went(tmp_path):
     model = model_from_config(CONFIGS["mistral"] | {"vocab_size": 512}, jax.random.key(0), "bfloat16")
     save_pretrained(model, tmp_path / "model")
@@ -133,6 +134,7 @@ def test_a_start_says_where_its_time_went(tmp_path):
     assert f"| **{marks['first_step']:.1f}** |" in startup_table(record)[2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arguments", ["--scales blocks --load-in fp8 --compute fp8", "--serial-transfers --plan auto"])
 def test_programs_are_compiled_ahead_from_shapes_alone(monkeypatch, capsys, arguments):
     made = []
@@ -152,6 +154,7 @@ def test_programs_are_compiled_ahead_from_shapes_alone(monkeypatch, capsys, argu
     assert made and {type(leaf) for leaf in made} == {jax.ShapeDtypeStruct}
 
 
+@pytest.mark.full
 def test_experts_in_mxfp4_train_in_the_form_in_which_they_are_made(monkeypatch, tmp_path):
     """A model of random experts in MXFP4 has the shapes of the one that is planned, and its step trains."""
     small = {"num_hidden_layers": 2, "num_local_experts": 4, "vocab_size": 512, "hidden_size": 64}
@@ -278,6 +281,7 @@ def test_budgets_are_twelve_a_model_and_what_they_came_to_is_told():
     assert shown["m: largest fall of speed to the next card"]["value"] == pytest.approx(0.1)
 
 
+@pytest.mark.full
 def test_a_little_memory_less_costs_little_speed():
     """By the planner's forecasts of an 8B in NF4: at most 4 % from each of its twelve budgets to the next card, and no
     more for 1 % of memory where it is shortest."""
@@ -297,6 +301,7 @@ def test_the_lives_on_cards_are_recipes_that_fit_them():
         assert life.card_gib in (12, 16, 24, 80)
 
 
+@pytest.mark.full
 def test_a_phase_of_a_life_is_recorded_with_what_it_took(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.record.driver_bytes", lambda: 80e9)
     made = {"name": "qlora-8b", "cap_bytes": 12e9, "phases": {}}
@@ -371,6 +376,7 @@ def test_a_copy_of_files_is_measured_and_removed(tmp_path):
     assert files.read_by_threads(tmp_path / "model", new_memory=True) > 0
 
 
+@pytest.mark.full
 def test_a_step_is_timed_with_the_embedding_on_either_side(monkeypatch, tmp_path):
     """On the host, each step's rows are looked up while the step before is computed. The losses are the same bits."""
     monkeypatch.setitem(SHAPES, "small", SMALL | {"vocab_size": 512})

@@ -1,42 +1,42 @@
-"""What .ci/run starts and until when, with a stand-in for make, which takes no time, and for the clock, which does."""
+"""What .ci/run starts and how it ends, with a stand-in for make."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from scripts.full_tests import counts
+from scripts.sizes import CLASS_LINES, FUNCTION_LINES, large
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGAN = 1_000_000
 SUITES = ["aot", "golden", "parity", "test"]
 MAKE = """#!/bin/sh
-echo "$1 ${JAXTUNE_CASES-} ${JAXTUNE_CASES_UNTIL-}" >> "$HERE/calls"
+echo "$1" >> "$HERE/calls"
 report=$(expr "$*" : '.*--junit-xml=\\([^ ]*\\)')
-[ -z "$report" ] || echo '<testsuite><testcase classname="t" name="a"/></testsuite>' > "$report"
-[ "$1 ${JAXTUNE_CASES-}" != "$FAILS" ] || [ -e "$HERE/failed" ] || { touch "$HERE/failed"; exit 1; }
-"""
-DATE = """#!/bin/sh
-now=$(cat "$HERE/now")
-echo $((now + STEP)) > "$HERE/now"
-echo "$now"
+outcome=''
+[ "$1" != "$FAILS" ] || outcome='<failure>why it fails</failure>'
+[ "$1" != "$SKIPS" ] || outcome='<skipped message="no such thing"/>'
+[ -z "$report" ] || echo "<testsuite><testcase classname='t' name='a'>$outcome</testcase></testsuite>" > "$report"
+[ "$1" != "$FAILS" ]
 """
 
 
 @pytest.fixture
 def ci(tmp_path):
-    """Runs .ci/run: (exit status, the calls of make with a suite's cases and limits, what it printed). step: the
-    seconds from one look at the clock to the next. fails: the suite and cases that fail once."""
+    """Runs .ci/run with a suite that fails or skips a test: (exit status, suites that ran, what it printed)."""
     (tmp_path / ".ci").mkdir()
     (tmp_path / "scripts").mkdir()
     for name in (".ci/run", ".ci/allowed_skips.txt", "scripts/check_skips.py", "scripts/show_failures.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     for name, text in (
         ("stand_ins/make", MAKE),
-        ("stand_ins/date", DATE),
         ("stand_ins/chromium", "#!/bin/sh\n"),
         (".venv/bin/python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'),
     ):
@@ -45,37 +45,55 @@ def ci(tmp_path):
         file.write_text(text)
         file.chmod(0o755)
 
-    def run(step: int, fails: str = "") -> tuple[int, list[list[str]], str]:
-        (tmp_path / "now").write_text(f"{BEGAN}\n")
-        env = os.environ | {"HERE": str(tmp_path), "STEP": str(step), "FAILS": fails}
+    def run(fails: str = "", skips: str = "") -> tuple[int, list[str], str]:
+        env = os.environ | {"HERE": str(tmp_path), "FAILS": fails, "SKIPS": skips}
         env |= {"JAXTUNE_CI_CACHE": str(tmp_path / "cache"), "PATH": f"{tmp_path / 'stand_ins'}:{os.environ['PATH']}"}
-        done = subprocess.run([tmp_path / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=120)
-        calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
-        return done.returncode, [call for call in calls if call[0] in SUITES], done.stdout + done.stderr
+        done = subprocess.run([tmp_path / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=600)
+        calls = (tmp_path / "calls").read_text().split()
+        return done.returncode, sorted(call for call in calls if call in SUITES), done.stdout + done.stderr
 
     return run
 
 
-def of(calls: list[list[str]], cases: str) -> list[list[str]]:
-    """A mode's calls by their suites, without its name."""
-    return sorted([suite, *limits] for suite, mode, *limits in calls if mode == cases)
+def test_each_suite_runs_once(ci):
+    status, suites, printed = ci()
+    assert (status, suites) == (0, SUITES), printed
 
 
-@pytest.mark.parametrize(("minutes", "until"), [(5, 6.5), (6, 18), (12, 18)])
-def test_further_cases_follow_within_the_time_that_is_left(ci, minutes, until):
-    """After essential cases that took so many minutes: less time where most of them were remembered."""
-    status, calls, _ = ci(60 * minutes)
-    assert status == 0 and of(calls, "essential") == [[suite] for suite in SUITES]
-    assert of(calls, "further") == [[suite, str(BEGAN + int(until * 60))] for suite in SUITES]
+def test_a_failure_ends_no_other_suite_and_is_shown_last(ci):
+    status, suites, printed = ci(fails="parity")
+    assert (status, suites) == (1, SUITES)
+    assert printed.endswith("---- parity: t.a\nwhy it fails\nfailed: parity\n")
 
 
-def test_without_time_there_are_no_further_cases(ci):
-    status, calls, said = ci(60 * 19)
-    assert status == 0 and of(calls, "further") == [] and "no further case was run" in said
+def test_a_skip_that_no_list_allows_fails(ci):
+    status, _, printed = ci(skips="golden")
+    assert status == 1 and "not allowed: t.a: no such thing" in printed and "failed: skipped tests" in printed
 
 
-@pytest.mark.parametrize("cases", ["essential", "further"])
-def test_a_suite_that_fails_has_a_second_try_and_is_shown(ci, cases):
-    status, calls, said = ci(60, f"parity {cases}")
-    assert status == 0 and f"failed at first: parity, {cases} cases" in said
-    assert [call[0] for call in of(calls, cases)].count("parity") == 2 and len(calls) == 2 * len(SUITES) + 1
+def test_the_readmes_test_command_is_a_suite_of_it():
+    """`make test`, which .ci/run gives as `suite test`."""
+    command = re.search(r"^make (\w+) +#", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    assert command and re.search(rf"^suite {command[1]} \d", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.M)
+
+
+def test_hosted_jobs_run_the_same_targets():
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"].values()
+    commands = [step["run"].split() for job in jobs for step in job["steps"] if "run" in step]
+    assert {command[0] for command in commands} == {"make"}
+    assert {target for command in commands for target in command[1:]} == {"types", "docs", "lint", *SUITES} <= targets
+
+
+def test_the_tests_of_a_report_are_counted(tmp_path):
+    report = tmp_path / "report.xml"
+    report.write_text('<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3"/></testsuites>')
+    assert counts(report) == {"passed": 3, "failed": 3, "skipped": 3}
+
+
+def test_large_definitions_are_listed_by_their_code():
+    body = "    x = 1\n"
+    assert [*large(f"def f():\n{body * (FUNCTION_LINES - 1)}")] == []
+    words = '    """Words."""\n\n    # words\n'
+    assert [*large(f"def f():\n{words}{body * FUNCTION_LINES}")] == [(1, "function f", FUNCTION_LINES + 1)]
+    assert [*large(f"class A:\n{body * CLASS_LINES}")] == [(1, "class A", CLASS_LINES + 1)]

@@ -242,6 +242,7 @@ def test_there_is_nothing_to_tune_without_a_hopper_gpu(capsys):
     assert "tune: only kernels for Hopper GPUs have blocks to measure" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_tune_prints_a_line_for_each_candidate_and_keeps_the_fastest(monkeypatch, tmp_path, capsys):
     """On a GPU of this test's making: the interpreter runs the kernels, a table is the clock."""
     from jaxtune.pallas import dispatch, gpu_kernel, tuning
@@ -334,6 +335,7 @@ def word_tokenizer(chat_template: str | None):
     return tokenizer
 
 
+@pytest.mark.full
 def test_generate_puts_prompts_into_the_chat_template(tmp_path, capsys):
     template = "{% for m in messages %}w7 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w8{% endif %}"
     model = tiny_model()
@@ -357,6 +359,7 @@ def test_generate_puts_prompts_into_the_chat_template(tmp_path, capsys):
     assert two == f"--- w1 w2\n{first}\n--- w3\n{second}\n"
 
 
+@pytest.mark.full
 def test_generate_takes_the_template_beside_the_adapter(tmp_path, capsys):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     jaxtune.save_pretrained(tiny_model(), base, tokenizer=word_tokenizer(None))

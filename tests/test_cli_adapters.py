@@ -44,6 +44,7 @@ def same_files(one: Path, other: Path) -> bool:
     return all(first[key].dtype == second[key].dtype and np.array_equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_export_of_the_adapter_gives_the_numbers_of_the_merged_model(tmp_path, kind):
     _, run = trained(tmp_path, kind)
@@ -57,6 +58,7 @@ def test_export_of_the_adapter_gives_the_numbers_of_the_merged_model(tmp_path, k
         assert not same_files(tmp_path / "other", run / "merged")
 
 
+@pytest.mark.full
 def test_generate_computes_as_in_training_unless_it_is_told_otherwise(tmp_path, capsys, caplog):
     model, run = trained(tmp_path, "float32 over nf4")
 
@@ -77,6 +79,7 @@ def test_generate_computes_as_in_training_unless_it_is_told_otherwise(tmp_path, 
     assert "trained over weights in four bits (NF4), and this base's are not quantised" in caplog.text
 
 
+@pytest.mark.full
 def test_a_model_that_a_run_wrote_is_loaded_in_the_precision_of_the_run(tmp_path, capsys):
     _, run = trained(tmp_path, "nf4")
     proof = {"format": 1, "run": {"config.precision": "fp32"}, "step": 1, "files": {}}

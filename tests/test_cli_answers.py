@@ -97,6 +97,7 @@ def test_the_same_command_continues_after_a_full_disk(model, capsys, monkeypatch
     assert file.read_bytes() == whole
 
 
+@pytest.mark.full
 def test_a_kill_leaves_whole_lines(model):
     flags = ("--num-answers", "400", "--temperature", "1.0")
     file = model.parent / "answers.jsonl"
@@ -176,6 +177,7 @@ def test_an_output_of_something_else_is_left_alone(model, capsys):
     os.close(descriptor)
 
 
+@pytest.mark.full
 def test_answers_go_on_with_the_model_and_the_settings_that_began_them(model, capsys):
     file, prompts = model.parent / "answers.jsonl", model.parent / "prompts.jsonl"
     assert cli.main(command(model, "--temperature", "1.0")) == 0

@@ -80,6 +80,7 @@ def trainer_of(folder, tmp_path, dataset=None, model=None, **settings):
     return SFTTrainer(model or load(folder)[0], args=args, train_dataset=dataset or rows())
 
 
+@pytest.mark.full
 def test_a_script_for_unsloth_runs(folder, tmp_path, monkeypatch):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"conversations": row["messages"]}) + "\n" for row in rows(48)))
@@ -104,6 +105,7 @@ def test_a_script_for_unsloth_runs(folder, tmp_path, monkeypatch):
     assert tokenizer is not None and all(linear.lora is None for _, linear in linears(merged))
 
 
+@pytest.mark.full
 def test_four_bits_are_the_default(folder, tmp_path, capsys):
     model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=64)
     assert stored_in(model.module) is not None
@@ -128,6 +130,7 @@ def test_four_bits_are_the_default(folder, tmp_path, capsys):
     assert stored_in(FastLanguageModel.from_pretrained(folder, 64, full_finetuning=True)[0].module) is None
 
 
+@pytest.mark.full
 def test_a_base_in_four_bits_is_on_a_device(folder):
     model, _ = load(folder, peft=False, load_in_4bit=True)
     assert model.device == jax.devices()[0]
@@ -228,6 +231,7 @@ def test_length_is_the_smallest(folder, tmp_path, settings, expected):
     assert trainer_of(folder, tmp_path, **settings).config().data.length == expected
 
 
+@pytest.mark.full
 def test_schedules_are_transformers(folder, tmp_path):
     model = load(folder)[0]
 
@@ -244,6 +248,7 @@ def test_schedules_are_transformers(folder, tmp_path):
     assert trainer_of(folder, tmp_path, model=model, **restarts).config().schedule.cycles == 3
 
 
+@pytest.mark.full
 def test_gradient_checkpointing_is_what_becomes_of_residuals(folder, tmp_path):
     for choice, expected in (("unsloth", None), (True, None), (False, "keep")):
         plain, _ = load(folder, peft=False)
@@ -304,6 +309,7 @@ def test_formatting_func(folder, tmp_path):
         SFTTrainer(load(folder)[0], train_dataset=[{"a": "x"}], formatting_func=lambda row: row)
 
 
+@pytest.mark.full
 def test_full_finetuning_and_evaluation(folder, tmp_path):
     model, _ = load(folder, peft=False, full_finetuning=True, dtype="float32")
     args = SFTConfig(
@@ -352,6 +358,7 @@ def test_biases_do_not_train_beside_adapters(folder, bias):
         FastLanguageModel.get_peft_model(plain, r=2, bias=bias)
 
 
+@pytest.mark.full
 def test_generate_takes_and_gives_what_transformers_does(folder):
     model, tokenizer = load(folder)
     tokenizer.pad_token = tokenizer.eos_token
@@ -370,6 +377,7 @@ def test_generate_takes_and_gives_what_transformers_does(folder):
     assert not np.array_equal(sampled[0, -5:], outputs[0][0])
 
 
+@pytest.mark.full
 def test_generate_takes_what_generation_config_says(folder):
     """As transformers does, with its own top_k of 50 where nothing says one."""
     model, _ = load(folder)
@@ -422,6 +430,7 @@ def test_four_bits_are_turned_off_for_full_fine_tuning_with_a_line(folder, capsy
         assert capsys.readouterr().out.count("load_in_4bit does nothing here: full_finetuning=True trains") == lines
 
 
+@pytest.mark.full
 def test_eight_bits_of_bitsandbytes_are_asked_for_as_there(folder, tmp_path):
     """load_in_8bit turns off four bits, the default; an adapter's folder records the format of its base."""
     model, tokenizer = load(folder, load_in_4bit=None, load_in_8bit=True)
@@ -517,6 +526,7 @@ LABELLED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("trainer", "config", "options", "objective"),
     [
@@ -551,6 +561,7 @@ def test_preference_trainers(folder, tmp_path, monkeypatch, trainer, config, opt
     assert history[-1]["eval_rewards/margins"] > 0 and "rewards/margins" in history[0] and "logps/chosen" in history[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("trainer", "rows"), [(KTOTrainer, LABELLED), (DPOTrainer, PREFERENCES)])
 def test_rows_are_evaluated_alike_however_they_are_given(folder, tmp_path, trainer, rows):
     """KTO's mismatched answers come from the rows of one batch, and its kl depends on them."""
@@ -575,6 +586,7 @@ LONG_ANSWERS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("trainer", "rows", "expected"),
     [
@@ -612,6 +624,7 @@ def test_rows_of_preference_trainers_may_be_a_path(folder, tmp_path):
     assert [*made[0].train_dataset] == [*made[1].train_dataset]
 
 
+@pytest.mark.full
 def test_dropout_of_preference_trainers(folder, tmp_path, monkeypatch, capsys):
     """Off, as TRL turns it, unless it is asked for."""
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
@@ -631,6 +644,7 @@ def test_dropout_of_preference_trainers(folder, tmp_path, monkeypatch, capsys):
     assert "lora_dropout" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_reward_trainer(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
     args = RewardConfig(
@@ -661,6 +675,7 @@ def test_reward_trainer(folder, tmp_path, monkeypatch):
         FastLanguageModel.from_pretrained(str(folder), num_labels=2, **settings)
 
 
+@pytest.mark.full
 def test_predictions_of_a_reward_model_fit_into_memory(folder, tmp_path, monkeypatch):
     """It gives each token one number, and not one for each token of the vocabulary."""
     args = RewardConfig(output_dir=str(tmp_path / "run"), max_length=64)

@@ -76,6 +76,7 @@ def trainer_of(folder, tmp_path, callbacks=(), **settings):  # noqa: F811
     )
 
 
+@pytest.mark.full
 def test_events_come_in_transformers_order_and_what_is_asked_for_is_done(folder, tmp_path):  # noqa: F811
     noting = Noting(on_step_end={2: "should_evaluate", 3: "should_save", 5: "should_training_stop"})
     trainer = trainer_of(folder, tmp_path, logging_steps=2)
@@ -102,6 +103,7 @@ def test_events_come_in_transformers_order_and_what_is_asked_for_is_done(folder,
     assert (tmp_path / "run/checkpoints/step_00000003").is_dir()
 
 
+@pytest.mark.full
 def test_early_stopping_and_the_best_model(folder, tmp_path):  # noqa: F811
     """The loss falls, then a rate that is far too high makes it rise: the run ends, and the best weights are back."""
     patient = EarlyStoppingCallback(early_stopping_patience=2)
@@ -125,6 +127,7 @@ def test_early_stopping_and_the_best_model(folder, tmp_path):  # noqa: F811
     assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=2e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("when", "greater"), [(3, False), (6, False), (6, True)])
 def test_the_best_model_after_an_evaluation_that_was_interrupted(
     folder,  # noqa: F811
@@ -168,6 +171,7 @@ def test_the_best_model_after_an_evaluation_that_was_interrupted(
     assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=2e-3)
 
 
+@pytest.mark.full
 def test_compute_metrics_gets_logits_and_labels(folder, tmp_path):  # noqa: F811
     """The cross-entropy of what it is given is the evaluation's loss, with and without a function before it."""
     shapes = []
@@ -272,6 +276,7 @@ def test_early_stopping_without_evaluations_is_refused(folder, tmp_path, strateg
         trainer.train()
 
 
+@pytest.mark.full
 def test_evaluations_of_a_script_count_towards_the_patience_as_in_transformers(folder, tmp_path, capsys):  # noqa: F811
     """Under names of their own, such as test_loss, they do not."""
     from transformers.trainer_callback import EarlyStoppingCallback as Theirs

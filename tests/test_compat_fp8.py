@@ -18,6 +18,7 @@ def write(folder, load_in=None):
     return str(folder)
 
 
+@pytest.mark.full
 def test_weights_and_products_are_in_fp8(tmp_path):
     """Through training, an adapter's folder and a merged model's; the run's config says what it trained over."""
     folder = write(tmp_path / "model")

@@ -32,6 +32,7 @@ def test_the_type_of_four_bits_matters_to_four_bits_alone(folder, kind):  # noqa
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flag, stored", [("load_in_8bit", "int8"), ("load_in_4bit", "nf4"), ("load_in_fp8", "fp8")])
 def test_formats_may_be_asked_for_as_in_transformers_4(folder, tmp_path, flag, stored):  # noqa: F811
     """Without quantization_config; the model trains nothing before it gets an adapter, as with it."""
@@ -103,6 +104,7 @@ def test_a_trainer_loads_no_adapter_by_its_name(adapter, kind, others):
             kind(adapter, **given)
 
 
+@pytest.mark.full
 def test_an_adapter_is_trained_further_as_the_error_says(adapter, tmp_path):
     args = SFTConfig(output_dir=str(tmp_path / "run"), max_length=64, max_steps=1, save_strategy="no")
     assert SFTTrainer(AutoPeftModelForCausalLM.from_pretrained(adapter), args, ROWS).train().global_step == 1

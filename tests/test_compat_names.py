@@ -301,6 +301,7 @@ def test_own_dataclasses(capsys):
 # ---- a script in TRL's form
 
 
+@pytest.mark.full
 def test_a_script_in_trls_form_runs_from_yaml_and_from_the_command_line(folder, tmp_path, monkeypatch, capsys):
     rows = tmp_path / "rows"
     rows.mkdir()

@@ -34,6 +34,7 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
 
 
+@pytest.mark.full
 def test_many_rows_are_tokenised_in_processes_by_default(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
     monkeypatch.setattr(workers, "MANY_ROWS", 1000)
     monkeypatch.setattr(workers, "FEW_CPUS", 0)
@@ -84,6 +85,7 @@ def test_forty_steps_are_forty(folder, tmp_path):  # noqa: F811
         config(KTOTrainer, KTOConfig, LABELLED, train_sampling_strategy="random")
 
 
+@pytest.mark.full
 def test_dropout_is_the_models_own_again(folder, tmp_path):  # noqa: F811
     """While preferences are learnt it is off; the model keeps its rates, and so does what is saved."""
     model = FastLanguageModel.get_peft_model(load(folder, peft=False)[0], r=2, lora_dropout=0.5)
@@ -101,6 +103,7 @@ def test_dropout_is_the_models_own_again(folder, tmp_path):  # noqa: F811
         assert saved["lora_dropout"] == 0.5
 
 
+@pytest.mark.full
 def test_what_trained_is_on_disk_whatever_follows(folder, tmp_path, capsys):  # noqa: F811
     """In checkpoint-N folders that load, of which as many stay as are asked for; and the run goes on from the last."""
     settings = dict(
@@ -138,6 +141,7 @@ def test_what_trained_is_on_disk_whatever_follows(folder, tmp_path, capsys):  # 
     assert trainer.train(resume_from_checkpoint=str(run / "checkpoint-5")).global_step == 5
 
 
+@pytest.mark.full
 def test_a_run_that_saves_nothing_by_the_way_leaves_its_model(folder, tmp_path):  # noqa: F811
     """Also twice in one folder, and with the best weights of its evaluations; another program's folder stays."""
     settings = dict(max_steps=3, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True)
@@ -158,6 +162,7 @@ def test_a_run_that_saves_nothing_by_the_way_leaves_its_model(folder, tmp_path):
         trainer.train()
 
 
+@pytest.mark.full
 def test_an_iterable_data_set_is_streamed_for_max_steps(folder, tmp_path):  # noqa: F811
     stream = Dataset.from_list(rows(64)).to_iterable_dataset(num_shards=4)
     with pytest.raises(ValueError, match="SFTConfig: max_steps = -1: train_dataset is an IterableDataset"):
@@ -183,6 +188,7 @@ def numbered(count):
         yield {"text": f"I am number {number}."}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [{}, {"train_sampling_strategy": "sequential"}, {"packing": True, "max_length": 96}],

@@ -30,6 +30,7 @@ ELSEWHERE = {"max_seq_length"}
 COMMANDS = ("config/file.py", "shown_plan.py", "sensitivity.py", "scoring.py", "app.py", "run.py", "recipes")
 
 
+@pytest.fixture(scope="module")
 def templates() -> list[str]:
     """The texts of jaxtune.train and jaxtune.models that have a recipe's key, their values as X."""
     found = set()
@@ -53,18 +54,15 @@ def templates() -> list[str]:
     return sorted(found)
 
 
-TEMPLATES = templates()
-
-
 def strangers(text: str, kind: type[SFTConfig]) -> list[str]:
     """The recipe's keys in a text that are not called so."""
     return [m[0] for m in DOTTED.finditer(text) if not text[: m.start()].endswith("a recipe's ")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_message_names_a_key_that_the_config_lacks(kind):
-    assert len(TEMPLATES) > 100
-    for text in TEMPLATES:
+def test_no_message_names_a_key_that_the_config_lacks(kind, templates):
+    assert len(templates) > 100
+    for text in templates:
         found = in_script_words(text, kind)
         assert strangers(found, kind) == [], text
         assert in_script_words(found, kind) == found  # said twice, by nested calls

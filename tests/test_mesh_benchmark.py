@@ -74,6 +74,7 @@ def test_a_missed_floor_or_a_full_memory_fails(call, capsys):
     assert "divided: 0.960 of the speed alone, floor 0.97" in words and "0.78 of the memory alone, at most 0.7" in words
 
 
+@pytest.mark.full
 def test_a_case_that_fails_or_takes_too_long_leaves_the_rest_their_time(call, capsys):
     slow = mesh.Case("a step", "--hang", 4, "fsdp", limit=2)
     broken = mesh.Case("a step", "--fail", 4, "fsdp")

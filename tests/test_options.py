@@ -38,6 +38,7 @@ def test_every_name_is_of_a_key():
     assert {key.partition("=")[0] for key in _NAMES.values()} - {""} <= set(KEYS)
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(KEYS), st.sampled_from("-_"), st.text(alphabet="abc123.-", min_size=1, max_size=6))
 def test_every_key_is_named_by_its_last_word_or_whole(key, sign, value):

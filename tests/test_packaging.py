@@ -132,6 +132,7 @@ def test_pip_builds_by_what_tells_it():
     ast.parse((ROOT / "jaxtune/__init__.py").read_text(encoding="utf-8"), feature_version=(3, 8))
 
 
+@pytest.mark.full
 def test_built_files_install_and_run(tmp_path):
     """The wheel made from the sdist, as an index would hand it out: installed in a folder of its own, it is what runs.
     What it depends on is this environment's."""
@@ -343,6 +344,7 @@ def test_a_kept_environment_is_linked_and_holds_this_checkout(checkout):
     assert code == 0 and calls[0].endswith(".[test]") and len(list((folder / "kept" / "envs").iterdir())) == 2
 
 
+@pytest.mark.full
 def test_of_each_name_the_two_environments_of_use_last_are_kept(checkout):
     folder, setup = checkout
     envs, before, order = folder / "kept" / "envs", set(), []

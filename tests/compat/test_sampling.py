@@ -28,6 +28,7 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.mark.full
 def test_every_call_draws_anew(folder):  # noqa: F811
     model, tokenizer = load(folder)
     ids = tokenizer([PROMPT], return_tensors="np")["input_ids"]
@@ -98,6 +99,7 @@ def test_fast_generate_answers_with_the_adapter_that_is_named(folder, tmp_path):
 LONG = ("Name a colour. " * 8).strip()
 
 
+@pytest.mark.full
 def test_prompts_lose_their_first_tokens(folder, tmp_path, capsys):  # noqa: F811
     """GRPO's and DPO's all, KTO's and ORPO's only where the text is longer than a row."""
     model, tokenizer = load(folder)

@@ -122,6 +122,7 @@ def run(folder, tmp_path, model=None, capsys=None, **settings):  # noqa: F811
     return trainer.train(), trainer
 
 
+@pytest.mark.full
 def test_a_finished_run_is_replaced(folder, tmp_path, capsys):  # noqa: F811
     """With other settings, with saves, a second train() of one trainer, and with the tokens of other rows."""
     output = tmp_path / "run"
@@ -141,6 +142,7 @@ def test_a_finished_run_is_replaced(folder, tmp_path, capsys):  # noqa: F811
     assert trainer.train(resume_from_checkpoint=True).global_step == 2
 
 
+@pytest.mark.full
 def test_a_run_that_could_go_on_is_kept_unless_it_is_said(folder, tmp_path, capsys):  # noqa: F811
     settings = dict(max_steps=4, save_strategy="steps", save_steps=1, per_device_train_batch_size=2)
 
@@ -173,6 +175,7 @@ def test_a_run_that_could_go_on_is_kept_unless_it_is_said(folder, tmp_path, caps
     assert run(folder, tmp_path, overwrite_output_dir=True, **settings)[0].global_step == 4
 
 
+@pytest.mark.full
 def test_no_other_programs_run_is_replaced(folder, tmp_path):  # noqa: F811
     """Nor one of the command, nor one that is running, and nothing is tokenised before."""
     output = tmp_path / "run"
@@ -197,6 +200,7 @@ def test_the_next_name(tmp_path):
     assert next_name("runs/llama-3.1").name == "llama-3.1-2"
 
 
+@pytest.mark.full
 def test_what_was_saved_first_is_read_again(folder, tmp_path):  # noqa: F811
     """save_model into output_dir, which has checkpoint-N folders, twice; the second weights are there."""
     args = SFTConfig(str(tmp_path / "run"), max_steps=1, save_strategy="no", learning_rate=1e-2)

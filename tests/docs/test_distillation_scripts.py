@@ -31,6 +31,7 @@ def trainer_of(kind: Any, rows, model=None, teacher: Any = "base", held_out=None
     return kind(model or adapted(), teacher, args=args, train_dataset=rows, eval_dataset=held_out)
 
 
+@pytest.mark.full
 def test_arguments_become_the_objectives_options(workplace):
     made = trainer_of(
         compat.DistillationTrainer,
@@ -57,6 +58,7 @@ def test_arguments_become_the_objectives_options(workplace):
     assert (objective.on_policy, objective.sampling_temperature, objective.max_completion_length) == (0.0, None, None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lmbda", [0.0, 0.5])
 def test_gkd_learns_from_a_teacher(workplace, lmbda):
     settings = dict(max_steps=2, max_new_tokens=4, lmbda=lmbda, learning_rate=1e-2, eval_strategy="steps", eval_steps=2)
@@ -71,6 +73,7 @@ def test_gkd_learns_from_a_teacher(workplace, lmbda):
     assert trainer.evaluate()["eval_loss"] > 0
 
 
+@pytest.mark.full
 def test_the_base_is_the_teacher_of_a_model_without_one(workplace, capsys):
     trainer = trainer_of(compat.DistillationTrainer, PROMPTS, adapted(trained=True), None, max_completion_length=4)
     assert "the teacher is the model with its adapter off" in capsys.readouterr().out
@@ -79,6 +82,7 @@ def test_the_base_is_the_teacher_of_a_model_without_one(workplace, capsys):
     assert line["loss"] > 0 and line["completions/mean_length"] > 0 and line["entropy"] > 0
 
 
+@pytest.mark.full
 def test_prompts_may_be_a_path(workplace, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     trainer = trainer_of(compat.DistillationTrainer, tmp_path / "prompts.jsonl", max_completion_length=4)

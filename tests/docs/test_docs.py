@@ -33,6 +33,7 @@ OTHERS = ("pip", "make", "docker", "git", "cd", "export", "vllm", "ollama")
 NOT_RUN = {"a GPU": 1, "two GPUs": 2, "the network": 6}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", [p for p in PAGES if any(b.language in RUN for b in blocks(p))], ids=lambda p: p.stem)
 def test_the_blocks_of_a_page_run(page, workplace):
     """In their order, Python's in one namespace; lines of `sh` and after the "$ " of `console` as commands."""
@@ -173,6 +174,7 @@ CARDS = ("RTX 3060", "RTX 4060 Ti 16GB", "RTX 4090", "RTX 5090", "A40", "A100") 
 
 # Not gemma-4-e4b and gemma-4-12b: by forecast they fit 12 GB, where a step mostly waits for the host; they are named
 # for 16 GB, in which their steps were measured (steps.json).
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("card", "recipe"), re.findall(r"GB \(([\w ]+)\) \| `((?:qwen3\.5|gemma-4-[23])[\w.-]+)` \|$", README, re.M)
 )
@@ -191,6 +193,7 @@ def test_the_card_that_is_named_is_the_smallest(card, recipe):
     assert fits(card) and not any(map(fits, smaller[-1:]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", qwen35_plans.ROWS)
 def test_the_plans_of_qwen35_are_what_the_planner_says(row):
     """Bytes and speed of each recorded plan, as they are forecast today; what is said to fit a card does."""

@@ -50,6 +50,7 @@ def test_an_example_runs(name, workplace):
         assert made["last"]["documents"] == documents < (batch.weights > 0).sum()
 
 
+@pytest.mark.full
 def test_own_rows_from_a_file_to_an_answer(workplace, capsys):
     text = (EXAMPLES / "own_rows.sh").read_text(encoding="utf-8")
     name, rows = re.search(r"^cat > (\S+) <<'ROWS'\n(.*?)^ROWS$", text, re.M | re.S).groups()
@@ -72,6 +73,7 @@ def test_a_notebook_runs(name, workplace):
             run_text(code, f"{name}[{index}]", namespace)
 
 
+@pytest.mark.full
 def test_the_same_command_with_more_steps_goes_on(workplace, capsys):
     """And with fewer it is refused, before anything of the run is touched."""
     command = "python -m jaxtune.train quickstart output=longer checkpoint.every_steps=1 export.merged=false steps="

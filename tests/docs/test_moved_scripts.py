@@ -70,6 +70,7 @@ def test_unsloths_quick_start(from_the_hub):
     assert len(made["trainer"].state.log_history) == 2
 
 
+@pytest.mark.full
 def test_an_unsloth_notebook(from_the_hub, capsys):
     numbers = dict(max_seq_length="64", max_steps="2", max_new_tokens="4")
     made = run_script("unsloth_notebook.ipynb", **numbers)
@@ -103,6 +104,7 @@ def test_trls_quick_start(from_the_hub, monkeypatch):
     np.testing.assert_array_equal(again.norm.weight[...], trainer.model.module.norm.weight[...].astype("bfloat16"))
 
 
+@pytest.mark.full
 def test_a_script_with_training_arguments(from_the_hub, capsys):
     made = run_script("peft_training_arguments.py", per_device_train_batch_size="1", num_train_epochs="1")
     trainer = made["trainer"]
@@ -141,6 +143,7 @@ def test_layers_to_transform_and_the_gaussian_start(workplace):
         peft(plain, init_lora_weights="pissa")
 
 
+@pytest.mark.full
 def test_generation_and_tokenizers_without_torch(workplace, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     from transformers import TextStreamer
@@ -199,6 +202,7 @@ def test_templates_and_conversations(workplace):
         compat.standardize_sharegpt([{"conversations": [{"from": "nobody", "value": "a"}]}])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt-oss", "gptoss"])
 def test_gpt_osss_template_stays_where_there_is_one(test_data, name):
     """Its own writes tools, which the packaged one does not."""
@@ -247,6 +251,7 @@ def test_a_formatting_function_needs_rows_and_no_path(workplace, kind):
         compat.SFTTrainer(model, train_dataset=kind("rows.jsonl"), formatting_func=lambda row: row["q"])
 
 
+@pytest.mark.full
 def test_saving_in_four_bits_and_to_the_hub(workplace, monkeypatch):
     import huggingface_hub
     from huggingface_hub.errors import LocalTokenNotFoundError

@@ -319,6 +319,7 @@ def run(name: str, place: Path, capsys) -> tuple[list[float], str]:
     return losses, told
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_script_runs_to_its_last_line_twice(name, place, capsys):
     """The second time it makes the same steps, from the same weights, and says that it replaces what is there."""

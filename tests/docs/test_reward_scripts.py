@@ -30,6 +30,7 @@ def from_the_hub(workplace, monkeypatch):
     return workplace
 
 
+@pytest.mark.full
 def test_unsloths_notebook(from_the_hub, capsys):
     made = run_script(
         "unsloth_grpo.py", max_seq_length="160", max_prompt_length="144", max_steps="2", num_generations="4"
@@ -45,6 +46,7 @@ def test_unsloths_notebook(from_the_hub, capsys):
     assert len(made["model"].fast_generate(["hello"])[0].outputs[0].token_ids) <= 16
 
 
+@pytest.mark.full
 def test_trls_quick_start(from_the_hub, capsys):
     trainer = run_script("trl_grpo.py", max_completion_length="4", max_steps="1")["trainer"]
     told = capsys.readouterr().out
@@ -95,6 +97,7 @@ def a_tool():
     """Does nothing."""
 
 
+@pytest.mark.full
 def test_the_best_model_by_the_reward_of_held_out_prompts(workplace):
     best = dict(load_best_model_at_end=True, metric_for_best_model="reward", greater_is_better=True)
     often = dict(max_steps=3, eval_strategy="steps", eval_steps=1, save_strategy="no", learning_rate=1e-2)
@@ -116,6 +119,7 @@ def test_the_best_model_by_the_reward_of_held_out_prompts(workplace):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.full
 def test_prompts_may_be_a_path(workplace, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     trainer = trainer_of(dataset=tmp_path / "prompts.jsonl")
@@ -270,6 +274,7 @@ def test_arguments_of_the_template_are_in_prompts_and_in_the_saved_template(work
     )
 
 
+@pytest.mark.full
 def test_a_rollout_function_samples_with_the_trainer(workplace):
     def play(prompts, trainer):
         found = compat.generate_rollout_completions(trainer, prompts)
@@ -286,6 +291,7 @@ def test_a_rollout_function_samples_with_the_trainer(workplace):
         asked(rollout_func=play, environment_factory=Dice)
 
 
+@pytest.mark.full
 def test_the_reference_is_the_base_or_a_copy_of_a_trained_adapter(workplace, capsys):
     new = trainer_of(beta=0.1)
     assert "the reference of beta = 0.1 is the model with its adapter off" in capsys.readouterr().out
@@ -304,6 +310,7 @@ def test_the_reference_is_the_base_or_a_copy_of_a_trained_adapter(workplace, cap
     assert np.abs((later.extra[REFERENCE_LOGPS] - later.extra[SAMPLED_LOGPS]) * later.weights).max() > 1e-2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trained", [False, True])
 def test_another_call_of_train_has_the_same_reference(workplace, trained):
     """The one that the constructor found, and not what the first call trained."""
@@ -317,6 +324,7 @@ def test_another_call_of_train_has_the_same_reference(workplace, trained):
     assert abs(first) < 1e-6 and second > 1e-4
 
 
+@pytest.mark.full
 def test_rloo_takes_the_divergence_from_the_reward(workplace, capsys):
     trainer = trainer_of(compat.RLOOTrainer, model=adapted(trained=True), beta=0.5, max_steps=2)
     before = capsys.readouterr().out
@@ -332,6 +340,7 @@ def graded(completions, log_extra, **columns):
     return [float("nan") if index % 2 else 1.0 for index in range(len(completions))]
 
 
+@pytest.mark.full
 def test_completions_are_printed_and_kept(workplace, capsys):
     trainer = trainer_of(
         reward_funcs=[graded],

@@ -36,6 +36,7 @@ def assert_same(found, wanted):
         np.testing.assert_array_equal(found[key].get_value(), variable.get_value(), err_msg=key)
 
 
+@pytest.mark.full
 def test_merged_in_shards(tmp_path, tokenizer):
     model = adapted_model(made("qwen2", "bfloat16"), r=2)
     done = api.export_model(model, tmp_path / "out", "merged", tokenizer=tokenizer, max_shard_bytes=60_000)
@@ -56,6 +57,7 @@ def test_bnb_holds_the_bytes_of_quantize(tmp_path):
     assert config["quant_method"] == "bitsandbytes" and config["bnb_4bit_use_double_quant"]
 
 
+@pytest.mark.full
 def test_what_a_quantised_model_has_in_16_bits_stays_so_and_is_noted(tmp_path):
     hf.save_pretrained(made("llama", "bfloat16"), tmp_path / "base")
     model, _ = from_pretrained(tmp_path / "base", load_in="nf4", precision={"q_proj": "bf16"})
@@ -70,6 +72,7 @@ def test_what_a_quantised_model_has_in_16_bits_stays_so_and_is_noted(tmp_path):
     assert api.export_model(model, tmp_path / "fp8", "fp8").notes == ()
 
 
+@pytest.mark.full
 def test_fp8_holds_the_bytes_of_quantize_whatever_the_model_was_in(tmp_path):
     model = made("qwen2", "bfloat16")
     wanted = quantize(dequantize(quantize(model)), "fp8")
@@ -82,6 +85,7 @@ def test_fp8_holds_the_bytes_of_quantize_whatever_the_model_was_in(tmp_path):
     assert config["quant_method"] == "compressed-tensors"
 
 
+@pytest.mark.full
 def test_w4a16_holds_codes_and_scales(tmp_path):
     """Within half a step of its group each; what was trained on such a grid, in groups of its own, to the last bit."""
     model = made("qwen2", "bfloat16", hidden_size=128, intermediate_size=256, num_attention_heads=4)
@@ -122,6 +126,7 @@ def test_w4a16_of_experts_and_of_rows_that_fit_no_group(tmp_path):
         api.export_model(made("qwen2"), tmp_path / "other", "w4a16")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("to", ["fp8", "w4a16"])
 def test_what_vllm_multiplies_in_16_bits_stays_so(tmp_path, to):
     """Gates of shared experts and the rates of delta nets; routers, too, and the file says so."""
@@ -141,6 +146,7 @@ def test_what_vllm_multiplies_in_16_bits_stays_so(tmp_path, to):
         assert not isinstance(loaded["model.layers.1.linear_attn.in_proj_a"].stored_weight, FP8)
 
 
+@pytest.mark.full
 def test_mxfp4_is_read_as_gpt_oss_is_published(tmp_path):
     model = made("gpt_oss", "bfloat16", hidden_size=64, intermediate_size=64)
     done = api.export_model(model, tmp_path / "out", "mxfp4")

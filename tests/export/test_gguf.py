@@ -349,6 +349,7 @@ def test_bytes_are_those_of_gguf(kind, dtype):
     np.testing.assert_array_equal(encoded(array, kind), theirs.reshape(-1).view(np.uint8))
 
 
+@pytest.mark.full
 def test_large_tensors_are_encoded_in_parts(tmp_path, monkeypatch):
     reader, _ = written(made("qwen3_moe"), tmp_path, "q8_0")
     whole = {tensor.name: tensor.data.tobytes() for tensor in reader.tensors}
@@ -482,6 +483,7 @@ def added(reader, name: str) -> np.ndarray:
     return reader.fields["adapter.lora.alpha"].contents() / a.shape[-2] * (b @ a)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

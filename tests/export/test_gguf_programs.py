@@ -15,6 +15,7 @@ from jaxtune.export import api
 from jaxtune.models.files.quant import quantize
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "format"), [("llama", None), ("llama", "nf4"), ("qwen2", "fp8"), ("qwen3_moe", None)])
 @pytest.mark.parametrize("outtype", ["q8_0", "q4_k_m"])
 def test_the_thread_that_writes_compiles_no_program(name, format, outtype, tmp_path, tokenizer):

@@ -49,6 +49,7 @@ def drawn(name: str) -> np.ndarray:
     }[name].astype(np.float32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_no_block_is_further_off_than_rounding_explains(kind):
     """An export would end with an error. Rounding the scale and the least value of Q5_1 to f16 adds up."""

@@ -52,6 +52,7 @@ def packed(folder) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("how", ["full", "lora", "adapter"])
 def test_w4a16_holds_the_numbers_that_training_saw(tmp_path, how, group):
@@ -121,6 +122,7 @@ def test_weights_that_left_their_grid_are_not_exported_on_it(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_what_trains_on_from_a_grid_leaves_it(tmp_path):
     """An adapter over rounded weights, or four bits of another kind, have no grid; nor says their config.json so."""
     folder, _ = trained(tmp_path, "full", 32)

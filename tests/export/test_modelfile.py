@@ -169,6 +169,7 @@ def all_templates(test_data):
     return [*sorted((test_data / "chat_templates").glob("*.jinja")), *sorted(PACKAGED.glob("*.jinja"))]
 
 
+@pytest.mark.full
 def test_every_template_is_written_as_ollama_reads_it(test_data):
     draw, words = random.Random(7), ["a", "Ω", "{{ .System }}", "}}", '"', "\n", "  ", "<|x|>", "\\", "'", "{", "%}"]
     for file in all_templates(test_data):
@@ -245,6 +246,7 @@ def test_names_are_those_that_ollama_takes(name, made):
     assert create_command("a folder", name) == f"ollama create {made} -f 'a folder/Modelfile'"
 
 
+@pytest.mark.full
 def test_the_export_writes_it_beside_the_file_and_says_what_is_next(tmp_path, tokenizer, capsys):
     base, out = tmp_path / "base", tmp_path / "My Model"
     config = CONFIGS["llama"] | {"vocab_size": 128, "tie_word_embeddings": False}

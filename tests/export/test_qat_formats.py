@@ -41,6 +41,7 @@ def test_the_numbers_that_training_saw_are_stored(tmp_path, to, dtype):
         np.testing.assert_array_equal(found, ours.weight[...], err_msg=name)
 
 
+@pytest.mark.full
 def test_a_merged_adapter_is_stored_as_training_saw_it(tmp_path, to="nvfp4"):
     """Encoding the rounded weights anew would change numbers; the corrected scales do not."""
     jaxtune.save_pretrained(model_of(), tmp_path / "base")
@@ -72,6 +73,7 @@ def test_w4a8_holds_the_codes_and_scales_that_training_saw(tmp_path):
         np.testing.assert_array_equal(found.astype(scales.dtype), linear.weight[...], err_msg=name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("outtype", "family", "dtype"),
     [("q4_0", "llama", "bfloat16"), ("q8_0", "llama", "bfloat16"), ("q4_0", "gpt_oss", "bfloat16")]
@@ -102,6 +104,7 @@ def test_gguf_holds_the_numbers_that_training_saw(tmp_path, tokenizer, outtype, 
     assert "token_embd.weight" in note and ": rounded now, to Q8_0, because" in note and "blk" not in note
 
 
+@pytest.mark.full
 def test_gguf_of_another_grid_or_of_changed_weights_is_refused(tmp_path, tokenizer):
     def export(model, outtype):
         jaxtune.export_model(model, tmp_path / "out", "gguf", outtype=outtype, tokenizer=tokenizer)
@@ -174,6 +177,7 @@ def test_mxfp4_holds_the_numbers_that_training_saw(tmp_path, family, how, format
 TOKENS = np.arange(36, dtype=np.int32).reshape(3, 12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("how", "dtype"), [("full", "float32"), ("full", "bfloat16"), ("lora", "bfloat16")])
 @pytest.mark.parametrize("to", ["nvfp4-nvfp4", "nvfp4"])
 def test_nvfp4_with_activations_holds_what_training_saw(tmp_path, how, dtype, to):
@@ -213,6 +217,7 @@ def test_nvfp4_with_activations_holds_what_training_saw(tmp_path, how, dtype, to
         assert group["input_activations"] == (local if to == "nvfp4-nvfp4" else None) and "qat" not in says
 
 
+@pytest.mark.full
 def test_a_scale_of_which_float32_rounds_a_product_to_a_middle_is_found():
     """In one of these matrices the scale of training is outside of what its numbers allow in exact arithmetic."""
     shape = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4)
@@ -222,6 +227,7 @@ def test_a_scale_of_which_float32_rounds_a_product_to_a_middle_is_found():
         np.testing.assert_array_equal(grids.exactly(name, "nvfp4", weight).decode("bfloat16"), weight, err_msg=name)
 
 
+@pytest.mark.full
 def test_nvfp4_with_activations_needs_their_ranges(tmp_path):
     for model in (model_of(), convert_qat(prepare_qat(model_of(), "nvfp4"))):
         with pytest.raises(ValueError, match="nvfp4-nvfp4"):
@@ -252,6 +258,7 @@ def e2m1_blocks(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return e2m1_numbers(packed) * np.repeat(np.float32(2) ** (scales.astype(np.float32) - 127), 32, axis=1)
 
 
+@pytest.mark.full
 def test_what_mxfp4_cannot_hold_stays_in_16_bits_or_is_refused(tmp_path):
     """Rows that are not whole blocks of 32, which training does not round either; activations of gpt-oss."""
     model = made("qwen2", "bfloat16", hidden_size=64, intermediate_size=80, num_hidden_layers=1)
@@ -274,6 +281,7 @@ def gpt_oss():
     return made("gpt_oss", "bfloat16", hidden_size=64, intermediate_size=64)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["full", "lora"])
 def test_gpt_oss_holds_the_numbers_that_training_saw(tmp_path, how):
     """As it is published: its experts in MXFP4, and all other weights as they are."""
@@ -293,6 +301,7 @@ def test_gpt_oss_holds_the_numbers_that_training_saw(tmp_path, how):
         jaxtune.export_model(whole, tmp_path / "changed", "mxfp4")
 
 
+@pytest.mark.full
 def test_gpt_oss_in_another_format_is_decoded_first(tmp_path):
     packed = quantize(gpt_oss(), "nf4")
     done = jaxtune.export_model(packed, tmp_path / "out", "mxfp4")

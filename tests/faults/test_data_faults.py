@@ -127,6 +127,7 @@ def test_a_worker_killed_in_its_work_is_told_in_words(monkeypatch):
 # --- rows that eat the machine
 
 
+@pytest.mark.full
 def test_a_long_text_is_tokenised_as_if_whole(test_data, monkeypatch):
     from transformers import AutoTokenizer
 
@@ -153,6 +154,7 @@ def test_a_long_text_is_tokenised_as_if_whole(test_data, monkeypatch):
         assert tokenizer.decode(found.ids).strip() == run
 
 
+@pytest.mark.full
 def test_a_book_costs_its_beginning(monkeypatch, tokenizer):
     """With overflow: truncate, characters beyond the cut are given to no tokenizer; the row and its mask stay."""
     given = []

@@ -1,6 +1,6 @@
 """Any row, any template, any bytes: what is raised is an error of jaxtune's own, which the command tells in a line.
 
-HYPOTHESIS_PROFILE=deep looks for longer.
+HYPOTHESIS_PROFILE=full looks for longer.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ def finished(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_the_command_s_adapter_and_merged_model_are_one_model(finished, tmp_path):
     over = trained_over.read(finished / "run/adapter")
     assert over is not None and (over.load_in, over.dtype) == ("nf4", "float32")
@@ -34,6 +35,7 @@ def test_the_command_s_adapter_and_merged_model_are_one_model(finished, tmp_path
     assert same_files(tmp_path / "out", finished / "run/merged")
 
 
+@pytest.mark.full
 def test_evaluate_takes_the_base_of_the_adapter(finished, tmp_path, capsys):
     def loss(*arguments: str) -> float:
         assert cli.main(["evaluate", *arguments]) == 0
@@ -60,6 +62,7 @@ def test_evaluate_takes_the_base_of_the_adapter(finished, tmp_path, capsys):
     assert "--load-in nf4: what is scored is a checkpoint of step 2" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_training_on_over_another_format_is_told(finished, tmp_path, caplog):
     adapter = finished / "run/adapter"
     arguments = ["steps=1", "precision=fp32", f"adapter={{path: {adapter}}}", f"output={tmp_path / 'run'}"]

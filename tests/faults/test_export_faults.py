@@ -58,6 +58,7 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]
 
 
+@pytest.mark.full
 def test_merging_says_nothing_of_kernels_that_it_has_no_use_for(monkeypatch):
     said = []
     choose = dispatch.choose

@@ -54,6 +54,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
+@pytest.mark.full
 def test_a_file_that_is_being_written_is_no_leftover(tmp_path):
     """Not even in the moment between its creation and its lock: other processes clean the folder all the time."""
     stopped = threading.Event()

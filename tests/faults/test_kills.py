@@ -1,7 +1,4 @@
-"""Killed again and again at moments drawn at random, a run leads to the same weights, bit for bit.
-
-JAXTUNE_LONG_KILLS=1 makes 2,000 steps and 20 kills of it.
-"""
+"""Killed again and again at moments drawn at random, a run leads to the same weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ from jaxtune.train.folder.results import PROOF, read_result
 from jaxtune.train.signals import EXIT_SAVED
 from tests.faults.command import ONE_DEVICE, make_folder
 
-LONG = os.environ.get("JAXTUNE_LONG_KILLS") == "1"
-STEPS, KILLS = (2000, 20) if LONG else (40, 3)
+STEPS, KILLS = 400, 8
 OVERRIDES = [
     f"steps={STEPS}",
     f"checkpoint.every_steps={max(3, STEPS // 20)}",
@@ -50,6 +46,7 @@ def weights(result: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in result.iterdir() if path.name != PROOF}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("streamed", [False, True])
 def test_killed_at_random_moments(tmp_path, streamed):
     """Rows in memory on two devices, which send each other gradients in int8, and streamed rows on one."""
@@ -95,7 +92,7 @@ def test_killed_at_random_moments(tmp_path, streamed):
 
 
 # Where the tail of a run can be hit: each of the last moments of a short one, by either signal.
-@pytest.mark.skipif(not LONG, reason="JAXTUNE_LONG_KILLS is not set")
+@pytest.mark.full
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
 def test_killed_at_each_moment_of_the_end(tmp_path, number):
     make_folder(tmp_path)

@@ -53,6 +53,7 @@ def is_loopback(address: str) -> bool:
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
+@pytest.mark.full
 def test_launch_listens_to_its_own_host_alone_and_saves_at_a_hang_up(tmp_path):
     output = tmp_path / "run"
     environment = os.environ | {

@@ -67,7 +67,7 @@ def configs(draw) -> dict:
     return changed(draw, original, [*original, *more])
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(configs())
 def test_any_config_json(hf):
     config = only_our_errors(config_from_hf, hf)
@@ -84,7 +84,8 @@ def adapter(tmp_path_factory):
     return model, folder, json.loads((folder / "adapter_config.json").read_text())
 
 
-@settings(max_examples=150)
+@pytest.mark.full
+@settings(max_examples=60)
 @given(st.data())
 def test_any_adapter_config(adapter, data):
     model, folder, original = adapter
@@ -112,7 +113,7 @@ header_texts = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(header_texts, st.integers(-4, 4), st.binary(max_size=48))
 def test_any_safetensors_bytes(tmp_path_factory, header, off, rest):
     file = tmp_path_factory.getbasetemp() / "any.safetensors"

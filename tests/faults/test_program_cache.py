@@ -52,6 +52,7 @@ def hits(folder: Path, compression: str = "zlib") -> tuple[int, str]:
     return int(done.stdout), done.stderr
 
 
+@pytest.mark.full
 def test_damaged_and_swapped_programs_are_said_and_compiled_anew(tmp_path):
     folder = tmp_path / "cache"
     assert hits(folder) == (0, "")

@@ -71,7 +71,7 @@ def test_the_short_form_of_a_section_goes_with_its_keys(tmp_path_factory, overri
 
 
 @given(st.binary(max_size=200) | st.text("{}[]&*a:- \n\t\"'#|>!%@0123.eE+x", max_size=80).map(str.encode))
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_any_bytes(tmp_path_factory, content):
     with pytest.raises(ConfigError):  # nothing so short is a whole recipe
         read(tmp_path_factory, content)
@@ -92,7 +92,7 @@ VALUES = st.one_of(
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5))
-@settings(max_examples=300)
+@settings(max_examples=80)
 def test_any_values(changes):
     values = json.loads(json.dumps(WHOLE))
     for key, value in changes.items():
@@ -111,7 +111,7 @@ def test_any_values(changes):
 
 
 @given(st.lists(st.tuples(st.sampled_from([*KEYS, "x", "", ".", "qat"]), st.text(max_size=12)), max_size=3))
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_any_overrides(tmp_path_factory, changes):
     overrides = [f"{key}={text}" for key, text in changes]
     try:

@@ -27,6 +27,7 @@ def finished(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_other_held_out_rows_are_measured_and_not_mixed_with_those_before(finished, capsys):
     run, other = finished / "run", finished / "other.jsonl"
     before = json.loads((run / "results.json").read_text())["eval_loss"]
@@ -46,6 +47,7 @@ def test_other_held_out_rows_are_measured_and_not_mixed_with_those_before(finish
         assert said in "".join(capsys.readouterr()) and again["first"] == (first or before["first"])
 
 
+@pytest.mark.full
 def test_what_somebody_put_into_a_result_is_not_thrown_away(finished, tmp_path, capsys):
     shutil.copytree(finished / "run", tmp_path / "run")
     merged, where = tmp_path / "run" / "merged", f"output={tmp_path / 'run'}"
@@ -78,6 +80,7 @@ def test_rows_that_a_run_trained_on_are_not_evaluated_as_held_out(finished, tmp_
     assert "the run held out 3 rows of other rows, or by another template" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_other_rows_are_evaluated_where_the_run_took_its_own_out_of_data_train(finished, tmp_path, capsys):
     """As README has it: by the run's exported adapter, and by a checkpoint where there is nothing else yet."""
     run, other = tmp_path / "run", tmp_path / "other.jsonl"

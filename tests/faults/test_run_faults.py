@@ -71,6 +71,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # ---- results belong to the run that wrote them
 
 
+@pytest.mark.full
 def test_results_prove_whose_they_are(finished):
     for name in ("adapter", "merged"):
         result = read_result(finished / "run" / name)
@@ -99,6 +100,7 @@ def test_the_same_command_again_is_a_complete_run(folder, capsys):
     assert contents(folder / "run") == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("saves", ["null", "4"])
 def test_a_finished_run_tells_its_result_again_without_work(folder, saves, monkeypatch, capsys):
     def work(*_, **__):
@@ -194,6 +196,7 @@ def test_a_run_s_config_evaluates_what_the_run_led_to(folder, capsys):
     assert chosen["eval_loss"] == pytest.approx(untrained["eval_loss"], abs=1e-6)
 
 
+@pytest.mark.full
 def test_a_run_with_checkpoints_alone_is_evaluated_from_the_last(folder, capsys):
     shutil.rmtree(folder / "run")
     assert train(folder, "checkpoint.every_steps=2", "export.adapter=false", "export.merged=false") == 0
@@ -233,6 +236,7 @@ def test_a_plot_or_profile_that_cannot_be_written_loses_nothing(folder, monkeypa
     assert read_result(folder / "run" / "merged").step == STEPS
 
 
+@pytest.mark.full
 def test_steps_that_a_profile_will_not_hold_are_said_at_the_start(tmp_path, capsys):
     def train(steps, profile):
         plain = dict(checkpoint=CheckpointConfig(every_steps=2), schedule=ScheduleConfig(name="constant"))
@@ -344,6 +348,7 @@ def ruined_config(output: Path, **changes):
     )
 
 
+@pytest.mark.full
 def test_ruined_weights_do_not_replace_a_good_checkpoint(tmp_path, caplog, capsys):
     trainer = Ruined(lora_model(), None, ruined_config(tmp_path), dataset(documents(40)))
     with pytest.raises(TrainingStopped, match="4 steps in a row were not finite"):
@@ -435,6 +440,7 @@ def signalled_config(output, **changes):
     return make_config(output, **(settings | changes))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("when", [4, 6], ids=["between", "at the end"])
 def test_a_signal_in_an_evaluation_saves_and_leaves(tmp_path, when):
     data = dataset(documents(20)), dataset(documents(12, seed=2))
@@ -504,6 +510,7 @@ def test_a_signal_outside_the_loop_leaves_with_the_code_for_again(folder, where,
 # ---- going on
 
 
+@pytest.mark.full
 def test_a_run_at_a_constant_rate_can_be_given_more_steps(tmp_path, capsys):
     def trained(name, steps):
         config = make_config(tmp_path / name, steps=steps, checkpoint=CheckpointConfig(every_steps=2))
@@ -517,6 +524,7 @@ def test_a_run_at_a_constant_rate_can_be_given_more_steps(tmp_path, capsys):
         trained("run", 5)
 
 
+@pytest.mark.full
 def test_a_run_with_a_schedule_that_is_made_longer_says_its_rates(tmp_path, capsys):
     def trainer(steps):
         config = make_config(

@@ -90,7 +90,7 @@ def dead_reader() -> Iterator[int]:
     os.close(writer)
 
 
-@pytest.mark.essential
+@pytest.mark.full
 def test_ctrl_c_on_a_pipeline_with_tee_saves(recipe, tmp_path):
     """What a terminal does at Ctrl-C: every process of the pipeline is interrupted, and tee dies of it."""
     output = tmp_path / "run"
@@ -109,6 +109,7 @@ def test_ctrl_c_on_a_pipeline_with_tee_saves(recipe, tmp_path):
         tee.kill()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wish", ["the terminal is closed", "the shell sends it too"])
 def test_a_closed_terminal_saves(recipe, tmp_path, wish):
     """Nobody reads the bar any more, and SIGHUP comes, from the system and from the shell."""
@@ -133,6 +134,7 @@ def test_a_closed_terminal_saves(recipe, tmp_path, wish):
         train.kill()
 
 
+@pytest.mark.full
 def test_nohup_goes_on(recipe, tmp_path):
     output = tmp_path / "run"
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -158,6 +160,7 @@ def straight(recipe) -> Path:
     return output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("screen", ["dead", "full", "closed"])
 def test_a_run_ends_well_whatever_becomes_of_its_screen(recipe, straight, tmp_path, screen):
     """A reader that died at once, a log on a full disk, descriptors that were closed before the start."""

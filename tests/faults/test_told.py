@@ -112,6 +112,7 @@ def test_a_library_on_a_full_disk_is_one_line_too(number, monkeypatch, capsys):
     assert capsys.readouterr().err == f"jaxtune: error: [Errno {number}] {os.strerror(number)}\n"
 
 
+@pytest.mark.full
 def test_a_run_on_a_full_disk_says_so_in_a_line(tmp_path, capfd):
     recipe = make_folder(tmp_path)
     with no_room_beyond(20_000):  # holds the adapter, and not the merged model
@@ -183,6 +184,7 @@ def test_conversations_of_several_row_groups_are_read(tmp_path, group):
     assert [row.value for row in read_rows(open_sources(tmp_path / "a.parquet"))] == CHATS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compression", ["snappy", "none"])
 def test_a_flipped_bit_of_a_parquet_file_is_told(tmp_path, compression):
     """Wherever it is: an error that names the file. With checksums of pages no other value is read either."""
@@ -245,6 +247,7 @@ def test_a_stopped_worker_is_told_at_once(woken, monkeypatch, caplog):
     assert caplog.text.count(f"process {stopped[0].pid}, which was stopped (SIGSTOP), makes no progress") == 1
 
 
+@pytest.mark.full
 def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
     """After Ctrl-Z and fg an hour later the worker has had no hour."""
     clock = iter(range(0, 10**9, 3600))
@@ -339,6 +342,7 @@ def test_watch_survives_strange_files_of_one_run(tmp_path):
         server.shutdown()
 
 
+@pytest.mark.full
 def test_strange_results_do_not_end_a_run(tmp_path):
     recipe = make_folder(tmp_path)
     for text in ("[" * 100_000, '{"run": [], "before": 1}'):

@@ -33,7 +33,6 @@ def test_every_case_is_recorded():
 
 
 @pytest.mark.parametrize("name", training.CASES)
-@pytest.mark.essential
 def test_a_run_is_the_recorded_one(name, comparable):
     tolerances = records.OTHER_MACHINE_ROUNDED if training.CASES[name].rounds else records.OTHER_MACHINE
     got = training.record(name)

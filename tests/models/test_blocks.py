@@ -146,6 +146,7 @@ def loss_and_gradients(name: str, model, plan):
     return jax.jit(jax.value_and_grad(total))(trainable)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_computes_what_its_stages_say(name):
     model = make(name)
@@ -159,6 +160,7 @@ def test_a_layer_computes_what_its_stages_say(name):
             np.testing.assert_allclose(a, b, atol=rounding * max(1.0, np.abs(b).max()), rtol=0, err_msg=where)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LAYERS)
 def test_it_generates_step_by_step_what_the_whole_row_says(name):
     model = make(name)
@@ -168,6 +170,7 @@ def test_it_generates_step_by_step_what_the_whole_row_says(name):
         assert new == model(row)[0, len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_matrix_takes_an_adapter_that_trains(name, tmp_path):
     base = make(name)
@@ -188,6 +191,7 @@ def test_every_matrix_takes_an_adapter_that_trains(name, tmp_path):
     np.testing.assert_array_equal(jaxtune.load_adapter(base, tmp_path / "adapter")(tokens), model(tokens))
 
 
+@pytest.mark.full
 def test_names_of_residuals_and_matrices():
     block = make("two attentions in parallel, of which each names its residuals").layers[0]
     names = [residual.name for residual in block.residuals()]

@@ -186,6 +186,7 @@ def test_activations_outside_their_range_get_no_gradient(name):
     assert kept.all() if name == "fp8" else 10 < (~kept).sum() < 400
 
 
+@pytest.mark.full
 def test_full_fine_tuning_gets_the_gradient_within_the_range():
     base = tiny_model(**SIZES)
     prepared = prepare_qat(base, "mxfp4", gradients="clipped")
@@ -230,6 +231,7 @@ def test_adapters_get_the_gradient_of_the_merged_weight_within_the_range(kind, n
         np.testing.assert_allclose(found["lora"]["magnitude"][...], wanted, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full
 def test_dropout_adds_gradients_whose_mean_is_zero():
     model = prepare_qat(adapted_model(tiny_model(**SIZES), r=3, lora_dropout=0.25), "mxfp4", gradients="clipped")
     linear = next(linear for _, linear in linears(model))
@@ -246,6 +248,7 @@ def test_dropout_adds_gradients_whose_mean_is_zero():
         assert float(many.std(0).max()) > 1e-3 and float(error.max()) < 5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transposed", [False, True])
 def test_experts_get_the_gradient_within_the_range(transposed):
     """Adapters of experts, and experts that are trained whole."""

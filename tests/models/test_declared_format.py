@@ -86,6 +86,7 @@ def test_what_is_wrong_is_said(tmp_path):
         from_pretrained(tmp_path / "model")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("word", WORDS)
 def test_an_adapter_trains_over_it_as_over_the_decoded_weights(tmp_path, word):
     losses = []
@@ -100,6 +101,7 @@ def test_an_adapter_trains_over_it_as_over_the_decoded_weights(tmp_path, word):
     np.testing.assert_allclose(losses[0], losses[2], rtol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("word", [*WORDS, "nvfp4"])
 def test_an_adapters_gradients_are_those_over_the_decoded_weights(word):
     packed = adapted_model(quantize(made(HF), word), r=2)
@@ -119,6 +121,7 @@ def test_an_adapters_gradients_are_those_over_the_decoded_weights(word):
         assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other) and np.asarray(one).any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("word", "largest_error"), [("int8", 0.01), ("nvfp4", 0.12)])
 def test_16_bit_weights_are_quantised_on_the_way_and_exported(tmp_path, word, largest_error):
     """The export is read back as the model that load_in makes, and exported as it is; an adapter over it is merged
@@ -151,6 +154,7 @@ def test_the_planner_counts_it(word):
     assert saved == sum(4 * weight.size - weight.nbytes for weight in stored)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("word", WORDS)
 def test_an_adapter_over_it_is_merged(tmp_path, word):
     model = adapted_model(quantize(made(HF), word), r=2)

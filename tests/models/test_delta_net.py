@@ -42,6 +42,7 @@ def prompt_state(net, x, lengths):
     return net.first_state({"qkv": qkv, "rates": rates}, jnp.asarray(lengths, jnp.int32), 2, context)
 
 
+@pytest.mark.full
 def test_a_prompt_of_any_length_is_followed_as_in_a_whole_row(net, rows):
     """The two tokens after a prompt, one at a time, give what they give in the row."""
     want = outputs(net, rows)

@@ -65,6 +65,7 @@ def test_a_config_that_computes_otherwise_is_another_base(changes, folder):
     assert digest(folder) != before
 
 
+@pytest.mark.full
 def test_what_computes_nothing_is_the_same_base(folder, sharded):
     """Nor does the dtype that it is cast to, or what the linears are quantised to, which a run records itself."""
     before = digest(folder)
@@ -148,6 +149,7 @@ def divided(folder: Path) -> str:
     return Pretrained(folder, "float32").load(mesh=partition.make_mesh(1, 2)).base_digest
 
 
+@pytest.mark.full
 def test_digests_of_divided_tensors_are_kept_until_a_file_changes(big, reads, settled, tmp_path):
     whole = digest(big)
     assert divided(big) == whole and reads

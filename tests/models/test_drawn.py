@@ -33,6 +33,7 @@ def test_a_prompt_fits_into_the_cache_of_its_row(tokens, more, least):
     assert prompt < 2 * tokens or prompt == least
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("length", "new"), [(300, 60), (257, 127), (383, 1)])
 def test_prompts_between_a_bucket_of_prompts_and_one_of_caches(length, new):
     prompt = tuple((7 * place + 3) % VOCAB for place in range(length))
@@ -44,6 +45,7 @@ def test_prompts_between_a_bucket_of_prompts_and_one_of_caches(length, new):
         assert row.ids == alone(Asked(prompt[row.index :] if row.index < 2 else prompt[:1], new, {}, 0)).ids
 
 
+@pytest.mark.full
 @draws(3)
 @given(st.data(), asked_rows())
 def test_rows_of_a_sampler(data, rows):
@@ -98,6 +100,7 @@ def test_rows_of_a_sampler(data, rows):
         np.testing.assert_allclose(logprobs[index], row.logprobs[: len(logprobs[index])], atol=1e-3)
 
 
+@pytest.mark.full
 @draws(3)
 @given(st.data(), st.lists(prompts(), min_size=1, max_size=5), choices())
 def test_prompts_of_generate(data, rows, choice):

@@ -31,9 +31,9 @@ def ended(work: str, way: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("work", "way"),
     [
-        ("generate", "return"),
+        pytest.param("generate", "return", marks=pytest.mark.full),
         ("pending", "interrupt"),
-        *(pytest.param(*case, marks=pytest.mark.further) for case in OTHERS),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS),
     ],
 )
 def test_a_program_ends_with_its_code(work, way):

@@ -104,6 +104,7 @@ def test_packed_equals_unpacked(name, model_of, compiled_in_full):
         np.testing.assert_allclose(got[row, start : start + n], want[document, :n], atol=allowed, rtol=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"], scope="module")
 def test_gradients_of_packed_rows_are_those_of_their_documents(name, model_of):
     """Of gated delta nets, whose state would carry gradients over a border. Each document lies in three packed rows."""
@@ -212,6 +213,7 @@ def test_published_parameter_count(name):
     assert parameter_count(hf) == count
 
 
+@pytest.mark.full
 def test_published_parameter_counts_of_real_configs(test_data):
     readme = (test_data / "README.md").read_text()
     checked = []
@@ -307,6 +309,7 @@ def test_spellings_of_gemma4():
         config_from_hf({**CONFIGS["gemma4_unified"], "hidden_size_per_layer_input": 256})
 
 
+@pytest.mark.full
 def test_keys_and_values_that_a_checkpoint_has_for_nothing(model_of, tmp_path):
     """Published E2B and E4B have them in layers that share those of earlier layers, and transformers ignores them."""
     hf, shapes = CONFIGS["gemma4_shared"], shapes_of(CONFIGS["gemma4_shared"])

@@ -195,6 +195,7 @@ def test_a_scale_of_zero_is_right_where_all_numbers_are_zero(folder, tmp_path, c
     assert from_pretrained(tmp_path / "again")[0].base_fingerprint == model.base_fingerprint
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("said", ["nf4", "fp8"])
 def test_a_config_that_says_of_plain_weights_that_they_are_quantised(plain, folder, said):
     """Transformers quantises such weights while it loads them; here it is asked for."""
@@ -270,6 +271,7 @@ def test_16_bit_weights_are_quantised_on_the_way(plain):
 # ---- training
 
 
+@pytest.mark.full
 def test_a_run_on_fp8_weights_trains_its_adapter_and_merges(tmp_path):
     """The step's loss and gradients are those of the decoded weights."""
     base = quantize(made(CONFIG, "float32"), "fp8")
@@ -287,6 +289,7 @@ def test_a_run_on_fp8_weights_trains_its_adapter_and_merges(tmp_path):
     np.testing.assert_allclose(merged(tokens), trained(tokens), atol=1e-4)
 
 
+@pytest.mark.full
 def test_a_run_that_multiplies_in_fp8_learns_as_one_that_does_not(tmp_path):
     base = quantize(made(CONFIG, "float32"), "fp8")
     losses = {}
@@ -307,6 +310,7 @@ def test_a_run_that_multiplies_in_fp8_learns_as_one_that_does_not(tmp_path):
     assert [line["loss"] for line in resumed.history] == list(losses["fp8"][2:])
 
 
+@pytest.mark.full
 def test_dora_rslora_and_fp16_stand_beside_products_in_fp8(tmp_path):
     base = quantize(made(CONFIG, "float16"), "fp8")
     losses = []
@@ -320,6 +324,7 @@ def test_dora_rslora_and_fp16_stand_beside_products_in_fp8(tmp_path):
     np.testing.assert_allclose(*losses, rtol=0.02)  # the scale falls at an overflow, which both have or neither
 
 
+@pytest.mark.full
 def test_gate_and_up_are_kept_in_fp8_where_a_plan_says_so():
     """The forward is that of a run that keeps them whole; the backward is what it is of the rounded numbers."""
     model = shaken(get_peft_model(compute_in_fp8(quantize(made(CONFIG), "fp8")), r=4), 1)
@@ -378,6 +383,7 @@ def test_experts_in_fp8_go_through_files(tmp_path):
         np.testing.assert_array_equal(written[name].view(np.uint8), tensor.view(np.uint8), name)
 
 
+@pytest.mark.full
 def test_what_is_not_loaded_in_fp8_is_saved_in_16_bits(tmp_path):
     """Qwen's FP8 checkpoints have the layers that predict further tokens in FP8 too."""
     save_pretrained(made(CONFIGS["qwen3_next"]), tmp_path / "model")
@@ -400,6 +406,7 @@ def test_what_is_not_loaded_in_fp8_is_saved_in_16_bits(tmp_path):
         assert from_pretrained(tmp_path / name, dtype="float32")[0].source.passthrough.tensors
 
 
+@pytest.mark.full
 def test_experts_in_fp8_multiply_as_they_are_stored():
     """Forward and backward, with adapters on experts: near what decoded weights give, and not the same."""
     model = quantize(made(CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1}, "float32"), "fp8")
@@ -424,6 +431,7 @@ def test_experts_in_fp8_multiply_as_they_are_stored():
         assert 0 < np.linalg.norm(got - plain) / np.linalg.norm(plain) < 0.15
 
 
+@pytest.mark.full
 def test_products_in_fp8_are_divided_over_a_mesh(tmp_path):
     """Rows are rounded by themselves, so that a mesh changes no more than the order of sums over rows."""
     base = compute_in_fp8(quantize(made(CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1}, "float32"), "fp8"))

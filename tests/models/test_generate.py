@@ -62,6 +62,7 @@ def test_greedy_equals_greedy_without_cache(name):
     assert len({tuple(row) for row in expected}) == len(PROMPTS)  # the prompts matter
 
 
+@pytest.mark.full
 def test_a_real_model_tells_a_story(test_data):
     model, tokenizer = from_pretrained(test_data / "models" / "stories260K", dtype="float32")
     prompts = [tokenizer(text)["input_ids"] for text in ("Once upon a time, there was a", "Tom")]
@@ -84,6 +85,7 @@ def longrope_model():
     return tiny_model(initializer_range=0.5, rotary=(rope,))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [10, 20, 24, 25, 40])
 def test_longrope_switches_with_the_total_length(length):
     model = longrope_model()
@@ -91,6 +93,7 @@ def test_longrope_switches_with_the_total_length(length):
     assert generate(model, prompts, max_new_tokens=10) == greedy_without_cache(model, prompts, 10)
 
 
+@pytest.mark.full
 def test_a_longrope_row_switches_by_itself():
     """Rows that pass the original context at different steps, or never, or were past it from the start."""
     model = longrope_model()
@@ -135,6 +138,7 @@ def test_rows_end_with_an_end_token():
     assert generate(model, PROMPTS, max_new_tokens=12) == [cut(row, [end]) for row in free]
 
 
+@pytest.mark.full
 def test_sampling_follows_the_softmax_and_the_seed():
     model = tiny_model()
     prompt = [5, 6, 7]
@@ -169,6 +173,7 @@ def test_sampling_takes_only_what_the_limits_leave(limits, kept):
     np.testing.assert_array_equal(left[0][np.array(kept)], logits[0][np.array(kept)])
 
 
+@pytest.mark.full
 def test_limits_of_sampling_reach_the_program():
     model, prompt = tiny_model(), [5, 6, 7]
     greedy = generate(model, [prompt], max_new_tokens=8)
@@ -177,6 +182,7 @@ def test_limits_of_sampling_reach_the_program():
     assert drawn == set(np.argsort(model(jnp.array([prompt]))[0, -1])[-2:].tolist())
 
 
+@pytest.mark.full
 def test_one_compile_for_each_bucket_of_shapes(monkeypatch):
     model = tiny_model(vocab_size=52, max_position_embeddings=1024)
     traces = Counter()
@@ -313,6 +319,7 @@ def test_filters_are_their_definitions(settings):
     np.testing.assert_allclose(found, expected, rtol=2e-5)
 
 
+@pytest.mark.full
 def test_the_repetition_penalty_is_of_what_the_row_has():
     model = tiny_model(initializer_range=0.5)
     rows = [list(prompt) for prompt in PROMPTS]
@@ -333,6 +340,7 @@ def test_a_row_with_a_seed_of_its_own_draws_the_same_in_any_batch():
     assert generate(model, PROMPTS[1:3], seed=[5, 5], **settings) == alone[1:3]
 
 
+@pytest.mark.full
 def test_log_probabilities_are_the_forwards():
     model = tiny_model(initializer_range=0.5)
     settings = dict(max_new_tokens=8, temperature=1.3, top_k=9, repetition_penalty=1.2)
@@ -354,6 +362,7 @@ def test_log_probabilities_have_the_same_bits_in_every_process(tmp_path):
     assert {"xla_gpu_autotune_level: 0", "xla_gpu_deterministic_ops: true"} <= set(said)
 
 
+@pytest.mark.full
 def test_log_probabilities_beside_a_head_that_is_filled_up():
     """Of a vocabulary that is no multiple of 8 in 16 bits, in the loop over several rows: what is filled up is no
     token."""

@@ -156,6 +156,7 @@ def both(request, test_data):
     return request.param, tokenizer, gguf_tokens.tokenizer_of("model.gguf", fields), fields
 
 
+@pytest.mark.full
 def test_tokens_of_drawn_texts(both):
     name, tokenizer, back, _ = both
 
@@ -171,6 +172,7 @@ def test_tokens_of_drawn_texts(both):
     check()
 
 
+@pytest.mark.full
 def test_special_tokens_and_templates(both):
     name, tokenizer, back, _ = both
     marks = [token.content for token in tokenizer.added_tokens_decoder.values()][:8]
@@ -323,6 +325,7 @@ def test_saved_as_safetensors(small, tmp_path):
     assert saved["eos_token_id"] == [tokenizer.eos_token_id, 5]
 
 
+@pytest.mark.full
 def test_commands_take_the_file(small, tmp_path, capsys):
     file = written(small, tmp_path / "model.gguf")
     rows = tmp_path / "rows.jsonl"

@@ -202,6 +202,7 @@ def with_a_vision_tower(text: dict) -> dict:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
 def test_what_is_not_of_the_text_model_is_saved_again(name, tmp_path):
     """A vision tower and layers that predict further tokens, in their own dtypes; the config they belong to; also of a
@@ -434,6 +435,7 @@ _MEMORY = """
 """
 
 
+@pytest.mark.full
 def test_peak_host_memory(tmp_path):
     """On CPU the model itself lives in host memory; beside it there is only what is on its way."""
     config = UNTIED | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 14, "head_dim": 128}
@@ -459,6 +461,7 @@ def test_peak_host_memory(tmp_path):
 # ---- a real model
 
 
+@pytest.mark.full
 def test_real_model(test_data):
     """stories260K: the loss on TinyStories is what its README says."""
     model, tokenizer = from_pretrained(test_data / "models" / "stories260K", dtype="float32", max_length=512)

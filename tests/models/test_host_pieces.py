@@ -65,6 +65,7 @@ def test_a_file_written_in_pieces_is_that_of_whole_tensors(tmp_path, monkeypatch
     assert [name for name in tensors if not shards.is_as_written(entries[name], written[name])] == ["t0"]
 
 
+@pytest.mark.full
 def test_a_tensor_is_free_while_its_pieces_are_written(tmp_path, monkeypatch):
     """So that the device has one merged matrix at a time, although writes go on when the next one is computed."""
     go_on, pwrite = threading.Event(), byte_files.os.pwrite

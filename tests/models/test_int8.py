@@ -100,6 +100,7 @@ def test_a_checkpoint_is_read_and_written_bit_for_bit(tmp_path, hf, with_order):
     assert (from_pretrained(tmp_path / "again")[0].base_digest == model.base_digest) == with_order
 
 
+@pytest.mark.full
 def test_experts_are_not_exported_because_transformers_would_not_load_them(tmp_path):
     with pytest.raises(ValueError, match="int8: transformers 5 has no experts in int8"):
         api.export_model(made(EXPERTS), tmp_path / "out", "int8")

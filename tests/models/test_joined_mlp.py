@@ -61,6 +61,7 @@ PLANS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS)
 def test_gradients_are_those_of_one_segment_after_the_next(plan, one_by_one, monkeypatch, compiled_in_full):
     """Compiled in full, because a number between two codes would be rounded to another one."""
@@ -116,6 +117,7 @@ def test_it_takes_the_low_rank_inputs_of_both():
     assert low_rank_of(chain[0], chain, {low_rank_inputs(chain[0]): (3,)}) == (3,)
 
 
+@pytest.mark.full
 def test_the_backward_multiplies_by_no_a(monkeypatch, one_by_one):
     """It takes what the forward has made."""
     model, counts = in_fp8(), []

@@ -58,6 +58,7 @@ def refused(monkeypatch, folder, device, **settings) -> str:
     return str(error.value)
 
 
+@pytest.mark.full
 def test_what_has_no_room_is_refused_with_what_has(folder, monkeypatch):
     whole, nf4 = Pretrained(folder, "bfloat16").device_bytes(), Pretrained(folder, "bfloat16", "nf4").device_bytes()
     assert nf4 < whole

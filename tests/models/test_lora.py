@@ -283,6 +283,7 @@ def test_without_adapter_is_the_base(form, case, tmp_path):
     assert (off.source, off.base_fingerprint) == (base.source, base.base_fingerprint)
 
 
+@pytest.mark.full
 def test_without_adapter_of_experts():
     base = golden_model("qwen3_moe")
     settings = dict(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
@@ -297,6 +298,7 @@ def test_without_adapter_needs_one():
         without_adapter(tiny_model())
 
 
+@pytest.mark.full
 def test_a_merged_model_has_no_second_head():
     model = adapted_model(tiny_model(), r=2, modules_to_save=["lm_head"])
     assert not [path for path, _ in nnx.to_flat_state(nnx.state(merge_adapter(model))) if "original" in path]

@@ -65,6 +65,7 @@ def products(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_where_everything_is_kept_the_backward_multiplies_by_no_a(name, products, monkeypatch):
     """Otherwise it multiplies by all of them again."""
@@ -79,6 +80,7 @@ def test_where_everything_is_kept_the_backward_multiplies_by_no_a(name, products
     assert products == {kind: 2 * count for kind, count in kept.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_a_backward_that_computes_them_again(name, plan, monkeypatch):
@@ -89,6 +91,7 @@ def test_gradients_are_those_of_a_backward_that_computes_them_again(name, plan, 
     assert_gradients_are(found, gradients(model, PLANS[plan]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_the_planner_counts_what_the_forward_keeps(name):
     """But for the empty rows that fill up experts' tiles."""

@@ -70,6 +70,7 @@ def test_the_argument_is_untouched_and_the_rest_is_shared():
     assert merged.layers[0].mlp.up_proj.weight.get_value() is base.layers[0].mlp.up_proj.weight.get_value()
 
 
+@pytest.mark.full
 def test_a_merge_over_a_base_that_computes_in_fp8():
     """Weights in FP8 that multiply as they are: the merged model has 16 bits, or 32, and multiplies in them."""
     base = compute_in_fp8(quantize(tiny_model(), "fp8"))
@@ -80,6 +81,7 @@ def test_a_merge_over_a_base_that_computes_in_fp8():
     assert difference(merged(TOKENS), decoded(TOKENS)) < LOGITS["float32"]
 
 
+@pytest.mark.full
 def test_what_no_training_changes_stays_so():
     model = adapted_model(made("gemma4"), r=2)
     merged = merge_adapter(model)
@@ -89,6 +91,7 @@ def test_what_no_training_changes_stays_so():
     assert sum(not isinstance(v, nnx.Param) for v in variables) == len(scalars)
 
 
+@pytest.mark.full
 def test_adapter_at_its_start_merges_to_the_base_bit_for_bit():
     for settings in (dict(), dict(use_dora=True)):
         base = tiny_model("bfloat16")
@@ -110,6 +113,7 @@ def test_overflow_in_storage_is_refused():
         merge_adapter(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "dtype"), [("lora", "bfloat16"), ("dora", "float32")])
 def test_wrong_arithmetic_is_caught(monkeypatch, name, dtype):
     right = merge.merged_weight

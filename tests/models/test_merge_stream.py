@@ -96,6 +96,7 @@ class Peak:
         return sum(array.nbytes for array in jax.live_arrays())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_merge_has_one_matrix_on_the_device(kind, tmp_path, monkeypatch):
     model = MODELS[kind]()
@@ -118,6 +119,7 @@ def test_a_merge_has_one_matrix_on_the_device(kind, tmp_path, monkeypatch):
         np.testing.assert_array_equal(variable.get_value(), expected[name], err_msg=name)
 
 
+@pytest.mark.full
 def test_an_embedding_and_a_head_are_both_there_while_logits_are_checked(tmp_path, monkeypatch):
     model = tiny_model("bfloat16", **WIDE | dict(vocab_size=4096))
     model = adapted_model(model, r=2, modules_to_save=["embed_tokens", "lm_head"])
@@ -178,6 +180,7 @@ def test_logits_are_verified_once_tensors_are_made_or_soon_after(monkeypatch):
         assert verified.wait(20)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("to", ["merged", "bnb-4bit", "fp8", "w4a16", "mxfp4", "gguf"])
 def test_an_export_has_one_matrix_on_the_device(to, tmp_path, monkeypatch):
     if to == "gguf":
@@ -230,6 +233,7 @@ def test_stated_bytes_hold_what_rounding_a_matrix_without_an_adapter_takes(form)
         assert need.temp_size_in_bytes + need.output_size_in_bytes <= merge_bytes(model)[0]
 
 
+@pytest.mark.full
 def test_a_matrix_that_fails_its_check_leaves_no_folder(tmp_path):
     model = adapted_model(tiny_model("float16"), r=2)
     weights = merged_weights(model)

@@ -46,6 +46,7 @@ def alone():
     return {made: results(made(), TOKENS, IDS) for made in MODELS}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("made", "kind", "in_force", "weights_too"),
     [
@@ -57,7 +58,6 @@ def alone():
         (of_experts_and_delta_rules, AxisType.Explicit, False, True),
     ],
 )
-@pytest.mark.essential
 def test_a_mesh_gives_what_one_device_gives(alone, made, kind, in_force, weights_too):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])
     rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())

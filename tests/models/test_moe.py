@@ -62,6 +62,7 @@ def full(name):
     return model, loss_and_gradients(model, run=run_plainly)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt_oss", "plain"])
 def test_full_fine_tuning_equals_plain_differentiation(name):
     """Router, experts, biases and sinks; with padding, which is routed nowhere."""
@@ -75,7 +76,7 @@ def test_full_fine_tuning_equals_plain_differentiation(name):
         np.testing.assert_allclose(a, b, atol=4e-6 * max(1.0, np.abs(b).max()), rtol=0, err_msg=where)
 
 
-@pytest.mark.essential
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_in_full")
 def test_plans_give_the_same_bits(monkeypatch):
     monkeypatch.setattr(transfers, "PIECE_BYTES", 256)  # sorted rows, tokens by experts: all of them in pieces
@@ -146,6 +147,7 @@ def mxfp4(weight: np.ndarray):
     return blocks, (scales + 127).astype(np.uint8), decoded.reshape(moved.shape).swapaxes(1, 2).astype(np.float32)
 
 
+@pytest.mark.full
 def test_mxfp4_as_published(tmp_path):
     hf = CONFIGS["gpt_oss"]
     plain, packed = {}, {}
@@ -185,6 +187,7 @@ def test_mxfp4_as_published(tmp_path):
 # ---- four bits
 
 
+@pytest.mark.full
 def test_four_bits_of_experts():
     model = golden_model("qwen3_moe")
     packed = quantize(model)
@@ -239,6 +242,7 @@ def test_four_bit_experts_are_saved_as_linears_and_load_again(tmp_path, name, si
             np.testing.assert_array_equal(value, stored[tensor], err_msg=tensor)
 
 
+@pytest.mark.full
 def test_experts_of_gemma_4_in_fp8_are_saved_as_linears(tmp_path):
     """One linear for each expert and matrix; what is not quantised stays one tensor, as transformers has it."""
     model = model_from_config(CONFIGS["gemma4_experts"], jax.random.key(0))
@@ -257,6 +261,7 @@ def test_experts_of_gemma_4_in_fp8_are_saved_as_linears(tmp_path):
         np.testing.assert_array_equal(one.stored_weight.decode(), other.stored_weight.decode(), err_msg=where)
 
 
+@pytest.mark.full
 def test_four_bit_experts_as_the_hub_has_them(tmp_path):
     """Each expert's matrix quantised for itself, with an offset of its own, and the router too."""
     hf = CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1, "moe_intermediate_size": 256}
@@ -294,6 +299,7 @@ def test_four_bit_experts_as_the_hub_has_them(tmp_path):
         load(tmp_path / "hub")
 
 
+@pytest.mark.full
 def test_four_bit_experts_that_no_file_can_hold(tmp_path):
     with pytest.raises(ValueError, match=r"no checkpoint of this family stores its experts so: use dequantize"):
         save_pretrained(quantize(golden_model("gpt_oss")), tmp_path / "out")
@@ -396,6 +402,7 @@ def test_unsloths_old_layout_is_refused(tmp_path):
             load_adapter(base, tmp_path / "a")
 
 
+@pytest.mark.full
 def test_a_wrong_merge_of_one_expert_is_noticed(monkeypatch):
     """The check is of each expert: one that is off among many is found."""
     from jaxtune.models.adapters import merge

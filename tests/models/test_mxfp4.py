@@ -52,6 +52,7 @@ def checkpoint(folder: Path, hf: dict, says: dict = SAYS, change=lambda tensors:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hf", [LINEARS, EXPERTS], ids=["linears", "experts"])
 def test_a_checkpoint_is_decoded_as_its_layout_defines(tmp_path, hf):
     tensors = checkpoint(tmp_path / "model", hf)

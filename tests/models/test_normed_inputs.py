@@ -58,6 +58,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "plan"), CASES, ids=str)
 def test_a_forward_norms_within_the_products(name, plan, request):
     """Also one that is run again in the backward, where no kernel computes the norms' gradients."""
@@ -68,6 +69,7 @@ def test_a_forward_norms_within_the_products(name, plan, request):
     assert set(ranks) == CASES[name, plan]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stored", [in_blocks, by_rows])
 def test_the_backward_takes_the_factors_of_rows_from_the_forward(stored, monkeypatch, request):
     """Where the norms are apart from the segments. With scales of 128 x 128 an MLP is differentiated at once."""
@@ -90,6 +92,7 @@ def gradients_without_factors_of_rows(model, monkeypatch):
     return found
 
 
+@pytest.mark.full
 def test_linears_that_do_more_get_the_normed_stream(by_kernel):
     stack_gradients(in_fp8("llama", use_dora=True), KEEP, SHAPE)
     stack_gradients(in_fp8("cohere2"), KEEP, SHAPE)  # it has no RMSNorm

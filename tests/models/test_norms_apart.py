@@ -48,6 +48,7 @@ NORMS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", [KEEP, RECOMPUTE], ids=str)
 @pytest.mark.parametrize("name", NORMS)
 def test_gradients_are_the_same(name, plan, request):
@@ -58,6 +59,7 @@ def test_gradients_are_the_same(name, plan, request):
     assert (calls.count(True), calls.count(False)) == NORMS[name]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", [KEEP, LayerPlan("keep", mid="offload")], ids=str)
 @pytest.mark.parametrize(
     ("targets", "norms"), [("all-linear", 2), (["q_proj", "v_proj", "o_proj"], 1), (["o_proj"], 0)], ids=str

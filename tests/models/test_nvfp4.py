@@ -148,6 +148,7 @@ def test_scales_of_a_cache_are_left_out_and_do_not_change_the_base(tmp_path, pla
     load_adapter(from_pretrained(tmp_path / "again")[0], tmp_path / "adapter")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_trains_over_experts_and_over_a_mesh(tmp_path, kind):
     checkpoint(tmp_path / "model", EXPERTS, kind)
@@ -162,6 +163,7 @@ def test_an_adapter_trains_over_experts_and_over_a_mesh(tmp_path, kind):
     np.testing.assert_allclose(losses[0], losses[2], rtol=1e-4)
 
 
+@pytest.mark.full
 def test_a_mistake_in_a_checkpoint_is_named(tmp_path):
     tensors = checkpoint(tmp_path / "model", LINEARS, "compressed-tensors")
     name = "model.layers.0.mlp.up_proj"

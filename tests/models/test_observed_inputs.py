@@ -66,6 +66,7 @@ def test_the_scale_follows_from_the_largest_input_of_all_rows(monkeypatch, dtype
     jax.clear_caches()
 
 
+@pytest.mark.full
 def test_padding_and_other_documents_of_a_row_do_not_count():
     model = model_of()
     loud = model.embedding.weight[...].at[47].set(jnp.zeros(64).at[5].set(1.0))  # one large number after the norm
@@ -89,6 +90,7 @@ def test_what_is_not_finite_is_refused():
         observed_scales(model, NAME, TOKENS)
 
 
+@pytest.mark.full
 def test_products_are_those_of_rounded_inputs_and_weights_and_gradients_pass():
     """y = round(x) round(w)^T under each linear's own scale; the gradient of x is dy round(w)."""
     model = prepared(model_of(layers=2))
@@ -106,6 +108,7 @@ def test_products_are_those_of_rounded_inputs_and_weights_and_gradients_pass():
     assert abs(model(TOKENS) - convert_qat(model)(TOKENS)).max() > 1e-2  # the converted one rounds no activations
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["adapter", "merged", "full"])
 def test_files_record_the_scales(tmp_path, how):
     """An adapter is loaded with them, and a merged folder has them for its export; they are floats of 32 bits."""

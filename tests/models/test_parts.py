@@ -87,6 +87,7 @@ def close(one, other):
         np.testing.assert_allclose(a, b, atol=5e-6 * max(1.0, np.abs(b).max()), rtol=0)
 
 
+@pytest.mark.full
 def test_every_placement_gives_the_definitions_gradients():
     model = toy_model()
     want = loss_and_gradients(model, None)
@@ -96,6 +97,7 @@ def test_every_placement_gives_the_definitions_gradients():
     close(loss_and_gradients(model, ResidualPlan.uniform(RECOMPUTE, 4, tile_tokens=6)), want)
 
 
+@pytest.mark.full
 def test_adapters_stand_on_every_matrix_and_go_through_files(tmp_path):
     model = shaken(jaxtune.get_peft_model(toy_model(), r=2, target_modules="all-linear"))
     names = [name for name, matrix in matrices(model) if matrix.lora is not None]
@@ -111,6 +113,7 @@ def test_adapters_stand_on_every_matrix_and_go_through_files(tmp_path):
     np.testing.assert_array_equal(loaded(tokens), merged(tokens))
 
 
+@pytest.mark.full
 def test_generation_steps_as_the_whole_row_says():
     model = toy_model()
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
@@ -121,6 +124,7 @@ def test_generation_steps_as_the_whole_row_says():
             row.append(token)
 
 
+@pytest.mark.full
 def test_plans_know_its_residuals_and_what_they_take():
     model = jaxtune.get_peft_model(toy_model(), r=2)
     config = make_config("out", adapter=AdapterConfig(r=2))
@@ -147,6 +151,7 @@ def test_each_layer_counts_the_flops_of_its_own_attention():
     assert flop_counter(toy_model())(lengths) - alone == pytest.approx(6 * 2 * seen, rel=0.005)
 
 
+@pytest.mark.full
 def test_a_run_trains_it_under_a_plan(tmp_path):
     model, rows = jaxtune.get_peft_model(toy_model(), r=2), dataset(documents(20))
     losses = {}

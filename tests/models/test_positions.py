@@ -75,6 +75,7 @@ def test_what_cannot_be_is_said(name, scaling, positions, message):
         stretched(CONFIGS[name], scaling, positions)
 
 
+@pytest.mark.full
 def test_a_model_and_an_adapter_keep_their_positions(tmp_path):
     base = CONFIGS["llama"]
     save_pretrained(model_from_config(base, jax.random.key(0)), tmp_path / "base")

@@ -89,6 +89,7 @@ def test_every_product_is_computed_as_the_map_says():
     assert {dtype for shape, dtype, _ in found if shape not in (up, down, head)} == {"bf16"}
 
 
+@pytest.mark.full
 def test_routers_and_experts_are_computed_as_the_map_says():
     config = CONFIGS["qwen3_moe"]
     model = model_from_config(config, jax.random.key(0), "bfloat16")
@@ -115,6 +116,7 @@ def test_logits_in_float32_are_those_of_exact_products():
         assert bound / 1e4 < error < bound, words
 
 
+@pytest.mark.full
 def test_an_adapter_is_loaded_over_the_same_map(tmp_path, base, caplog):
     model = adapted_model(jaxtune.from_pretrained(base, load_in="nf4", precision=MAP)[0], r=2)
     assert common_format(model) == "nf4"
@@ -135,6 +137,7 @@ def test_an_adapter_is_loaded_over_the_same_map(tmp_path, base, caplog):
     assert stored(other)["lm_head"] == ("float32", "float32")
 
 
+@pytest.mark.full
 def test_a_head_that_is_trained_whole_keeps_its_precision(base):
     model = jaxtune.from_pretrained(base, load_in="nf4", precision={"lm_head": "fp32"})[0]
     merged = jaxtune.merge_adapter(adapted_model(model, r=2, modules_to_save=["embed_tokens", "lm_head"]))

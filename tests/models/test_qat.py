@@ -72,6 +72,7 @@ def test_int4_in_bfloat16_is_code_times_scale_in_bfloat16():
     np.testing.assert_array_equal((codes * scale).reshape(4, 128), rounded)
 
 
+@pytest.mark.full
 def test_gradients_pass_straight_through():
     """The gradient of a prepared model is that of the model that holds the rounded weights."""
     prepared = prepare_qat(model_of(), group_size=32)
@@ -81,6 +82,7 @@ def test_gradients_pass_straight_through():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), gradient, wanted)
 
 
+@pytest.mark.full
 def test_adapter_gradients_are_those_of_the_merged_weight():
     model = prepare_qat(adapted_model(quantize(model_of()), r=3, lora_alpha=6), group_size=32)
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)

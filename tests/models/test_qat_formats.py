@@ -137,6 +137,7 @@ def test_activations_are_rounded_before_products_and_gradients_pass():
 # ---- models
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "size"), [("int8-int4", 32), ("fp8", None), ("nvfp4", None), ("q4_0", 32)])
 def test_gradients_pass_straight_through_in_full_fine_tuning(name, size):
     """The gradient of a prepared model is that of the model of rounded weights; activations apart."""
@@ -149,6 +150,7 @@ def test_gradients_pass_straight_through_in_full_fine_tuning(name, size):
     assert (rounded != loss) == (ROUNDINGS[name].activations is not None)
 
 
+@pytest.mark.full
 def test_gradients_with_rounded_activations_are_those_of_the_rounded_product():
     """y = round(x) round(w)^T: the gradient of w is dy^T round(x), that of x is dy round(w)."""
     linear = next(linear for _, linear in linears(prepare_qat(tiny_model(**SIZES), "int8-int4", 32)))
@@ -168,6 +170,7 @@ EXPERTS = dict(moe=MoEConfig(4, 2, 32))
 NAMES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "transposed"), [("int4", False), ("nvfp4", True)])
 def test_experts_are_rounded_with_their_adapters(name, transposed):
     """Equal to the merged model, whose gradients give those of the adapters."""
@@ -192,6 +195,7 @@ def test_experts_are_rounded_with_their_adapters(name, transposed):
         np.testing.assert_allclose(ours[key].lora.b[...], db, rtol=1e-3, atol=1e-6, err_msg=key)
 
 
+@pytest.mark.full
 def test_experts_in_full_fine_tuning():
     prepared = prepare_qat(tiny_model(**SIZES, **EXPERTS), "int4", 32)
     loss, gradient = nnx.value_and_grad(mean_loss)(prepared, TOKENS)
@@ -204,6 +208,7 @@ def test_experts_in_full_fine_tuning():
         assert max(len(np.unique(group)) for group in groups) <= 16
 
 
+@pytest.mark.full
 def test_dora_trains_its_magnitude_through_the_rounding():
     model = prepare_qat(adapted_model(tiny_model(**SIZES), r=3, use_dora=True), "int4", 32)
     np.testing.assert_allclose(model(TOKENS), merge_adapter(model)(TOKENS), atol=2e-5)
@@ -227,6 +232,7 @@ def test_dora_trains_its_magnitude_through_the_rounding():
         np.testing.assert_allclose(ours.lora.b[...], scale * rows @ adapted.lora.a[...].T, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.full
 def test_dropout_adds_noise_whose_mean_is_zero_to_the_rounded_product():
     model = prepare_qat(adapted_model(tiny_model(**SIZES), r=3, lora_dropout=0.25), "int4", 32)
     linear = next(linear for _, linear in linears(model))

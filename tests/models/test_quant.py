@@ -56,6 +56,7 @@ def assert_same_leaves(one, other):
 # ---- which weights
 
 
+@pytest.mark.full
 def test_linears_of_the_layers_are_quantised():
     model = tiny_model("bfloat16")
     packed = quantize(model)
@@ -128,11 +129,13 @@ def test_gradients_reach_adapters_and_equal_those_over_dequantised_weights(setti
         assert np.asarray(one).any()
 
 
+@pytest.mark.full
 def test_generation_equals_that_of_dequantised_weights():
     packed = adapted_model(quantize(tiny_model()), r=2)
     assert generate(packed, [[1, 2, 3], [4]], 8) == generate(dequantize(packed), [[1, 2, 3], [4]], 8)
 
 
+@pytest.mark.full
 def test_training_over_four_bits(tmp_path):
     model = get_peft_model(quantize(tiny_model(layers=ONE_LAYER)), r=4)
     data = dataset(documents(32))
@@ -155,6 +158,7 @@ def test_a_base_in_four_bits_does_not_train_without_adapters(tmp_path):
 # ---- merging
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("settings", [{}, dict(use_dora=True), dict(target_modules=["q_proj"])])
 def test_merging_dequantises(dtype, settings):
@@ -179,6 +183,7 @@ def test_adapters_are_saved_and_loaded_over_four_bits(tmp_path, folder):
 # ---- checkpoints
 
 
+@pytest.mark.full
 def test_saved_and_loaded_the_same(tmp_path, folder):
     """Tensor for tensor what bitsandbytes wrote, and loaded again it is the same model."""
     model, _ = from_pretrained(folder, dtype="float32")

@@ -61,6 +61,7 @@ def test_what_is_computed_lies_where_its_zeros_were(tmp_path, made, load_in, sto
     assert bool(made) == (load_in is not None or stored != "bfloat16")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_the_numbers_are_those_of_the_file_cast_and_quantised(tmp_path, stored):
     write_checkpoint(tmp_path, MOE, shapes_of(MOE), DTYPES[stored])

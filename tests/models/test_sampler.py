@@ -79,6 +79,7 @@ def assert_same(found, expected, atol=1e-4):
         np.testing.assert_allclose(logprobs, others, atol=atol)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rows_in_slots_are_rows_alone(name):
     """Of every family: more prompts than slots, of unequal lengths, each drawn in its own way; and the same in one
@@ -180,6 +181,7 @@ PACKED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", PACKED)
 def test_prompts_of_unequal_lengths_are_packed(case, monkeypatch):
     """They give what each gives alone."""
@@ -197,6 +199,7 @@ def test_prompts_of_unequal_lengths_are_packed(case, monkeypatch):
     assert_same(found, one_by_one(Sampler(model, slots=8, length=160), prompts, 6))
 
 
+@pytest.mark.full
 def test_prompts_fill_a_longer_row_while_most_slots_are_free(monkeypatch):
     """If there is memory for it. Those that do not fill it are packed as while rows decode."""
     packed = []
@@ -234,6 +237,7 @@ def test_the_most_likely_tokens_come_with_each_token(model):
         sampler.submit([1], top_logprobs=21)
 
 
+@pytest.mark.full
 def test_samplers_of_two_devices_give_the_pieces_of_one():
     model = tiny_model(initializer_range=0.5)
     graph, state = nnx.split(model)
@@ -257,6 +261,7 @@ def test_samplers_of_two_devices_give_the_pieces_of_one():
         assert [len(top) for top in tops] == [3] * 6
 
 
+@pytest.mark.full
 def test_caches_grow_to_what_rows_need():
     model = tiny_model(initializer_range=0.5, max_position_embeddings=1024, layers=(LayerSpec(window=150), LayerSpec()))
     short, long = [5, 6, 7], [(3 * i) % 48 for i in range(140)]
@@ -377,6 +382,7 @@ def test_other_weights_of_the_same_structure(model):
         sampler.update(model)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_in_full")
 def test_adapters_are_rounded_once_as_products_round_them():
     tokens = np.arange(24, dtype=np.int32)[None]
@@ -405,6 +411,7 @@ def test_what_an_adapter_of_some_matrices_samples_is_what_it_trains():
     np.testing.assert_allclose([row.logprobs for row in rows], trained, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_in_full")
 def test_a_step_rounds_as_training_does():
     """Nearly all log-probabilities of sampled tokens are those of training then, although they have 16 bits."""
@@ -416,6 +423,7 @@ def test_a_step_rounds_as_training_does():
     assert (apart < 1e-5).mean() > 0.9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.usefixtures("compiled_in_full")
 def test_deterministic_rows_have_the_same_bits_in_any_batch_and_slot(dtype):
@@ -430,6 +438,7 @@ def test_deterministic_rows_have_the_same_bits_in_any_batch_and_slot(dtype):
         assert [(row.ids, row.logprobs) for row in rows] == [(row.ids, row.logprobs) for row in together]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", ["all", "half"])
 def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monkeypatch):
     """Its tokens are those of the quantised model; weights that are trained on keep what is decoded."""
@@ -463,6 +472,7 @@ def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monk
     assert before == generate(models[0], prompts, 8) != after == generate(models[1], prompts, 8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe"])
 def test_experts_without_a_sort_give_the_same_tokens(name, adapted, monkeypatch):
@@ -480,6 +490,7 @@ def test_experts_without_a_sort_give_the_same_tokens(name, adapted, monkeypatch)
     assert_same(found, mixed(Sampler(model, slots=3, length=64), prompts, 9))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [{"lora_alpha": 8}, {"use_rslora": True}], ids=str)
 def test_adapters_of_experts_are_cast_and_padded_once(settings, monkeypatch):
     """Where the kernel would do both in each product; the tokens do not change, nor what other layers do."""

@@ -21,7 +21,6 @@ from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan, Resid
 from jaxtune.models.stack.stack import run_stack
 from jaxtune.pallas.attention import attention
 from jaxtune.pallas.quant_matmul import reference
-from tests.passes import compiled_with_passes
 
 LAYERS = 2
 SPECS = (LayerSpec(window=4), LayerSpec(rotary=1))
@@ -94,13 +93,14 @@ TARGETS = ["q_proj", "o_proj", "up_proj"]
 
 
 @pytest.fixture(scope="module")
-def kept():
+def kept(with_costly_passes):
     """(model, its results with everything kept), with dropout."""
     model = make_model(lora_dropout=0.3, use_dora=True, target_modules=TARGETS)
-    with compiled_with_passes(True):
+    with with_costly_passes():
         return model, loss_and_gradients(model, PLANS["keep"], jax.random.key(9))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", [name for name in PLANS if name != "keep"])
 @pytest.mark.usefixtures("compiled_in_full")
 def test_plans_give_the_same_bits_and_masks(kept, plan):
@@ -108,6 +108,7 @@ def test_plans_give_the_same_bits_and_masks(kept, plan):
     assert_same(loss_and_gradients(model, PLANS[plan], jax.random.key(9)), want)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_in_full")
 def test_serial_transfers_give_the_same_bits(kept):
     """What overlapped ones are measured against."""
@@ -130,6 +131,7 @@ def operations(**settings) -> float:
     return jax.jit(jax.grad(total)).lower(trainable, frozen, x).compile().cost_analysis()["flops"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "norms, most",
     [(dict(stages=PRE_AND_POST_NORM), 1.03), (dict(qk_norm="head"), 1.02), (dict(qk_norm="projection"), 1.02)],
@@ -189,6 +191,7 @@ def test_a_gradient_of_frozen_tensors_is_refused():
     assert [float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradient)] == [True]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tile", [1, 4, 12])
 def test_a_tiled_mlp_gives_the_same(tile):
     """One tile: the same bits. More: the same but for the order of the sums of the weights' gradients."""
@@ -250,6 +253,7 @@ def test_dropout_masks_differ_by_layer_and_segment(monkeypatch):
     assert len(seen) == len(set(seen)) == 4 * LAYERS  # project, mix, expand, contract
 
 
+@pytest.mark.full
 def test_equal_layers_are_traced_once(monkeypatch):
     """32 layers of two kinds: two traces of a layer's forward and two of its backward."""
     counts = {"project": 0}
@@ -356,6 +360,7 @@ def test_tiles_that_cannot_be():
         model.hidden_states(tokens, plan=ResidualPlan((RECOMPUTE,) * LAYERS, 4), dropout_key=jax.random.key(0))
 
 
+@pytest.mark.full
 def test_two_models_and_changing_lengths_in_one_process():
     """No stale buffer: each call gives what it gives without offload, whatever ran before it."""
     offload = ResidualPlan.uniform(OFFLOAD, LAYERS)

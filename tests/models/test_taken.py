@@ -78,6 +78,7 @@ def loss_and_gradients(model, plan):
     return jax.jit(jax.value_and_grad(total))(trainable)
 
 
+@pytest.mark.full
 def test_gradients_under_every_plan(model):
     """Of the table, the keys and values that two layers read, and all else; every one is there."""
     want = loss_and_gradients(model, None)
@@ -111,6 +112,7 @@ def test_a_layer_that_takes_what_nothing_gives_is_refused(model):
         run_stack(list(model.layers)[:1], model.config.layers[:1], x, layout)
 
 
+@pytest.mark.full
 def test_sampled_in_chunks_and_slots(model):
     """Prompts of several chunks, longer than the window; caches of the layers that have keys alone."""
     rng = np.random.default_rng(2)
@@ -133,6 +135,7 @@ def test_every_linear_takes_an_adapter(model):
     assert all(matrix.lora is not None for _, matrix in matrices(adapted))
 
 
+@pytest.mark.full
 def test_every_linear_of_the_model_is_quantised_on_loading(model, tmp_path):
     """As bitsandbytes does, and as the plan counts it: the projection beside the layers, too."""
     save_pretrained(model, tmp_path / "whole")

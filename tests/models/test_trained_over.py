@@ -101,6 +101,7 @@ def test_products_in_fp8_are_so_again(tmp_path, base):
     assert not computes_in_fp8(jaxtune.from_pretrained(tmp_path / "adapter", load_in="nf4")[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_an_adapter_of_qat_rounds_as_it_was_trained(tmp_path, base, dtype):
     """Over a base in another dtype, too, the grid is that of the training."""

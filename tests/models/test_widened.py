@@ -58,7 +58,7 @@ def test_what_cannot_be_widened():
         widened(packed, 2)
 
 
-@pytest.mark.further
+@pytest.mark.full
 def test_the_script(tmp_path):
     save_pretrained(made("llama", "float32", num_hidden_layers=1), tmp_path / "small")
     command = [sys.executable, "scripts/real_model.py", tmp_path / "small", "--widen", "2", "--dtype", "float32"]

@@ -85,11 +85,11 @@ def compare(segments, features, heads, kv_heads, dim=DIM, backward=None):
 
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.gpu
-@pytest.mark.essential
 def test_kernels_against_the_reference(case):
     compare(*CASES[case])
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 def test_the_blocks_of_head_dim_128(monkeypatch):
     """Other blocks walk other edges; the head dim itself changes none."""
@@ -111,6 +111,7 @@ def forced(kernel, change):
     return tuning.forced(f"attention {kernel}", heuristic | change)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("form", "case"),
     [
@@ -128,12 +129,14 @@ def test_forms_of_the_forward(form, case):
         compare(*CASES[case], backward="reference")
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 def test_lean_masks_in_the_backward():
     with forced("dquery", FORMS["lean"]), forced("dkey", FORMS["lean"]):
         compare(*CASES["window_sinks"])
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 def test_lean_scores_with_a_negative_scale():
     """The maximum of the scores is then the minimum of what they are made of."""
@@ -146,6 +149,7 @@ def test_lean_scores_with_a_negative_scale():
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["window_sinks", "soft_cap"])
 @pytest.mark.gpu
 def test_head_dim_256(case):
@@ -153,6 +157,7 @@ def test_head_dim_256(case):
     compare(*CASES[case], dim=256)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["window_sinks", "soft_cap", "heads_that_share_nothing"])
 @pytest.mark.gpu
 def test_head_dim_512(case):
@@ -174,18 +179,21 @@ def test_gradients_by_the_implementation_that_is_named():
     assert dispatch.record["attention"] == ("mosaic", {})
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 def test_a_head_dim_between_the_kernels():
     """D = 96 and the like are padded to the next one that there are kernels for; here 40 to 64."""
     compare(*CASES["soft_cap"], dim=40)
 
 
+@pytest.mark.full
 def test_every_item_is_done_once_however_many_programs_there_are(monkeypatch):
     """More programs than items, and a number that does not divide them."""
     monkeypatch.setattr(mosaic, "_INTERPRETED_PROGRAMS", 7)
     compare(SEGMENTS, {}, 1, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "dim"), [("packed", DIM), ("soft_cap", 512)])
 def test_query_heads_of_a_key_head_are_shared_out_where_there_are_few_tiles(monkeypatch, case, dim):
     """On a GPU every case here has fewer tiles of keys than multiprocessors."""
@@ -209,6 +217,7 @@ def test_shares_of_query_heads(rows, heads, kv_heads, dim, window, shares):
         assert mosaic._head_shares(query, key, mosaic.BACKWARD_KEY[dim], window) == shares
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", [{}, FORMS["no_turns"]], ids=["heuristic", "no_turns"])
 @pytest.mark.gpu
 def test_no_bit_of_one_document_reaches_another(form):

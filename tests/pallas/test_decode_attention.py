@@ -154,6 +154,7 @@ def test_reference_against_the_definition(features):
         assert not np.asarray(got[0]).any(), "an empty row gives zeros"
 
 
+@pytest.mark.full
 @hypothesis.settings(max_examples=20)
 @hypothesis.given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=4),
@@ -217,12 +218,14 @@ def test_a_chunk_is_written_as_its_tokens_are(capacity):
 # ---- the kernels for Hopper, interpreted where there is none
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.gpu
 def test_mosaic_against_the_definition(features):
     check("mosaic", LENGTHS, 384, **FEATURES[features])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "features"),
     [
@@ -237,6 +240,7 @@ def test_mosaic_head_dims_and_groups(heads, kv_heads, dim, features):
     check("mosaic", (1, 300), 384, heads, kv_heads, dim, **features)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("capacity", "window"), [(128, 128), (128, 100), (640, 600), (640, 130)])
 @pytest.mark.gpu
 def test_mosaic_rings(capacity, window):
@@ -244,6 +248,7 @@ def test_mosaic_rings(capacity, window):
     check("mosaic", (60, 700), capacity, window=window)
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 def test_mosaic_gives_a_row_the_same_bits_in_every_batch_slot_and_capacity():
     lengths = (300, 0, 37, 129)

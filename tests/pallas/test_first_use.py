@@ -230,6 +230,7 @@ def test_attention_leaves_a_wrong_kernel_alone(gpu, monkeypatch, tmp_path):
 NF4_WEIGHT = NF4.encode(jnp.ones((4096, 4096), jnp.bfloat16))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wrong", [False, True])
 def test_decoding_kernels_and_those_of_few_tokens_are_checked(gpu, monkeypatch, wrong):
     """Each on small cases: the decoding pass, one for each plan of up to 16 tokens, of Mosaic and of Triton."""
@@ -273,6 +274,7 @@ def test_the_small_case_has_every_kind_of_token():
     assert max(runs.values()) > first_use._WINDOW
 
 
+@pytest.mark.full
 def test_cudnn_is_checked_with_as_many_documents_as_a_call_has(gpu, monkeypatch, caplog, tmp_path):
     """Here dq is wrong from 24 documents a row on, and right with fewer, as cuDNN 9.19's is from somewhere above 32."""
     monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (10, 0))

@@ -183,6 +183,7 @@ def test_both_products_are_those_of_rounded_operands(block):
         assert np.linalg.norm(found - exact) < 0.04 * np.linalg.norm(exact)
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [ROW, TILE])
 @pytest.mark.parametrize(
@@ -257,6 +258,7 @@ def test_weights_that_have_their_codes_transposed_give_the_same_bits(implementat
         np.testing.assert_array_equal(run(x, wrong, loras)[1][0], without[1][0])
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [ROW, TILE])
 def test_the_ranks_of_weights_that_share_x_may_add_up_beyond_what_the_kernel_takes(block):
@@ -348,6 +350,7 @@ def test_experts_products_are_those_of_rounded_operands(block, transposed):
             assert not size or np.linalg.norm(found - exact) < 0.04 * np.linalg.norm(exact)
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "block", "contract", "rank"), [((576, 640), ROW, 1, 24), ((128, 256), TILE, 2, 0)])
 def test_the_kernels_multiply_experts_as_their_reference(shape, block, contract, rank):

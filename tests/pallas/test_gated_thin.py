@@ -104,6 +104,7 @@ def drawn(dtype=jnp.float32):
     return gate.astype(dtype), up.astype(dtype), a, b, bias, weight.astype(dtype)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("fp8", [True, False])
 def test_gated_matmul_is_quant_matmul_of_the_activation(kind, fp8):
@@ -158,6 +159,7 @@ def test_gated_mlp_has_the_gradients_of_both_products(compiled_in_full):
         assert one.dtype == other.dtype and np.linalg.norm(one - other) <= 1e-6 * np.linalg.norm(other) > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wrong", ["weights", "row_scale", "gate"])
 def test_what_gated_mlp_cannot_compute_is_refused(wrong):
     (x, pairs, _), weights = drawn_mlp()

@@ -99,9 +99,9 @@ def test_reference(case, transposed):
         np.testing.assert_allclose(got, expected, atol=2e-5 * max(1.0, np.abs(expected).max()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "transposed"), [("uneven", False), ("uneven", True)])
 @pytest.mark.gpu
-@pytest.mark.essential
 def test_mosaic_in_the_interpreter(case, transposed):
     sizes = SIZES[case]
     groups, held, arrays = operands(sizes, transposed)
@@ -129,6 +129,7 @@ def test_mosaic_order_and_size_of_the_items_change_nothing(blocks):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.gpu
 def test_mosaic_brings_the_rows_of_tokens_itself(case):
@@ -225,6 +226,7 @@ def test_the_gradient_of_a_weight(case, p, q, dtype):
     assert not np.asarray(got, np.float64)[np.asarray(sizes) == 0].any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weight_dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.gpu
@@ -258,6 +260,7 @@ def test_whose_kernel_computes_a_weights_gradient(monkeypatch, transposed, weigh
         assert calls == [weight_dtype]
 
 
+@pytest.mark.full
 def test_first_use_finds_a_wrong_gradient_of_a_weight(monkeypatch, tmp_path):
     """It compares each dtype on its own: the kernel passes, and one that loses an expert's last rows does not."""
     monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
@@ -344,6 +347,7 @@ def test_weights_in_four_bits_are_their_decoded_values(kind):
             np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "transposed"), [("nf4", True), ("mxfp4", False), ("swapped", True)])
 @pytest.mark.gpu
 def test_products_over_four_bits_in_the_interpreter(kind, transposed):
@@ -448,6 +452,7 @@ def test_what_is_chosen_is_what_was_measured_to_be_faster():
         grouped_matmul(x, jnp.zeros((2, OUT, IN), jnp.bfloat16), groups, implementation="mosaic_ahead")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("pairs", "want"), [(192, "mosaic"), (448, "mosaic_ahead")])
 def test_experts_of_few_rows_are_decoded_first(pairs, want):
     """The buffer has half a tile more for an expert: 256 of 320 rows, and 512."""
@@ -459,6 +464,7 @@ def test_experts_of_few_rows_are_decoded_first(pairs, want):
         assert dispatch.choose("grouped_matmul", table, "mosaic_ahead") == "mosaic_ahead"
 
 
+@pytest.mark.full
 def test_first_use_finds_what_is_wrong(monkeypatch, tmp_path):
     """The case on which a kernel is compared at first use: the kernel passes, and one that loses an expert does not."""
     monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))

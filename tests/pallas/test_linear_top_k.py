@@ -55,6 +55,7 @@ def test_with_the_whole_vocabulary_it_is_the_divergence_of_both_models(name, chu
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("beta", [0.0, 1.0, 0.3])
 @pytest.mark.gpu
 def test_tokens_that_are_not_stored_are_one_outcome(beta):

@@ -131,6 +131,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 @pytest.mark.parametrize(
     ("name", "kind", "in_force"),

@@ -91,6 +91,7 @@ def test_its_gradients_are_those_of_the_two_operations(trained, stand_in):
         assert one.dtype == other.dtype and np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other) > 0
 
 
+@pytest.mark.full
 def test_an_output_that_nothing_reads_has_no_gradient(stand_in):
     x, norm, weights, loras, biases = drawn()
 
@@ -212,6 +213,7 @@ def test_which_calls_the_kernel_runs(rows, blocks, fp8, runs, hopper, monkeypatc
     assert ran == ([(8, SIZE)] if runs else [])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 16, 48])
 @pytest.mark.parametrize("block", [TILE, ROW])
 def test_the_check_at_first_use_knows_right_from_wrong(rank, block, stand_in, monkeypatch):

@@ -137,6 +137,7 @@ def test_kernels_are_traced_alike_under_jax_enable_x64(monkeypatch):
     assert "f32" in traced(wide=True) and traced(wide=True) == traced(wide=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rows", "columns", "double_quant", "dtype"),
     [

@@ -277,6 +277,7 @@ def of_tokens_and_back(choice, experts, arrays, joined: bool, implementation):
 
 
 # The kernels are interpreted: random choices without padding are the reference's alone.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "implementation"),
     [
@@ -305,6 +306,7 @@ def test_products_that_move_their_rows_give_the_same_bits(case, implementation):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("implementation", "rank", "transposed"),
     [("reference", 8, True), ("mosaic", 8, True), ("mosaic", 8, False), ("mosaic", 64, True), ("mosaic", None, True)],

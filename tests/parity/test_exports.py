@@ -63,6 +63,7 @@ def test_eight_bits_and_mxfp4(tmp_path, to, name):
     same_in_transformers(tmp_path / "out", ours, model)
 
 
+@pytest.mark.full
 def test_w4a8_is_read_by_compressed_tensors(tmp_path):
     """The numbers that training saw, with activations that it rounds as training did."""
     model = made("qwen2", hidden_size=128, intermediate_size=256, num_attention_heads=4)
@@ -126,6 +127,7 @@ def test_qat_rounds_to_nvfp4_under_the_scale_of_compressed_tensors(dtype, most):
     np.testing.assert_array_equal(np.asarray(found, np.float32), theirs.float().numpy())
 
 
+@pytest.mark.full
 def test_nvfp4_with_activations_is_read_by_compressed_tensors(tmp_path):
     """The numbers that training saw, the scheme by its own name, and activations rounded as training did, under the
     scales of the file."""

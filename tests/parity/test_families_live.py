@@ -46,7 +46,6 @@ def both(tmp_path_factory):
 
 
 @families
-@pytest.mark.essential
 def test_loss_and_gradient_of_every_tensor(name, both):
     _, theirs, ours = both(name)
     tokens = golden_tokens()
@@ -58,6 +57,7 @@ def test_loss_and_gradient_of_every_tensor(name, both):
         np.testing.assert_allclose(got[key], want[key], atol=1e-5, rtol=1e-3, err_msg=key)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "qwen3_next"], scope="module")
 def test_load_balancing_and_z_loss(name, both):
     """output_router_logits: loss and every gradient, with padding, which counts in neither; and the z-loss."""
@@ -390,6 +390,7 @@ _DELTA_VARIANTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", _DELTA_VARIANTS)
 def test_gated_delta_nets_by_other_configs(variant, tmp_path):
     """Logits; and of one, greedy tokens of prompts that end beside the borders of chunks, all in one batch of ours."""
@@ -408,6 +409,7 @@ def test_gated_delta_nets_by_other_configs(variant, tmp_path):
         assert answer == reference.greedy(theirs, np.asarray([prompt], np.int32), 12)[0].tolist(), len(prompt)
 
 
+@pytest.mark.full
 def test_real_model(test_data):
     """stories260K: logits, loss and greedy text."""
     folder = test_data / "models" / "stories260K"

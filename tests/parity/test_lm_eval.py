@@ -77,6 +77,7 @@ def tasks(test_data, tmp_path_factory):
     ]
 
 
+@pytest.mark.full
 def test_scores_and_texts_are_those_of_its_hugging_face_model(base, tasks):
     model, tokenizer = from_pretrained(base, dtype="float32")
     theirs = HFLM(

@@ -181,6 +181,7 @@ def base(tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [("SFT", "random"), ("SFT", "sequential"), ("completion", "random"), ("DPO", "random"), ("KTO", "sequential")],

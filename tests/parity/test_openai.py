@@ -28,6 +28,7 @@ def client(models):
     assert engine.close(30)
 
 
+@pytest.mark.full
 def test_a_chat_is_answered_whole_and_in_pieces(models, client):
     tokenizer = models["mine"].tokenizer
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)

@@ -26,7 +26,6 @@ TOLERANCE = 1e-4
 
 
 @pytest.mark.parametrize(("config", "settings"), LIVE_CASES.values(), ids=LIVE_CASES)
-@pytest.mark.essential
 def test_adapter_made_by_peft(tmp_path, config, settings):
     base = reference.make_checkpoint(tmp_path / "base", CONFIGS[config])
     peft_reference.make_adapter(base, tmp_path / "theirs", settings)
@@ -201,6 +200,7 @@ def test_base_with_a_vision_tower(tmp_path, whole, text, settings):
     np.testing.assert_array_equal(jaxtune.load_adapter(plain, tmp_path / "theirs")(jnp.asarray(tokens)), got)
 
 
+@pytest.mark.full
 def test_adapter_of_a_text_model_in_the_whole(tmp_path):
     """Of Qwen3.5's folder AutoModelForCausalLM makes the text model, whose names our files have."""
     text = {key: value for key, value in CONFIGS["qwen3_5"].items() if key not in ("architectures", "torch_dtype")}

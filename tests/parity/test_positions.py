@@ -16,7 +16,7 @@ from jaxtune.models.files.positions import stretched
 from jaxtune.models.hf import model_from_config, save_pretrained
 
 # A base with a scaling of its own, ones without, one by types of layers, and a part of each head.
-NAMES = ("llama", "gemma3", *(pytest.param(name, marks=pytest.mark.further) for name in ("qwen3", "olmo3", "glm4")))
+NAMES = ("llama", "gemma3", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3", "olmo3", "glm4")))
 
 
 @pytest.mark.parametrize("name", NAMES)

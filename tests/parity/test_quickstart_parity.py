@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 import transformers
 
@@ -15,6 +16,7 @@ import jaxtune
 PACKAGE = Path(jaxtune.__file__).parent / "quickstart"
 
 
+@pytest.mark.full
 def test_packaged_model_in_transformers():
     ours, tokenizer = jaxtune.from_pretrained(PACKAGE / "base", dtype="float32")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(PACKAGE / "base", dtype=torch.float32)

@@ -34,6 +34,7 @@ def both():
     return ours, tokenizer, model.eval()
 
 
+@pytest.mark.full
 def test_logits_and_greedy_text(both):
     ours, tokenizer, theirs = both
     tokens = np.asarray(documents(tokenizer)[0][0][:32])[None]
@@ -50,6 +51,7 @@ def test_logits_and_greedy_text(both):
     assert generate(ours, [prompt], max_new_tokens=64)[0] == said.tolist()
 
 
+@pytest.mark.full
 def test_loss_and_gradients_of_an_adapter(both):
     ours, tokenizer, theirs = both
     settings = peft.LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, target_modules="all-linear")

@@ -85,12 +85,12 @@ def check(segments, features, dim, capability=(8, 0), **heads):
         ("everything", 512),
     ],
 )
-@pytest.mark.essential
 def test_kernels_against_the_reference(case, dim):
     runs, features = CASES[case]
     check(segments_of(runs), features, dim)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("capability", "dim"), [((8, 6), 128), ((9, 0), 128), ((8, 9), 96), ((9, 0), 80), ((8, 9), 256)]
 )
@@ -98,6 +98,7 @@ def test_the_tiles_of_other_gpus(capability, dim):
     check(segments_of(RUNS), {"window": 80}, dim, capability)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["whole_tiles", "packed"])
 def test_heads_whose_blocks_have_more_columns(case):
     """Neighbouring heads lie where a block's columns past the head dim would be: as many key heads as query heads, with
@@ -113,6 +114,7 @@ def test_key_value_heads(kv_heads):
 rows = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 70)), min_size=1, max_size=10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("features", [{}, {"window": 20, "soft_cap": 3.0}], ids=["plain", "window_soft_cap"])
 @hypothesis.settings(max_examples=8)
 @hypothesis.given(runs=rows)
@@ -121,6 +123,7 @@ def test_any_layout(features, runs):
     check(np.asarray([row], np.int32), features, 64, heads=2, kv_heads=1)
 
 
+@pytest.mark.full
 def test_no_bit_of_one_document_reaches_another():
     segments = segments_of(RUNS)
     length = segments.shape[1]

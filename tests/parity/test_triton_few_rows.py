@@ -98,6 +98,7 @@ def wide(tree):
     return jax.tree.map(lambda array: array.astype(jnp.float32), tree)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("rows", "sizes"), [(5, (128, 64, 192)), (33, (128, 64, 192)), (100, (128, 128, 256))])
 def test_adapters_are_part_of_the_products(rows, sizes):
     """Of several ranks and scales, and one weight has none; the sums are those of merged weights. More than 64 rows
@@ -231,6 +232,7 @@ def adapters_of(matrices, rank: int, dtype=jnp.float16, seed: int = 5) -> Groupe
     return GroupedLora(a, normal(experts, rows, rank, seed=seed + 1, scale=0.3, dtype=dtype), 0.7)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("which", "rank", "dtype"), [((1, 1), 64, "float16"), ((1, 0), 5, "float32"), ((0, 1), 16, "float16")]
 )

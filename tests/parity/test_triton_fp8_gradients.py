@@ -54,6 +54,7 @@ def test_the_results_are_those_of_the_rounding_and_of_plain_products(tokens, wid
         assert db.dtype == jnp.float32 and np.linalg.norm(np.float64(db) - exact) <= 1e-6 * np.linalg.norm(exact)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("several", [False, True])
 def test_the_check_at_first_use_has_many_tiles_in_a_row(several, monkeypatch):
     """A program reads tiles ahead in a loop. The codes that are compared are those of another kernel."""

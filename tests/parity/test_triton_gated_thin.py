@@ -118,6 +118,7 @@ def test_rounded_gradients_are_those_of_the_backward(tokens, size, ranks, dtype)
         assert np.linalg.norm(np.float64(db) - exact) <= 1e-6 * np.linalg.norm(exact)
 
 
+@pytest.mark.full
 def test_the_check_of_rounded_gradients_compares_codes_with_those_of_the_kernel_s_own(monkeypatch):
     """Of exact gradients, which differ from the kernel's in their last digit, some have other codes."""
     checks = {}

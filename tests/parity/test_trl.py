@@ -97,7 +97,6 @@ def compare(ours, theirs):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.essential
 def test_pairs(tmp_path, case):
     name, objective, options = CASES[case]
     base = reference.make_checkpoint(tmp_path / "base", CONFIGS["qwen2"])
@@ -109,6 +108,7 @@ def test_pairs(tmp_path, case):
     compare(our_loss(objective, model, batch, tmp_path), theirs)
 
 
+@pytest.mark.full
 def test_single_answers(tmp_path):
     """With a divergence above 0, and with one that would be below it, of an adapter that does the opposite."""
     base = reference.make_checkpoint(tmp_path / "base", CONFIGS["qwen2"])
@@ -136,6 +136,7 @@ def test_single_answers(tmp_path):
     assert min(divergences) == 0 and max(divergences) > 0.01
 
 
+@pytest.mark.full
 def test_rewards(tmp_path):
     """With margins; and the merged model in transformers' own class."""
     base = reference.make_checkpoint(tmp_path / "base", CONFIGS["qwen2"])

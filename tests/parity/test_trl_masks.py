@@ -131,7 +131,6 @@ def some(one: st.SearchStrategy) -> st.SearchStrategy[list]:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.essential
 def test_conversations(template, test_data):
     tokenizer = tokenizer_of(test_data, template)
     known = has_generation_markers(tokenizer.chat_template)

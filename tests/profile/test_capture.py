@@ -46,6 +46,7 @@ def test_the_folder_holds_trace_hlo_memory_and_config(folder):
         assert "HloModule jit_train_step" in text.read(200)
 
 
+@pytest.mark.full
 def test_the_folder_is_small(tmp_path):
     """In a process of its own: XLA puts every program of the process into the trace, and a test run has many."""
     folder = tmp_path / "profile"

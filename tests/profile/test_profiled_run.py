@@ -15,6 +15,7 @@ from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
 
+@pytest.mark.full
 def test_a_run_captures_the_steps_that_it_is_told_to(tmp_path):
     config = make_config(tmp_path / "run", steps=6, profile=ProfileConfig(steps=2, start=2))
     trainer = Trainer(lora_model(), None, config, dataset(documents(40)))
@@ -30,6 +31,7 @@ def test_a_run_captures_the_steps_that_it_is_told_to(tmp_path):
     assert len(trainer.history) == 6
 
 
+@pytest.mark.full
 def test_a_folder_alone_asks_for_three_steps(tmp_path):
     config = make_config(tmp_path / "run", steps=5, profile=ProfileConfig(start=1))
     Trainer(lora_model(), None, config, dataset(documents(40)), profile=tmp_path / "here").train()
@@ -37,6 +39,7 @@ def test_a_folder_alone_asks_for_three_steps(tmp_path):
     assert not (tmp_path / "run" / "profile").exists()
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:builtin type event_stats")  # of jaxlib
 def test_a_profile_is_told_the_steps(tmp_path):
     """The rhythm of the programs alone took three steps over two GPUs for one."""
@@ -49,6 +52,7 @@ def test_a_profile_is_told_the_steps(tmp_path):
     assert len(show(tmp_path / "run" / "profile").steps_ms) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("resident", [0, 2])
 def test_what_a_mesh_exchanges_and_how_much_of_it_is_hidden(resident, tmp_path):
     """In a real trace of two devices: the gathers of each matrix, and the sum of the adapters' gradients."""

@@ -48,6 +48,7 @@ def test_foreign_file(tmp_path):
     refused(file, "is no trace")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keep", [0.3, 0.9, 0.999])
 def test_a_cut_gzip(tmp_path, trace_file, keep):
     data = trace_file.read_bytes()

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 import jaxtune
@@ -95,6 +96,7 @@ def test_the_script_makes_these_files():
         assert [{"messages": row["messages"]} for row in rows_of] == rows(name)
 
 
+@pytest.mark.full
 def test_the_base_model_is_small_and_of_llamas_shape():
     config = json.loads((PACKAGE / "base" / "config.json").read_text(encoding="utf-8"))
     assert config["model_type"] == "llama" and config["head_dim"] == 64
@@ -115,6 +117,7 @@ def train(output: Path, *overrides: str, recipe: str = "quickstart") -> tuple[di
     return json.loads((output / "results.json").read_text(encoding="utf-8")), printed.getvalue()
 
 
+@pytest.mark.full
 def test_it_learns_to_answer(tmp_path):
     """One run, since it takes a minute: its scores, its folder, its last words."""
     output = tmp_path / "run"
@@ -155,6 +158,7 @@ def test_it_learns_to_answer(tmp_path):
     assert configs[1].plan.device == "RTX 4090" and " --plan " in commands[2]
 
 
+@pytest.mark.full
 def test_with_shuffled_answers_it_learns_nothing(tmp_path):
     """The score comes from what the rows say, not from their form. In one epoch, in which the rows as they are teach to
     answer half of the questions (0.504)."""
@@ -170,6 +174,7 @@ def test_with_shuffled_answers_it_learns_nothing(tmp_path):
     assert results["after"]["exact_match"] < 0.15
 
 
+@pytest.mark.full
 def test_by_rewards_alone_it_learns_to_answer(tmp_path):
     """In 24 of 60 steps, on half of the held-out questions; docs/rewards.md has the scores of whole runs."""
     less = ["steps=24", "evaluation.exact_match_rows=120", "export.merged=false"]
@@ -179,6 +184,7 @@ def test_by_rewards_alone_it_learns_to_answer(tmp_path):
     assert "24 steps of 8 prompts x 8 answers; rewards: exact_match" in printed
 
 
+@pytest.mark.full
 def test_check_of_rewards_shows_a_prompt(capsys):
     """There are no rows before the run: --check asked for some, and failed."""
     assert cli.main(["train", "quickstart-rewards", "--check"]) == 0

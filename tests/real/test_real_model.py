@@ -67,6 +67,7 @@ def loss_of(model, *batches) -> float:
     return float(sums[0] / sums[1])
 
 
+@pytest.mark.full
 def test_packed_rows_lose_what_they_lose_alone(file):
     """In fp32: in bf16 the order of sums moves a loss by a hundredth."""
     model, tokenizer = from_pretrained(file, "float32")
@@ -74,6 +75,7 @@ def test_packed_rows_lose_what_they_lose_alone(file):
     assert loss_of(model, rows_of(tokenizer)) == pytest.approx(loss_of(model, *alone), abs=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("load_in", FORMATS)
 def test_formats_lose_little(load_in, base, reference, file):
     packed, tokenizer = from_pretrained(file, load_in=load_in)
@@ -82,7 +84,7 @@ def test_formats_lose_little(load_in, base, reference, file):
     assert found != reference and found - reference < FORMATS[load_in]
 
 
-@pytest.mark.further
+@pytest.mark.full
 def test_a_gguf_file_of_it_again(base, reference, tmp_path):
     """Written in Q8_0 and read back it says the same, and its tokenizer makes the same tokens."""
     import jaxtune
@@ -95,7 +97,7 @@ def test_a_gguf_file_of_it_again(base, reference, tmp_path):
     assert loss_of(back, rows_of(tokenizer)) == pytest.approx(reference, abs=0.03)
 
 
-@pytest.mark.further
+@pytest.mark.full
 def test_steps_that_learn_from_rewards(file, tmp_path):
     rows = tmp_path / "rows.jsonl"
     questions = [{"messages": [{"role": "user", "content": f"What is {n} + 1?"}], "answer": str(n + 1)} for n in (2, 5)]

@@ -46,7 +46,7 @@ def texts(port: int, body: dict) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-@pytest.mark.further
+@pytest.mark.full
 @draws(2)
 @given(data=st.data())
 def test_requests_at_the_same_time(data, port, tokenizer):

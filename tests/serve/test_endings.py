@@ -50,7 +50,7 @@ def answered(port: int, body: dict) -> str:
     return "whole" if response.status == 200 and (last == "data: [DONE]" or "choices" in last) else data
 
 
-@pytest.mark.essential
+@pytest.mark.full
 def test_clients_are_told_at_the_end_of_the_grace_though_the_engine_is_at_work(models, monkeypatch):
     """As in a compile of minutes: the engine's thread hears nothing."""
     own, at_work, goes_on = engine_of(models), threading.Event(), threading.Event()
@@ -106,6 +106,7 @@ def test_what_is_awaited_ends_with_the_engine(models):
     assert own.close(60) and not own._awaited
 
 
+@pytest.mark.full
 def test_a_request_of_a_failed_round_cancels_no_other(models, monkeypatch):
     """The next sampler numbers its requests from 0 again."""
     own = engine_of(models, slots=2)
@@ -167,7 +168,7 @@ CASES = MOMENTS if DRAWS else [MOMENTS[4], (signal.SIGHUP, 3.0, 0.5)]
 
 
 @pytest.mark.parametrize(("number", "seconds", "grace"), CASES)
-@pytest.mark.further
+@pytest.mark.full
 def test_a_signal_at_any_moment(number, seconds, grace):
     code, errors, ends = ended(number, seconds, grace)
     assert code == 0, errors

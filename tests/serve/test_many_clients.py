@@ -114,6 +114,7 @@ async def storm(process: subprocess.Popen, port: int) -> list[tuple[str, dict, o
         return await asyncio.gather(*clients)
 
 
+@pytest.mark.full
 def test_nothing_hangs(process):
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(2)]

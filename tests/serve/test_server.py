@@ -55,7 +55,6 @@ def chat(port, **body):
 
 
 @pytest.mark.parametrize("name", ["base", "mine"])
-@pytest.mark.essential
 def test_an_answer_is_that_of_generate(models, port, name):
     prompt = tokens(models)
     [ids], [logprobs] = jaxtune.generate(models[name].model, [prompt], 24, output_logprobs=True)
@@ -216,6 +215,7 @@ def test_a_wrong_prompt_is_refused(port, prompt):
     assert status == 400 and answer["error"]["param"] == "logprobs"
 
 
+@pytest.mark.full
 def test_what_clients_say_in_vain_is_ignored(models, port):
     body = {"user": "me", "metadata": {}, "frequency_penalty": 0, "logit_bias": {}, "n": None, "store": False}
     answer = chat(port, max_tokens=3, tools=[], response_format={"type": "text"}, top_k=-1, **body)

@@ -301,6 +301,7 @@ def test_over_a_mesh_bit_for_bit():
 # ---- in the step and the Trainer
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("interpreted", [False, True], ids=["reference", "kernel"])
 @pytest.mark.parametrize("limit", [None, 1.0])
 @pytest.mark.parametrize("by_tensor", [False, True])
@@ -335,6 +336,7 @@ def test_a_bad_step_leaves_the_codes_and_donation_takes_their_buffers(by_tensor,
     assert metrics["finite"] and int(state.opt_state[0].count) == 2 and int(state.skipped) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("storage", ["bf16", "fp32"])
 def test_a_step_by_the_kernel_is_the_reference_s(storage):
     """Three steps with counts, clipping, decay, and gradients in the weights' dtype."""
@@ -383,6 +385,7 @@ def losses(trainer) -> np.ndarray:
     return np.asarray([line["loss"] for line in trainer.history])
 
 
+@pytest.mark.full
 def test_the_loss_falls_as_under_adamw(tmp_path):
     found = {}
     for name in ("adamw", "adamw_8bit"):
@@ -396,6 +399,7 @@ def test_the_loss_falls_as_under_adamw(tmp_path):
     assert abs(eight[-5:].mean() - exact[-5:].mean()) < 0.03 * exact[0]
 
 
+@pytest.mark.full
 def test_a_run_goes_on_bit_for_bit(tmp_path):
     """Also: its checkpoint records uint8 states, and two devices compute what one does."""
     save = CheckpointConfig(every_steps=3, every_minutes=None)

@@ -79,6 +79,7 @@ def evaluations(folder, run: str = "run") -> list[dict]:
     return [{key: line[key] for key in line if _is_of_evaluation(key)} for line in found]
 
 
+@pytest.mark.full
 def test_a_run_says_what_its_answers_are_worth_and_resumes_to_the_same_numbers(folder, capsys):
     tokenizer = make_tokenizer()
     names = (f"{folder}/mine.py:even", f"{folder}/mine.py:long", "exact_match")
@@ -126,6 +127,7 @@ def learning(folder):
     return config_of(folder, f"{folder}/mine.py:even", objective=objective, at_start=True, at_end=True)
 
 
+@pytest.mark.full
 def test_learning_from_rewards_is_evaluated_by_answers_alone(folder, learning):
     tokenizer = make_tokenizer()
     rewards = dataclasses.replace(learning.objective, reward_weights=(0.5,))

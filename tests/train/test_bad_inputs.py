@@ -134,6 +134,7 @@ def test_there_are_thirty():
     assert len(SLIPS) >= 30
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("slip", ["a mistyped file", "semicolons", "a model's folder without a tokenizer"])
 def test_a_fresh_process_answers_in_two_seconds(slip, folder):
     """Of a processor's time, because a busy machine takes its own."""

@@ -81,6 +81,7 @@ def test_a_run_is_not_resumed_on_another_base(change, base, tmp_path):
         tuned(base, tmp_path / "run").train()
 
 
+@pytest.mark.full
 def test_a_result_is_not_that_of_a_run_on_another_base(base, tmp_path):
     """As a run sees it that has lost its checkpoints."""
     write_result(tmp_path / "adapter", tuned(base, tmp_path / "a")._same_run(), 2, lambda folder: None)
@@ -101,6 +102,7 @@ def without_digest(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
+@pytest.mark.full
 def test_a_run_of_an_older_version_is_compared_by_what_it_recorded(base, tmp_path):
     tuned(base, tmp_path / "run").train()
     (last,) = {path for path in (tmp_path / "run" / "checkpoints").glob("step_*") if path.name.endswith("2")}
@@ -131,6 +133,7 @@ def kept(tmp_path: Path) -> set[Path]:
     return set((tmp_path / "cache").glob("reference_*.npy"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_kept_reference_is_of_the_very_base(change, base, tmp_path, capsys):
     dpo(base, tmp_path / "one").train()
@@ -142,6 +145,7 @@ def test_a_kept_reference_is_of_the_very_base(change, base, tmp_path, capsys):
     assert len(kept(tmp_path)) == 2
 
 
+@pytest.mark.full
 def test_a_kept_reference_is_checked(base, tmp_path, capsys):
     dpo(base, tmp_path / "one").train()
     (file,) = kept(tmp_path)
@@ -157,6 +161,7 @@ def test_a_kept_reference_is_checked(base, tmp_path, capsys):
         assert "is damaged and not used" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.full
 def test_the_first_loss_is_ln_2_or_the_run_is_refused(base, tmp_path):
     """Numbers of another model in a file whose checksum holds."""
     trainer = dpo(base, tmp_path / "one")
@@ -195,6 +200,7 @@ def test_what_the_first_step_is_held_to(tmp_path):
     references.first_check(made, config, given, lambda: True)(wrong)
 
 
+@pytest.mark.full
 def test_an_adapter_that_has_trained_is_not_fresh(tmp_path):
     model = lora_model()
     for _, matrix in matrices(model):

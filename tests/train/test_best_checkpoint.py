@@ -75,6 +75,7 @@ def test_the_best_weights_are_the_result_and_their_checkpoint_stays(checkpoint, 
     assert same_weights(again, scored.weights[best])
 
 
+@pytest.mark.full
 def test_results_name_the_best_checkpoint_and_evaluate_takes_it(tmp_path):
     trainer = trainer_of(tmp_path, scored := Scored())
     config = trainer.config
@@ -118,6 +119,7 @@ def test_the_best_saved_evaluation_is_that_of_the_last_rows(tmp_path):
     assert best_saved(tmp_path, dataclasses.replace(wanted, best=None)) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cut_after", [2, 3, 4])
 def test_a_run_that_was_interrupted_knows_its_best_checkpoint(cut_after, tmp_path):
     scored, after = Scored(cut_after), Scored()
@@ -128,6 +130,7 @@ def test_a_run_that_was_interrupted_knows_its_best_checkpoint(cut_after, tmp_pat
     assert saved_steps(tmp_path / "checkpoints") == [2, 5]
 
 
+@pytest.mark.full
 def test_a_damaged_best_checkpoint_is_told_and_the_last_weights_are_the_result(tmp_path, capsys):
     scored = Scored(4)
     with pytest.raises(KeyboardInterrupt):
@@ -139,6 +142,7 @@ def test_a_damaged_best_checkpoint_is_told_and_the_last_weights_are_the_result(t
     assert "warning: the weights after step 2" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_evaluations_without_the_metric_are_an_error(tmp_path):
     with pytest.raises(ConfigError, match="checkpoint.best = 'eval_other': .* it has eval_loss, eval_targets"):
         trainer_of(tmp_path, Scored(), best="eval_other").train()

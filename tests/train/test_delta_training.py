@@ -43,6 +43,7 @@ def loss_and_gradients(model):
     return jax.jit(jax.value_and_grad(loss))(trainable)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "load_in"), [("qwen3_5_moe", "nf4"), ("qwen3_5", "fp8")])
 def test_adapters_over_few_bits_have_the_gradients_of_the_decoded_weights(name, load_in):
     experts = dict(target_parameters=EXPERTS) if name == "qwen3_5_moe" else {}
@@ -58,12 +59,14 @@ def test_adapters_over_few_bits_have_the_gradients_of_the_decoded_weights(name, 
     np.testing.assert_allclose(merge_adapter(packed)(TOKENS, IDS), packed(TOKENS, IDS), atol=1e-4)
 
 
+@pytest.mark.full
 def test_products_in_fp8_are_near_those_in_16_bits():
     base = quantize(tiny("qwen3_5_moe"), "fp8")
     got, want = compute_in_fp8(base)(TOKENS, IDS), base(TOKENS, IDS)
     assert 0 < float(jnp.linalg.norm(got - want)) < 0.05 * float(jnp.linalg.norm(want))
 
 
+@pytest.mark.full
 def test_rounded_weights_are_those_that_are_saved(tmp_path):
     """Of QAT, in every matrix of a delta net, with the gradients of the rounded weight; experts are rounded too."""
     model = prepare_qat(adapted_model(golden_model("qwen3_5"), r=2), group_size=32)
@@ -89,6 +92,7 @@ def test_rounded_weights_are_those_that_are_saved(tmp_path):
     assert of_experts and all(matrix.fake_quant is not None for matrix in of_experts if matrix.sizes[-1] % 32 == 0)
 
 
+@pytest.mark.full
 def test_preferences_over_packed_pairs_are_the_definition():
     """DPO's loss and gradients, whose reference is the base: of documents in rows of their own."""
     documents, model, objective = pairs(5), adapted_model(tiny("qwen3_5_moe"), r=2, target_parameters=EXPERTS), DPO(0.3)
@@ -131,6 +135,7 @@ def trained(folder, mesh: MeshConfig | None = None):
     return losses, jax.tree.map(np.asarray, jax.tree.leaves(nnx.state(result, nnx.Param)))
 
 
+@pytest.mark.full
 def test_a_run_over_a_mesh_and_one_that_goes_on_are_the_run(tmp_path):
     """Rows and weights divided over four devices; and from a checkpoint, bit for bit."""
     losses, weights = trained(tmp_path / "alone")

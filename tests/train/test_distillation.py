@@ -55,6 +55,7 @@ def student_model(**changes):
 # ---- the loss
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["a teacher", "the base"])
 def test_packed_rows_have_the_loss_and_gradients_of_rows_alone(name):
     made = documents(4, longest=9)
@@ -130,6 +131,7 @@ def run(tmp_path_factory):
     return trainer, trainer.train()
 
 
+@pytest.mark.full
 def test_a_student_comes_closer_to_its_teacher_on_held_out_rows(run):
     trainer, trained = run
     before, after = of_metric(trainer, "eval_loss")
@@ -140,6 +142,7 @@ def test_a_student_comes_closer_to_its_teacher_on_held_out_rows(run):
     assert re.fullmatch(r"teacher: as it was given, llama, 0.00 B parameters in float32, .* beside the student", shown)
 
 
+@pytest.mark.full
 def test_an_interrupted_run_goes_on_to_the_same_bits(run, tmp_path):
     cut = trainer_of(tmp_path)
     cut.callbacks = (Cut(),)
@@ -150,6 +153,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(run, tmp_path):
     assert of_metric(again, "loss") == of_metric(run[0], "loss")[6:]  # an error saves
 
 
+@pytest.mark.full
 def test_another_teacher_is_another_run(tmp_path):
     teachers = [teacher_model(seed) for seed in (7, 8)]
     for index, teacher in enumerate(teachers):
@@ -159,6 +163,7 @@ def test_another_teacher_is_another_run(tmp_path):
         trainer_of(tmp_path, teacher=teachers[1], steps=4).train()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [(2, 1), (1, 2)], ids=["rows divided", "weights divided"])
 def test_a_mesh_leads_where_one_device_leads(run, mesh, tmp_path):
     off = dict(evaluation=EvaluationConfig(at_end=False), checkpoint=CheckpointConfig(every_minutes=None))
@@ -172,6 +177,7 @@ def test_a_mesh_leads_where_one_device_leads(run, mesh, tmp_path):
     assert distance(*states) < 1e-3 * distance(states[0], jax.tree.leaves(begun))
 
 
+@pytest.mark.full
 def test_an_adapter_learns_from_a_quantised_teacher_and_from_its_base(tmp_path):
     wide = dict(hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=2, head_dim=32)
     student = get_peft_model(student_model(**wide), r=4)
@@ -208,6 +214,7 @@ def source_of(on_policy: float, rows=ROWS, **changes) -> OwnSamples:
     return own_samples(objective, rows, tokenizer, config, [1], 128)
 
 
+@pytest.mark.full
 def test_rows_are_sampled_or_keep_their_own_answers():
     tokenizer = make_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer), layers=(LayerSpec(),))
@@ -292,6 +299,7 @@ def on_policy_trainer(folder, **changes) -> Trainer:
     return Trainer(with_teacher(student, teacher), tokenizer, config, ROWS, ROWS[:3])
 
 
+@pytest.mark.full
 def test_a_run_on_own_samples_learns_on_two_devices_and_goes_on_to_the_same_bits(tmp_path, capsys):
     whole, cut = (on_policy_trainer(tmp_path / name) for name in ("whole", "cut"))
     trained = whole.train()
@@ -402,6 +410,7 @@ def test_a_teacher_that_does_not_fit_is_refused(tmp_path):
         Trainer(student_model(), None, config, dataset(documents(8)))
 
 
+@pytest.mark.full
 def test_a_small_student_learns_from_the_packaged_model(tmp_path):
     """Its own layers are fewer and narrower, and its weights are random."""
     folder = Path(jaxtune.__file__).parent / "quickstart"

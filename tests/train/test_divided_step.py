@@ -225,8 +225,15 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh"), MESHES)
-@pytest.mark.essential
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(
+            name, mesh, marks=() if name.startswith("all trained") and mesh in ((1, 2), (2, 2)) else pytest.mark.full
+        )
+        for name, mesh in MESHES
+    ],
+)
 def test_gradients_and_weights_are_those_of_one_device(name, mesh):
     """Dropout's masks are the same too, or no gradient would be."""
     require_same(run(name, mesh), run(name, (1, 1)))
@@ -244,6 +251,7 @@ def require_same(got: Done, want: Done) -> None:
             np.testing.assert_allclose(*(jax.tree.leaves(each[key]) for each in (ours, theirs)), rtol=1e-5, err_msg=key)
 
 
+@pytest.mark.full
 def test_an_axis_of_the_mesh_is_its_declaration(monkeypatch):
     """A third axis, along which tensors are whole: the step needs nothing else to divide its rows over it."""
     name = "all trained, packed rows and a window"
@@ -270,6 +278,7 @@ def test_devices_have_different_numbers_of_targets():
     assert ROWS.weights[-1].sum() == 0
 
 
+@pytest.mark.full
 def test_a_mesh_of_one_device_is_the_plain_program():
     make, options = MODELS["experts whole, with routers' losses"]
     programs = []
@@ -283,6 +292,7 @@ def test_a_mesh_of_one_device_is_the_plain_program():
     assert programs[0] == programs[1]
 
 
+@pytest.mark.full
 def test_devices_exchange_nothing_until_the_update():
     """But what routers' losses are products of; a step's only micro-batch exchanges its gradients itself."""
     found = {}
@@ -304,6 +314,7 @@ def test_devices_exchange_nothing_until_the_update():
     assert not any(each in found["experts whole, with routers' losses"] for each in collectives[1:])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "meshes"),
     [

@@ -68,6 +68,7 @@ def test_each_device_holds_its_part_and_the_planner_knows(tmp_path, optimizer):
     assert gathered_bytes(step_cost(trainer.model.prepared, make_config(tmp_path)), 0) == (0.0, 0.0, 0.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("load_in", ["nf4", "fp8"])
 def test_quantised_weights_are_cut_at_blocks(load_in):
     """Whatever becomes of a tensor, what is declared of it stays; adapters and norms are whole."""
@@ -192,6 +193,7 @@ def test_rows_of_a_divided_table_and_their_gradients(tokens):
     np.testing.assert_allclose(np.asarray(ours[0]), np.asarray(theirs[0]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_8_bit_moments_are_those_of_one_device():
     """Bit for bit by the kernel, of which each device runs the blocks of its rows."""
     adam = scale_by_adam_8bit(0.9, 0.95, 1e-8)
@@ -219,6 +221,7 @@ def test_8_bit_moments_are_those_of_one_device():
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keeps_model", [False, True])
 @pytest.mark.parametrize("resident", [1, 2])
 def test_frozen_weights_that_lie_whole(resident, keeps_model, tmp_path):
@@ -251,6 +254,7 @@ def test_frozen_weights_that_lie_whole(resident, keeps_model, tmp_path):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "optimizer", "mesh"),
     [

@@ -6,6 +6,7 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 from drawn import VOCAB, Asked, alone, choices, draws, model_of, new_tokens, prompts
 from flax import nnx
 from hypothesis import given
@@ -24,6 +25,7 @@ def model_on(devices: int):
     return nnx.merge(graph, jax.device_put(state, jax.NamedSharding(mesh, jax.P())))
 
 
+@pytest.mark.full
 @draws(3)
 @given(st.data(), st.lists(prompts(), min_size=1, max_size=4), choices(ends=False))
 def test_answers_of_a_run(data, given_prompts, choice):

@@ -51,6 +51,7 @@ BOTH = FEW | {"tie_word_embeddings": False}  # of Gemma 4: a scaled embedding, a
 # ---- runs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hf", (UNTIED, BOTH), ids=("untied", "both tables"))
 def test_a_run_with_the_embedding_on_the_host_is_the_same_run(tmp_path, hf):
     """Packed rows in two micro-batches with dropout and noise, and evaluations: losses, and the trained model."""
@@ -94,6 +95,7 @@ def test_the_device_has_the_rows_of_two_steps(tmp_path, monkeypatch):
     assert all(done >= step - 1 for step, done in loaded)
 
 
+@pytest.mark.full
 def test_a_checkpoint_may_be_gone_on_with_on_either_side(tmp_path):
     changes = dict(checkpoint=CheckpointConfig(every_steps=2, every_minutes=None, keep=3), micro_batches=1)
     whole = trainer_of(tmp_path / "run", True, model=hosted_model("bfloat16", UNTIED), **changes)
@@ -106,6 +108,7 @@ def test_a_checkpoint_may_be_gone_on_with_on_either_side(tmp_path):
     assert again.engine.tables == {} and len(again.history) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("objective", ("distill", "dpo"))
 def test_teachers_and_references(tmp_path, objective):
     """A teacher has an embedding of its own, on the device; a reference reads the run's rows."""
@@ -128,6 +131,7 @@ def test_teachers_and_references(tmp_path, objective):
     same_run(trainer(True), trainer(False))
 
 
+@pytest.mark.full
 def test_a_returned_model_generates_wherever_its_embedding_is(tmp_path, monkeypatch):
     """Without room for it on the device, the embedding stays on the host."""
     model = hosted_model("float32", UNTIED)
@@ -156,6 +160,7 @@ def test_a_pass_without_the_rows_is_refused():
 # ---- loading
 
 
+@pytest.mark.full
 def test_the_command_trains_with_the_embedding_on_the_host(tmp_path, monkeypatch):
     """From the files to the merged model, whose embedding is the base's."""
     hf = UNTIED | {"vocab_size": 8192}
@@ -212,6 +217,7 @@ def parts_of_8b():
     return step_cost(abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), config), config), config
 
 
+@pytest.mark.full
 def test_the_plan_has_the_embedding_on_the_host_where_memory_is_short():
     parts, config = parts_of_8b()
     device = find_device("H200")
@@ -225,6 +231,7 @@ def test_the_plan_has_the_embedding_on_the_host_where_memory_is_short():
     assert there.parts["frozen weights"] - short.parts["frozen weights"] == size
 
 
+@pytest.mark.full
 def test_an_embedding_that_gains_less_than_its_rows_take_stays():
     parts, config = parts_of_8b()
     many = dataclasses.replace(parts, rows=32)
@@ -232,6 +239,7 @@ def test_an_embedding_that_gains_less_than_its_rows_take_stays():
     assert parts.table.bytes < 2 * 32 * 2048 * 4096 * 2 and not forecast.plan.table_on_host
 
 
+@pytest.mark.full
 def test_embeddings_that_stay_on_the_device():
     """Tied to the head, trained, of a run that samples, or of a model that its caller keeps there."""
     shapes = {name: config_from_hf(hf) for name, hf in (("untied", UNTIED), ("tied", CONFIGS["llama"]))}

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+import pytest
 from tiny_models import tiny_model
 
 from jaxtune import from_pretrained, get_peft_model, merge_adapter, save_adapter, save_pretrained
@@ -26,6 +27,7 @@ def options_for(folder: Path) -> argparse.Namespace:
     return argparse.Namespace(model=str(folder), dtype="float32", load_in=None)
 
 
+@pytest.mark.full
 def test_what_a_run_taught_to_end_a_turn_ends_texts_wherever_it_goes(tmp_path):
     tokenizer = make_tokenizer(eos="<|eos|>")
     eos, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|eos|>", "<|im_end|>"))

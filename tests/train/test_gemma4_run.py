@@ -66,6 +66,7 @@ def lora_model():
 # ---- adapters without a gradient
 
 
+@pytest.mark.full
 def test_every_adapter_of_a_model_that_shares_keys_has_a_gradient(tmp_path):
     """The layers that take keys have no adapter of their own for them, and those of the layers that give them train."""
     trainer = Trainer(lora_model(), None, make_config(tmp_path, steps=4), dataset(TRAIN))
@@ -75,6 +76,7 @@ def test_every_adapter_of_a_model_that_shares_keys_has_a_gradient(tmp_path):
     assert len(trainer.history) == 4
 
 
+@pytest.mark.full
 def test_an_adapter_on_keys_that_a_layer_does_not_use_is_named(tmp_path):
     """As if such a layer had got a projection of its own to keys, which nothing reads."""
     model = lora_model()
@@ -150,6 +152,7 @@ def runs(tmp_path_factory):
     return trainers, same_run(*trainers), settings
 
 
+@pytest.mark.full
 def test_a_run_with_the_table_on_the_host_is_the_same_run(runs):
     """Steps of two micro-batches, and evaluations; no device ever has the table."""
     (hosted, on_device), models, _ = runs
@@ -163,6 +166,7 @@ def test_a_run_with_the_table_on_the_host_is_the_same_run(runs):
     assert not [line for line in on_device.planner.lines() if "per-layer" in line]
 
 
+@pytest.mark.full
 def test_the_table_is_written_from_the_host(runs, tmp_path):
     for model, name in zip(runs[1], ("host", "device"), strict=True):
         save_weights(merged_weights(model), tmp_path / name)
@@ -172,6 +176,7 @@ def test_the_table_is_written_from_the_host(runs, tmp_path):
     np.testing.assert_array_equal(*(model(tokens) for model in runs[1]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("on_host", (True, False))
 def test_a_run_goes_on_wherever_the_table_is(runs, tmp_path, on_host):
     """From the checkpoint of a run with the table on the host, whose plan it takes if it can."""
@@ -185,11 +190,13 @@ def test_a_run_goes_on_wherever_the_table_is(runs, tmp_path, on_host):
     assert resumed.planner.plan.table_on_host == on_host and resumed.steps_done == 4
 
 
+@pytest.mark.full
 def test_devices_that_share_the_rows(tmp_path):
     changes = dict(mesh=MeshConfig(data=2), steps=2, micro_batches=1, loads=True)
     same_run(*(trainer_of(tmp_path / str(on_host), on_host, **changes) for on_host in (True, False)))
 
 
+@pytest.mark.full
 def test_a_preference_run_and_its_reference(tmp_path):
     """The reference is computed by passes over the rows before the first step, or in each step."""
     for precompute in (False, True):
@@ -249,6 +256,7 @@ def chosen(budget, load_in=None, parts=None):
     return choose(parts or step_cost(model, config), config, find_device("H200"), budget)
 
 
+@pytest.mark.full
 def test_the_plan_has_the_table_on_the_host_if_that_is_faster():
     ample, short = chosen(None), chosen(22e9)
     assert not ample.plan.table_on_host and "embeddings" not in ample.plan.to_record()
@@ -267,6 +275,7 @@ def test_the_plan_has_the_table_on_the_host_if_that_is_faster():
     assert ample.parts["frozen weights"] - short.parts["frozen weights"] == parts.table.bytes
 
 
+@pytest.mark.full
 def test_the_plan_has_the_table_on_the_host_if_nothing_else_fits():
     parts = dataclasses.replace(step_cost(*e4b("nf4")), states=NO_STATES)  # the optimizer's stay on the device
     with pytest.raises(PlanError):
@@ -274,6 +283,7 @@ def test_the_plan_has_the_table_on_the_host_if_nothing_else_fits():
     assert chosen(10e9, "nf4", parts).plan.table_on_host
 
 
+@pytest.mark.full
 def test_a_slow_host_or_one_with_little_memory_gets_no_table(monkeypatch):
     device = find_device("H200")
     model, config = e4b()
@@ -284,6 +294,7 @@ def test_a_slow_host_or_one_with_little_memory_gets_no_table(monkeypatch):
     assert not chosen(22e9).plan.table_on_host
 
 
+@pytest.mark.full
 def test_tables_that_stay_on_the_device():
     """One that trains, of a run that samples, of weights that are divided, or given on the device."""
     model, config = e4b()
@@ -304,6 +315,7 @@ def test_tables_that_stay_on_the_device():
     )
 
 
+@pytest.mark.full
 def test_the_command_trains_with_the_table_on_the_host(tmp_path, monkeypatch):
     """From the files to the merged model, whose table is the base's."""
     hf = FEW | {"vocab_size": 512, "vocab_size_per_layer_input": 8192}

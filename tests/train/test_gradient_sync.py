@@ -147,6 +147,7 @@ def with_random_gradients(step: Made, seed: int = 0) -> Sums:
     return jax.device_put(copied, jax.tree.map(lambda a: a.sharding, step.sums))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_stochastic_sums_are_right_on_average(format):
     """A thousand draws of one step's sum, on four devices."""
@@ -237,6 +238,7 @@ def test_both_legs_are_in_the_format(devices, lora):
         assert {name for name, _ in of_update} == {*legs, "all-reduce"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "sync", "most"), [((1, 2), INT8, 0.55), ((1, 4), INT4, 0.30), ((2, 4), INT8, 0.55)])
 def test_divided_gradients_are_scattered_in_the_format(mesh, sync, most):
     (backward, update), (wide_backward, wide_update) = exchanges(mesh, sync), exchanges(mesh, BF16)
@@ -266,6 +268,7 @@ def away(sync: GradientSync, optimizer: str) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want - first))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("format", "optimizer", "most"), [("int8", "adam", 0.01), ("int4", "adam", 0.05), ("int4", "sgd", 0.05)]
 )
@@ -309,6 +312,7 @@ def test_errors_are_what_the_sums_lack():
     assert 0.8 < np.linalg.norm(usual[0]) / np.linalg.norm(exact * math.sqrt(1 - 0.99**2)) < 1.2  # of two steps
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_int4_with_equal_steps(tmp_path, monkeypatch, capsys):
     """An older version's, without usual sizes: the run continues, and says that its errors start from zero."""
     save = CheckpointConfig(every_steps=1, every_minutes=None, keep=6)
@@ -383,6 +387,7 @@ def mesh_config(**changes) -> MeshConfig:
     return MeshConfig(**(dict(data=2, gradient_sync="int8") | changes))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "mesh"),
     [(lora_model, mesh_config()), (one_layer, mesh_config(data=1, fsdp=2, gradient_rounding="stochastic"))],

@@ -38,6 +38,7 @@ def declared(monkeypatch):
     monkeypatch.setattr(heads, "HEADS", [*heads.HEADS, VALUE])
 
 
+@pytest.mark.full
 def test_it_trains_and_goes_through_files(tmp_path):
     base = tiny_model()
     model = jaxtune.get_peft_model(with_head(base, Place.head, seed=1), r=4)

@@ -86,6 +86,7 @@ def test_codes_and_scales_are_those_of_the_file(folder, tmp_path):
     assert wrote["quantization_config"] == read["quantization_config"]
 
 
+@pytest.mark.full
 def test_loss_and_gradients_are_those_over_the_decoded_weights(folder):
     packed = with_adapter(kept(folder))
     plain = dequantize(packed)
@@ -111,6 +112,7 @@ def write_compressed(folder: Path, path: Path) -> None:
     api.export_model(model, path, "mxfp4")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("write", "message"),
     [
@@ -147,6 +149,7 @@ def test_what_contradicts_it_is_refused(folder, tmp_path, capsys):
     assert "load_in = 'mxfp4' keeps experts in the codes of their files" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_model_that_is_planned_has_the_shapes_of_the_one_that_is_loaded(folder, capsys):
     wanted = make_config("unused", model=ModelConfig(path=str(folder), load_in="mxfp4"), adapter=AdapterConfig(r=2))
     pretrained = Pretrained(folder, "float32", "mxfp4")
@@ -158,6 +161,7 @@ def test_a_model_that_is_planned_has_the_shapes_of_the_one_that_is_loaded(folder
     assert "predicted peak" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_mesh_divides_codes_as_it_divides_the_decoded_weights(folder, tmp_path):
     mesh = partition.make_mesh(1, 2)
     whole, divided = (Pretrained(folder, "float32", "mxfp4").load(mesh=over) for over in (None, mesh))
@@ -208,6 +212,7 @@ def run(folder, tmp_path_factory):
     return config
 
 
+@pytest.mark.full
 def test_a_run_goes_on_bit_for_bit_and_on_no_other_format(run, tmp_path):
     shutil.copytree(run.output, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoints/step_00000004")
@@ -223,6 +228,7 @@ def test_a_run_goes_on_bit_for_bit_and_on_no_other_format(run, tmp_path):
         np.testing.assert_array_equal(array, two[name], err_msg=name)
 
 
+@pytest.mark.full
 def test_commands_take_the_very_base(run, folder, capsys, caplog):
     adapter = Path(run.output) / "adapter"
     over = trained_over.read(adapter)
@@ -244,6 +250,7 @@ def test_commands_take_the_very_base(run, folder, capsys, caplog):
     assert np.isfinite(json.loads(capsys.readouterr().out)["eval_loss"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("to", ["merged", "mxfp4"])
 def test_an_export_is_that_over_the_decoded_weights(run, tmp_path, to):
     adapter = Path(run.output) / "adapter"
@@ -255,6 +262,7 @@ def test_an_export_is_that_over_the_decoded_weights(run, tmp_path, to):
         assert (Path(run.output) / "merged" / FILE).read_bytes() == (tmp_path / "kept" / FILE).read_bytes()
 
 
+@pytest.mark.full
 def test_experts_that_no_adapter_changed_are_exported_with_the_same_codes(folder, tmp_path):
     stored, model = load_file(folder / FILE), adapted_model(kept(folder, "bfloat16"), r=2)
     api.export_model(model, tmp_path / "out", "mxfp4")
@@ -266,6 +274,7 @@ def test_experts_that_no_adapter_changed_are_exported_with_the_same_codes(folder
     assert changed == {f"{name}.weight" for name, _ in linears(model)}
 
 
+@pytest.mark.full
 def test_a_model_that_is_given_is_recorded_with_its_format(folder):
     model = adapted_model(kept(folder), r=2)
     config = recorded_config(make_config("out", adapter=AdapterConfig(r=2)), model)

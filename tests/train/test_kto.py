@@ -54,7 +54,7 @@ def plain_loss(objective, model, data: PairDataset):
     return total, (kl, jnp.stack(ratios[0::2]))
 
 
-@pytest.mark.essential
+@pytest.mark.full
 def test_loss_metrics_and_gradients_are_the_definition():
     objective, data, model = KTO(0.3, desirable_weight=1.5, undesirable_weight=0.5), single(7), adapted()
     rows = PackedPairs(data.documents, LENGTH, labels=data.labels)

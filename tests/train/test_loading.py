@@ -73,6 +73,7 @@ def on_their_way(tmp_path: Path, name: str, make_model, **changes) -> tuple[Trai
     return trainer, weights
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("qat", [None, QatConfig(group_size=32, start=1)])
 def test_the_step_is_compiled_before_the_weights_are_waited_for_and_the_run_is_the_same(qat, tmp_path):
     def make_model():
@@ -102,6 +103,7 @@ def test_shapes_known_ahead_are_those_of_the_first_state(tmp_path):
     assert ahead == real
 
 
+@pytest.mark.full
 def test_of_a_model_that_is_freed_no_trained_tensor_is_left(tmp_path):
     """Of any kind of layer: the state holds copies, and adapters of experts are gigabytes."""
     experts = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -117,6 +119,7 @@ def test_of_a_model_that_is_freed_no_trained_tensor_is_left(tmp_path):
     assert not [start for start in starts if start() is not None]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("qat", [None, QatConfig(group_size=32, start=1)])
 def test_a_run_s_programs_are_compiled_side_by_side(qat, tmp_path, monkeypatch):
     """No compilation ends before all have begun: the evaluation's too, and those of the steps before QAT."""
@@ -137,6 +140,7 @@ def test_a_run_s_programs_are_compiled_side_by_side(qat, tmp_path, monkeypatch):
     assert [*found, programs.update] == names and all(step.update == "update" for step in steps)
 
 
+@pytest.mark.full
 def test_an_error_of_the_weights_is_the_run_s_and_leaves_the_folder_to_another(tmp_path):
     trainer, weights = on_their_way(tmp_path, "run", lora_model)
     weights.set_exception(ValueError("model.safetensors: ended 5 bytes early"))
@@ -183,6 +187,7 @@ def command_config(folder: Path, **changes):
     )  # a name that rich or a terminal may read
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("load_in", [None, "nf4"])
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "qwen3_moe", "qwen3_5_moe"])
 def test_the_model_on_its_way_has_the_shapes_that_were_said(family, load_in, tmp_path):
@@ -194,6 +199,7 @@ def test_the_model_on_its_way_has_the_shapes_that_were_said(family, load_in, tmp
     assert shapes(ahead) == shapes(loading.adapted(pretrained.load(), wanted))
 
 
+@pytest.mark.full
 def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monkeypatch, capsys):
     """The start values of the adapter are freed once they are copied."""
     starts: list[weakref.ref] = []
@@ -301,6 +307,7 @@ def test_small_programs_are_cached_too_wherever_the_cache_is(monkeypatch, tmp_pa
             jax.config.update(name, value)
 
 
+@pytest.mark.full
 def test_the_command_imports_no_torch(folder, tmp_path):
     (tmp_path / "installed" / "torch").mkdir(parents=True)
     (tmp_path / "installed" / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")

@@ -140,6 +140,7 @@ def test_residual_bytes_are_those_of_the_arrays(experts, length):
     assert ("gate_up" in arrays) == experts and ("gate" in arrays) != experts
 
 
+@pytest.mark.full
 def test_experts_count_as_a_token_meets_them():
     """Qwen3-30B-A3B: 3.3 billion weights meet a token, 30.5 billion are stored."""
     config = config_8b(model=ModelConfig(path="a shape"), adapter=AdapterConfig(target_parameters=EXPERTS))
@@ -209,6 +210,7 @@ def test_four_bits_and_shape_of_8b(parts_8b):
     assert parts_8b.residuals["lse"] == 4 * 32
 
 
+@pytest.mark.full
 def test_a_forward_counts_the_parts_of_a_float32_head_on_hopper_only():
     config = config_8b(precision={"*": "bf16", "lm_head": "fp32"})
     parts = step_cost(abstract_model(SHAPE, config), config)
@@ -237,6 +239,7 @@ def test_temporaries_beside_the_compilers(parts_8b, text, layers, rows, length, 
     assert forecast(parts, plan, H200).peak_bytes / 1e9 == pytest.approx(gb, rel=0.04)
 
 
+@pytest.mark.full
 def test_gate_and_up_are_written_over(parts_8b):
     """Where down_proj has an adapter alone, on every GPU; else on Hopper, in bfloat16."""
     plan = StepPlan(parse_residuals("recompute", parts_8b.num_layers, DENSE), 1, 2093)
@@ -258,6 +261,7 @@ def test_gate_and_up_are_written_over(parts_8b):
     assert in_float32 - in_float16 > 2.5 * wide
 
 
+@pytest.mark.full
 def test_capped_logits_are_counted_beside_those_that_they_are_made_of(parts_8b):
     """As tests/gpu/aot/test_memory.py finds in the compiled loss."""
     capped = dataclasses.replace(SHAPE, final_soft_cap=30.0)
@@ -266,6 +270,7 @@ def test_capped_logits_are_counted_beside_those_that_they_are_made_of(parts_8b):
     assert most - usual == 2 * 512 * SHAPE.vocab_size
 
 
+@pytest.mark.full
 def test_a_head_in_float32_is_counted_by_its_time_and_its_memory():
     """One H200, steps.json: 8b_nf4_head beside 8b_nf4, 13,732 for 17,143 tokens/s, 65.0 for 58.3 GB."""
     usual, wide = (config_8b(precision=precision) for precision in ("bf16", {"lm_head": "fp32"}))
@@ -295,6 +300,7 @@ def test_measured_steps_of_the_8b_shape(parts_8b):
         assert predicted == pytest.approx(seconds, rel=0.03), text
 
 
+@pytest.mark.full
 def test_measured_steps_with_delta_nets():
     """Qwen3.5-9B in bf16 on one H200, benchmarks/results/steps.json."""
     config = config_8b(model=ModelConfig(path="a shape"))
@@ -318,6 +324,7 @@ def test_with_room_everything_is_kept(parts_8b):
     assert best.recompute_seconds == best.wait_seconds == best.host_bytes == 0
 
 
+@pytest.mark.full
 def test_less_memory_is_never_faster_and_always_kept_to(parts_8b):
     speeds = []
     for gb in (130, 60, 40, 24, 16, 12, 10, 8.5):
@@ -328,6 +335,7 @@ def test_less_memory_is_never_faster_and_always_kept_to(parts_8b):
     assert speeds[3] > 0.85 * speeds[0]  # 24 GB: micro-batches keep everything in a quarter of the memory
 
 
+@pytest.mark.full
 def test_a_choice_beats_every_uniform_plan_that_fits(parts_8b):
     for gb, micro in ((24, 1), (16, 1), (16, None)):
         config = config_8b(micro_batches=micro)
@@ -358,6 +366,7 @@ def test_pinned_memory_is_bounded(parts_8b):
         assert best.host_bytes <= host
 
 
+@pytest.mark.full
 def test_what_is_pinned_leaves_room_for_a_checkpoint():
     """A whole 8B on an 80 GB card: beside what it pins, a host of 50 GB holds a copy of the state of 32 GB, or the run
     would be killed when it first saves. Where there is host memory enough, the plan is as before."""
@@ -373,6 +382,7 @@ def test_what_is_pinned_leaves_room_for_a_checkpoint():
     assert small.host_bytes <= 50e9 - saved - 4e9 < large.host_bytes <= 35e9
 
 
+@pytest.mark.full
 def test_gate_and_up_are_in_fp8_where_keeping_them_does_not_fit():
     config = config_8b(model=ModelConfig(path="a shape", load_in="fp8", compute="fp8"), micro_batches=1)
     parts = step_cost(abstract_model(SHAPE, config), config)
@@ -425,6 +435,7 @@ def test_rows_that_others_beat_are_left_out():
     assert len({tuple(rows[i]) for i in kept}) < len(kept) < 200  # equal rows stay together
 
 
+@pytest.mark.full
 def test_when_nothing_fits_three_settings_that_would(parts_8b):
     config = config_8b(model=ModelConfig(path="a shape"))
     with pytest.raises(PlanError, match="no plan fits: the smallest needs") as error:
@@ -439,6 +450,7 @@ def test_when_nothing_fits_three_settings_that_would(parts_8b):
     choose(step_cost(abstract_model(SHAPE, shorter), shorter), shorter, H200, 7.2e9)  # as it says
 
 
+@pytest.mark.full
 def test_the_longest_row_fits_and_the_next_does_not(parts_8b):
     config = config_8b()
     longest = fitting.longest_row(parts_8b, config, H200, 24e9)
@@ -449,6 +461,7 @@ def test_the_longest_row_fits_and_the_next_does_not(parts_8b):
         choose(dataclasses.replace(parts_8b, rows=1, length=longest + 1024), one, H200, 24e9)
 
 
+@pytest.mark.full
 def test_whether_a_row_fits_is_known_of_most_without_choosing(parts_8b):
     config, sure = config_8b(rows_per_step=1, micro_batches=1), []
     for device in (H200, dataclasses.replace(H200, host_bytes=2e9), find_device("NVIDIA GB10")):
@@ -512,6 +525,7 @@ def test_the_host_of_a_device_that_is_not_here(monkeypatch, tmp_path):
     assert find_device("RTX 3060", host_gb=128).host_bytes == pytest.approx(128e9 * 0.7)
 
 
+@pytest.mark.full
 def test_a_plan_that_needs_more_than_the_usual_host_warns(parts_8b):
     def said(device):
         parts = dataclasses.replace(parts_8b, table=NO_TABLE)  # so that the plan offloads little enough for the card
@@ -529,6 +543,7 @@ def test_a_plan_that_needs_more_than_the_usual_host_warns(parts_8b):
         PlanConfig(host_gb=64)
 
 
+@pytest.mark.full
 def test_a_plan_for_a_device_that_is_not_here(capsys):
     assert cli.main(["train", "qlora-8b", "--plan", "plan.device=RTX 4090", "plan.dollars_per_hour=36"]) == 0
     text = capsys.readouterr().out
@@ -540,6 +555,7 @@ def test_a_plan_for_a_device_that_is_not_here(capsys):
     assert price == pytest.approx(1e6 / speed / 100, rel=1e-2)  # a cent a second
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "load_in"),
     [
@@ -568,6 +584,7 @@ def test_the_time_to_finish_and_its_price():
         PlanConfig(dollars_per_hour=0.0)
 
 
+@pytest.mark.full
 def test_a_plan_of_a_model_with_experts(capsys):
     assert cli.main(["train", "gpt-oss-20b-qlora", "--plan", "plan.device=RTX 4090"]) == 0
     text = capsys.readouterr().out
@@ -575,6 +592,7 @@ def test_a_plan_of_a_model_with_experts(capsys):
         assert words in text, words
 
 
+@pytest.mark.full
 def test_a_plan_for_a_device_that_is_too_small(capsys):
     small = ["plan.device=RTX 3090", "memory.budget_gb=22"]
     assert cli.main(["train", "full-1b", "--plan", *small]) == cli.USER_ERROR
@@ -587,6 +605,7 @@ def test_a_plan_for_a_device_that_is_too_small(capsys):
 # ---- a run
 
 
+@pytest.mark.full
 def test_a_budget_is_planned_for_and_the_losses_are_those_of_the_kept_plan(tmp_path, monkeypatch, capsys):
     config, model = tiny_budget(tmp_path / "small")
     data = dataset(documents(60))
@@ -603,6 +622,7 @@ def test_a_budget_is_planned_for_and_the_losses_are_those_of_the_kept_plan(tmp_p
     assert "plan: " in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_resumed_run_keeps_its_plan(tmp_path, monkeypatch, capsys):
     from jaxtune.train.config import CheckpointConfig
 

@@ -68,6 +68,7 @@ def test_states_on_the_host_are_not_divided():
     assert chosen(SMALL, "H200", 2, optim=offloaded)[0] == MeshConfig(2, 1)
 
 
+@pytest.mark.full
 def test_where_nothing_fits_the_mesh_that_needs_least_is_planned():
     mesh, why = chosen(LARGE, "RTX 3060", 2)
     assert mesh == MeshConfig(1, 2) and "; data=2 fsdp=1 needs " in why and "; data=1 fsdp=2 needs " in why
@@ -112,6 +113,7 @@ def test_gathers_cost_time(lora):
     assert alone.exposed_seconds < 0.01 * alone.step_seconds
 
 
+@pytest.mark.full
 def test_room_is_used_to_gather_trained_weights_once():
     """Those of full fine-tuning, which each step changes."""
     full = on_h200(rows_per_step=4, optim=OptimConfig("adamw_8bit", weights="bf16"))
@@ -125,6 +127,7 @@ def test_room_is_used_to_gather_trained_weights_once():
     assert full(MeshConfig(2, 1)).plan.residuals.whole_weights == 0
 
 
+@pytest.mark.full
 def test_room_is_used_to_hold_frozen_weights_whole(lora):
     """For less memory than to gather them once a step, and none of the time."""
     mesh = MeshConfig(1, 2)
@@ -143,6 +146,7 @@ def test_room_is_used_to_hold_frozen_weights_whole(lora):
     assert tight.peak_bytes < 63e9 and tight.step_seconds < divided.step_seconds
 
 
+@pytest.mark.full
 def test_weights_that_lie_whole_already_stay_so(lora):
     """A smaller plan of a step that ran out of memory has no fewer of them."""
     free, found = (lora(MeshConfig(1, 2), budget_gb=30, resident=least) for least in (0, 20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec, MoEConfig
@@ -30,6 +31,7 @@ def test_the_loss_falls_and_every_experts_adapter_moves(tmp_path):
     np.testing.assert_array_equal(router.weight[...], model.layers[0].mlp.router.weight[...])
 
 
+@pytest.mark.full
 def test_two_devices_train_as_one_does(tmp_path):
     """Each sorts its own tokens; the gradients of adapters are summed over both."""
     base = tiny_model(moe=MOE, attention_sinks=True)

@@ -85,7 +85,7 @@ def stepped(trainer: Trainer):
     [
         ("adamw_8bit", "fp32", 1),
         ("adamw", "bf16", 2),
-        pytest.param("lion_8bit", "fp32", 1, marks=pytest.mark.further),
+        pytest.param("lion_8bit", "fp32", 1, marks=pytest.mark.full),
     ],
 )
 def test_losses_weights_and_states_are_those_of_a_run_without(small, tmp_path, name, weights, devices):
@@ -104,6 +104,7 @@ def test_losses_weights_and_states_are_those_of_a_run_without(small, tmp_path, n
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(want.opt_state)} == {"device"}
 
 
+@pytest.mark.full
 def test_a_run_goes_on_bit_for_bit_with_and_without(small, tmp_path):
     """Four steps at once on the host, then their second half again from the checkpoint, on the device; and back."""
     save = CheckpointConfig(every_steps=2, every_minutes=None, keep=3)
@@ -227,6 +228,7 @@ def test_what_is_counted_is_what_the_trainer_holds(small, tmp_path):
     assert parts.fixed["optimizer states"] == sum(leaf.nbytes for leaf in leaves) - on_host
 
 
+@pytest.mark.full
 def test_8b_without_an_adapter():
     """On one H200 AdamW's fp32 states fit nowhere but on a host with 70 GB to pin; that is said."""
     shape = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
@@ -276,6 +278,7 @@ def kinds_of(state) -> set:
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state) if leaf.nbytes >= LARGE}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 def test_an_adapters_states_may_be_on_the_host(small, tmp_path, name):
     """The run is that of states on the device which are updated tensor by tensor, in every bit."""
@@ -287,6 +290,7 @@ def test_an_adapters_states_may_be_on_the_host(small, tmp_path, name):
     assert kinds_of(state) == {"pinned_host"} and kinds_of(want) == {"device"}
 
 
+@pytest.mark.full
 def test_a_run_goes_on_wherever_its_checkpoint_had_the_states(small, tmp_path):
     save = CheckpointConfig(every_steps=2, every_minutes=None, keep=3)
     want = adapted(tmp_path / "run", True, checkpoint=save).train()
@@ -317,6 +321,7 @@ def lora_8b_with_its_embedding(**changes):
     return dataclasses.replace(parts, table=NO_TABLE), config
 
 
+@pytest.mark.full
 def test_the_plan_has_the_states_on_the_host_if_that_is_faster():
     parts, config = lora_8b_with_its_embedding()
     device = find_device("H200")
@@ -334,6 +339,7 @@ def test_the_plan_has_the_states_on_the_host_if_that_is_faster():
     assert not ample.plan.states_on_host and not tight.plan.states_on_host  # not for less than 1 %
 
 
+@pytest.mark.full
 def test_the_states_are_on_the_host_if_nothing_else_fits():
     parts, config = lora_8b_with_its_embedding()
     device = find_device("H200")
@@ -351,6 +357,7 @@ def test_the_states_are_on_the_host_if_nothing_else_fits():
         assert smallest.plan.chunk_tokens > 2**24 // parts.vocab_size  # the fastest of the smallest
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [dict(max_grad_norm=None), dict(optim=OptimConfig("adafactor")), dict(mesh=MeshConfig(data=2))],
@@ -360,6 +367,7 @@ def test_states_that_stay_on_the_device(changes):
     assert lora_8b(**changes)[0].states == NO_STATES
 
 
+@pytest.mark.full
 def test_a_host_with_little_memory_gets_no_states():
     parts, device = lora_8b_with_its_embedding()[0], find_device("H200")
     for other in (dataclasses.replace(device, host_memory_bytes=5e9), dataclasses.replace(device, link=0.0)):
@@ -367,6 +375,7 @@ def test_a_host_with_little_memory_gets_no_states():
     assert len(host_room.places(parts, device)) == 2
 
 
+@pytest.mark.full
 def test_states_are_not_moved_alone_where_the_embedding_frees_more():
     """Its rows cost no time: 0.78 GB against 0.34 GB with rank 16, but 1.34 GB with rank 64."""
     device = find_device("H200")

@@ -75,6 +75,7 @@ def test_lion_in_8_bits_goes_by_its_coded_momentum(shape):
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(state[0])) <= (4 * size if size < 4096 else size * 1.02 + 300)
 
 
+@pytest.mark.full
 @given(st.lists(st.integers(1, 3), max_size=1), st.integers(1, 60), st.integers(1, 60), st.integers(0, 99))
 @settings(max_examples=12, deadline=None)
 def test_orthogonal_has_singular_values_near_one(batch, rows, columns, seed):

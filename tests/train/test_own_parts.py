@@ -96,6 +96,7 @@ def run(tmp_path_factory):
     return trainer, trainer.train(), seen
 
 
+@pytest.mark.full
 def test_it_trains_and_its_numbers_are_in_the_metrics(run):
     trainer, _, seen = run
     lines = [json.loads(line) for line in (trainer.output / "metrics.jsonl").read_text().splitlines()]
@@ -108,6 +109,7 @@ def test_it_trains_and_its_numbers_are_in_the_metrics(run):
     assert seen.steps == list(range(1, 9)) and seen.saves == [4, 8]
 
 
+@pytest.mark.full
 def test_it_goes_on_bit_for_bit(run, tmp_path):
     trainer, trained, _ = run
     output = tmp_path / "run"
@@ -120,6 +122,7 @@ def test_it_goes_on_bit_for_bit(run, tmp_path):
     assert [(line["step"], line["loss"]) for line in resumed.history if "loss" in line] == list(losses.items())[4:]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
@@ -135,6 +138,7 @@ def test_other_parts_are_another_run(run, changes, key):
         trainer_of(trainer.output, **changes).train()
 
 
+@pytest.mark.full
 def test_gradients_of_more_than_one_run_of_the_model_add_up(tmp_path):
     """Layers' gradients are added to sums in the first run of the model, whatever else the loss runs."""
 

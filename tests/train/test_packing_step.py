@@ -46,6 +46,7 @@ def test_documents_of_a_step_share_rows(tmp_path, micro_batches):
     np.testing.assert_allclose(found["step"][1], found[False][1], rtol=2e-5)
 
 
+@pytest.mark.full
 def test_pairs_of_a_step_share_rows(tmp_path):
     """With a reference that is computed before, once for each pair, and one that is computed in each step."""
     found = {}
@@ -60,6 +61,7 @@ def test_pairs_of_a_step_share_rows(tmp_path):
     np.testing.assert_allclose(found[True][1], found[False][1], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_such_a_run_goes_on_bit_for_bit(tmp_path):
     def trainer(name, steps):
         config = config_of(

@@ -77,6 +77,7 @@ def measured(output: Path, what: str) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 def test_a_resume_holds_no_more_than_a_step(tmp_path):
     """At most 1.2 times: no first state is made for its shapes, and what was given is let go."""
     first = measured(tmp_path / "run", "first")
@@ -86,6 +87,7 @@ def test_a_resume_holds_no_more_than_a_step(tmp_path):
     assert resumed["step"] <= 1.02 * first["step"]
 
 
+@pytest.mark.full
 def test_an_evaluation_has_no_optimizer(tmp_path):
     found = measured(tmp_path / "run", "evaluate")
     assert 2 * found["parameters"] <= found["evaluated"] <= 2.5 * found["parameters"]  # bfloat16 weights, and rows
@@ -95,6 +97,7 @@ def runs(output, **changes):
     return make_config(output, steps=4, evaluation=EvaluationConfig(), **changes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optim", [OptimConfig(), OptimConfig(name="adamw_8bit")])
 def test_an_evaluation_is_planned_as_a_forward_pass(optim, tmp_path):
     """Under a budget that has room for the weights and not for their optimizer."""
@@ -143,6 +146,7 @@ def test_a_forward_pass_that_compiles_larger_than_planned_is_planned_smaller(tmp
     assert trainer.engine.planner.plan.micro_batches == 4  # one row at a time, which the device has to judge
 
 
+@pytest.mark.full
 def test_the_weights_of_a_checkpoint_are_read_without_its_optimizer(tmp_path):
     """`evaluate_checkpoint` gives what the run's own last evaluation said."""
     rows, held_out = dataset(documents(12)), dataset(documents(6, seed=1))
@@ -292,6 +296,7 @@ def life(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("phase", ["load", "step", "evaluate", "sample", "export"])
 def test_every_phase_of_a_run_stays_within_its_figure(life, phase):
     """QLoRA of the packaged model with the merge at its end, on arrays that are alive at any moment."""
@@ -299,6 +304,7 @@ def test_every_phase_of_a_run_stays_within_its_figure(life, phase):
     assert 0 < life["peaks"][phase] <= life["planned"][phase]
 
 
+@pytest.mark.full
 def test_two_merged_models_are_never_live(life):
     """At the end a run holds its packed base, the adapter, and one merged matrix at a time: no merged model, whose
     weights in 32 bits would alone be more than the packed base and one matrix."""

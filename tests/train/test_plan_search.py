@@ -72,12 +72,14 @@ def test_a_plan_that_fits_is_compiled_once(trainer, monkeypatch):
     assert compiler.fit().plan == first and len(compiler.compiled) == 1
 
 
+@pytest.mark.full
 def test_one_that_is_over_by_a_rounding_is_not_compiled_again(trainer, monkeypatch):
     compiler = Compiler(trainer.engine, monkeypatch, lambda _: trainer.planner.budget_bytes * ROUNDED)
     compiler.fit()
     assert len(compiler.compiled) == 1
 
 
+@pytest.mark.full
 def test_the_next_plan_is_smaller_by_as_much_as_the_first_was_wrong(trainer, monkeypatch):
     first, budget = trainer.planner.plan, trainer.planner.budget_bytes
     compiler = Compiler(trainer.engine, monkeypatch, lambda forecast: 1.2 * forecast.peak_bytes)
@@ -85,6 +87,7 @@ def test_the_next_plan_is_smaller_by_as_much_as_the_first_was_wrong(trainer, mon
     assert found.plan != first and 1.2 * found.peak_bytes <= ROUNDED * budget and len(compiler.compiled) == 2
 
 
+@pytest.mark.full
 def test_only_the_smallest_fits(trainer, monkeypatch):
     smallest = smallest_of(trainer).plan
     compiler = Compiler(
@@ -95,6 +98,7 @@ def test_only_the_smallest_fits(trainer, monkeypatch):
     assert compiler.fit().plan == smallest and len(compiler.compiled) == MOST
 
 
+@pytest.mark.full
 def test_the_smallest_may_take_what_the_allocator_is_expected_to_lose(trainer, monkeypatch):
     smallest, room = smallest_of(trainer).plan, trainer.planner.room
     assert room.limit_bytes > 1.01 * room.budget_bytes
@@ -102,6 +106,7 @@ def test_the_smallest_may_take_what_the_allocator_is_expected_to_lose(trainer, m
     assert compiler.fit().plan == smallest
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("runs_out", [False, True])
 def test_it_fails_once_the_smallest_was_compiled_and_says_what_that_needs(trainer, monkeypatch, runs_out):
     too_much = trainer.planner.room.limit_bytes * 1.5
@@ -114,6 +119,7 @@ def test_it_fails_once_the_smallest_was_compiled_and_says_what_that_needs(traine
         assert words in str(error.value)
 
 
+@pytest.mark.full
 def test_a_budget_far_under_the_smallest_is_refused_before_anything_is_compiled(tmp_path):
     config, model = tiny_budget(tmp_path)
     config = dataclasses.replace(config, memory=MemoryConfig(budget_gb=config.memory.budget_gb / 100))
@@ -134,6 +140,7 @@ def parts():
     return step_cost(abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), CONFIG), CONFIG)
 
 
+@pytest.mark.full
 def test_heads_of_512_are_forecast_to_attend_more_slowly():
     """Beside heads of 256, twice as many: the same multiplications, and the same forecast of everything else."""
 
@@ -164,6 +171,7 @@ def searched(parts, budget, ratio):
         failed.append(Failed(found.plan, found.peak_bytes, need))
 
 
+@pytest.mark.full
 def test_the_budget_at_which_planning_twice_was_not_enough(parts):
     """8B in NF4 at 10.8 GB, on an H200: plans 1.8 % and 4.7 % larger than predicted."""
     ratios = iter([1.018, 1.047, 1.047, 1.047])
@@ -171,6 +179,7 @@ def test_the_budget_at_which_planning_twice_was_not_enough(parts):
     assert len(tried) == 3 and tried[-1].tokens_per_second > 0.96 * tried[0].tokens_per_second
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("budget_gb", [8, 9, 9.7, 11, 13, 15, 19, 23, 31, 47])
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_the_ratios_some_plan_is_found_and_is_nearly_as_fast(parts, budget_gb, seed):
@@ -183,6 +192,7 @@ def test_whatever_the_ratios_some_plan_is_found_and_is_nearly_as_fast(parts, bud
         assert tried[-1].tokens_per_second > 0.93 * tried[0].tokens_per_second
 
 
+@pytest.mark.full
 def test_one_failure_says_nothing_of_other_micro_batches(parts):
     """Plans that run like the first may need as much more than their forecasts; others may take the whole budget. After
     a second failure all forecasts are taken to be as wrong as the worst."""
@@ -203,6 +213,7 @@ def test_one_failure_says_nothing_of_other_micro_batches(parts):
     assert gained
 
 
+@pytest.mark.full
 def test_near_relatives_of_what_failed_are_left_out(parts):
     budget, failed = 15e9, []
     for _ in range(2):
@@ -230,6 +241,7 @@ def again(tmp_path, **changes):
     return Trainer(model, None, dataclasses.replace(config, **changes), dataset(documents(60)))
 
 
+@pytest.mark.full
 def test_the_same_command_begins_with_the_plan_that_fitted(tmp_path, cache, monkeypatch):
     def found_by(trainer):
         compiler = Compiler(trainer.engine, monkeypatch, lambda forecast: 1.2 * forecast.peak_bytes)
@@ -244,6 +256,7 @@ def test_the_same_command_begins_with_the_plan_that_fitted(tmp_path, cache, monk
     assert found_by(again(tmp_path / "one"))[0] == plan  # a damaged entry is not believed
 
 
+@pytest.mark.full
 def test_what_is_remembered_refuses_nothing(tmp_path, cache, monkeypatch):
     compiler = Compiler(again(tmp_path / "one").engine, monkeypatch, lambda _: 1e15)
     with pytest.raises(PlanError):
@@ -253,6 +266,7 @@ def test_what_is_remembered_refuses_nothing(tmp_path, cache, monkeypatch):
     assert compiler.fit().plan == compiler.compiled[0].plan
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("need", "had", "budget", "known"),
     [
@@ -275,6 +289,7 @@ def test_for_which_budgets_a_failure_counts(tmp_path, cache, need, had, budget, 
 # ---- several processes
 
 
+@pytest.mark.full
 def test_processes_that_find_different_sizes_agree_on_the_largest(trainer, monkeypatch):
     def all_of(value):  # as JSON gives it back, and another process beside it
         return json.loads(json.dumps([value, None if value is None else 1.2 * value]))
@@ -285,6 +300,7 @@ def test_processes_that_find_different_sizes_agree_on_the_largest(trainer, monke
     assert 1.2 * compiler.fit().peak_bytes <= ROUNDED * budget and len(compiler.compiled) == 2
 
 
+@pytest.mark.full
 def test_a_compilation_that_runs_out_of_memory_in_another_process_is_planned_again(trainer, monkeypatch):
     answers = iter([[1.0, None], [1.0, 1.0]])
     monkeypatch.setattr(processes, "all_of", lambda value: next(answers))
@@ -292,6 +308,7 @@ def test_a_compilation_that_runs_out_of_memory_in_another_process_is_planned_aga
     assert compiler.fit().plan != first and len(compiler.compiled) == 2
 
 
+@pytest.mark.full
 def test_the_first_process_says_which_plan_and_that_there_is_none(trainer, monkeypatch):
     said = {"plan": choose(trainer.planner.cost, trainer.config, trainer.planner.device, None, (64 * 48,)).plan}
     answer = [said["plan"].to_record(), False, None]
@@ -333,6 +350,7 @@ def run_with_failures(tmp_path, monkeypatch, count):
     return trainer
 
 
+@pytest.mark.full
 def test_out_of_memory_in_the_first_step_is_planned_again(tmp_path, monkeypatch, capsys):
     plain = run_with_failures(tmp_path / "plain", monkeypatch, 0)
     plain.train()
@@ -372,6 +390,7 @@ def test_what_a_step_lacked_when_it_ran(trainer, refused, short):
     assert trainer.planner.short_bytes(error, [Full()]) is None
 
 
+@pytest.mark.full
 def test_after_a_step_that_ran_out_the_next_plan_is_only_a_little_smaller(parts):
     """8B in NF4 in 10.8 GB had taken a plan of 15 % less."""
     room, failed, tried = Room(9.5e9, 10e9), [], []
@@ -388,6 +407,7 @@ def test_after_a_step_that_ran_out_the_next_plan_is_only_a_little_smaller(parts)
         next_plan(parts, CONFIG, H200, room, failed)
 
 
+@pytest.mark.full
 def test_what_a_step_lacked_is_remembered(tmp_path, cache):
     trainer = again(tmp_path)
     failed = Failed(trainer.planner.plan, trainer.planner.forecast.peak_bytes, None, 1e6)
@@ -395,6 +415,7 @@ def test_what_a_step_lacked_is_remembered(tmp_path, cache):
     assert again(tmp_path).planner._known.of(trainer.planner.forecast, 1e9) == failed
 
 
+@pytest.mark.full
 def test_out_of_memory_under_the_smallest_plan_is_explained(tmp_path, monkeypatch):
     trainer = run_with_failures(tmp_path, monkeypatch, 9)
     with pytest.raises(PlanError, match="the smallest was predicted to need .* and memory ran out"):

@@ -129,6 +129,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("length", [16, 40])
 def test_packed_answers_have_the_loss_and_gradients_of_answers_alone(name, length):
@@ -194,6 +195,7 @@ def test_answers_to_prompts_that_became_longer_are_not_written_over_others():
     assert sorted(places) == [(row, 0, 0) for row in range(8)]
 
 
+@pytest.mark.full
 def test_sampling_depends_on_the_seed_the_generation_and_the_weights_alone():
     objective, model = CASES["dapo"], tiny_model()
     first, second = source_of(objective), source_of(objective)
@@ -228,6 +230,7 @@ KINDS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model_is_sampled_and_trained(kind):
     objective, model = GRPO.of(**settings()), adapted_model(KINDS[kind](), r=2)
@@ -272,6 +275,7 @@ def test_rloo_takes_the_divergence_of_an_answer_from_its_reward():
     )
 
 
+@pytest.mark.full
 def test_a_generation_that_serves_several_steps_is_resumed():
     objective = GRPO.of(**settings(num_iterations=2, steps_per_generation=2))
     model = tiny_model()
@@ -297,6 +301,7 @@ def test_a_generation_that_serves_several_steps_is_resumed():
     np.testing.assert_array_equal(batches[2].extra[OLD_LOGPS], batches[0].extra[OLD_LOGPS])
 
 
+@pytest.mark.full
 def test_old_log_probabilities_are_those_of_the_model_that_sampled():
     """For every step of a generation, as in TRL: each step before has changed the model."""
     objective = GRPO.of(**settings(num_iterations=2, steps_per_generation=2))
@@ -382,6 +387,7 @@ def test_a_run_earns_more_reward_and_says_what_it_sampled(tmp_path, capsys):
     assert "4 prompts x 8 answers" in trainer.batches.described(14)[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("more", [{}, dict(num_iterations=2, beta=0.05)])
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, more):
     checkpoint = CheckpointConfig(every_steps=3, every_minutes=None)
@@ -407,6 +413,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, more):
     assert of_metric(again, "loss") == of_metric(runs["whole"], "loss")[3:]
 
 
+@pytest.mark.full
 def test_two_devices_share_the_rows_and_the_answers(tmp_path):
     runs, batches = {}, {}
     for name, mesh in (("one", None), ("two", MeshConfig(data=2))):
@@ -432,6 +439,7 @@ def test_two_devices_share_the_rows_and_the_answers(tmp_path):
         trainer_of(tmp_path, mesh=MeshConfig(fsdp=2))
 
 
+@pytest.mark.full
 def test_slots_are_planned_from_what_the_step_leaves(tmp_path):
     """In a run of rewards, and in an evaluation that generates."""
     for name in ("free", "held"):
@@ -467,6 +475,7 @@ def test_slots_are_planned_from_what_the_step_leaves(tmp_path):
         trainer_of(tmp_path / "held", memory=MemoryConfig(budget_gb=fixed / 2**30), **changes)
 
 
+@pytest.mark.full
 def test_answers_are_sampled_with_as_many_converted_layers_as_the_plan_says(monkeypatch):
     """A later generation, or a process that continues the run, may find other memory free, and must draw the same."""
     monkeypatch.setattr("jaxtune.models.generation.sampler.room_bytes", lambda share: 1e12)
@@ -482,6 +491,7 @@ def test_answers_are_sampled_with_as_many_converted_layers_as_the_plan_says(monk
         assert (plan.slots, plan.converted_layers) == (18, decodes)
 
 
+@pytest.mark.full
 def test_rewards_that_are_all_equal_teach_nothing_and_are_told(tmp_path, capsys):
     file = tmp_path / "equal.py"
     file.write_text("def equal(completions, **columns):\n    return [1.0] * len(completions)\n")

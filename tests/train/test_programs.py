@@ -24,6 +24,7 @@ def engine(tmp_path):
     return trainer.engine, trainer.model.first_shapes(trainer.engine)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["accumulate", "update"])
 def test_checks_that_a_program_asks_for_begin_before_it_is_compiled(engine, monkeypatch, name):
     begun, seen, collected = threading.Event(), {}, []
@@ -48,6 +49,7 @@ def test_checks_that_a_program_asks_for_begin_before_it_is_compiled(engine, monk
     assert collected == [False] and gc.isenabled()
 
 
+@pytest.mark.full
 def test_collections_visit_nothing_that_is_older_than_the_steps(tmp_path, monkeypatch):
     """And after the run everything again, unless the caller has frozen objects, as the tests do."""
     monkeypatch.setattr(heap, "_depth", 0)  # of the tests

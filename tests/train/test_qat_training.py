@@ -72,6 +72,7 @@ def run(tmp_path_factory):
     return trainer, trained, plain
 
 
+@pytest.mark.full
 def test_rounding_begins_at_its_step(run):
     trainer, _, plain = run
     assert losses(trainer)[:START] == losses(plain)[:START]
@@ -89,6 +90,7 @@ def test_the_run_says_what_is_rounded(run):
     assert len(run[2].notes()) == 1
 
 
+@pytest.mark.full
 def test_what_is_exported_has_the_loss_of_the_run(run, tmp_path):
     trainer, trained, _ = run
     assert qat_spec(trained) == FakeQuant("int4", 32, "float32")
@@ -113,6 +115,7 @@ def test_another_qat_is_another_run(run, tmp_path):
         trainer_of(tmp_path, model_of(), qat=QatConfig(group_size=32, start=1)).train()
 
 
+@pytest.mark.full
 def test_full_fine_tuning_gives_weights_on_the_grid(tmp_path):
     """In bf16 compute over float32 masters: the grid is that of the masters, not of their bf16 copies."""
     model = model_of("bfloat16", rank=0)
@@ -130,6 +133,7 @@ def test_full_fine_tuning_gives_weights_on_the_grid(tmp_path):
     assert losses(trainer)[-1] < losses(trainer)[0]
 
 
+@pytest.mark.full
 def test_clipped_gradients_train_otherwise_and_are_said(tmp_path):
     """Over adapters: the first loss is the same, and later ones are not."""
     runs = {}
@@ -144,6 +148,7 @@ def test_clipped_gradients_train_otherwise_and_are_said(tmp_path):
     assert straight[0] == clipped[0] and straight[1:] != clipped[1:]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("of_experts", [False, True])
 def test_rounded_activations_are_resumed_and_divided(tmp_path, of_experts):
     """With dropout and DoRA, or with experts: a resume gives equal bits, and two devices that divide the weights give
@@ -178,6 +183,7 @@ def copied_until(run, output, step):
     return output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [4, 0])
 @pytest.mark.parametrize(("start", "saved"), [(0, START), (3, START)])
 def test_observed_scales_are_those_of_the_first_rows_and_stay(tmp_path, monkeypatch, rank, start, saved):
@@ -208,6 +214,7 @@ def test_observed_scales_are_those_of_the_first_rows_and_stay(tmp_path, monkeypa
         assert more.evaluate()["eval_loss"] == pytest.approx(eval_losses(one)[STEPS], rel=1e-6)
 
 
+@pytest.mark.full
 def test_observed_scales_are_equal_on_every_mesh_and_the_loss_sees_them(tmp_path):
     def trainer(name, **changes):
         return trainer_of(tmp_path / name, model_of(), QatConfig("nvfp4-nvfp4"), steps=1, **changes)
@@ -224,6 +231,7 @@ def test_observed_scales_are_equal_on_every_mesh_and_the_loss_sees_them(tmp_path
     assert losses(wide) != pytest.approx(losses(one), rel=1e-3)
 
 
+@pytest.mark.full
 def test_what_cannot_be_observed_is_refused(tmp_path, monkeypatch):
     of_run = trainer_of(tmp_path / "run", model_of(), QatConfig("nvfp4-nvfp4"))
     before = "nvfp4-nvfp4 observes activations on the rows of the first step"

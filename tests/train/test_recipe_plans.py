@@ -30,6 +30,7 @@ def drawn():
     return [*chosen, pytest.param(slow, "A100", marks=pytest.mark.further)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("recipe", "card"), drawn())
 def test_a_stored_plan_is_what_the_planner_says_today(recipe, card):
     recorded, found = recipe_plans.stored()[recipe]["cards"][card], recipe_plans.forecast(recipe, card)

@@ -30,6 +30,7 @@ from tests.train.tiny_runs import lora_model, make_config
 PATTERNS = dict(rank_pattern={"layers.0.mlp.up_proj": 2}, alpha_pattern={"q_proj": 4.0})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [

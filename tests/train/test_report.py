@@ -53,6 +53,7 @@ def test_held_out_rows_that_are_trained_on_are_warned_of():
     assert both[1].documents.also_in(both[0].documents) == 2
 
 
+@pytest.mark.full
 def test_a_row_longer_than_the_models_context_is_warned_of(tmp_path):
     data = prepare(ROWS, make_tokenizer(), length=1024)
     said = "warning: data.length = 1,024 is more than the 512 positions that the model was made for"
@@ -101,6 +102,7 @@ def test_every_key_of_data_reaches_the_rows():
     assert keys <= set(inspect.signature(prepare).parameters)
 
 
+@pytest.mark.full
 def test_the_start_of_a_run_on_a_gpu_says_how_long_it_takes(tmp_path, capsys):
     config = make_config(tmp_path, steps=2, plan=PlanConfig(dollars_per_hour=2.0))
     trainer = Trainer(lora_model(), None, config, dataset(documents(12)))

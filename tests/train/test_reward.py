@@ -35,6 +35,7 @@ def scoring(**settings):
     return get_peft_model(reward_model(tiny_model()), r=4, **settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 def test_loss_metrics_and_gradients_are_the_definitions(packing):
     documents, given = pairs(5), np.asarray([0.5, 0.0, -0.3, 1.0, 0.2], np.float32)
@@ -109,6 +110,7 @@ def test_margins_are_those_of_the_rows(tmp_path):
         prepare([row("much")])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["plain", "nf4"])
 def test_the_head_in_files(tmp_path, kind):
     """A folder as transformers' ForSequenceClassification, an adapter as PEFT's of the task SEQ_CLS."""
@@ -132,6 +134,7 @@ def test_the_head_in_files(tmp_path, kind):
     np.testing.assert_array_equal(loaded(tokens), merged(tokens))
 
 
+@pytest.mark.full
 def test_a_run_of_the_command(tmp_path):
     """From a language model's folder to an adapter and a merged reward model."""
     tokenizer, rows = make_tokenizer(), tmp_path / "rows.jsonl"
@@ -178,6 +181,7 @@ def test_what_does_not_go_together(tmp_path):
         from_pretrained(tmp_path / "model")
 
 
+@pytest.mark.full
 def test_a_run_scores_what_is_chosen_higher(tmp_path):
     """On held-out pairs; over weights in four bits; a signal in the middle changes no bit."""
 

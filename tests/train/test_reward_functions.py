@@ -33,7 +33,7 @@ def test_functions_get_columns_and_give_a_table():
 
 
 def test_async_functions_run_side_by_side():
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=300)
 
     async def first(completions, **columns):
         await asyncio.to_thread(both.wait)
@@ -115,7 +115,7 @@ def test_a_function_that_takes_too_long_is_named():
     started = time.monotonic()
     with pytest.raises(RewardError, match="slow took longer than objective.reward_timeout = 0.1 s"):
         RewardFunctions.of([slow], timeout_seconds=0.1)(some())
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 25
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ class Seen(Callback):
         self.steps.append((step, len(rollouts)))
 
 
+@pytest.mark.full
 def test_a_run_keeps_its_answers_and_tells_its_rewards(tmp_path, capsys):
     objective = dict(num_iterations=2)
     made = trainer_of(
@@ -151,6 +152,7 @@ def test_masks_that_leave_most_answers_out_are_told():
 # ---- the loss of a step that shares a generation
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "bnpo", "grpo"])
 def test_the_entropy_bonus_is_its_factor_times_the_mean(loss_type):
     others = options(loss_type=loss_type, epsilon_high=5.0, steps_per_generation=2)

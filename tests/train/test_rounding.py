@@ -128,6 +128,7 @@ def losses(trainer) -> np.ndarray:
     return np.asarray([line["loss"] for line in trainer.history])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 def test_training_tracks_float32(tmp_path, name):
     found = {}
@@ -145,6 +146,7 @@ def up_proj(state) -> np.ndarray:
     return np.asarray(state["layers"][0]["mlp"]["up_proj"]["weight"].get_value(), np.float64).ravel()
 
 
+@pytest.mark.full
 def test_updates_too_small_for_bf16_are_kept_on_average(tmp_path):
     """At a rate at which rounding to nearest would leave most weights where they are."""
     moved, start = {}, np.zeros(0)
@@ -162,6 +164,7 @@ def test_updates_too_small_for_bf16_are_kept_on_average(tmp_path):
     assert noise < 0.1 and abs(slope - 1) < 5 * noise
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 def test_a_run_goes_on_bit_for_bit(tmp_path, name):
     save = CheckpointConfig(every_steps=2, every_minutes=None)
@@ -182,6 +185,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path, name):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(got), nnx.state(want))
 
 
+@pytest.mark.full
 def test_the_seed_decides(tmp_path):
     first, again, other = (
         nnx.state(trainer_of(tmp_path / str(i), steps=1, seed=seed).train()) for i, seed in enumerate((0, 0, 1))
@@ -208,6 +212,7 @@ def test_gradients_are_bf16_only_where_nothing_adds_up(tmp_path):
     )
 
 
+@pytest.mark.full
 def test_a_run_does_not_go_on_in_another_storage(tmp_path):
     save = CheckpointConfig(every_steps=2, every_minutes=None)
     trainer_of(tmp_path, steps=2, checkpoint=save).train()

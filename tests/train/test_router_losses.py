@@ -61,6 +61,7 @@ def packed_batch(rows: int = 2):
     return batch
 
 
+@pytest.mark.full
 def test_gradients_through_the_stack_are_those_of_the_definition():
     model, batch = moe_model(), packed_batch()
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
@@ -98,6 +99,7 @@ def test_packed_rows_have_the_losses_of_padded_ones():
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [dict(micro_batches=2), dict(mesh=MeshConfig(data=2))], ids=["micro", "devices"])
 def test_a_step_adds_what_is_documented(tmp_path, changes):
     """A micro-batch is pooled over its devices; micro-batches are weighted by their targets."""
@@ -137,6 +139,7 @@ def test_a_step_adds_what_is_documented(tmp_path, changes):
         np.testing.assert_allclose(a, b, atol=5e-6)
 
 
+@pytest.mark.full
 def test_the_coefficient_is_the_models_where_the_config_names_none(tmp_path):
     def coefficients(model, **settings):
         trainer = Trainer(model, None, make_config(tmp_path, **settings), train_rows=dataset(documents(8)))

@@ -63,6 +63,7 @@ def assert_equal(one: list[list[np.ndarray]], other: list[list[np.ndarray]]) -> 
             np.testing.assert_array_equal(left, right, err_msg=f"step {step}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("form", ["stream", "streamed mixture", "mixture", "files"])
 def test_any_number_of_devices_trains_on_the_same_rows(model, files, tmp_path, form, packing):

@@ -199,6 +199,7 @@ def found(pattern, text):
     return match[0]
 
 
+@pytest.mark.full
 def test_a_report_of_two_runs_in_a_browser(run, tmp_path, browser, capsys):
     other = made_run(tmp_path / "runs" / "other", rate=2e-3)
     file = tmp_path / "page.html"
@@ -227,6 +228,7 @@ def test_a_report_of_two_runs_in_a_browser(run, tmp_path, browser, capsys):
     assert "1" in ticks and all(0.9 <= float(tick) <= 1.1 for tick in ticks)
 
 
+@pytest.mark.full
 def test_thirteen_runs_look_different_and_their_numbers_are_saved(tmp_path, browser):
     runs = [made_run(tmp_path / "runs" / f"r{n:02}") for n in range(13)]
     config = {"model": {"path": "m"}, "objective": {"name": "grpo"}}
@@ -351,6 +353,7 @@ def test_the_time_left_is_that_of_the_steps_left(run):
     assert (page["state"], page["left"]) == ("running", "7 min 30 s")  # 100 steps of 4.5 s
 
 
+@pytest.mark.full
 def test_a_long_run_is_no_delay(tmp_path):
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for n in range(1, 100_001):

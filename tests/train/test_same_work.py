@@ -51,6 +51,7 @@ def trainer_of(folder, objective: dict, rows=None, text: str = REWARDS, template
     return Trainer(model, tokenizer, config, rows, rows if config.evaluation.generate else None)
 
 
+@pytest.mark.full
 def test_a_run_from_rewards_tells_changed_code_and_refuses_changed_answers(tmp_path, capsys):
     reward = dict(reward_funcs=(f"{tmp_path}/own.py:even",))
     trainer_of(tmp_path, reward).train()
@@ -111,6 +112,7 @@ def test_code_decides_whose_a_complete_result_is(tmp_path):
 # ---- what a killed run leaves
 
 
+@pytest.mark.full
 def test_metrics_of_a_run_that_was_killed_before_its_first_step_are_its_own(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": 1.0, "load_seconds": 2.0}\n{"st')
     trainer = Trainer(lora_model(), None, make_config(tmp_path, steps=1), dataset(documents(8)))

@@ -40,6 +40,7 @@ def printed(capsys, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_map_keeps_what_suffers_most_and_loads_as_measured(base, capsys, tmp_path):
     """The map's model is loaded by the train command's own path, and its divergence is the one that was printed."""
     path = f"model.path={base}"
@@ -72,6 +73,7 @@ def test_the_map_keeps_what_suffers_most_and_loads_as_measured(base, capsys, tmp
     assert of.divergence([]) < 1e-7
 
 
+@pytest.mark.full
 def test_all_of_a_kind_become_one_pattern(base, capsys):
     """With room for all of them, the map names each kind once; without --memory-gb only figures are printed."""
     text = printed(capsys, f"model.path={base}", "--rows", "1", "--format", "int8", "--memory-gb", "100")

@@ -121,7 +121,7 @@ def same_tensors(ours: Path, theirs: Path, tolerance: float = 0.0) -> None:
         np.testing.assert_allclose(np.float32(a[name]), np.float32(b[name]), rtol=0, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.essential
+@pytest.mark.full
 def test_two_processes_of_slurm_make_the_run_of_one(recipe, alone, tmp_path):
     """Through the SLURM script, with an srun that starts two tasks of one host."""
     output, tools = tmp_path / "run", tmp_path / "tools"
@@ -163,6 +163,7 @@ def test_two_processes_of_slurm_make_the_run_of_one(recipe, alone, tmp_path):
     assert f"done: {output}" in said[0] and "training rows" not in said[1]  # one of them speaks
 
 
+@pytest.mark.full
 def test_two_processes_evaluate_what_one_does(alone, capsys):
     """A base that is divided over them; the first one says the numbers."""
     score = ["evaluate", str(alone / "config.yaml"), "mesh={data: 1, fsdp: 2}"]
@@ -177,6 +178,7 @@ def test_two_processes_evaluate_what_one_does(alone, capsys):
     assert "eval_loss" not in nothing
 
 
+@pytest.mark.full
 def test_what_happens_to_one_process_ends_both_and_the_same_command_goes_on(recipe, tmp_path):
     """All parameters are trained, and divided: a checkpoint holds parts that each process has written."""
     wanted = ["adapter=null", "mesh.fsdp=2"]
@@ -196,7 +198,7 @@ def test_what_happens_to_one_process_ends_both_and_the_same_command_goes_on(reci
     same_tensors(output / "merged" / "model.safetensors", whole / "merged" / "model.safetensors")
 
 
-@pytest.mark.further
+@pytest.mark.full
 def test_an_error_and_a_signal_while_one_process_waits_for_rows_save_in_both(recipe, tmp_path):
     """No process has given up the state of the last step before all have the rows of the next one."""
     wanted, output = ["adapter=null", "mesh.fsdp=2", "checkpoint.every_minutes=null"], tmp_path / "run"
@@ -212,7 +214,7 @@ def test_an_error_and_a_signal_while_one_process_waits_for_rows_save_in_both(rec
     same_tensors(output / "merged" / "model.safetensors", whole / "merged" / "model.safetensors")
 
 
-@pytest.mark.further
+@pytest.mark.full
 def test_an_error_in_a_callback_or_an_evaluation_of_one_process_saves_in_both(recipe, tmp_path):
     wanted, whole = ["adapter=null", "mesh.fsdp=2", "checkpoint.every_minutes=null", "steps=4"], tmp_path / "whole"
     assert cli.main(["train", str(recipe), f"output={whole}", *wanted]) == 0
@@ -227,6 +229,7 @@ def test_an_error_in_a_callback_or_an_evaluation_of_one_process_saves_in_both(re
     same_tensors(output / "merged" / "model.safetensors", whole / "merged" / "model.safetensors")
 
 
+@pytest.mark.full
 def test_processes_that_are_started_differently_are_refused(recipe, tmp_path):
     """Each would train its own weights, and nobody would see it."""
     run = ["-m", "jaxtune", "train", str(recipe), f"output={tmp_path}", "mesh.data=2"]
@@ -236,6 +239,7 @@ def test_processes_that_are_started_differently_are_refused(recipe, tmp_path):
         assert "optim.learning_rate: process 1 has 0.02, the first process 0.01; start all of them with" in words
 
 
+@pytest.mark.full
 def test_a_template_and_an_adapter_may_lie_elsewhere_on_each_host(recipe, alone, tmp_path):
     """Their contents are compared; results and checkpoints name those of the first process."""
     commands, settings = [], yaml.safe_load(recipe.read_text())
@@ -318,6 +322,7 @@ def test_rows_and_weights_that_differ_are_refused(tmp_path, monkeypatch):
         trainer.model.placed_frozen(trainer.engine)
 
 
+@pytest.mark.full
 def test_four_processes_divide_a_base_and_rows_and_go_on_when_one_was_killed(recipe, tmp_path):
     """What is trained is whole, what it is merged with lies in parts, or whole on each as a plan says; sums of four
     have another order than in one."""
@@ -342,6 +347,7 @@ def test_four_processes_divide_a_base_and_rows_and_go_on_when_one_was_killed(rec
         same_tensors(output / file, whole / file, 1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("streaming", ["true", "false"])
 def test_two_processes_mix_the_rows_of_one_and_go_on_when_one_was_killed(recipe, tmp_path, streaming):
     """The files differ in size, and one device goes on with the rows of two."""
@@ -366,6 +372,7 @@ def test_two_processes_mix_the_rows_of_one_and_go_on_when_one_was_killed(recipe,
     assert cli.main(["train", str(recipe), f"output={output}", *wanted, "mesh.data=1", "steps=9"]) == 0
 
 
+@pytest.mark.full
 def test_preferences_and_qat_are_those_of_one_process(tmp_path):
     """Rounded weights, and a reference that is looked up once for all rows, which every process fills in."""
     recipe = make_folder(tmp_path, hidden_size=32, head_dim=16)
@@ -383,6 +390,7 @@ def test_preferences_and_qat_are_those_of_one_process(tmp_path):
         same_tensors(output / file, whole / file)
 
 
+@pytest.mark.full
 def test_a_teacher_runs_in_all_processes_and_the_first_stores_what_all_train_on(recipe, tmp_path):
     """A full disk of the first one ends both; then one file has what one process computes, and both read it."""
     wanted = ["objective=distill", f"objective.teacher={recipe.parent}/model", "objective.teacher_top_k=4"]

@@ -110,6 +110,7 @@ class _Worse(Callback):
         metrics["eval_worse"] = float(-step)
 
 
+@pytest.mark.full
 def test_a_run_with_shares_and_patience(tmp_path):
     """It evaluates and saves after each fifth of its steps and ends at the third; continued, it goes on counting."""
     config = make_config(

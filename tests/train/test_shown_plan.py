@@ -14,6 +14,7 @@ from jaxtune.train.planning import devices
 from tests.train.tiny_runs import make_config
 
 
+@pytest.mark.full
 def test_a_plan_without_rows_is_that_of_the_run(monkeypatch, capsys, tmp_path):
     """On GPUs that share the host's memory, of which there are fewer here than a mesh may ask for."""
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
@@ -43,6 +44,7 @@ def test_a_plan_without_rows_is_that_of_the_run(monkeypatch, capsys, tmp_path):
     assert "mesh.data = 4: must divide the 6 rows of a micro-batch" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("here", [None, "NVIDIA H200", "NVIDIA GeForce RTX 4090"])
 def test_quantised_products_take_what_was_fitted_for_the_planned_device(monkeypatch, here):
     """Whichever GPU this machine has; today the tables have rows of an H200 only, so this one is made up."""

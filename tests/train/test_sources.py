@@ -81,6 +81,7 @@ def run(output, source, callbacks=(), **changes):
     return trainer.train(), trainer
 
 
+@pytest.mark.full
 def test_rows_that_are_sampled_from_the_model_are_resumed_to_the_same_bits(tmp_path):
     """Each step's rows are of the weights that the step before has led to."""
     source, settings = Sampled(), dict(steps=24, optim=OptimConfig(learning_rate=3e-2))
@@ -141,6 +142,7 @@ class Vanish(Callback):
             shutil.move(self.folder, self.folder.with_name("away"))
 
 
+@pytest.mark.full
 def test_a_run_whose_shards_vanish_saves_what_it_has_and_goes_on_to_the_same_bits(tmp_path):
     """No save is due during the run, so the only one is of the last step; how many steps that is depends on how far the
     rows were read ahead."""

@@ -147,6 +147,7 @@ def test_a_promise_that_rows_are_full_changes_nothing(parts):
     assert int(want.count) == 2 * (LENGTH - 1)
 
 
+@pytest.mark.full
 def test_dropout_masks_follow_step_and_micro_batch(parts):
     program, trainable, frozen, batch, accumulate, _ = parts
     trainable = jax.tree.map(lambda a: a + 0.1, trainable)  # B is not zero: masks show
@@ -162,6 +163,7 @@ def test_dropout_masks_follow_step_and_micro_batch(parts):
     assert float(plain[0]) != loss() and float(plain[1]) == float(batch.weights.sum())
 
 
+@pytest.mark.full
 def test_noise_on_embeddings_follows_the_step_and_the_documents(parts):
     """Uniform within alpha / sqrt(a document's tokens x hidden), other in each step and micro-batch; no evaluation has
     any, nor the reference."""
@@ -239,6 +241,7 @@ def products(dtype, stored="float32"):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_fp32_is_fp32_from_end_to_end(stored):
     """Every product multiplies fp32 operands at the highest precision: no TF32, no bf16 in between."""
@@ -404,6 +407,7 @@ def test_dora_magnitudes_norms_and_biases_do_not_decay():
             assert not np.asarray(update).any() if still else np.asarray(update).all(), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 @pytest.mark.parametrize("by_tensor", [False, True])
 def test_biases_of_experts_do_not_decay(name, by_tensor):

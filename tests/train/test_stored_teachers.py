@@ -76,6 +76,7 @@ def run(tmp_path_factory):
     return trainer, trainer.train()
 
 
+@pytest.mark.full
 def test_with_the_whole_vocabulary_it_is_the_run_with_the_teacher_beside(run, tmp_path):
     whole = trainer_of(tmp_path)
     trained = whole.train()
@@ -88,6 +89,7 @@ def test_with_the_whole_vocabulary_it_is_the_run_with_the_teacher_beside(run, tm
     assert "of which 48 log-probabilities a token are stored before the run" in stored.data_summary()
 
 
+@pytest.mark.full
 def test_an_interrupted_run_continues_to_the_same_bits_from_the_stored_file(run, tmp_path, capsys):
     cut = trainer_of(tmp_path, teacher_top_k=VOCAB)
     cut.callbacks = (Cut(),)
@@ -115,6 +117,7 @@ def test_an_interrupted_run_continues_to_the_same_bits_from_the_stored_file(run,
     assert f"{files[0]} is damaged" in shown.replace("\n", "") and shown.count("one pass over") == 1
 
 
+@pytest.mark.full
 def test_the_plan_says_what_the_stored_values_take_of_the_disk(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path, teacher_top_k=6)
     folder, size = trainer.stored.unwritten((trainer.train_data, trainer.eval_data))
@@ -147,12 +150,14 @@ def test_other_runs_do_not_take_a_file_that_is_being_written_for_a_leftover(tmp_
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.full
 def test_two_devices_lead_where_one_leads(run, tmp_path):
     trainer = trainer_of(tmp_path, mesh=MeshConfig(data=2), teacher_top_k=VOCAB)
     trainer.train()
     np.testing.assert_allclose(of_metric(trainer, "loss"), of_metric(run[0], "loss"), rtol=1e-4)
 
 
+@pytest.mark.full
 def test_rows_packed_for_each_step_have_their_values_too(tmp_path):
     data = dict(packing="step")
     rows = dataset(documents(24, longest=24), packing="step")  # some are longer than data.length
@@ -166,6 +171,7 @@ def test_rows_packed_for_each_step_have_their_values_too(tmp_path):
         np.testing.assert_allclose(of_metric(stored, name), of_metric(whole, name), rtol=2e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["a teacher", "base"])
 def test_the_command_loads_the_teacher_for_the_pass_alone(name, tmp_path):
     tokenizer = make_tokenizer()
@@ -229,6 +235,7 @@ def within(budget_bytes: float) -> MemoryConfig:
     return MemoryConfig(budget_gb=budget_bytes / 1e9)
 
 
+@pytest.mark.full
 def test_a_teacher_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
     trainer, own, teacher = of_command(tmp_path, monkeypatch, 1e6)
     assert teacher > 1e6
@@ -254,6 +261,7 @@ def test_the_table_of_phases_has_the_pass_and_what_would_make_it_fit(tmp_path, m
     assert "load_in" not in attached.phase.remedy  # it is there already
 
 
+@pytest.mark.full
 def test_a_plan_of_another_device_has_the_pass_and_what_would_make_it_fit(tmp_path, capsys):
     """From shapes alone: a teacher of 29 GB in 16 bits beside a small student."""
     shape = PUBLISHED["meta-llama/Llama-3.1-8B"]
@@ -331,6 +339,7 @@ def file_of(path, teacher, made, k: int = 6, form: str = "lists"):
     return str(path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["lists", "vLLM"])
 def test_a_file_has_what_the_pass_of_the_teacher_has(form, tmp_path):
     path = file_of(tmp_path / "t.jsonl", teacher_model(), [*TRAIN, *HELD_OUT], form=form)
@@ -365,6 +374,7 @@ def set_at(name, make):
     return change
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "change, words",
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.stack.residual_plan import KEEP, ResidualPlan
@@ -46,6 +48,7 @@ def peaks(adapter=None, **settings) -> dict[int, float]:
     return found
 
 
+@pytest.mark.full
 def test_sums_are_counted_whole_where_they_are_read():
     full = peaks(optim=OptimConfig(weights="fp32"))
     assert full[1] < 0.5 and full[2] == 1

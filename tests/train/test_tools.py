@@ -405,6 +405,7 @@ def sampled_with_tools(seed: int, tokenizer, monkeypatch) -> SampledAnswers:
     )
 
 
+@pytest.mark.full
 def test_what_is_sampled_between_tools_does_not_depend_on_their_time(monkeypatch):
     tokenizer = make_tokenizer(TEMPLATE)
     model = adapted_model(tiny_model(vocab_size=len(tokenizer)), r=2)
@@ -483,6 +484,7 @@ def play(prompts, model):
 """
 
 
+@pytest.mark.full
 def test_a_recipes_tools_and_environment_run_and_go_on_after_a_cut_to_the_same_bits(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(OWN)
@@ -522,6 +524,7 @@ def test_what_no_parser_or_tokenizer_takes_does_not_end_a_run():
     assert form.suffix([answer]) == form.suffix([answer | {"content": "half ?"}])
 
 
+@pytest.mark.full
 def test_a_rollout_function_samples_in_its_own_turns(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(OWN)

@@ -99,6 +99,7 @@ def run(tmp_path_factory) -> Run:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.full
 def test_one_compile_of_each_program_whatever_the_data(run):
     batches, held_out = run.trainer.batches, run.trainer.eval_batches
     assert len(batches.rows) % 4, "the last batch of an epoch must be a short one"
@@ -257,6 +258,7 @@ def test_another_run_is_refused_with_the_difference(run, changes, message):
     assert (run.trainer.output / "config.yaml").read_text() == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [22, 26])
 def test_a_run_of_constant_rate_takes_other_steps(run, tmp_path, steps):
     shutil.copytree(run.trainer.output, tmp_path / "run")
@@ -349,7 +351,6 @@ def straight(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("how", "code"), [("term", 75), ("kill", -9)])
-@pytest.mark.essential
 def test_a_stopped_run_goes_on_bit_for_bit(straight, tmp_path, how, code, capsys):
     trainer, trained = straight
     assert trainer.total_steps > trainer.batches.steps_per_epoch
@@ -378,6 +379,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(straight, tmp_path, how, code, capsys
         assert [line[key] for line in lines] == [line[key] for line in trainer.history], key
 
 
+@pytest.mark.full
 def test_a_run_that_died_before_its_first_checkpoint_begins_anew(straight, tmp_path):
     fresh = resumable(tmp_path)
     (tmp_path / "config.yaml").write_text(config_to_yaml(fresh.config))
@@ -419,6 +421,7 @@ def test_fp16_scales_the_loss_and_trains(tmp_path, words):
     assert applied[-1]["loss"] < applied[0]["loss"]
 
 
+@pytest.mark.full
 def test_a_model_trained_on_two_devices_works_with_what_the_caller_holds(tmp_path):
     model = lora_model()
     trained = Trainer(model, None, make_config(tmp_path, mesh=MeshConfig(data=2), steps=1), dataset(TRAIN)).train()
@@ -434,6 +437,7 @@ def test_more_devices_than_there_are():
 # ---- guards
 
 
+@pytest.mark.full
 def test_the_rate_of_a_run_that_is_made_longer_is_said_as_it_is_taken(tmp_path, capsys):
     """Updates that were skipped, here because the first loss scales of fp16 are too large, move no schedule on."""
 
@@ -467,6 +471,7 @@ def test_a_zero_gradient_stops_at_the_first_step(tmp_path):
         assert checkpointer.steps() == []
 
 
+@pytest.mark.full
 def test_adapters_without_a_gradient_are_named_after_the_first_steps(tmp_path):
     def idle(guards, folder):
         model = lora_model()
@@ -589,6 +594,7 @@ def test_checkpoint_errors_are_value_errors():
     assert issubclass(CheckpointError, ValueError) and issubclass(TrainingStopped, ValueError)
 
 
+@pytest.mark.full
 def test_a_model_that_nobody_keeps_is_let_go_and_trained_as_another(tmp_path):
     """The adapter's start values are freed once they are copied; the base's arrays are the run's still."""
     trained, planned = [], []

@@ -36,18 +36,21 @@ def compare(case, losses, norms):
     np.testing.assert_allclose(norms, want_norms, rtol=2e-2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
 def test_tiny_model(tmp_path, packed):
     folder = t.tiny_checkpoint(tmp_path / "base", "llama")
     compare("tiny", *t.ours(folder, tiny_dataset(), tmp_path / "run", packed))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
 def test_stories260k(test_data, tmp_path, monkeypatch, packed):
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
     compare("stories260K", *t.ours(t.stories(test_data)[0], story_dataset(test_data), tmp_path / "run", packed))
 
 
+@pytest.mark.full
 def test_gated_delta_nets_train_alike_packed_and_not(tmp_path):
     """State, convolution and attention begin anew with each document, in both directions: but for rounding, packing
     changes neither a loss nor a gradient. docs/measured.md has it of a pretrained model."""

@@ -95,6 +95,7 @@ def same_run(one: Trainer, other: Trainer):
 # ---- runs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ("llama", "qwen3_moe", "gpt_oss"))
 def test_a_run_that_keeps_them_is_the_same_run(tmp_path, name):
     """Two micro-batches, evaluations, and the files of its adapter and of the merged model, which have no copy."""
@@ -119,6 +120,7 @@ def test_a_run_that_keeps_them_is_the_same_run(tmp_path, name):
     same_run(kept, without)
 
 
+@pytest.mark.full
 def test_a_checkpoint_may_be_gone_on_with_either_way(tmp_path):
     """In the run's own plan, in one that cannot keep them, and from the record of an older version."""
     changes = dict(checkpoint=CheckpointConfig(every_steps=2, every_minutes=None, keep=3), micro_batches=1)
@@ -139,6 +141,7 @@ def test_a_checkpoint_may_be_gone_on_with_either_way(tmp_path):
     assert not StepPlan.from_record(record, cost.num_layers, cost.known).transposed_codes
 
 
+@pytest.mark.full
 def test_the_reference_of_dpo_reads_the_same_weights(tmp_path):
     data = dataclasses.replace(make_config(tmp_path).data, length=24)
     changes = dict(objective=ObjectiveConfig("dpo"), data=data, steps=2, micro_batches=1)
@@ -146,6 +149,7 @@ def test_the_reference_of_dpo_reads_the_same_weights(tmp_path):
     same_run(*(trainer_of(tmp_path / str(kept), kept, rows, **changes) for kept in (True, False)))
 
 
+@pytest.mark.full
 def test_every_device_of_a_data_mesh_has_them(tmp_path):
     changes = dict(mesh=MeshConfig(data=2), micro_batches=1, steps=2)
     kept, without = (trainer_of(tmp_path / str(kept), kept, **changes) for kept in (True, False))
@@ -154,6 +158,7 @@ def test_every_device_of_a_data_mesh_has_them(tmp_path):
     same_run(kept, without)
 
 
+@pytest.mark.full
 def test_they_are_given_up_where_memory_runs_out_in_the_first_step(tmp_path, monkeypatch, capsys):
     """The next plan is the same without them, and their memory is free before it is compiled."""
     trainer, copies, given_up = trainer_of(tmp_path / "failing", True), [], []
@@ -202,6 +207,7 @@ def without(found):
     return dataclasses.replace(found.plan, transposed_codes=False)
 
 
+@pytest.mark.full
 def test_a_plan_keeps_them_where_memory_is_left():
     """And has all else as it would have without them."""
     parts, config = parts_of_8b()
@@ -223,6 +229,7 @@ def test_a_plan_keeps_them_where_memory_is_left():
     assert "  codes of FP8 weights are kept transposed, too (6.98 GB, 0.010 s a step less)" in lines
 
 
+@pytest.mark.full
 def test_a_plan_keeps_none_where_they_would_not_be_read_or_memory_is_better_spent():
     parts, config = parts_of_8b()
     shape = config_from_hf(CONFIGS["llama"])
@@ -239,6 +246,7 @@ def test_a_plan_keeps_none_where_they_would_not_be_read_or_memory_is_better_spen
     assert not choose(parts, config, find_device("B200"), None).plan.transposed_codes
 
 
+@pytest.mark.full
 def test_a_plan_that_does_not_fit_as_compiled_is_tried_without_them():
     parts, config = parts_of_8b()
     device = find_device("H200")
@@ -249,6 +257,7 @@ def test_a_plan_that_does_not_fit_as_compiled_is_tried_without_them():
     assert second.plan == without(first) and not smallest
 
 
+@pytest.mark.full
 def test_weights_that_are_placed_get_none_later(tmp_path, monkeypatch):
     """Memory ran out in the first step: only those that are there may stay."""
     for kept in (True, False):

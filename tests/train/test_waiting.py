@@ -166,6 +166,7 @@ def undisturbed(tmp_path_factory):
     return trainer_of(tmp_path_factory.mktemp("undisturbed"), Drawn()).train()
 
 
+@pytest.mark.full
 def test_a_signal_in_each_wait_saves_at_once_and_the_run_goes_on_to_the_same_bits(tmp_path, undisturbed, capfd):
     for step, (make, number) in enumerate(zip(WAITS, [signal.SIGTERM, signal.SIGINT] * 3, strict=False), 1):
         began = threading.Event()
@@ -191,6 +192,7 @@ def test_nothing_is_saved_before_the_first_step(tmp_path, capfd):
     assert "leaving, as no step is done" in capfd.readouterr().err and not saved_steps(tmp_path / "checkpoints")
 
 
+@pytest.mark.full
 def test_minutes_that_are_over_save_in_each_wait(tmp_path, undisturbed):
     """Also in the user's code, by the watchdog. Each wait goes on when the step is saved, and else for ever."""
 
@@ -226,8 +228,8 @@ def test_minutes_that_are_over_save_in_each_wait(tmp_path, undisturbed):
     "error",
     [
         ValueError("no row"),
-        pytest.param(KeyboardInterrupt("by hand"), marks=pytest.mark.further),
-        pytest.param(SystemExit(3), marks=pytest.mark.further),
+        pytest.param(KeyboardInterrupt("by hand"), marks=pytest.mark.full),
+        pytest.param(SystemExit(3), marks=pytest.mark.full),
     ],
 )
 def test_an_error_saves_the_last_step_also_where_saves_are_switched_off(tmp_path, error, undisturbed):
@@ -282,7 +284,7 @@ WITH_ALL: dict[str, Any] = dict(
 )
 
 
-@pytest.mark.parametrize("event", [pytest.param(e, marks=pytest.mark.further if e == "saved" else ()) for e in EVENTS])
+@pytest.mark.parametrize("event", [pytest.param(e, marks=pytest.mark.full if e == "saved" else ()) for e in EVENTS])
 def test_a_signal_or_an_error_in_a_callback_saves_and_the_run_goes_on_to_the_same_bits(tmp_path, event, undisturbed):
     began = threading.Event()
 
@@ -314,6 +316,7 @@ def test_a_signal_or_an_error_in_a_callback_saves_and_the_run_goes_on_to_the_sam
     assert_same(trainer_of(tmp_path, Drawn(), At(event, None), **WITH_ALL).train(), undisturbed)
 
 
+@pytest.mark.full
 def test_callbacks_are_told_in_the_run_s_thread_of_what_the_watchdog_saves(tmp_path):
     def until_saved(*_):
         until = time.monotonic() + 60
@@ -328,6 +331,7 @@ def test_callbacks_are_told_in_the_run_s_thread_of_what_the_watchdog_saves(tmp_p
     assert [step for event, step in at.seen if event == "stepped"] == [*range(1, STEPS + 1)]
 
 
+@pytest.mark.full
 def test_a_save_that_a_callback_asks_for_is_not_interrupted(tmp_path, undisturbed):
     real = checkpoint.Checkpointer.save
 
@@ -380,6 +384,7 @@ def started(kind: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+@pytest.mark.full
 def test_c_code_that_does_not_return_is_left_by_the_watchdog(tmp_path, undisturbed):
     with started("deaf", tmp_path) as process:
         assert process.stdout is not None
@@ -395,7 +400,7 @@ def test_c_code_that_does_not_return_is_left_by_the_watchdog(tmp_path, undisturb
     assert_same(trainer_of(tmp_path, Drawn()).train(), undisturbed)
 
 
-@pytest.mark.further
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the timer is Linux's")
 def test_c_code_that_holds_the_lock_is_told_with_its_name(tmp_path):
     with started("held", tmp_path) as process:
@@ -466,6 +471,7 @@ def test_a_save_that_fails_between_steps_is_made_again(tmp_path, disk, undisturb
     assert saved_steps(tmp_path / "checkpoints")[-1] == STEPS
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_while_the_run_waits_is_told(tmp_path, disk, monkeypatch, capsys):
     monkeypatch.setattr(saving, "_DISK_SECONDS", 0.0)
 
@@ -479,6 +485,7 @@ def test_a_disk_that_fills_while_the_run_waits_is_told(tmp_path, disk, monkeypat
     assert "warning: the next save will fail: it needs" in said.out + said.err
 
 
+@pytest.mark.full
 def test_the_result_outlives_a_last_save_that_fails(tmp_path, disk, undisturbed, capsys):
     def fill(model):
         disk["free"] = 0

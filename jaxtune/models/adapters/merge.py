@@ -180,8 +180,8 @@ def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
 
 
 def merged_weights(model: Decoder) -> Weights:
-    """The weights of the model with its adapter merged in, computed one by one: Weights.makers has the function for each
-    changed tensor. Weights.model is a new model without adapters whose variables are nnx.Param (but NeverTrained);
+    """The weights of the model with its adapter merged in, computed one by one: Weights.makers has the function for
+    each changed tensor. Weights.model is a new model without adapters whose variables are nnx.Param (but NeverTrained);
     changed ones have only shape and dtype.
 
     Logits are verified here, each matrix when it is computed. If the device has room for several times as much, a

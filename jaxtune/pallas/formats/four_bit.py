@@ -143,8 +143,8 @@ class FourBit(Stored):
         return dataclasses.replace(self, **fields, shape=(rows, columns))
 
     def block_length(self, axis: int) -> int | None:
-        """As Stored.block_length: along the first axis whole blocks of 64 or, with double quantisation, groups of 256 blocks;
-        None for other axes, because codes are flat in row-major order. `piece` can cut groups.
+        """As Stored.block_length: along the first axis whole blocks of 64 or, with double quantisation, groups of 256
+        blocks; None for other axes, because codes are flat in row-major order. `piece` can cut groups.
         """
         row, unit_size = math.prod(self.shape[1:]), BLOCK * (1 if self.offset is None else NESTED_BLOCK)
         return math.lcm(row, unit_size) // row if axis == 0 and row else None

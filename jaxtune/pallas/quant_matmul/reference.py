@@ -142,8 +142,8 @@ def _join(loras, dtype):
 
 
 def low_rank_input(x, source, loras):
-    """(inner in x's dtype, or None without adapters; source), both from an earlier run if it has them (low_rank.collected).
-    No gradient flows through inner, because `_products` returns the whole gradient.
+    """(inner in x's dtype, or None without adapters; source), both from an earlier run if it has them
+    (low_rank.collected). No gradient flows through inner, because `_products` returns the whole gradient.
     """
     if not loras:
         return None, source

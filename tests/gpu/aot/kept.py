@@ -13,25 +13,32 @@ import functools
 import hashlib
 import json
 import os
+import platform
 import re
 import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import jax
 from jax._src.lib import xla_client
 
 from jaxtune.train.program.program_cache import ProgramCache
-from tests.versions import versions
+
+
+@functools.cache
+def _versions() -> str:
+    packages = sorted({f"{package.metadata['Name']}=={package.version}" for package in metadata.distributions()})
+    return " ".join([sys.version, platform.platform(), *packages])
 
 
 def recall(parts: tuple[object, ...], ask: Callable[[], dict]) -> dict:
     """What `ask` gives for what `parts` tell, with the versions of all that is installed: asked only if it is not kept.
     Nothing that `ask` raises is kept."""
     digest = hashlib.sha256()
-    for part in (*parts, versions()):
+    for part in (*parts, _versions()):
         digest.update(str(part).encode() + b"\0")
     cache = ProgramCache(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "ahead")
     content = cache.get(digest.hexdigest())

@@ -82,7 +82,6 @@ SPILLED = {FEW_TILES: {256: 80, 512: 76}, WHOLE_MODEL: {256: 136, 512: 84}}
 @pytest.mark.parametrize("dim", [64, 96, 128, 256, 512])
 @pytest.mark.parametrize("features", [{}, {"window": 100}, {"soft_cap": 30.0}], ids=["plain", "window", "soft_cap"])
 @pytest.mark.parametrize("shape", [FEW_TILES, WHOLE_MODEL], ids=["few_tiles", "8b"])
-@pytest.mark.essential
 def test_kernels_compile_for_an_h200(shape, features, dim, spilled_bytes):
     rows, length, heads, kv_heads = shape
     where = H200.sharding()

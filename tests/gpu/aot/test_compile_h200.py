@@ -125,13 +125,13 @@ def test_a_program_with_our_kernels_is_the_same_whatever_was_lowered_before():
     assert "mosaic_gpu" in texts[0] and texts[0] == texts[1]
 
 
-@pytest.mark.essential
 def test_each_layer_calls_cudnn_forward_and_backward_once():
     text = compiled("keep", 2, length=8192).as_text()
     assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax"', text)) == 2
     assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmaxBackward"', text)) == 2
 
 
+@pytest.mark.full
 def test_arguments_are_weights_adapters_sums_and_the_batch():
     expected = programs("keep")[2]
     assert abs(memory("keep").argument_size_in_bytes - expected) < 1e6
@@ -139,6 +139,7 @@ def test_arguments_are_weights_adapters_sums_and_the_batch():
     assert memory("keep").alias_size_in_bytes >= 0.99 * memory("keep").output_size_in_bytes
 
 
+@pytest.mark.full
 def test_what_is_kept_is_what_the_plan_says():
     assert per_layer_bytes("keep") == pytest.approx(RESIDUALS, rel=0.01)
     total = memory("keep").temp_size_in_bytes
@@ -146,11 +147,13 @@ def test_what_is_kept_is_what_the_plan_says():
     assert 4 * RESIDUALS + LOGITS < total < 4 * RESIDUALS + 4 * WIDE + 2 * INPUT
 
 
+@pytest.mark.full
 def test_packed_rows_take_hardly_more():
     one, many = (memory("keep", 2, documents).temp_size_in_bytes for documents in (1, 16))
     assert abs(many - one) < INPUT
 
 
+@pytest.mark.full
 def test_recompute_keeps_only_the_inputs_of_layers():
     total = memory("recompute").temp_size_in_bytes
     # In the backward of one layer: its residuals, the activation, and the gradients of gate, up and the activation.
@@ -158,6 +161,7 @@ def test_recompute_keeps_only_the_inputs_of_layers():
     assert memory("recompute").host_temp_size_in_bytes == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("plan", "decoded"), [("keep", 0), ("recompute", 2 * HIDDEN * INNER)])
 def test_four_bit_weights_leave_nothing_decoded(plan, decoded):
     """What is live at the step's peak is what is live over 16-bit weights: no decoded weight waits for the backward.
@@ -172,6 +176,7 @@ def test_four_bit_weights_leave_nothing_decoded(plan, decoded):
     assert sixteen.argument_size_in_bytes - four.argument_size_in_bytes == pytest.approx(saved, rel=1e-3)
 
 
+@pytest.mark.full
 def test_what_is_offloaded_leaves_the_device():
     for layers in (2, 4):  # the last layer's are needed at once, and stay
         assert memory("offload", layers).host_temp_size_in_bytes == (layers - 1) * 2 * WIDE
@@ -204,6 +209,7 @@ def transfers(plan: str) -> list[tuple[str, int, int]]:
     return found
 
 
+@pytest.mark.full
 def test_transfers_run_under_the_whole_layer():
     """Not under the few products before their end only, where XLA's scheduler would put a copy's start: 0.39, 0.64."""
     lines = [line for line in compiled("offload").as_text().splitlines() if is_product(line)]
@@ -230,6 +236,7 @@ def products(plan: str, where: str) -> list[tuple[str, float, int]]:
     return found
 
 
+@pytest.mark.full
 def test_the_adapter_s_product_is_added_in_a_gemm_s_epilogue():
     """Seven linears a layer: one of each one's two large products has beta = 1. Else a pass over memory adds them. It
     is the base product, but of key and value, which XLA merges: an adapter's would be added to numbers that are rounded
@@ -241,6 +248,7 @@ def test_the_adapter_s_product_is_added_in_a_gemm_s_epilogue():
     assert (6 + 7 + 4) * 4 <= len(forward) <= (7 + 7 + 4) * 4
 
 
+@pytest.mark.full
 def test_the_sum_of_input_gradients_is_in_epilogues_too():
     """dx of q, k, v: one product with A, then one a weight onto it; so for gate and up, o, down."""
     backward = [beta for name, beta, _ in products("keep", "jit(layer_backward)") if "transpose(layer)" in name]
@@ -261,6 +269,7 @@ def test_only_norms_adapters_and_gated_activations_are_triton_kernels():
     assert len(forward) + len(norms) + len(adapters) == len(kernels)
 
 
+@pytest.mark.full
 def test_gate_and_up_in_fp8_take_half_the_bytes(monkeypatch):
     """Of two layers. Beside residuals: gate and up of the layer at work, as they were and their gradients."""
 
@@ -273,6 +282,7 @@ def test_gate_and_up_in_fp8_take_half_the_bytes(monkeypatch):
     assert memory("fp8", 2).temp_size_in_bytes < 2 * (RESIDUALS - WIDE) + 3.3 * WIDE
 
 
+@pytest.mark.full
 def test_update_compiles_and_needs_little():
     _, update, _ = programs("keep")
     analysis = update.compile().memory_analysis()

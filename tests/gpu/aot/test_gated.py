@@ -42,6 +42,7 @@ def test_the_kernel_writes_over_its_arguments(activation, tokens, monkeypatch, c
     assert int(re.findall(r"Used (\d+) registers", text)[0]) <= 48  # 1,280 lanes of a multiprocessor
 
 
+@pytest.mark.full
 def test_the_peak_of_a_step_that_recomputes():
     """Inputs of layers, a layer's residuals, one wide array more, and what is half ready; it was four wide arrays."""
     residuals = TOKENS * (3 * HIDDEN + 2 * KV_HEADS * 128) * 2

@@ -15,7 +15,9 @@ RECORD = records.read("programs")["cases"]
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 
 
-@pytest.mark.parametrize("name", programs.CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "8B, bf16" else pytest.mark.full) for name in programs.CASES]
+)
 def test_a_program_is_the_recorded_one(name):
     changes = list(records.differences(programs.record(name), RECORD[name], records.BYTES))
     assert not changes, "\n".join(changes)
@@ -25,6 +27,7 @@ def test_every_configuration_is_recorded():
     assert RECORD.keys() == programs.CASES.keys()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["8B, NF4 in 24 GB", "8B, all trained by 8-bit AdamW", "Qwen3-30B-A3B, bf16"])
 def test_each_of_two_devices_runs_what_one_runs(name):
     """Twice the rows on two devices: the same kernels and copies, and but the gradients exchanged, once."""
@@ -44,6 +47,7 @@ def test_each_of_two_devices_runs_what_one_runs(name):
     assert got["update"]["temporary_bytes"] <= alone["update"]["temporary_bytes"] + 1024
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["8B, bf16", "8B, all trained by 8-bit AdamW"])
 def test_two_devices_gather_a_layer_under_another(name):
     """Weights divided over two devices: each holds half of them, runs the kernels that one runs, and gathers and

@@ -18,6 +18,7 @@ from tests.gpu.aot.target import H200
 from tests.gpu.aot.test_compile_h200 import make_full_model
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("format", ["bf16", "int8", "int4"])
 def test_the_update_takes_what_the_planner_counts(format, feedback):

@@ -151,6 +151,7 @@ def test_products_over_four_bits_compile_for_an_h200(model, kind):
     assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * decoded_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "block"), [("gpt-oss", ROW), ("qwen3-30b-a3b", TILE)])
 def test_products_over_fp8_compile_for_an_h200(model, block, capfd, monkeypatch):
     """From and to tokens, both directions, with an adapter in the kernel: no weight is decoded, and nothing spills."""
@@ -192,6 +193,7 @@ def test_products_over_fp8_compile_for_an_h200(model, block, capfd, monkeypatch)
     assert not re.search(rf"(bf16|f32)\[{experts},({in_size},{out_size}|{out_size},{in_size})\]", text)
 
 
+@pytest.mark.full
 def test_fp8_where_no_kernel_serves():
     """What the kernels are checked against rounds rows, as they do; where it runs in their place, no layer keeps what
     its forward decoded until the backward."""
@@ -311,6 +313,7 @@ def compiled_step(shape, layers: int, plan, rows: int, *, max_documents: int = 1
         return jax.jit(program.accumulate, donate_argnums=0).lower(*arguments).compile()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("plan", "products"), [("keep", 4), ("recompute", 5)])
 def test_a_layer_of_gpt_oss_runs_each_product_once(plan, products):
     """The train step of a layer: gate_up and down forward, their dx; and gate_up again where it is not kept. What
@@ -335,6 +338,7 @@ def test_a_layer_of_gpt_oss_runs_each_product_once(plan, products):
     assert sum("bf16[69504,5760]" in call for call in calls) == layers
 
 
+@pytest.mark.full
 def test_gradients_of_layers_do_not_wait_for_each_other():
     """Four more layers take their inputs, and not the 54 MB of each one's gradients until the end of the step."""
     two, six = (compiled_step(QWEN3, layers, RECOMPUTE, 1, length=512) for layers in (2, 6))
@@ -343,6 +347,7 @@ def test_gradients_of_layers_do_not_wait_for_each_other():
     assert more < 4 * (layer_input + 4_000_000)
 
 
+@pytest.mark.full
 def test_expert_weights_in_four_bits_are_decoded_by_their_products():
     """No pass decodes them: gate/up forward, again and backward, down forward and backward each make their buffer."""
     text = compiled_step(QWEN3, 1, RECOMPUTE, 4, four_bit=True).as_text()

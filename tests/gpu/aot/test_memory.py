@@ -54,13 +54,13 @@ WORK_SPACE = 4 * 350_208 * 4096 * 2
 
 
 @pytest.mark.parametrize(("shape", "layers", "rows", "length", "rank", "load_in", "plan"), CONFIGS)
-@pytest.mark.essential
 def test_predicted_peak_beside_the_compilers(shape, layers, rows, length, rank, load_in, plan):
     step = step_peaks(H200, shape, layers, rows, length, rank, load_in, plan)
     predicted = step.predicted - (WORK_SPACE if "tile" in plan else 0)
     assert 0.97 * step.compiled <= predicted <= 1.07 * step.compiled
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["keep", "recompute"])
 def test_predicted_peak_on_a_gpu_that_is_not_hopper(plan):
     """The backward of an MLP with an adapter writes over gate and up there too."""
@@ -69,12 +69,14 @@ def test_predicted_peak_on_a_gpu_that_is_not_hopper(plan):
     assert 0.97 * step.compiled <= step.predicted <= 1.07 * step.compiled
 
 
+@pytest.mark.full
 def test_no_weights_or_gradients_are_joined_where_all_parameters_train():
     """XLA put key's and value's side by side: 268 MB more that are read and written in each layer of Qwen3-0.6B."""
     text = step_peaks(H200, "qwen3-0.6b", 2, 8, 2048, 0, None, "keep").text
     assert not re.search(r"bf16\[(2048,1024|16384,2048)\]\S* concatenate\(", text)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["keep", "recompute"])
 def test_dropout_masks_are_drawn_again_in_the_backward(plan):
     """Shared between forward and backward whatever the plan, and uncounted, they made the predictions 0.84 and 0.68 of
@@ -83,6 +85,7 @@ def test_dropout_masks_are_drawn_again_in_the_backward(plan):
     assert 0.97 * step.compiled <= step.predicted <= 1.07 * step.compiled
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("shape", "layers"), [("llama-3.1-8b", 2), ("qwen3-30b-a3b", 1)])
 def test_a_step_that_keeps_transposed_codes_copies_none(shape, layers, monkeypatch):
     """Linears, alone and with others that share their input, and experts: no array of weights in e4m3 is made."""
@@ -93,6 +96,7 @@ def test_a_step_that_keeps_transposed_codes_copies_none(shape, layers, monkeypat
     assert not made, made  # rounded rows are those of kernels
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("rank", "plan"), [(16, "keep"), (32, "keep"), (32, "recompute")])
 def test_predicted_peak_where_a_kernel_rounds_the_gradients_of_gate_and_up(rank, plan, monkeypatch):
     """Their codes and the partial sums for their adapters are counted; without the sums the figure was 0.98, 0.96 and
@@ -125,6 +129,7 @@ def test_predicted_peak_where_a_kernel_rounds_the_gradients_of_gate_and_up(rank,
     assert not re.search(r"to_fp8_blocks_kernel|= \(f32\[\d+,16384,\d+\]\S*, f32\[\d+,(4096|1024),\d+\]", step.text)
 
 
+@pytest.mark.full
 def test_on_a_card_that_is_full_xla_computes_nothing_again_by_itself():
     """Its pass counts what is in host memory as the device's; see NO_REMATERIALIZATION."""
     card = dataclasses.replace(H200, memory_bytes=1_200_000_000)
@@ -158,6 +163,7 @@ def test_stated_bytes_hold_what_a_compiled_merge_takes(load_in):
     assert 0.8 * merge_bytes(model)[0] < taken <= merge_bytes(model)[0] + 2**16  # beside: a few sums
 
 
+@pytest.mark.full
 def test_a_head_that_is_filled_up_is_copied_once_and_counted(monkeypatch):
     """A vocabulary with one token more. Uncounted, the copy made the prediction 0.86 of the compiler's."""
     monkeypatch.setitem(SHAPES, "llama-3.2-1b", SHAPES["llama-3.2-1b"] | {"vocab_size": 128_257})
@@ -249,6 +255,7 @@ def test_the_divergence_of_8192_tokens_takes_less_than_a_gigabyte(beta):
     assert analysis.temp_size_in_bytes < 1.0e9
 
 
+@pytest.mark.full
 def test_stored_log_probabilities_take_little_to_compute_and_to_compare_with():
     """64 of 128,256 for each of 8,192 tokens: of a teacher of hidden size 4,096, and with a student of 2,048."""
     where, vocab, k = H200.sharding(), 128_256, 64

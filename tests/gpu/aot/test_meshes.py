@@ -22,6 +22,7 @@ def collectives_of_layers(program) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("resident", [0, LAYERS])
 def test_adapters_on_experts_over_eight_devices(resident):
     """A layer's experts, 1.2 GB, are gathered under another layer, both ways; those that are whole on each device are
@@ -46,6 +47,7 @@ def test_adapters_on_experts_over_eight_devices(resident):
     assert 0.97 * needed <= forecast <= 1.07 * needed
 
 
+@pytest.mark.full
 def test_host_copies_beside_gathers():
     """Four-bit layers that offload, on data 2 x fsdp 4: gathered as packed bytes under another layer, and what goes to
     the host and back has its window of products as on one device."""

@@ -170,6 +170,7 @@ def test_transposed_codes_of_weights_that_share_x_are_read_where_they_are(block,
     assert spilled and not any(map(int, spilled))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block", [ROW, TILE])
 def test_what_an_adapter_has_beyond_the_kernels_columns_is_added_by_one_gemm(block):
     """Query, key and value with adapters of rank 64: in the forward the kernel takes each whole, in the backward 64 of

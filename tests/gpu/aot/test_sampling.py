@@ -109,6 +109,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_no_program_copies_a_cache(case):
     states, programs = lowered(*CASES[case])
@@ -120,6 +121,7 @@ def test_no_program_copies_a_cache(case):
         assert memory.alias_size_in_bytes >= states_bytes, name
 
 
+@pytest.mark.full
 def test_a_head_is_filled_up_once_for_all_tokens():
     """XLA would copy it for each token of several rows: within the loop, as the product's operand."""
     vocab = 32_003
@@ -141,6 +143,7 @@ def test_a_step_has_few_kernels_beside_its_layers(slots, most):
     assert not re.findall(r"(?:fusion|copy)-start\(", text)
 
 
+@pytest.mark.full
 def test_a_decoded_layer_has_the_kernels_of_plain_weights():
     """Beside a layer that is not decoded."""
     counts = []
@@ -150,6 +153,7 @@ def test_a_decoded_layer_has_the_kernels_of_plain_weights():
     assert counts == [0, 4, 8]
 
 
+@pytest.mark.full
 def test_a_step_of_experts_sorts_no_tokens():
     """Two kernels multiply by them; chunks of prompts are sorted."""
     _, programs = lowered(*CASES["experts"])
@@ -168,6 +172,7 @@ def test_prompts_are_multiplied_as_in_training():
     assert sorted(operands) == [(1024, 2)] * 4 + [(4096, 2), *[(4096, 3)] * 2, *[(14336, 2)] * 2]
 
 
+@pytest.mark.full
 def test_an_adapter_adds_no_kernel_to_a_step():
     """Its products are part of the kernels that multiply by the weights."""
     kernels = []

@@ -79,6 +79,7 @@ def update_of(layers: int, name: str = "adamw_8bit", offload: bool = False):
     return compiled(lowered), size(state), size(sums), size(state.trainable)
 
 
+@pytest.mark.full
 def test_bf16_state_is_six_bytes_a_parameter():
     _, state, sums, weights = update_of(2)
     parameters = sum(a.size for a in jax.tree.leaves(nnx.state(make_full_model(2), nnx.Param)))
@@ -86,6 +87,7 @@ def test_bf16_state_is_six_bytes_a_parameter():
     assert state == pytest.approx((2 + 2 + 8 / 256) * parameters, rel=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("weights", ["bf16", "fp32"])
 def test_an_update_without_a_bound_keeps_neither_of_what_it_makes_twice(weights, micro_batches):
@@ -98,6 +100,7 @@ def test_an_update_without_a_bound_keeps_neither_of_what_it_makes_twice(weights,
     assert compiled(lowered).temp_size_in_bytes < 1.01 * (4 + 2 + 8 / 256) * VOCAB * HIDDEN
 
 
+@pytest.mark.full
 def test_adapters_are_updated_at_once_and_in_place():
     """Their moments are not copied, and beside them there is one tensor's direction at a time."""
     program, state, sums, _ = program_of(make_model(2, True), 2)
@@ -124,6 +127,7 @@ def test_an_adapters_states_on_the_host_are_on_the_device_once():
     assert 0 < found.temp_size_in_bytes < 1.1 * hosted
 
 
+@pytest.mark.full
 def test_an_update_needs_room_for_a_tensor_not_for_the_model():
     two, four = update_of(2)[0].temp_size_in_bytes, update_of(4)[0].temp_size_in_bytes
     assert abs(four - two) < 1e8
@@ -131,6 +135,7 @@ def test_an_update_needs_room_for_a_tensor_not_for_the_model():
     assert update_of(4)[0].alias_size_in_bytes >= 0.99 * update_of(4)[0].argument_size_in_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 def test_states_on_the_host_leave_the_device(name):
     """All but a few small ones; they are updated in place there too, and the update needs room for one
@@ -147,6 +152,7 @@ def test_states_on_the_host_leave_the_device(name):
     assert state > states
 
 
+@pytest.mark.full
 def test_qat_leaves_no_rounded_weight_behind():
     """Over NF4 with adapters: one group's rounded weights at a time, not those of the layers."""
     layers = 2

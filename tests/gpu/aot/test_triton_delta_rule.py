@@ -39,6 +39,7 @@ def arguments(where=None):
     return *(array(heads, DIM) for heads in (KEY_HEADS, KEY_HEADS, HEADS)), rates, rates, array(dtype=jnp.int32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0), (8, 6)])
 def test_kernels_fit(capability, tmp_path):
     jax.clear_caches()  # a trace for one GPU is no trace for another
@@ -152,6 +153,7 @@ def test_a_layer_that_is_computed_again_makes_its_chunks_once_more():
     ]
 
 
+@pytest.mark.full
 def test_a_step_lowers_through_jax_triton_and_compiles():
     gpu = target((9, 0))
     with gpu.lowering():

@@ -164,6 +164,7 @@ def test_all_processes_take_the_day_of_the_first(tmp_path, monkeypatch):
     assert with_today(own, tokenizer) == own
 
 
+@pytest.mark.full
 def test_a_run_goes_on_after_midnight(tmp_path, monkeypatch):
     """With rows that no cache holds, to the bits of a run that no night interrupted; held-out rows stay the same."""
     tokenizer = make_tokenizer(LLAMA + PLAIN_TEMPLATE)

@@ -78,6 +78,7 @@ CASE = dict(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(**CASE, order=st.sampled_from(["shuffled", "given"]), resumed=st.integers(0, 9))
 def test_a_stream_has_every_usable_row_once_a_pass_and_goes_on_anywhere(
