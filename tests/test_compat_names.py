@@ -19,7 +19,7 @@ from tiny_models import tiny_config
 from jaxtune import compat, save_pretrained
 from jaxtune.compat import AutoModelForCausalLM, FastLanguageModel, SFTTrainer, TrainingArguments, rewards
 from jaxtune.compat.defaults import defaults, version
-from jaxtune.compat.settings import SFTConfig, schedule_config, settled
+from jaxtune.compat.settings import SFTConfig, resolved_config, schedule_config
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from tests.train.data.conftest import make_tokenizer
@@ -105,13 +105,13 @@ def test_a_config_has_trls_defaults_until_a_fast_model_is_seen(kind):
     plain, table = kind(), defaults("TRL", kind.section)
     fast = type("Fast", (), {"fast": True})()
     for model, library in ((fast, "Unsloth"), ("a name", "TRL")):
-        made, own = settled(plain, kind, model), defaults(library, kind.section)
+        made, own = resolved_config(plain, kind, model), defaults(library, kind.section)
         assert made.library == library
         for field in dataclasses.fields(kind):
             if own.get(field.name) is not None:
                 assert getattr(made, field.name) == own[field.name], field.name
     assert {name for name in table if table[name] is not None and getattr(plain, name) != table[name]} == set()
-    unsloth = settled(plain, kind, fast)
+    unsloth = resolved_config(plain, kind, fast)
     assert (unsloth.learning_rate, unsloth.optim, unsloth.warmup_steps, unsloth.seed) == (5e-5, "adamw_8bit", 0.1, 3407)
     assert (plain.optim, plain.warmup_steps, plain.seed, plain.bf16) == ("adamw_torch_fused", 0, 42, True)
 
@@ -137,7 +137,7 @@ def test_what_a_script_gives_stays_and_the_rest_is_the_librarys(data):
     assert config.given == names
     model = type("Model", (), {"fast": fast})()
     for _ in range(2):  # some trainers settle twice
-        config = settled(config, kind, model)
+        config = resolved_config(config, kind, model)
         own = defaults("Unsloth" if fast else "TRL", kind.section)
         for name in drawn:
             assert getattr(config, name) == values.get(name, own.get(name)), name
@@ -146,11 +146,11 @@ def test_what_a_script_gives_stays_and_the_rest_is_the_librarys(data):
 
 def test_training_arguments_keep_transformers_defaults():
     args = TrainingArguments(learning_rate=3e-4)
-    made = settled(args, SFTConfig, type("Fast", (), {"fast": True})())
+    made = resolved_config(args, SFTConfig, type("Fast", (), {"fast": True})())
     assert (made.library, made.seed, made.weight_decay, made.logging_steps) == ("transformers", 42, 0.0, 500)
     assert (made.learning_rate, made.max_length, made.bf16) == (3e-4, None, False)
-    assert settled(args, SFTConfig, "a name").max_length == 1024
-    with_both = settled(TrainingArguments(fp16=True), SFTConfig, "a name")
+    assert resolved_config(args, SFTConfig, "a name").max_length == 1024
+    with_both = resolved_config(TrainingArguments(fp16=True), SFTConfig, "a name")
     assert (with_both.fp16, with_both.bf16) == (True, False)
     assert SFTConfig(fp16=True).bf16 is False
 
@@ -168,7 +168,7 @@ def test_training_arguments_keep_transformers_defaults():
     ],
 )
 def test_warm_ups(given, fast, expected):
-    args = settled(SFTConfig(**given), SFTConfig, type("Model", (), {"fast": fast})())
+    args = resolved_config(SFTConfig(**given), SFTConfig, type("Model", (), {"fast": fast})())
     assert schedule_config(args, 20).warmup_steps == expected
 
 

@@ -112,7 +112,7 @@ def measure_experts(experts: int, chosen: int, out: int, balanced: bool, copy: f
     groups = groups_of(sizes, pairs)
     inside = (jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]).reshape(-1, 1)
     dout, inner = (normal(seed, groups.rows, size) * inside for seed, size in ((0, out), (1, rank)))
-    given = dout, normal(2, experts, out, rank, dtype=jnp.float32), mosaic.filled(inner, 1), groups
+    given = dout, normal(2, experts, out, rank, dtype=jnp.float32), mosaic.padded_rank_axis(inner, 1), groups
 
     def two(dout, b, inner, groups):
         return mosaic.thin(dout, b, groups, 1), mosaic_contract.contract_rows(inner, dout, groups, rank).mT

@@ -26,7 +26,7 @@ from jaxtune.conversations.messages import (
     unknown_keys,
 )
 from jaxtune.serve.bodies import read_chat
-from jaxtune.serve.served import Served
+from jaxtune.serve.served import ServedModel
 from jaxtune.train.data.rendering.formats import normalize, normalize_labelled, normalize_pair, unread
 from jaxtune.train.data.rendering.packaged import PACKAGED
 from jaxtune.train.data.rendering.templates import RowEncoder
@@ -176,7 +176,7 @@ def test_every_way_asks_with_the_same_tokens(data):
     tools = [{"name": "look", "parameters": {}}]
     encoder = RowEncoder(tokenizer)
     expected = encoder.encode_prompt(normalize({"messages": messages}, "messages")).tolist()
-    served = Served("m", None, tokenizer)  # type: ignore[arg-type]
+    served = ServedModel("m", None, tokenizer)  # type: ignore[arg-type]
     turns = json.loads(form) if isinstance(form, str) else form
     asked = read_chat({"model": "m", "messages": turns, "tools": tools}, {"m": served})
     text = moved().apply_chat_template(turns, add_generation_prompt=True, tokenize=False)

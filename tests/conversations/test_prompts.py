@@ -26,7 +26,7 @@ from jaxtune.conversations.tokenizing import beginning, with_beginning
 from jaxtune.models.generation import chat
 from jaxtune.serve.bodies import read_chat, read_completion
 from jaxtune.serve.errors import ApiError
-from jaxtune.serve.served import Served
+from jaxtune.serve.served import ServedModel
 from jaxtune.train.data.rendering.formats import Example
 from jaxtune.train.data.rendering.packaged import PACKAGED, packaged_that_fit
 from jaxtune.train.data.rendering.templates import RowEncoder, trained_tokenizer
@@ -90,14 +90,14 @@ def chats(tokenizer, messages, monkeypatch) -> list[int]:
     return asked[0]
 
 
-class Quick(Served):
+class Quick(ServedModel):
     """Without a copy of the tokenizer, which takes seconds."""
 
     def __post_init__(self):
         object.__setattr__(self, "decoder", self.tokenizer)
 
 
-def served_of(tokenizer) -> dict[str, Served]:
+def served_of(tokenizer) -> dict[str, ServedModel]:
     return {"m": Quick("m", None, tokenizer)}  # type: ignore[arg-type]
 
 

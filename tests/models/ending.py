@@ -99,7 +99,7 @@ def copied() -> None:
     x = slow(jnp.ones((1000, 1000)))
     x.copy_to_host_async()
     _held = Owner()
-    lifetimes.ends(_held, jax.block_until_ready, x)
+    lifetimes.end_with(_held, jax.block_until_ready, x)
 
 
 def main(way: str) -> int:

@@ -77,7 +77,7 @@ def test_what_began_last_ends_first_and_once():
     said: list[str] = []
     owners = [Owner() for _ in range(4)]
     first, second, third, failing = (
-        lifetimes.ends(owner, end, *given)
+        lifetimes.end_with(owner, end, *given)
         for owner, end, given in zip(
             owners, [said.append] * 3 + [lambda: 1 / 0], [["a"], ["b"], ["c"], []], strict=True
         )

@@ -115,12 +115,12 @@ def test_what_is_traced_on_its_own_is_left_out():
     def run(x):
         return low_rank.recorded(lambda given: x * 2 if given is None else given)
 
-    with low_rank.kept() as made:
+    with low_rank.collected() as made:
         jax.jit(run)(jnp.ones(3))
         assert not made
         run(jnp.ones(3))
     assert [value.tolist() for value in made] == [[2.0, 2.0, 2.0]]
-    with low_rank.kept([jnp.zeros(3)]):
+    with low_rank.collected([jnp.zeros(3)]):
         assert jax.jit(run)(jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
         assert run(jnp.ones(3)).tolist() == [0.0, 0.0, 0.0]
     assert run(jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas.formats.layout import Format, Found, Layout, file_tensor
+from jaxtune.pallas.formats.layout import Format, FoundWeight, Layout, file_tensor
 from jaxtune.pallas.formats.stored import Stored
 
 BLOCK = 32  # numbers of a row that share a scale
@@ -61,7 +61,7 @@ class Q8Files(Layout):
         wanted = (codes.shape[0], codes.shape[1] // BLOCK)
         if scales is None or (scales.dtype, scales.shape) != ("F32", wanted):
             raise ValueError(f"{codes.file}: {name} must have {name}_scale_32, F32{list(wanted)}")
-        return Found(name, tensors, codes.shape)
+        return FoundWeight(name, tensors, codes.shape)
 
     def read(self, found, arrays, dtype_name):
         return Q8(arrays[".weight"], arrays[".weight_scale_32"], dtype_name)

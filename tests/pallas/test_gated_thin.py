@@ -264,10 +264,10 @@ def test_a_run_that_is_given_low_rank_inputs_does_not_compute_them(monkeypatch):
     def run():
         return gated_matmul(gate, up, weight, LoraWeights(a, b), activation="silu")
 
-    with low_rank.kept() as made:
+    with low_rank.collected() as made:
         out = run()
     assert [jnp.shape(each) for each in made] == [(12, 3)]
     monkeypatch.setattr(thin, "reference", None)
-    with low_rank.kept(tuple(made)):
+    with low_rank.collected(tuple(made)):
         again = run()
     np.testing.assert_array_equal(out, again)

@@ -106,22 +106,22 @@ def test_an_output_that_nothing_reads_has_no_gradient(stand_in):
 def test_low_rank_inputs_are_those_that_quant_matmul_takes(stand_in):
     """A backward multiplies the normed x by quant_matmul, with the low-rank inputs that the forward kept."""
     x, norm, weights, loras, biases = drawn()
-    with low_rank.kept() as made:
+    with low_rank.collected() as made:
         normed_matmul(x, norm, weights, loras, biases, **LLAMA, fp8=True)
-    with low_rank.kept() as wanted:
+    with low_rank.collected() as wanted:
         plain(x, norm, weights, loras, biases, **LLAMA)
     [[inner, of_rows]] = made
     assert [inner.shape] == [each.shape for each in wanted] == [(12, 7)]
     np.testing.assert_allclose(inner, wanted[0], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(of_rows, inverse_rms(x, LLAMA["eps"]).reshape(12, 1), rtol=1e-6)
     doubled = (low_rank.OfNormed(2 * inner, of_rows),)
-    with low_rank.kept(doubled):
+    with low_rank.collected(doubled):
         ours = normed_matmul(x, norm, weights, loras, biases, **LLAMA, fp8=True)
-    with low_rank.kept(doubled):
+    with low_rank.collected(doubled):
         theirs = plain(x, norm, weights, loras, biases, **LLAMA)
     for one, other in zip(ours, theirs, strict=True):
         assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(other)
-    with low_rank.kept() as none:
+    with low_rank.collected() as none:
         normed_matmul(x, norm, weights, (None, None), biases, **LLAMA, fp8=True)
     assert none == []
 
@@ -131,7 +131,7 @@ def test_a_differentiated_run_makes_the_same_low_rank_inputs(stand_in):
     x, norm, weights, loras, biases = drawn()
 
     def run(x, given=None):
-        with low_rank.kept(given) as made:
+        with low_rank.collected(given) as made:
             outs = normed_matmul(x, norm, weights, loras, biases, **LLAMA, fp8=True)
         return outs, tuple(made)
 

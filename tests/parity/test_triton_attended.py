@@ -15,7 +15,7 @@ from triton_interpreter import interpreted
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.decode_attention import reference as attention_reference
 from jaxtune.pallas.few_rows import attended, attended_kernels, placed, reference
-from jaxtune.pallas.few_rows.cases import wide
+from jaxtune.pallas.few_rows.cases import in_float32
 
 HOPPER = (9, 0)
 # The module, whose name in its package is that of the function.
@@ -52,7 +52,7 @@ def test_a_token_attends_to_what_is_written(case, norms):
     assert dispatch.record["attended"][0] == "triton"
     exact = [array.astype(jnp.float32) for array in given[:3]]
     query, keys, values = reference.placed(
-        *exact, *given[3:], weights and wide(weights), eps=1e-6, offset=0.0, float32=False
+        *exact, *given[3:], weights and in_float32(weights), eps=1e-6, offset=0.0, float32=False
     )
     near(got[0], attention_reference.decode(query, keys, values, given[3] + 1, **options), 2e-3)
     assert not got[0][1].any()

@@ -16,7 +16,7 @@ from tiny import CONFIGS
 
 import jaxtune
 from jaxtune import compat
-from jaxtune.compat.settings import plain_value, settled
+from jaxtune.compat.settings import plain_value, resolved_config
 from jaxtune.models.hf import from_pretrained
 from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.data.tokens.documents import Document, Documents
@@ -165,7 +165,7 @@ def test_rewards(tmp_path):
 @pytest.mark.parametrize("name", ["dpo", "orpo", "kto", "reward"])
 def test_configs_of_trl_are_taken_with_their_own_defaults(tmp_path, name):
     theirs = trl_reference.TRAINERS[name][1](str(tmp_path), bf16=False)
-    ours = vars(settled(theirs, getattr(compat, type(theirs).__name__), None))
+    ours = vars(resolved_config(theirs, getattr(compat, type(theirs).__name__), None))
     shared = (ours.keys() & vars(theirs).keys()) - {"packing", "gradient_checkpointing"}
     assert ours["gradient_checkpointing"] is None and ours["library"] == "TRL"
     assert shared >= {"learning_rate", "logging_steps", "seed"}

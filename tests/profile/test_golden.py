@@ -141,7 +141,7 @@ def test_a_kernel_made_slower_is_named_with_its_milliseconds(name, rank):
 
 
 def _is(event, row) -> bool:
-    from jaxtune.profile.scopes import readable
+    from jaxtune.profile.scopes import short_name
 
-    mine = (readable(event.name), event.scope, event.phase, event.shape)
+    mine = (short_name(event.name), event.scope, event.phase, event.shape)
     return event.kind not in TRANSFERS and event.step >= 0 and mine == (row.name, row.scope, row.phase, row.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxtune.profile.scopes import categorise, readable, scope_of
+from jaxtune.profile.scopes import categorise, scope_of, short_name
 from jaxtune.profile.trace import COLLECTIVE, COPY, KERNEL, TO_DEVICE, TO_HOST
 
 
@@ -90,7 +90,7 @@ def test_what_the_hlo_says_wins_over_the_name():
 
 
 def test_readable_cuts_cpp():
-    assert readable("void at::native::vectorized_elementwise_kernel<4, F<int>>(int, F)") == (
+    assert short_name("void at::native::vectorized_elementwise_kernel<4, F<int>>(int, F)") == (
         "at::native::vectorized_elementwise_kernel"
     )
-    assert readable("loop_add_fusion_3") == "loop_add_fusion_3"
+    assert short_name("loop_add_fusion_3") == "loop_add_fusion_3"

@@ -17,28 +17,28 @@ import jaxtune
 from jaxtune.models.generation.ends import with_end_tokens
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.engine import Engine
-from jaxtune.serve.served import Served
+from jaxtune.serve.served import ServedModel
 from jaxtune.serve.server import Server, listen
 
 BASE = Path(jaxtune.__file__).parent / "quickstart" / "base"
 
 
-def served_models() -> dict[str, Served]:
+def served_models() -> dict[str, ServedModel]:
     """The packaged model in float32, alone and with a random adapter."""
     model, tokenizer = jaxtune.from_pretrained(BASE, dtype="float32")
-    base = Served("base", with_end_tokens(model, tokenizer), tokenizer)
+    base = ServedModel("base", with_end_tokens(model, tokenizer), tokenizer)
     adapted = with_end_tokens(adapted_model(model, r=4), tokenizer)
-    return {"base": base, "mine": Served("mine", adapted, tokenizer, "base")}
+    return {"base": base, "mine": ServedModel("mine", adapted, tokenizer, "base")}
 
 
-def engine_of(models: dict[str, Served], slots: int = 4, length: int = 256) -> Engine:
+def engine_of(models: dict[str, ServedModel], slots: int = 4, length: int = 256) -> Engine:
     made = {name: functools.partial(Sampler, one.model, slots, length) for name, one in models.items()}
     return Engine(made, {name: one.decoder for name, one in models.items()})
 
 
 @contextlib.contextmanager
 def serving(
-    models: dict[str, Served], engine: Engine, key: str | None = None, seconds: float = 120.0, grace: float = 5.0
+    models: dict[str, ServedModel], engine: Engine, key: str | None = None, seconds: float = 120.0, grace: float = 5.0
 ) -> Iterator[tuple[int, Server]]:
     """(port, server); the engine is left as it is."""
     listener = listen("127.0.0.1", 0)

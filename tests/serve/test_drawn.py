@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.generation.requests import text_of
-from jaxtune.serve.served import Served
+from jaxtune.serve.served import ServedModel
 from tests.serve.running import BASE, ask, engine_of, events, serving
 
 _CHOICES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -27,8 +27,8 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def port(tokenizer):
     model = model_of(len(tokenizer))
-    engine = engine_of({"drawn": Served("drawn", model, tokenizer)}, slots=3, length=model.config.context_length)
-    with serving({"drawn": Served("drawn", model, tokenizer)}, engine) as (port, _):
+    engine = engine_of({"drawn": ServedModel("drawn", model, tokenizer)}, slots=3, length=model.config.context_length)
+    with serving({"drawn": ServedModel("drawn", model, tokenizer)}, engine) as (port, _):
         yield port
     assert engine.close(120)
 

@@ -115,10 +115,10 @@ class _Turns:
 
 
 def test_tools_reach_the_template_and_their_calls_the_client(tokenizer):
-    from jaxtune.serve.served import Served
+    from jaxtune.serve.served import ServedModel
 
     turns = _Turns(tokenizer)
-    served = Served("m", None, turns)  # type: ignore[arg-type]
+    served = ServedModel("m", None, turns)  # type: ignore[arg-type]
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [

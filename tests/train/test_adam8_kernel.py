@@ -32,7 +32,7 @@ def test_a_cell_gives_the_nearest_code(signed):
         ]
     ).astype(np.float32)
     x = np.clip(x if signed else np.abs(x), -1, 1)
-    got = kernel._written_out_places(jnp.asarray(x), jnp.asarray(kernel.cells(signed)), signed)
+    got = kernel.nearest_codes_in_jnp(jnp.asarray(x), jnp.asarray(kernel.cells(signed)), signed)
     np.testing.assert_array_equal(got, nearest_codes(jnp.asarray(x), signed))
 
 

@@ -175,7 +175,7 @@ def test_the_sum_of_parts_is_right_on_average():
     x = normal(3, 4, draws, 8, 129).at[:, :, :, 1:].set(normal(4, 4, 1, 8, 128))
 
     def local(x):
-        return jax.vmap(lambda one: low_format.part_of_sum(one, partition.TENSORS, 0, 4, "int4"))(x[0])[None]
+        return jax.vmap(lambda one: low_format.sum_shard(one, partition.TENSORS, 0, 4, "int4"))(x[0])[None]
 
     run = jax.shard_map(local, mesh=mesh, in_specs=partition.ROWS, out_specs=partition.ROWS, check_vma=False)
     got = np.asarray(jax.jit(run)(x), np.float64)  # [4, draws, 2, 129]
@@ -374,7 +374,7 @@ def test_what_is_not_finite_reaches_the_parts():
     mesh = partition.make_mesh(1, 4)
 
     def local(x):
-        return low_format.part_of_sum(x[0], partition.TENSORS, 0, 4, "int4")[None]
+        return low_format.sum_shard(x[0], partition.TENSORS, 0, 4, "int4")[None]
 
     run = jax.shard_map(local, mesh=mesh, in_specs=partition.ROWS, out_specs=partition.ROWS, check_vma=False)
     assert not np.isfinite(np.asarray(jax.jit(run)(x))[2, 1, 3])  # row 5 is the second one of the third device

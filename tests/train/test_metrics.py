@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from jaxtune.train.display import metrics
-from jaxtune.train.display.metrics import MetricsLogger, Progress, decorate, duration, loss_plot, read_metrics
+from jaxtune.train.display.metrics import MetricsLogger, Progress, duration, loss_plot, read_metrics, try_optional
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.kto import KTO
 from jaxtune.train.objectives.policy import GRPO, RLOO
@@ -406,7 +406,7 @@ def test_loss_plot_without_a_loss(tmp_path):
 
 def test_without_matplotlib_a_run_ends_without_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    decorate("loss.png", lambda: loss_plot(tmp_path, "targets"))
+    try_optional("loss.png", lambda: loss_plot(tmp_path, "targets"))
     assert not caplog.messages and not [*tmp_path.iterdir()]
 
 

@@ -15,7 +15,7 @@ from jaxtune.train.config import ConfigError, DataConfig, EvaluationConfig, Mode
 from jaxtune.train.config.objective import _DEFAULTS, _OPTIONS, ObjectiveConfig, without_effect
 from jaxtune.train.objectives.named import PREFERENCES, objective_of
 from jaxtune.train.objectives.policy import GRPO, RLOO
-from jaxtune.train.sampled.prompts import OwnParts
+from jaxtune.train.sampled.prompts import UserFunctions
 from jaxtune.train.sampled.reward_functions import RewardFunctions, Sampled
 
 CODE = """
@@ -208,7 +208,7 @@ def test_options_of_rewards_hold_for_every_source_of_rewards(code, number):
         wanted = ObjectiveConfig(
             "grpo", **named, reward_timeout=7.0, reward_errors="skip", reward_weights=(0.5,) * count
         )
-        rewards = OwnParts.named(wanted).all_rewards()
+        rewards = UserFunctions.named(wanted).all_rewards()
     except ConfigError as error:
         apart = parts["rollout_func"] and (parts["tools"] or environments)
         nothing = not (parts["reward_funcs"] or environments or parts["rollout_func"])
@@ -217,9 +217,9 @@ def test_options_of_rewards_hold_for_every_source_of_rewards(code, number):
     assert (rewards.timeout_seconds, rewards.errors, rewards.weights) == (7.0, "skip", (0.5,) * count)
     if environments and parts["reward_funcs"]:
         own = dataclasses.replace(wanted, reward_weights=(0.5, 0.25))
-        assert OwnParts.named(own).all_rewards().weights == (0.5, 0.25, 1.0)
+        assert UserFunctions.named(own).all_rewards().weights == (0.5, 0.25, 1.0)
     with pytest.raises(ConfigError, match="objective.reward_weights"):
-        OwnParts.named(dataclasses.replace(wanted, reward_weights=(0.5,) * (count + 1))).all_rewards()
+        UserFunctions.named(dataclasses.replace(wanted, reward_weights=(0.5,) * (count + 1))).all_rewards()
 
 
 def test_weights_are_finite():

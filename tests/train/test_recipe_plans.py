@@ -27,7 +27,7 @@ def drawn():
     slow = "qwen3.5-35b-a3b"  # a plan takes a minute
     pairs = [(recipe, card) for recipe in RECIPES if recipe != slow for card in recipe_plans.CARDS]
     chosen = random.Random(len(pairs)).sample(pairs, 3) + [("lora-0.5b", "H200")]
-    return [*chosen, pytest.param(slow, "A100", marks=pytest.mark.further)]
+    return [*chosen, pytest.param(slow, "A100", marks=pytest.mark.full)]
 
 
 @pytest.mark.full

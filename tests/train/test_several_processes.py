@@ -419,7 +419,7 @@ def test_what_all_need_is_written_once_for_each_folder(index, monkeypatch):
     monkeypatch.setattr(processes, "first", lambda: False)  # the first one's file is not there to be removed
     monkeypatch.setattr(processes, "all_of", lambda value: next(answers))
     monkeypatch.setattr(processes, "of_first", lambda value: ".")
-    assert shared_folders.writes(Path("/")) == (index in (0, 2))
+    assert shared_folders.must_write(Path("/")) == (index in (0, 2))
 
 
 def test_launch_ends_with_the_code_of_the_first_that_failed(recipe):

@@ -17,7 +17,7 @@ from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.converted import Converted
 from jaxtune.models.generation.sampling import Kind
-from jaxtune.models.generation.structure import rounded_places, structure_of
+from jaxtune.models.generation.structure import rounded_indices, structure_of
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.registry import config_from_hf
 from tests.gpu.aot.target import H200
@@ -40,7 +40,7 @@ def structure_and_shapes(name: str, layers: int, adapter: bool, load_in: str | N
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     structure = structure_of(graph, treedef, model.config)
-    for place in rounded_places(structure, tuple(leaf.shape for leaf in leaves)):
+    for place in rounded_indices(structure, tuple(leaf.shape for leaf in leaves)):
         leaves[place] = leaves[place].update(dtype=jnp.bfloat16)
     if decodes:
         found = []

@@ -112,7 +112,7 @@ class _Rotary(RotaryByType):
 
     def read(self, hf: Config, fields: Config) -> Fields:
         dims = {FULL: hf["global_head_dim"], SLIDING: hf["head_dim"]}
-        ropes = (rope_config({**hf, "head_dim": dims[name]}, self.given_to(name, hf)) for name in self.types)
+        ropes = (rope_config({**hf, "head_dim": dims[name]}, self.parameters_of_type(name, hf)) for name in self.types)
         return {
             "rotary": tuple(
                 dataclasses.replace(rope, head_dim=dims[name]) for name, rope in zip(self.types, ropes, strict=True)
