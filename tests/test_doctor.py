@@ -62,7 +62,7 @@ def test_the_gpu_that_is_asked_about_is_the_first_that_jax_sees(monkeypatch, tmp
 def test_a_driver_that_fails_is_wrong(monkeypatch, tmp_path):
     tell_of(monkeypatch, tmp_path, "Driver/library version mismatch", 18)
     finding = doctor._driver(doctor._nvidia_smi())
-    assert finding.state == "wrong" and "Driver/library version mismatch" in finding.what
+    assert finding.state == "wrong" and "Driver/library version mismatch" in finding.summary
 
 
 @pytest.mark.parametrize("text", ["", " ", "\\n \\n"])
@@ -70,7 +70,7 @@ def test_a_driver_that_fails_is_wrong(monkeypatch, tmp_path):
 def test_an_nvidia_smi_that_says_nothing_is_wrong(monkeypatch, tmp_path, text, code):
     tell_of(monkeypatch, tmp_path, text, code)
     finding = doctor._driver(doctor._nvidia_smi())
-    assert finding.state == "wrong" and f"it says nothing and exits with {code}" in finding.what
+    assert finding.state == "wrong" and f"it says nothing and exits with {code}" in finding.summary
 
 
 def test_a_gpu_that_jax_does_not_use_is_wrong(monkeypatch, tmp_path, capsys):
@@ -92,11 +92,11 @@ def test_slow_cards_and_old_ones_are_named(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [device])
     rates = SimpleNamespace(gemm_bf16_tflops=680.0, copy_tbps=4.2, to_device_gbps=12.0, to_host_gbps=55.0)
     monkeypatch.setattr("jaxtune.profile.ceilings", lambda: rates)
-    states = {finding.what.split(":")[0]: finding for finding in doctor._rates()}
+    states = {finding.summary.split(":")[0]: finding for finding in doctor._rates()}
     assert [name for name, finding in states.items() if finding.state != "ok"] == ["link to the device"]
     assert "fewer lanes" in states["link to the device"].fix
     [ok, busy] = doctor._devices({"name": "H200", "memory.used": "20480"})
-    assert (ok.state, busy.what) == ("ok", "GPU memory in use by all programs: 20.0 GiB")
+    assert (ok.state, busy.summary) == ("ok", "GPU memory in use by all programs: 20.0 GiB")
     device.device_kind = "Tesla V100-SXM2-16GB"
     wrong = next(doctor._devices(None))
     assert wrong.state == "wrong" and "use a newer card" in wrong.fix
@@ -109,7 +109,7 @@ def test_the_kernels_of_cards_other_than_hopper_need_jax_triton(monkeypatch, cap
     )
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    named = [finding.what for finding in doctor._devices(None) if finding.state == "note"]
+    named = [finding.summary for finding in doctor._devices(None) if finding.state == "note"]
     assert named == (["jax-triton is not installed"] if noted else [])
 
 
@@ -147,4 +147,4 @@ def test_a_kernel_with_a_gradient_that_is_no_number_is_found(monkeypatch, of):
 
     monkeypatch.setattr(package, "attention", attention)
     finding = doctor._attention()
-    assert finding.state == "wrong" and "within nan of float32's" in finding.what
+    assert finding.state == "wrong" and "within nan of float32's" in finding.summary

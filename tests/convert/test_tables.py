@@ -16,7 +16,7 @@ PROGRAMS = ("axolotl", "llama_factory", "trl")
 def test_each_key_of_a_program_has_one_class(program):
     tables = table(program)
     for name, section in {"": tables.top, **tables.sections}.items():
-        shared = tables.top.known if program == "trl" else frozenset()
+        shared = tables.top.known_keys if program == "trl" else frozenset()
         assert not section.defaults.keys() - section.known_keys - shared, name
         classes = (section.read, section.neutral, section.refused, section.same_value.keys(), section.lost.keys())
         for one, other in itertools.combinations(classes, 2):

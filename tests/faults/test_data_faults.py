@@ -146,7 +146,7 @@ def test_a_long_text_is_tokenised_as_if_whole(test_data, monkeypatch):
             whole = tokenizing.tokenize(tokenizer, [text])[0]
             for field in ("ids", "starts", "ends"):
                 np.testing.assert_array_equal(getattr(found, field), getattr(whole, field))
-            assert not found.cut and start.cut and len(start) >= 500
+            assert not found.is_cut and start.is_cut and len(start) >= 500
             np.testing.assert_array_equal(start.ids, whole.ids[: len(start)])
         with monkeypatch.context() as patch:
             patch.setattr(tokenizing, "WINDOW", 4096)

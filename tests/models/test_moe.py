@@ -274,7 +274,9 @@ def test_four_bit_experts_as_the_hub_has_them(tmp_path):
             wanted[key] = NF4.encode(array)
             layout = format_of(wanted[key]).layout(wanted[key])
             for part, tensor in layout.tensors(wanted[key], float(wanted[key].offset)).items():
-                packed[key.removesuffix(".weight") + part] = np.asarray(tensor.of(wanted[key])).reshape(tensor.shape)
+                packed[key.removesuffix(".weight") + part] = np.asarray(tensor.array_of(wanted[key])).reshape(
+                    tensor.shape
+                )
         else:
             packed[key] = array
     assert len({float(weight.offset) for weight in wanted.values()}) > 2

@@ -464,10 +464,10 @@ def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monk
         assert isinstance(linear.stored_weight, Stored) == (index // per_layer >= decodes)
     prompts = prompts_of(48)
     before = [row.ids for row in sampler.run(prompts, 8)]
-    decoded = {id(codes): array for codes, array in sampler._converted._kept.values()}
+    decoded = {id(codes): array for codes, array in sampler._converted._cache.values()}
     assert len(decoded) == decodes * per_layer
     sampler.update(models[1])
-    assert {id(codes): array for codes, array in sampler._converted._kept.values()} == decoded
+    assert {id(codes): array for codes, array in sampler._converted._cache.values()} == decoded
     after = [row.ids for row in sampler.run(prompts, 8)]
     assert before == generate(models[0], prompts, 8) != after == generate(models[1], prompts, 8)
 

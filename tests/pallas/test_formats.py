@@ -219,10 +219,10 @@ def test_a_chain_of_layers_decodes_one_weight_at_a_time():
 def test_cut_at_its_blocks_a_part_is_what_is_stored_of_it(shape, double_quant):
     """The arrays of a part are slices of the whole's, and decode to the part."""
     weight = NF4.encode(jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32), double_quant)
-    unit = weight.cut(0)
+    unit = weight.block_length(0)
     row = int(np.prod(shape[1:]))
     assert unit is not None and unit < shape[0] and unit * row % (64 * 256 if double_quant else 64) == 0
-    assert weight.cut(1) is None
+    assert weight.block_length(1) is None
     size = unit * row
     part = NF4(
         weight.codes[: size // 2],

@@ -85,12 +85,15 @@ def test_cut_at_its_blocks_a_part_is_what_is_stored_of_it():
     for block, axis, size in ((ROW, 0, 3), (TILE, 0, 128), (TILE, 1, 128)):
         array = drawn((256, 384))
         whole = FP8.encode(array, block)
-        assert whole.cut(axis) in (1, size)
+        assert whole.block_length(axis) in (1, size)
         part = FP8.encode(np.take(array, range(size), axis), block)
         index = (slice(None),) * axis + (slice(0, size),)
         np.testing.assert_array_equal(np.asarray(whole.codes)[index], np.asarray(part.codes))
-    assert FP8.encode(drawn((4, 8)), ROW).cut(1) is None and FP8.encode(drawn((4, 8)), MATRIX).cut(0) is None
-    assert FP8.encode(drawn((2, 4, 8)), MATRIX).cut(0) == 1
+    assert (
+        FP8.encode(drawn((4, 8)), ROW).block_length(1) is None
+        and FP8.encode(drawn((4, 8)), MATRIX).block_length(0) is None
+    )
+    assert FP8.encode(drawn((2, 4, 8)), MATRIX).block_length(0) == 1
 
 
 def test_parts_that_do_not_fit_are_refused():

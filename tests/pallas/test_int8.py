@@ -65,8 +65,8 @@ def test_a_part_of_a_divided_tensor_decodes_to_the_part(axis):
     weight = Int8.encode(jnp.asarray(values()))
     parts = {0: 3, 1: 4, 2: 5}[axis % 3]
     size = SHAPE[axis] // parts
-    axes = weight.divided(axis, parts)
-    assert axes is not None and weight.divided(axis, 7) is None and weight.cut(axis) == 1
+    axes = weight.shard_axes(axis, parts)
+    assert axes is not None and weight.shard_axes(axis, 7) is None and weight.block_length(axis) == 1
 
     def second(array, along):
         return array if along is None else jax.lax.slice_in_dim(array, size, 2 * size, axis=along)

@@ -84,7 +84,7 @@ def test_quantised_weights_are_cut_at_blocks(load_in):
     small = jax.tree.leaves(partition.shardings(nnx.state(model, nnx.Param), mesh))
     assert sum(not place.is_fully_replicated for place in small) == 1  # the head
     # Parts that blocks do not allow are not made.
-    assert quantize(tiny_model(), "nf4").layers[0].mlp.up_proj.weight.get_value().divided(0, 2) is None
+    assert quantize(tiny_model(), "nf4").layers[0].mlp.up_proj.weight.get_value().shard_axes(0, 2) is None
 
 
 def test_parts_of_formats():
@@ -93,7 +93,7 @@ def test_parts_of_formats():
     found = [NF4.encode(weight), NF4.encode(weight, double_quant=False), FP8.encode(weight)]
     found += [FP8.encode(weight, TILE), experts]
     for stored in found:
-        axes = stored.divided(0, 2)
+        axes = stored.shard_axes(0, 2)
         assert axes is not None
         leaves, structure = jax.tree.flatten(stored)
         halves = [
@@ -105,8 +105,8 @@ def test_parts_of_formats():
             for one, other, axis in zip(*halves, axes, strict=True)
         ]
         np.testing.assert_array_equal(jax.tree.unflatten(structure, again).decode(), stored.decode())
-    assert FP8.encode(weight, TILE).divided(0, 4) is None  # two blocks
-    assert FP8.encode(weight, MATRIX).divided(0, 2) is None
+    assert FP8.encode(weight, TILE).shard_axes(0, 4) is None  # two blocks
+    assert FP8.encode(weight, MATRIX).shard_axes(0, 2) is None
 
 
 def test_experts_are_divided_by_expert():

@@ -184,13 +184,15 @@ def test_parts_of_the_arrays_are_parts_of_the_tensor(axis, parts):
     draw = np.random.default_rng(0)
     weight = dataclasses.replace(MXFP4.encode(jnp.asarray(draw.standard_normal((6, 12, 192)))), swapped=True)
     assert weight.shape == (6, 192, 12)
-    axes = weight.divided(axis, parts)
+    axes = weight.shard_axes(axis, parts)
     assert axes is not None
     leaves, structure = jax.tree.flatten(weight)
     cut = [np.split(np.asarray(leaf), parts, at) for leaf, at in zip(leaves, axes, strict=True)]
     found = [jax.tree.unflatten(structure, each).decode("float32") for each in zip(*cut, strict=True)]
     np.testing.assert_array_equal(np.concatenate(found, axis), weight.decode("float32"))
-    assert weight.divided(1, 4) is None and weight.divided(2, 4) is not None  # blocks of 32 are along the second axis
+    assert (
+        weight.shard_axes(1, 4) is None and weight.shard_axes(2, 4) is not None
+    )  # blocks of 32 are along the second axis
 
 
 @pytest.fixture(scope="module")

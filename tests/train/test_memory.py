@@ -306,7 +306,7 @@ def test_measured_steps_with_delta_nets():
     config = config_8b(model=ModelConfig(path="a shape"))
     parts = step_cost(abstract_model(config_from_hf(PUBLISHED["Qwen/Qwen3.5-9B"]), config), config)
     kept, made_again = (
-        forecast(parts, StepPlan(parse_residuals(text, 32, parts.known), 1, 1081), H200)
+        forecast(parts, StepPlan(parse_residuals(text, 32, parts.all_residuals), 1, 1081), H200)
         for text in ("keep", "remembered=recompute")
     )
     assert kept.step_seconds == pytest.approx(1.063, rel=0.08)
@@ -388,7 +388,8 @@ def test_gate_and_up_are_in_fp8_where_keeping_them_does_not_fit():
     parts = step_cost(abstract_model(SHAPE, config), config)
     wide = parts.rows * parts.length * 14336 * parts.num_layers
     keep, in_fp8 = (
-        forecast(parts, StepPlan(parse_residuals(text, 32, parts.known), 1, 1024), H200) for text in ("keep", "fp8")
+        forecast(parts, StepPlan(parse_residuals(text, 32, parts.all_residuals), 1, 1024), H200)
+        for text in ("keep", "fp8")
     )
     assert keep.parts["kept residuals"] - in_fp8.parts["kept residuals"] == 2 * wide
     assert keep.step_seconds < in_fp8.step_seconds < 1.06 * keep.step_seconds

@@ -332,7 +332,7 @@ def test_the_plan_has_the_states_on_the_host_if_that_is_faster():
     assert short.host_bytes >= parts.states.bytes and forecast(parts, short.plan, device) == short
     record = json.loads(json.dumps(short.plan.to_record()))
     assert record["optimizer_states"] == "host" and "optimizer_states" not in kept.plan.to_record()
-    assert StepPlan.from_record(record, parts.num_layers, parts.known) == short.plan
+    assert StepPlan.from_record(record, parts.num_layers, parts.all_residuals) == short.plan
     lines = report.plan_lines(short, parts, device, 6.83e9)
     assert any(line.startswith("  optimizer states on the host: 0.34 GB, 0.03 s a step") for line in lines)
     ample, tight = (choice.choose(parts, config, device, budget) for budget in (None, 10.7e9))

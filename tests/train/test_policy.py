@@ -171,7 +171,7 @@ def test_answers_are_packed_whole_each_once():
     batch = source.rows.packed(answers, 8.0)
     found = []
     for row in range(source.rows_per_step):
-        for place in range(source.rows.places):
+        for place in range(source.rows.most_answers):
             count, start = batch.extra["answer_lengths"][row, place], batch.extra["answer_starts"][row, place]
             if count:
                 ids = batch.targets[row, start : start + count]

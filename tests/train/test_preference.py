@@ -234,7 +234,7 @@ def test_long_pairs_are_cut_and_dropped():
     rows = PackedPairs(Documents.gather(made), 24)
     assert rows.kept_lengths.tolist() == [[18, 6], [12, 12], [0, 0]]  # of the last, nothing of one answer is left
     assert rows.report.truncated == 3 and rows.report.dropped == 2 and rows.report.cut_tokens == 12 + 16
-    assert PackedPairs(Documents.gather(made), 25).kept.tolist() == [[19, 6], [12, 12], [0, 0]]
+    assert PackedPairs(Documents.gather(made), 25).kept_lengths.tolist() == [[19, 6], [12, 12], [0, 0]]
     with pytest.raises(ValueError, match=r"longer than data\.length=24"):
         PackedPairs(Documents.gather(made), 24, overflow="error")
     with pytest.raises(ValueError, match=r"data\.overflow = 'split': a pair"):

@@ -138,7 +138,7 @@ def test_a_checkpoint_may_be_gone_on_with_either_way(tmp_path):
     record = again.planner.plan.to_record()
     assert "transposed_codes" not in record
     cost = again.planner.cost
-    assert not StepPlan.from_record(record, cost.num_layers, cost.known).transposed_codes
+    assert not StepPlan.from_record(record, cost.num_layers, cost.all_residuals).transposed_codes
 
 
 @pytest.mark.full

@@ -66,7 +66,7 @@ def step_peaks(
     config = dataclasses.replace(config, optim=optim)
     model = cost.abstract_model(config_from_hf(hf), config)
     parts = cost.step_cost(model, config)
-    step_plan = StepPlan(parse_residuals(plan, layers, parts.known), 1, 2**26 // parts.vocab_size)
+    step_plan = StepPlan(parse_residuals(plan, layers, parts.all_residuals), 1, 2**26 // parts.vocab_size)
     step_plan = dataclasses.replace(step_plan, transposed_codes=bool(parts.codes_bytes))
     parts = parts.placed(step_plan)
     schedule = learning_rate_schedule(config.schedule, 1e-4, 10)

@@ -99,7 +99,7 @@ def test_each_document_of_a_pair_is_cut_by_itself():
         for index, n in enumerate(n for pair in lengths for n in pair)
     )
     data = dataset(documents, PairDataset, labels=np.arange(5, dtype=np.float32))
-    assert data.rows.kept.tolist() == [[min(a, LENGTH), min(b, LENGTH)] for a, b in lengths]
+    assert data.rows.kept_lengths.tolist() == [[min(a, LENGTH), min(b, LENGTH)] for a, b in lengths]
     batches = StepBatches(data.rows, 3, 4, 2 * LENGTH, seed=1, order="torch")
     seen = collections.Counter()
     for step in range(2):
@@ -114,7 +114,7 @@ def test_each_document_of_a_pair_is_cut_by_itself():
         (2 * pair + side + 1, min(n, LENGTH)) for pair, both in enumerate(lengths) for side, n in enumerate(both)
     )
     packed = data.in_rows(128)
-    assert packed.rows.kept.tolist() == data.rows.kept.tolist() and packed.rows.length == 128
+    assert packed.rows.kept_lengths.tolist() == data.rows.kept_lengths.tolist() and packed.rows.length == 128
     with pytest.raises(ValueError, match="documents are longer than data.length=40, first document 0 with 60 tokens"):
         _ = dataset(documents, PairDataset, overflow="error").rows
 
