@@ -97,3 +97,35 @@ def test_large_definitions_are_listed_by_their_code():
     words = '    """Words."""\n\n    # words\n'
     assert [*large(f"def f():\n{words}{body * FUNCTION_LINES}")] == [(1, "function f", FUNCTION_LINES + 1)]
     assert [*large(f"class A:\n{body * CLASS_LINES}")] == [(1, "class A", CLASS_LINES + 1)]
+
+
+CASES = """
+import pytest
+
+@pytest.mark.parametrize("b", [1, 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("a", [1, 2])
+def test_many(a, b): ...
+
+@pytest.mark.full
+@pytest.mark.parametrize("a", [1, 2])
+def test_costly(a): ...
+
+def test_one(): ...
+"""
+
+
+def test_ci_runs_one_unmarked_case_of_each_test(tmp_path):
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_collection_modifyitems\n")
+    (tmp_path / "test_cases.py").write_text(CASES)
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-c", os.devnull]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def collected(*arguments: str) -> list[str]:
+        line = [*command, "--rootdir", str(tmp_path), *arguments, "test_cases.py"]
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        return re.findall(r"^test_cases.py::(\S+)$", done.stdout, re.M)
+
+    assert len(collected()) == 9
+    many, one = collected("-m", "not full")
+    assert many in ("test_many[1-1]", "test_many[1-2]", "test_many[2-1]", "test_many[2-2]") and one == "test_one"
+    assert collected("-m", "not full") == [many, one]

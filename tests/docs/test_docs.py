@@ -163,6 +163,7 @@ def test_the_quickstarts_time_is_one_in_readme_and_info():
     assert f"on two CPU cores, {time}" in recipe_summary(packaged_recipes()["quickstart"])
 
 
+@pytest.mark.full
 def test_the_readmes_plan_is_what_the_command_prints(workplace, capsys):
     (line,) = re.findall(r"^ +(predicted peak .*)\.\.\.$", README, re.M)
     assert cli.main(["train", "qlora-8b", "--plan", "plan.device=RTX 4090"]) == 0

@@ -100,6 +100,7 @@ def test_what_cannot_hold_the_grid_is_refused(tmp_path, capsys, how, arguments, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_another_dtype_is_refused_by_merged_too(tmp_path, capsys):
     folder, _ = trained(tmp_path, "adapter", 32)
     assert cli.main(["export", str(folder), str(tmp_path / "out"), "--dtype", "float16"]) == 2

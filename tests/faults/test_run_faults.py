@@ -78,6 +78,7 @@ def test_results_prove_whose_they_are(finished):
         assert result.step == STEPS and result.run["config.seed"] == 0 and "data.tokens_crc32" in result.run
 
 
+@pytest.mark.full
 def test_changed_rows_do_not_leave_old_results_as_if_they_were_new(folder, capsys):
     rows = folder / "rows.jsonl"
     rows.write_text(rows.read_text().replace("red", "pink"))
@@ -260,6 +261,7 @@ def test_steps_that_a_profile_will_not_hold_are_said_at_the_start(tmp_path, caps
 # ---- records
 
 
+@pytest.mark.full
 def test_a_torn_config_is_recognised(tmp_path):
     trainer = Trainer(lora_model(), None, make_config(tmp_path, steps=1), dataset(documents(12)))
     config = trainer.config

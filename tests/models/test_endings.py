@@ -28,14 +28,8 @@ def ended(work: str, way: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("work", "way"),
-    [
-        pytest.param("generate", "return", marks=pytest.mark.full),
-        ("pending", "interrupt"),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("work", "way"), [("generate", "return"), ("pending", "interrupt"), *OTHERS])
 def test_a_program_ends_with_its_code(work, way):
     for _ in range(20 if DRAWS and work == "generate" else 1):
         code, out, errors = ended(work, way)

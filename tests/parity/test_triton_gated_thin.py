@@ -26,7 +26,7 @@ def wide(*arrays):
 
 # Rows and columns that are and are no multiple of a tile, one and several programs along each axis, and ranks of which
 # some are no power of two.
-SHAPES = [(37, 1032, 16), (512, 256, 8), (65, 520, 1), (4200, 136, 31)]
+SHAPES = [(37, 1032, 16), (512, 256, 8), (65, 520, 1), pytest.param(4200, 136, 31, marks=pytest.mark.full)]
 
 
 @pytest.mark.parametrize(("tokens", "size", "rank"), SHAPES)

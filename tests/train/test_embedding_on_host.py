@@ -80,6 +80,7 @@ def test_a_run_with_the_embedding_on_the_host_is_the_same_run(tmp_path, hf):
     np.testing.assert_array_equal(*(model(jnp.asarray([[1, 5, 9]])) for model in models))
 
 
+@pytest.mark.full
 def test_the_device_has_the_rows_of_two_steps(tmp_path, monkeypatch):
     """Those of a step are loaded once the step two before is done."""
     load_step, loaded = Engine.load_step, []

@@ -223,6 +223,7 @@ def sent(found: dict[tuple[str, str], int], *names: str) -> int:
     return sum(size for (name, _), size in found.items() if name in names)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("devices", "lora"), [(2, False), (4, False), (8, False), (2, True)])
 def test_both_legs_are_in_the_format(devices, lora):
     legs = ("all-to-all", "all-gather")

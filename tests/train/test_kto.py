@@ -164,6 +164,7 @@ def test_the_lengths_of_the_finding():
     assert any("4 answers are cut, because the pair is longer than data.length = 1,024" in w for w in alike.warnings())
 
 
+@pytest.mark.full
 def test_a_row_without_a_mismatched_answer_has_no_part_in_the_divergence():
     objective, model = KTO(0.3), adapted()
     documents, labels = with_mismatched_answers(documents_of([(0, 2, 3), (1, 2, 14)]))

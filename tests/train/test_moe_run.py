@@ -17,6 +17,7 @@ SGD = OptimConfig(name="sgd", learning_rate=1.0)
 MOE = MoEConfig(4, 2, 64, router_bias=True, expert_bias=True, transposed=True, interleaved=True, swiglu_limit=7.0)
 
 
+@pytest.mark.full
 def test_the_loss_falls_and_every_experts_adapter_moves(tmp_path):
     base = quantize(tiny_model(moe=MOE, attention_sinks=True, layers=(LayerSpec(window=4),)))
     model = get_peft_model(base, r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])

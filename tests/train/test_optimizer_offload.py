@@ -80,13 +80,9 @@ def stepped(trainer: Trainer):
     return state, found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "weights", "devices"),
-    [
-        ("adamw_8bit", "fp32", 1),
-        ("adamw", "bf16", 2),
-        pytest.param("lion_8bit", "fp32", 1, marks=pytest.mark.full),
-    ],
+    ("name", "weights", "devices"), [("adamw_8bit", "fp32", 1), ("adamw", "bf16", 2), ("lion_8bit", "fp32", 1)]
 )
 def test_losses_weights_and_states_are_those_of_a_run_without(small, tmp_path, name, weights, devices):
     (state, losses), (want, want_losses) = (

@@ -208,6 +208,7 @@ def test_sums_that_are_not_named_are_refused(tmp_path):
         trainer_of(tmp_path, objective=Unnamed()).train()
 
 
+@pytest.mark.full
 def test_a_callback_ends_a_run(tmp_path):
     class Enough(Callback):
         def stepped(self, step, metrics):

@@ -82,6 +82,7 @@ def test_rounding_begins_at_its_step(run):
     assert [step for step in ours if ours[step] != theirs[step]] == list(range(START, STEPS + 1))
 
 
+@pytest.mark.full
 def test_the_run_says_what_is_rounded(run):
     assert run[0].notes()[1] == (
         "QAT: weights rounded to int4, groups of 32, from step 2; not rounded, as groups do not divide their input: "

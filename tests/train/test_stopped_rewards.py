@@ -145,7 +145,8 @@ def run_of(folder: Path, output: str, place: str) -> Trainer:
 PLACES = ["async reward", "sampling", "environment", "reward", "get_reward", "reset", "tool", "async tool"]
 
 
-@pytest.mark.parametrize("place", [pytest.param(p, marks=pytest.mark.full if n else ()) for n, p in enumerate(PLACES)])
+@pytest.mark.full
+@pytest.mark.parametrize("place", PLACES)
 def test_a_run_of_rewards_is_saved_within_five_seconds_of_a_signal(tmp_path, place, calling, record_property):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "stalls").write_text("")

@@ -115,6 +115,7 @@ def test_adapters_are_updated_at_once_and_in_place():
     assert program.memory_analysis().temp_size_in_bytes < 1.1 * 4 * max(a.size for a in tensors)
 
 
+@pytest.mark.full
 def test_an_adapters_states_on_the_host_are_on_the_device_once():
     """In the update alone, which the plan counts so (host_states.py); no micro-batch is under way then."""
     program, state, sums, _ = program_of(make_model(4, True), 4, name="adamw", offload=True)
