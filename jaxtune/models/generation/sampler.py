@@ -62,8 +62,9 @@ class _Round:
     """A call of `decode` that was dispatched and is not read yet."""
 
     emitted: device.Emitted  # its results, which may not have arrived
-    # {slot: (the request that it decodes, Request.placements at that time)}. A row that paused in an earlier round makes
-    # no tokens in this one; if `placements` is another when this one is read, it has a slot again and is not queued once more
+    # {slot: (the request that it decodes, Request.placements at that time)}. A row that paused in an earlier round
+    # makes no tokens in this one; if `placements` is another when this one is read, it has a slot again and is not
+    # queued once more
     requests: dict[int, tuple[Request, int]]
 
 
