@@ -36,7 +36,7 @@ CASES ?= -m "not full"
 WORKERS ?= 2
 RUN = -m pytest -q -n $(WORKERS) --dist worksteal $(CASES) $(PYTEST_ARGS)
 
-quick: env  ## tests to run while working, those of small rooms: three minutes on two cores
+quick: env  ## the fast ones of CI's tests and the rules, to run while working: three minutes on two cores
 	$(PY) $(RUN) tests/conversations tests/convert tests/models tests/serve tests/train/data tests/test_rules.py
 
 test: env  ## tests on a CPU (no torch, no GPU)

@@ -383,6 +383,7 @@ def test_the_kernels_multiply_experts_as_their_reference(shape, block, contract,
     assert np.linalg.norm(got - want) < 0.003 * np.linalg.norm(want)
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["mosaic", "reference"])
 @pytest.mark.parametrize(("transposed", "block"), [(False, ROW), (True, TILE)])

@@ -108,6 +108,7 @@ def test_tokens_are_divided_between_devices():
     assert [types[0].shape for _, types, _ in calls] == [(2048, 1024)] * 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["keep", "recompute"])
 def test_a_layer_s_activation_is_read_by_its_product_with_the_weight_alone(plan):
     """The forward writes it once, and no thin product reads it; the backward does not have it, and copies nothing. A

@@ -57,6 +57,7 @@ def test_every_array_is_divided_between_devices():
         assert {array.shape[0] for array in types if len(array.shape) > 2} == {1}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", ["llama-3.1-8b", "qwen3-30b-a3b"])
 def test_a_layer_computes_the_gradients_of_its_norms_by_a_kernel_each(shape):
     """Beside it the backward reads the stream of a norm for the sums of its squares and for the gradients of adapters'
