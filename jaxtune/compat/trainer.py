@@ -204,7 +204,7 @@ class SFTTrainer(ScriptWords, Evaluations):
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
-        """Adds a callback, an instance or a class; ValueError if `checked` refuses it."""
+        """Adds a callback, an instance or a class; ValueError if `checked_callback` refuses it."""
         self.callbacks.append(checked_callback(callback))
 
     def pop_callback(self, callback: Any) -> Any:

@@ -129,7 +129,7 @@ class NVFP4(Stored):
         return None
 
     def block_length(self, axis: int) -> int | None:
-        return BLOCK if axis % self.ndim == self.ndim - 1 else 1
+        return BLOCK if axis == self.ndim - 1 else 1
 
     def rescaled(self, factor: np.ndarray) -> NVFP4:
         scale = np.float64(self.tensor_scale)
@@ -251,8 +251,8 @@ def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
 
 class _Files(Layout):
     """What both layouts share: they differ in the names of tensors, in the shape of the tensor's scale, and in whether
-    scales are divided or multiplied by it. `others` are, in this order, the keys of the blocks' scales, of the tensor's
-    scale, and of the scale of activations, which may be missing.
+    scales are divided or multiplied by it. `scale_keys` are, in this order, the keys of the blocks' scales, of the
+    tensor's scale, and of the scale of activations, which may be missing.
     """
 
     divides: bool  # whether files in this layout have tensor scales by which scales are divided (NVFP4.divides)
