@@ -257,7 +257,7 @@ def test_the_table_of_phases_has_the_pass_and_what_would_make_it_fit(tmp_path, m
         line.startswith("warning: teacher will need ")
         and "GB of device memory: objective.teacher_load_in=nf4, " in line
     )
-    attached = dataclasses.replace(planned, given=teacher_model())
+    attached = dataclasses.replace(planned, attached_teacher=teacher_model())
     assert "load_in" not in attached.phase.remedy  # it is there already
 
 
