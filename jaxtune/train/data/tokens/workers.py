@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+import jaxtune
 from jaxtune.system.terminal import outlive, printable, say
 from jaxtune.system.waiting import SILENT_SECONDS
 from jaxtune.train.data.rendering.formats import (
@@ -395,11 +396,11 @@ class _Process:
     """
 
     def __init__(self, setup: bytes):
-        root = str(Path(__file__).resolve().parents[3])
+        root = str(Path(jaxtune.__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
         environment |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}  # the parent has shown them already
-        code = f"from jaxtune.train.data import workers; workers._serve({os.getpid()})"
+        code = f"from {__name__} import _serve; _serve({os.getpid()})"
         # It gets a process group of its own, so that a Ctrl-C in the terminal reaches only the parent, which handles
         # it.
         self.process = subprocess.Popen(
