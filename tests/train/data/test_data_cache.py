@@ -81,7 +81,12 @@ def test_code_that_makes_tokens_decides_the_key(write, tokenizer, monkeypatch, t
         return cache_key(sources, tokenizer, {})
 
     found, keys = cache._imported(cache._ROOTS), [key()]
-    through = {"conversations.dates", "train.data.rendering.formats", "train.data.rendering.markers", "conversations.tokenizing"}
+    through = {
+        "conversations.dates",
+        "train.data.rendering.formats",
+        "train.data.rendering.markers",
+        "conversations.tokenizing",
+    }
     assert {f"jaxtune.{name}" for name in through} <= found.keys() and "jaxtune.train.data.dataset" not in found
     for package in ("transformers", "tokenizers", "jinja2"):
         with monkeypatch.context() as patch:
