@@ -35,7 +35,7 @@ from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.adapters.named import local_adapter
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.model_folder import is_gguf, read_config, resolve_folder
-from jaxtune.models.files.quant import compute_in_fp8
+from jaxtune.models.files.quant import compute_in_fp8, parameter_counts
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.generation.ends import with_end_tokens
 from jaxtune.models.hf import hf_config_of, load_base, save_weights
@@ -44,7 +44,6 @@ from jaxtune.models.registry import config_from_hf, text_config
 from jaxtune.pallas.formats import FORMATS
 from jaxtune.system.terminal import say
 from jaxtune.train.config import AdapterConfig
-from jaxtune.train.display.report import parameter_counts
 
 _MERGED = {"merged_16bit": None, "merged_4bit": "nf4", "merged_4bit_forced": "nf4", "lora": None}
 

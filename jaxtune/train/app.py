@@ -27,7 +27,7 @@ from jaxtune.train.data.rendering.formats import Example, normalize, refuse_excl
 from jaxtune.train.data.rows.reading import open_sources, read_rows
 from jaxtune.train.data.rows.row_errors import Excluded, RowError, attempt
 from jaxtune.train.display import metrics as m
-from jaxtune.train.display import report
+from jaxtune.train.display import model_report, plan_text, rows_report
 from jaxtune.train.display.metrics import require_packages
 from jaxtune.train.evaluation.evaluate import exact_match, questions_of
 from jaxtune.train.folder.record import digest, is_digest_of, require_same_settings
@@ -168,7 +168,9 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
         with loading(config) as (weights, tokenizer, model):
             trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights, trains=plan)
             if check:
-                report.check(trainer.model.given, trainer.data_summary(), trainer.batches, trainer.tokenizer, console)
+                rows_report.check(
+                    trainer.model.given, trainer.data_summary(), trainer.batches, trainer.tokenizer, console
+                )
             else:
                 show_memory(trainer, console)
         return 0
@@ -204,10 +206,10 @@ def require_fit_for_processes(config: TrainConfig) -> None:
 def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     """A run of the train command; returns the exit code. Signals raise TrainingInterrupted or Interrupted."""
     with loading(config) as (weights, tokenizer, model):
-        if note := report.cpu_note(model):
+        if note := model_report.cpu_note(model):
             console.print(note, markup=False, highlight=False)
         trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights, checks_folder=True)
-        console.print(report.trained_table(trainer.model.given))
+        console.print(model_report.trained_table(trainer.model.given))
         console.print(fitted(trainer.data_summary(), console))
         delivery = _Delivery(trainer, console)
         del model, weights  # only the trainer refers to the model now, so it can free what it copies
@@ -243,11 +245,11 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
     programs = trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, show)
     if planner.device.name != "cpu":  # the speed of a CPU is not known
         price = trainer.config.plan.dollars_per_hour
-        console.print(report.finish_line(planner.forecast, trainer.total_steps, price, planner.cost.devices))
+        console.print(plan_text.finish_line(planner.forecast, trainer.total_steps, price, planner.cost.devices))
     for line in [*trainer.memory_notes(), *trainer.disk_notes()]:
         show(line)
     need = planner.compiled_bytes(programs.accumulate, programs.update)
-    return report.memory_plan(planner.forecast, need, programs.seconds, planner.budget_bytes, console)
+    return plan_text.memory_plan(planner.forecast, need, programs.seconds, planner.budget_bytes, console)
 
 
 class RunIsComplete(Exception):

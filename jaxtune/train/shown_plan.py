@@ -18,7 +18,7 @@ from jaxtune.pallas.fitted import planned_for
 from jaxtune.system.terminal import fitted
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.config.sections import Unset
-from jaxtune.train.display import report
+from jaxtune.train.display import plan_text
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO
 from jaxtune.train.planning import choice, cost, devices, fitting, search, teacher_pass
@@ -85,7 +85,7 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
         fixes = fitting.fitting_settings(shape, config, device, budget_bytes, reference_runs=runs)
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
     longest = fitting.longest_row(costs, config, device, budget_bytes)
-    report.plan_elsewhere(forecast, costs, device, budget_bytes, longest, shape.context_length, console)
+    plan_text.plan_elsewhere(forecast, costs, device, budget_bytes, longest, shape.context_length, console)
     if isinstance(objective, GRPO):  # rows are not read here, so that prompts are taken to be as long as there is room
         room = budget_bytes - costs.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(costs, device)
         most = min(objective.settings.slots, answers * objective.settings.steps_per_generation)
@@ -93,7 +93,7 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
         console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
     for line in teacher_pass.pass_lines(config, shape, device):
         console.print(fitted(line, console), markup=False, highlight=False)
-    console.print(report.finish_line(forecast, config.steps, config.plan.dollars_per_hour, costs.devices))
+    console.print(plan_text.finish_line(forecast, config.steps, config.plan.dollars_per_hour, costs.devices))
 
 
 def _elsewhere(config: TrainConfig, name: str) -> Device:

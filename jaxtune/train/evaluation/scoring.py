@@ -17,7 +17,7 @@ from jaxtune.system.terminal import fitted, printable
 from jaxtune.train.app import answer, require_fit_for_processes, sampled_by
 from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
 from jaxtune.train.display import metrics as m
-from jaxtune.train.display import report
+from jaxtune.train.display import rows_report
 from jaxtune.train.evaluation.answer_metrics import SAMPLES
 from jaxtune.train.folder.best import BEST, BestEvaluation, best_saved
 from jaxtune.train.folder.checkpoint import saved_steps
@@ -188,7 +188,7 @@ def evaluate(
     trainer = Trainer(model, tokenizer, of_run, eval_rows=held_out, keeps_model=False, trains=False)
     if scored.result is not None and config.data.eval_rows:
         _require_same_split(scored.result, trainer)
-    for warning in report.held_out_warnings(trainer.train_data, trainer.eval_data):
+    for warning in rows_report.held_out_warnings(trainer.train_data, trainer.eval_data):
         console.print(fitted(f"warning: {printable(warning)}", console))
     results: dict[str, Any] = {"weights": scored.text}
     if scored.checkpoints is None:
