@@ -68,8 +68,7 @@ from jaxtune.train.program import gradient_sync
 from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.program.programs import Engine, Programs
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
-from jaxtune.train.program.tensors import trainable_names
-from jaxtune.train.program.trained_model import TrainedModel, with_embedding_on_device
+from jaxtune.train.program.trained_model import TrainedModel, trainable_names, with_embedding_on_device
 from jaxtune.train.references import references
 from jaxtune.train.references.stored_teachers import StoredTeacher
 from jaxtune.train.run import Profile, Run, is_evaluation_due, rows_identity
