@@ -53,7 +53,6 @@ from jaxtune.train.folder.record import (
 )
 from jaxtune.train.folder.results import Delivery
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, next_name
-from jaxtune.train.folder.run_rows import Reader, run_rows, samples, source_of
 from jaxtune.train.folder.run_state import recorded_state
 from jaxtune.train.folder.saving import Saver, TrainingInterrupted
 from jaxtune.train.objectives.named import objective_of
@@ -75,6 +74,7 @@ from jaxtune.train.run import Profile, Run, is_evaluation_due, rows_identity
 from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.spec import own_parts, setup
+from jaxtune.train.spec.run_rows import Reader, run_rows, samples, source_of
 from jaxtune.train.user_code.calling import running
 
 

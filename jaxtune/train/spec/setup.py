@@ -18,15 +18,8 @@ from jaxtune.train.config import ConfigError, MeshConfig, TrainConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics
-from jaxtune.train.folder.run_rows import most_documents
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.optimizer.optim import (
-    UpdateBound,
-    embedding_tensors,
-    make_optimizer,
-    update_bound,
-    weight_storage,
-)
+from jaxtune.train.optimizer.optim import UpdateBound, embedding_tensors, make_optimizer, update_bound, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.meshes import mesh_of
@@ -37,6 +30,7 @@ from jaxtune.train.program.gradient_sync import gradient_sync_of
 from jaxtune.train.program.loss import aux_losses
 from jaxtune.train.program.step import StepProgram
 from jaxtune.train.program.trained_model import TrainedModel
+from jaxtune.train.spec.run_rows import most_documents
 
 
 @dataclass(frozen=True)

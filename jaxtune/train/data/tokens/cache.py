@@ -33,8 +33,8 @@ import jaxtune
 from jaxtune.system.files import atomic_write, read_plain, temporary_path, writing
 from jaxtune.system.terminal import printable
 from jaxtune.train.data.rows.reading import Source
+from jaxtune.train.data.tokens.chunks import Chunk
 from jaxtune.train.data.tokens.documents import Documents
-from jaxtune.train.data.tokens.workers import Chunk
 
 # The files NAME.bin of a folder and their dtypes; `Documents` documents the fields.
 FIELDS = {"tokens": np.int32, "mask": np.uint8, "lengths": np.int64, "trained": np.int64, "origins": np.int64}
