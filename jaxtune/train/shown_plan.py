@@ -30,6 +30,8 @@ from jaxtune.train.sampled.packed_answers import packed_shape
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from jaxtune.train.trainer import Trainer
+
 _ASSUMED_PROMPT = 512  # tokens of the longest prompt, where rows are not read
 
 
@@ -115,3 +117,24 @@ def _here(config: TrainConfig, mesh: MeshConfig) -> Device:
     first = devices_of_run.local_devices[0]
     limit = (first.memory_stats() or {}).get("bytes_limit")
     return devices.find_device(first.device_kind, limit, sharing=devices.devices_here(devices_of_run.size))
+
+
+def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
+    """Prints the plan, compiles its step (and further ones until one fits), and prints predicted and compiled memory.
+    Returns {"predicted", "compiled" and, if limited, "limit": GB}. PlanError if nothing fits.
+    """
+    planner = trainer.planner
+
+    def show(line: str) -> None:
+        console.print(fitted(line, console), markup=False, highlight=False)
+
+    for line in planner.lines():
+        show(line)
+    programs = trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, show)
+    if planner.device.name != "cpu":  # the speed of a CPU is not known
+        price = trainer.config.plan.dollars_per_hour
+        console.print(plan_text.finish_line(planner.forecast, trainer.total_steps, price, planner.cost.devices))
+    for line in [*trainer.memory_notes(), *trainer.disk_notes()]:
+        show(line)
+    need = planner.compiled_bytes(programs.accumulate, programs.update)
+    return plan_text.memory_plan(planner.forecast, need, programs.seconds, planner.budget_bytes, console)

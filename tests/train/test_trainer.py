@@ -28,7 +28,7 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.files import quant
 from jaxtune.models.lora import freeze, get_peft_model, linears
 from jaxtune.models.placement import partition
-from jaxtune.train import app
+from jaxtune.train import shown_plan
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -578,7 +578,7 @@ def test_the_reports_of_check_and_plan(tmp_path):
         "12 documents",
     ):
         assert words in text, words
-    figures = app.show_memory(trainer, console)
+    figures = shown_plan.show_memory(trainer, console)
     assert figures["predicted"] > 0 and figures["compiled"] > 0 and "limit" not in figures
     assert "plan: keep (nothing is computed twice); one micro-batch of 4 x 64 tokens" in console.file.getvalue()
     assert f"the compiler says {figures['compiled']:.3f} GB" in console.file.getvalue()
