@@ -6,7 +6,7 @@ import contextlib
 import shlex
 from pathlib import Path
 
-import jaxtune
+from jaxtune.system.files import PACKAGE
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.rendering.formats import normalize
@@ -40,7 +40,7 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
     if (profile := output / "profile").is_dir():
         show_command = spelled(f"profile show {shlex.quote(str(profile))}")
         commands.append(("where the time of the profiled steps went", show_command))
-    if Path(config.model.path or "").is_relative_to(Path(jaxtune.__file__).parent):  # the packaged model: a first run
+    if Path(config.model.path or "").is_relative_to(PACKAGE):  # the packaged model: a first run
         train = spelled("train lora-0.5b data.train=rows.jsonl")
         commands.append(("train a model of the hub on rows of your own", train))
         plan = spelled("train qlora-8b --plan plan.device='RTX 4090'")

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import jaxtune
+from jaxtune.system.files import PACKAGE
 from jaxtune.system.terminal import outlive, printable, say
 from jaxtune.system.waiting import SILENT_SECONDS
 from jaxtune.train.data.rendering.templates import RowEncoder
@@ -253,7 +253,7 @@ class _Process:
     """
 
     def __init__(self, setup: bytes):
-        root = str(Path(jaxtune.__file__).resolve().parents[1])
+        root = str(PACKAGE.resolve().parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
         environment |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}  # the parent has shown them already
