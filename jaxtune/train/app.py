@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jaxtune.system import processes, terminal
+from jaxtune.system import ending, processes, terminal
 from jaxtune.system.files import require_makeable
 from jaxtune.system.terminal import fitted
 from jaxtune.train.config import TrainConfig
@@ -59,7 +59,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
             with stop.at_once():
                 return _train(config, console, stop)
         except (TrainingInterrupted, Interrupted) as stopped:
-            processes.last_words(f"it was stopped: {stopped}")
+            ending.last_words(f"it was stopped: {stopped}")
             console.print(fitted(f"stopped: {stopped}. The same command continues from there.", console))
             return EXIT_SAVED
 
