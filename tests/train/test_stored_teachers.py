@@ -32,7 +32,7 @@ from jaxtune.train.data.tokens.teacher_values import TEACHER_IDS, TEACHER_LOG_PR
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.planning import disk
-from jaxtune.train.planning.sizes import nbytes
+from jaxtune.train.planning.layer_costs import nbytes
 from jaxtune.train.references import stored_teachers
 from jaxtune.train.references.teachers import open_teacher, teacher_shapes, with_teacher
 from jaxtune.train.spec.loading import loading

@@ -62,7 +62,7 @@ class Reward(Pairs):
         data_set = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if isinstance(rows, PairDataset):
             return data_set
-        # Pairs that are too long are left out (`whole`), because a text that is cut has no last token to score.
+        # Pairs that are too long are left out, because a text that is cut has no last token to score.
         return dataclasses.replace(
             data_set, labels=margins(rows, data_set.documents, max_rows, data.columns), drops_cut_pairs=True
         )

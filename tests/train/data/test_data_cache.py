@@ -20,8 +20,9 @@ from jaxtune.train.data.rows.reading import open_sources, read_rows
 from jaxtune.train.data.rows.row_files import Row
 from jaxtune.train.data.tokens import cache, workers
 from jaxtune.train.data.tokens.cache import cache_key, open_or_build
+from jaxtune.train.data.tokens.chunks import Chunk
 from jaxtune.train.data.tokens.documents import Documents
-from jaxtune.train.data.tokens.workers import Chunk, _Process, encode_rows
+from jaxtune.train.data.tokens.workers import _Process, encode_rows
 from tests.train.data.conftest import make_tokenizer
 
 ROWS = [{"prompt": f"Add {i} and {i}: ", "completion": f"It is {2 * i}."} for i in range(30)]
