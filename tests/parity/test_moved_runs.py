@@ -261,6 +261,127 @@ def test_the_first_steps_have_trls_losses(base, tmp_path, monkeypatch, name):
     np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=2e-4)
 
 
+def prompts_of(kind: str, count: int) -> list[dict[str, Any]]:
+    """Texts, of which some have a completion too; or messages."""
+    draw = np.random.default_rng(2)
+    rows: list[dict[str, Any]] = []
+    for index in range(count):
+        words = f"{text(draw, 8)} {index}"
+        prompt = [{"role": "user", "content": words}] if kind == "messages" else words
+        rows.append({"prompt": prompt, "level": index % 3})
+        if kind == "completion":
+            rows[-1]["completion"] = " " + text(draw, 5)
+    return rows
+
+
+def fixed_answers(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Other answers of 1 to 12 tokens to each occurrence of a prompt, some of them ended."""
+    answers = []
+    for index, prompt in enumerate(texts):
+        draw = np.random.default_rng([*prompt.encode(), texts[:index].count(prompt)])
+        ids = tokenizer(" " + text(draw, 8), add_special_tokens=False)["input_ids"][:11]
+        answers.append(ids + [tokenizer.eos_token_id] * int(draw.integers(2)))
+    return answers
+
+
+def counts_letters(seen: list[dict[str, Any]]):
+    """A reward function that notes what it gets."""
+
+    def letters(prompts, completions, completion_ids, level, **columns):
+        shown = zip(prompts, completions, completion_ids, level, strict=True)
+        names = ("prompt", "completion", "completion_ids", "level")
+        seen.extend(dict(zip(names, one, strict=True)) for one in shown)
+        texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+        return [len(set(one.lower())) / 4 + number for one, number in zip(texts, level, strict=True)]
+
+    return letters
+
+
+REWARDED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "GRPO, texts": ("GRPO", "text", dict(beta=0.1)),
+    "GRPO, messages": ("GRPO", "messages", dict(beta=0.1, loss_type="grpo", scale_rewards="batch")),
+    "GRPO, texts with completions": ("GRPO", "completion", dict(loss_type="dr_grpo", scale_rewards="none")),
+    "RLOO, messages": ("RLOO", "messages", dict(beta=0.1)),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if index in (0, 2) else pytest.param(name, marks=pytest.mark.full) for index, name in enumerate(REWARDED)],
+)
+def test_fixed_answers_have_trls_rewards_and_losses(base, tmp_path, monkeypatch, name):
+    """Both get the same answers to each prompt in place of sampled ones; their reward functions the same arguments."""
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
+    kind, prompts, more = REWARDED[name]
+    tokenizer, rows = make_tokenizer(pad_token="<|eos|>"), prompts_of(prompts, 2)
+    settings = more | dict(
+        output_dir=str(tmp_path / "theirs"),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_generations=4,
+        max_completion_length=12,
+        max_steps=2,
+        warmup_steps=0,
+        learning_rate=1e-2,
+        optim="adamw_torch",
+        adam_epsilon=1e-4,
+        logging_steps=1,
+        seed=11,
+        report_to="none",
+    )
+    seen: dict[str, list[dict[str, Any]]] = {"theirs": [], "ours": []}
+    lora: Any = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    args = getattr(trl, f"{kind}Config")(
+        use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", **settings
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = getattr(trl, f"{kind}Trainer")(
+            model=reference.load(base),
+            reward_funcs=counts_letters(seen["theirs"]),
+            args=args,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer,
+            peft_config=lora,
+        )
+        trainer.model.peft_config["default"].base_model_name_or_path = str(base)
+        trainer.model.save_pretrained(tmp_path / "adapter", selected_adapters=["default"])
+
+        def injected(prompt_ids, *others):
+            ids = fixed_answers(tokenizer.batch_decode(prompt_ids), tokenizer)
+            return (ids, None) if kind == "GRPO" else ids
+
+        trainer._generate_single_turn = injected
+        trainer.train()
+    wanted = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+    def rollout(prompts, trainer):
+        ids = [trainer.rollout_model.encode(prompt) for prompt in prompts]
+        answers = fixed_answers(tokenizer.batch_decode(ids), tokenizer)
+        return {"prompt_ids": ids, "completion_ids": answers, "logprobs": [[0.0] * len(answer) for answer in answers]}
+
+    model, _ = compat.FastLanguageModel.from_pretrained(
+        str(tmp_path / "adapter"), 64, dtype="float32", load_in_4bit=False
+    )
+    if kind == "GRPO":
+        settings["vllm_importance_sampling_correction"] = False  # TRL has none without vLLM
+    ours_trainer = getattr(compat, f"{kind}Trainer")(
+        model,
+        reward_funcs=counts_letters(seen["ours"]),
+        args=getattr(compat, f"{kind}Config")(**settings | {"output_dir": str(tmp_path / "ours")}),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+        rollout_func=rollout,
+    )
+    ours_trainer.train()
+    losses = [line["loss"] for line in ours_trainer.state.log_history if "loss" in line]
+    for arguments in seen.values():  # a generation has all prompts, in any order
+        arguments.sort(key=lambda one: (one["level"], one["completion_ids"]))
+    assert len(seen["theirs"]) == 16 and seen["ours"] == seen["theirs"]
+    assert len(losses) == 2 and wanted[0] != pytest.approx(wanted[1], rel=1e-3)
+    np.testing.assert_allclose(losses, wanted, rtol=5e-4)
+
+
 def test_the_order_is_torchs():
     for rows in (1, 2, 7, 1000):
         for seed, epoch in ((0, 0), (3407, 2), (2**32 - 1, 1)):

@@ -64,7 +64,7 @@ class Reward(Pairs):
             return data_set
         # Pairs that are too long are left out (`whole`), because a text that is cut has no last token to score.
         return dataclasses.replace(
-            data_set, labels=margins(rows, data_set.documents, max_rows, data.columns), whole=True
+            data_set, labels=margins(rows, data_set.documents, max_rows, data.columns), drops_cut_pairs=True
         )
 
     def check(self, model: Decoder) -> None:
