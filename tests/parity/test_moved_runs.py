@@ -32,7 +32,7 @@ def text(draw: np.random.Generator, most: int) -> str:
 
 
 # The trainer of each kind of rows: GSM8K-like questions and answers as prompt and completion are SFT's, too.
-TRAINERS = {"completion": "SFT", "text": "SFT"}
+TRAINERS = {"completion": "SFT", "text": "SFT", "unpadded": "Reward"}
 
 
 def rows_of(kind: str, count: int) -> list[dict[str, Any]]:
@@ -230,6 +230,7 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any]]] = {
     "assistant_only_loss": ("SFT", dict(assistant_only_loss=True)),
     "ORPO": ("ORPO", dict(beta=0.2)),
     "Reward": ("Reward", dict(center_rewards_coefficient=0.1)),
+    "Reward without a padding token": ("unpadded", {}),
     "DPO of an adapter that was trained": ("DPO", dict(beta=0.3)),
     "KTO of an adapter that was trained": ("KTO", dict(train_sampling_strategy="sequential")),
 }
@@ -297,24 +298,21 @@ def counts_letters(seen: list[dict[str, Any]]):
     return letters
 
 
-REWARDED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "GRPO, texts": ("GRPO", "text", dict(beta=0.1)),
-    "GRPO, messages": ("GRPO", "messages", dict(beta=0.1, loss_type="grpo", scale_rewards="batch")),
-    "GRPO, texts with completions": ("GRPO", "completion", dict(loss_type="dr_grpo", scale_rewards="none")),
-    "RLOO, messages": ("RLOO", "messages", dict(beta=0.1)),
+REWARDED: dict[str, dict[str, Any]] = {
+    "completion": dict(beta=0.1),
+    "text": dict(loss_type="dr_grpo", scale_rewards="none"),
+    "messages": dict(beta=0.1, loss_type="grpo", scale_rewards="batch"),
 }
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if index in (0, 2) else pytest.param(name, marks=pytest.mark.full) for index, name in enumerate(REWARDED)],
+    "kind", ["completion", *(pytest.param(k, marks=pytest.mark.full) for k in ("text", "messages"))]
 )
-def test_fixed_answers_have_trls_rewards_and_losses(base, tmp_path, monkeypatch, name):
+def test_fixed_answers_have_trls_rewards_and_losses(base, tmp_path, monkeypatch, kind):
     """Both get the same answers to each prompt in place of sampled ones; their reward functions the same arguments."""
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
-    kind, prompts, more = REWARDED[name]
-    tokenizer, rows = make_tokenizer(pad_token="<|eos|>"), prompts_of(prompts, 2)
-    settings = more | dict(
+    tokenizer, rows = make_tokenizer(pad_token="<|eos|>"), prompts_of(kind, 2)
+    settings = REWARDED[kind] | dict(
         output_dir=str(tmp_path / "theirs"),
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
@@ -331,12 +329,10 @@ def test_fixed_answers_have_trls_rewards_and_losses(base, tmp_path, monkeypatch,
     )
     seen: dict[str, list[dict[str, Any]]] = {"theirs": [], "ours": []}
     lora: Any = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    args = getattr(trl, f"{kind}Config")(
-        use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", **settings
-    )
+    args = trl.GRPOConfig(use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = getattr(trl, f"{kind}Trainer")(
+        trainer = trl.GRPOTrainer(
             model=reference.load(base),
             reward_funcs=counts_letters(seen["theirs"]),
             args=args,
@@ -348,12 +344,10 @@ def test_fixed_answers_have_trls_rewards_and_losses(base, tmp_path, monkeypatch,
         trainer.model.save_pretrained(tmp_path / "adapter", selected_adapters=["default"])
 
         def injected(prompt_ids, *others):
-            ids = fixed_answers(tokenizer.batch_decode(prompt_ids), tokenizer)
-            return (ids, None) if kind == "GRPO" else ids
+            return fixed_answers(tokenizer.batch_decode(prompt_ids), tokenizer), None
 
         trainer._generate_single_turn = injected
         trainer.train()
-    wanted = [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
     def rollout(prompts, trainer):
         ids = [trainer.rollout_model.encode(prompt) for prompt in prompts]
@@ -363,23 +357,24 @@ def test_fixed_answers_have_trls_rewards_and_losses(base, tmp_path, monkeypatch,
     model, _ = compat.FastLanguageModel.from_pretrained(
         str(tmp_path / "adapter"), 64, dtype="float32", load_in_4bit=False
     )
-    if kind == "GRPO":
-        settings["vllm_importance_sampling_correction"] = False  # TRL has none without vLLM
-    ours_trainer = getattr(compat, f"{kind}Trainer")(
+    settings["vllm_importance_sampling_correction"] = False  # TRL has none without vLLM
+    ours_trainer = compat.GRPOTrainer(
         model,
         reward_funcs=counts_letters(seen["ours"]),
-        args=getattr(compat, f"{kind}Config")(**settings | {"output_dir": str(tmp_path / "ours")}),
+        args=compat.GRPOConfig(**settings | {"output_dir": str(tmp_path / "ours")}),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer,
         rollout_func=rollout,
     )
     ours_trainer.train()
-    losses = [line["loss"] for line in ours_trainer.state.log_history if "loss" in line]
     for arguments in seen.values():  # a generation has all prompts, in any order
         arguments.sort(key=lambda one: (one["level"], one["completion_ids"]))
     assert len(seen["theirs"]) == 16 and seen["ours"] == seen["theirs"]
-    assert len(losses) == 2 and wanted[0] != pytest.approx(wanted[1], rel=1e-3)
-    np.testing.assert_allclose(losses, wanted, rtol=5e-4)
+    runs = [[line for line in one.state.log_history if "loss" in line] for one in (ours_trainer, trainer)]
+    assert len(runs[0]) == 2
+    for key in ("loss", "grad_norm"):
+        losses, wanted = ([line[key] for line in run] for run in runs)
+        np.testing.assert_allclose(losses, wanted, rtol=5e-4, atol=1e-6)
 
 
 def test_the_order_is_torchs():
