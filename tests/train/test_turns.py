@@ -80,7 +80,7 @@ def noting(place: str, rows: list[dict], model, folder) -> list[tuple[object, ob
 @pytest.mark.parametrize("place", PLACES)
 def test_texts_stay_texts_and_messages_messages(model, tmp_path, place):
     texts, messages = (noting(place, [*rows.values()], model, tmp_path) for rows in (TEXTS, MESSAGES))
-    count = 1 if place == "evaluation.generate" else 2
+    count = {"evaluation.generate": 1, "rollout function": 4}.get(place, 2)  # this one is seen by its rewards too
     assert (len(texts), len(messages)) == (count * len(TEXTS), count * len(MESSAGES))
     for prompt, completion in texts:
         assert isinstance(prompt, str) and prompt.endswith("red or blue")
