@@ -675,6 +675,15 @@ def test_reward_trainer(folder, tmp_path, monkeypatch):
         FastLanguageModel.from_pretrained(str(folder), num_labels=2, **settings)
 
 
+def test_a_reference_that_is_the_model_itself_is_taken(folder, tmp_path):
+    args = DPOConfig(output_dir=str(tmp_path / "run"), max_length=64)
+    settings = dict(args=args, train_dataset=PREFERENCES[:4])
+    made = DPOTrainer(model=folder, ref_model=folder, **settings)
+    assert made._precomputes
+    with pytest.raises(ValueError, match="ref_model = 'another' is not supported"):
+        DPOTrainer(model=folder, ref_model="another", **settings)
+
+
 @pytest.mark.full
 def test_predictions_of_a_reward_model_fit_into_memory(folder, tmp_path, monkeypatch):
     """It gives each token one number, and not one for each token of the vocabulary."""

@@ -222,6 +222,9 @@ class ReferencedTrainer(PreferenceTrainer):
         return self.args.precompute_ref_log_probs or not self.model.has_adapter
 
     def __init__(self, *args: Any, **arguments: Any):
+        model = args[0] if args else arguments.get("model")
+        if isinstance(model, str | os.PathLike) and arguments.get("ref_model") == model:
+            del arguments["ref_model"]  # the model as it is before training, which is the reference
         super().__init__(*args, **arguments)
         self._references: dict[tuple[int, int], np.ndarray] = {}
         if trained_before(self.model.module):
