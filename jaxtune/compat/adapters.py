@@ -35,7 +35,7 @@ class LoraConfig:
       bias: "all" and "lora_only" are refused if they would train one.
       others: ValueError if one would change the result.
     Attributes:
-      settings: keyword arguments of `adapted`.
+      settings: keyword arguments of `add_lora`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LoraConfig:
 
 
 def lora_settings(where: str, config: Any) -> dict[str, Any]:
-    """Keyword arguments of `adapted` for this module's LoraConfig or PEFT's; ValueError for another class.
+    """Keyword arguments of `add_lora` for this module's LoraConfig or PEFT's; ValueError for another class.
 
     where: the called function, for messages.
     """

@@ -218,6 +218,9 @@ def _default(config: SFTConfig | None, field: dataclasses.Field) -> object:
 
 
 def _required(kind: type) -> list[str]:
+    """The fields that have no default and so need a value. SFTConfigs need none: their defaults are in tables, not in
+    the class.
+    """
     if issubclass(kind, SFTConfig):
         return []
     missing = dataclasses.MISSING
@@ -254,6 +257,9 @@ def _value(name: str, value: object, hint: object) -> object:
 
 
 def _of_text(name: str, text: str, hint: object, kinds: list[object]) -> object:
+    """The text as the first kind of `hint` that takes it: a choice or enum, None, a truth value, JSON, a number, text,
+    a list of this text; else ValueError. kinds: _kinds(hint), the union's members without their arguments.
+    """
     for member in _members(hint):
         if typing.get_origin(member) is typing.Literal:
             choices = typing.get_args(member)

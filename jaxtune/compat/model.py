@@ -326,7 +326,7 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Uploads what save_pretrained_gguf saves, as push_to_hub does."""
+        """Uploads what save_pretrained_gguf saves, to a public repository unless `private`; as push_to_hub does."""
         settle("push_to_hub_gguf", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_gguf(folder, tokenizer, quantization_method)

@@ -204,7 +204,7 @@ class SFTTrainer(ScriptWords, Evaluations):
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
-        """Adds a callback, an instance or a class; ValueError if `checked` refuses it."""
+        """Adds a callback, an instance or a class; ValueError if `checked_callback` refuses it."""
         self.callbacks.append(checked_callback(callback))
 
     def pop_callback(self, callback: Any) -> Any:
@@ -222,7 +222,9 @@ class SFTTrainer(ScriptWords, Evaluations):
     def _events(
         self, leave: Callable[[int], Any] = lambda step: None, measure: Callable[[], dict[str, float]] = dict
     ) -> Events:
-        """What passes a run's events to the script's callbacks. leave: writes a checkpoint-N folder, given N."""
+        """What passes a run's events to the script's callbacks. leave: writes a checkpoint-N folder, given N. measure:
+        returns the numbers of compute_metrics for the current model; by default none.
+        """
         return Events(
             self.args,
             self.state,

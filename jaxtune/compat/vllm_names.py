@@ -138,7 +138,8 @@ def fast_generate(
 ) -> list[RequestOutput]:
     """The answers to `prompts`: texts, {"prompt": text}, {"prompt_token_ids": ids}, or one of these.
 
-    sampling_params: for all prompts, or one for each.
+    sampling_params: for all prompts, or one for each; None: the defaults.
+    lora_request: the adapter; None: none, even if `module` has one, as in vLLM.
     """
     listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
     if not isinstance(sampling_params, Sequence):

@@ -529,6 +529,7 @@ def _is_mark(value: object) -> bool:
 
 
 def _truth(value: object, key: str) -> bool:
+    """What a flag says: true, false, yes, no, 1 or 0, in any case; else ConversationError about `key`."""
     truth = _TRUTH.get(str(value).strip().lower())
     if truth is None:
         raise ConversationError(f"{_short(value)}: answers are trained on or not; write true or false (1 or 0)", key)

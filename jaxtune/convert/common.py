@@ -210,11 +210,13 @@ def model_options(recipe: Translation, key: str) -> None:
             recipe.lack(f"{name} of {key}", value, "config.json of the model's folder")
 
 
-def rope_scaling(recipe: Translation, of: str, scaling: Mapping[str, object]) -> None:
-    """model.rope_scaling with transformers' names; a kind that is not here is lacking."""
+def rope_scaling(recipe: Translation, source_name: str, scaling: Mapping[str, object]) -> None:
+    """model.rope_scaling with transformers' names; a kind that is not here is lacking. source_name: what messages call
+    it, such as "rope_scaling of model_kwargs".
+    """
     kind = scaling.get("rope_type") or scaling.get("type")
     if kind not in ROPES or ("factor" not in scaling and kind != "longrope"):
-        recipe.lack(of, dict(scaling), f"model.rope_scaling has {', '.join(ROPES)}, with a factor")
+        recipe.lack(source_name, dict(scaling), f"model.rope_scaling has {', '.join(ROPES)}, with a factor")
         return
     rest = {name: value for name, value in scaling.items() if name not in ("type", "rope_type")}
     recipe.set("model.rope_scaling", {"rope_type": kind, **rest})

@@ -159,8 +159,8 @@ def _words(model: Decoder) -> dict[str, str]:
 
 
 def followed(model: Decoder, plain: bool = True) -> dict[str, str]:
-    """The precision map that `model` follows, {whole module name: word}, without what common_format(model) and the
-    model's dtype already say.
+    """The precision map that `model` follows, {whole module name: word}, without what common_format(model), the most
+    frequent format, and the model's dtype already say.
 
       plain: False leaves out linears and experts in the model's dtype beside quantised ones, for models whose files
         store them so.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-# The classes of exceptions that `made` can make; `described` takes the first one that an exception is an instance of.
+# The classes of exceptions that `exception_of` can make; `described` takes the first one that an exception is an
+# instance of.
 _KINDS = (OSError, ValueError, TypeError, LookupError, MemoryError, RuntimeError)
 
 

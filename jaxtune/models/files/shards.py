@@ -57,7 +57,7 @@ def entry_digest(
     """The digest of a tensor in files.
 
     name: the model's.
-    read: (start, stop) -> these bytes, uint8.
+    read: (start, stop) -> these of the tensor's bytes, uint8.
     cached: its cached `Digest.whole`, trusted; None: every byte is read.
     """
     return Digest.read(name, STORED[entry.dtype], entry.shape, entry.size_bytes, read, cached)

@@ -499,4 +499,4 @@ class Sampler:
             self._prefills.remove_waiting(request)
         elif self._slots[request.slot] is request:
             self._slots[request.slot] = None
-            self._change(request.slot, 0, 1, False)
+            self._change(request.slot, token=0, length=1, active=False)

@@ -295,6 +295,7 @@ class Block(nnx.Module):
                 else:
                     out, after[part] = module.step(x, state[part], positions, context)
                 values[place.makes] = self.added(part, None if place.adds_to is None else values[place.adds_to], out)
+                # a mixer's own segments are replaced by its step; of these only the norm of the sum remains
                 segments = segments[-1:] if part in norms else ()
             for segment in segments:
                 if not segment.aux:

@@ -81,8 +81,9 @@ class DeltaNetShape:
         return DeltaNet(self, config, key, dtype)
 
     def derivative_bytes(self, sizes: Sizes) -> float:
-        """What the kernels keep from the recomputation of `recur` until its gradient arrives: queries and keys after
-        the convolution, prediction errors, and for each chunk two matrices and the state. The reference keeps less.
+        """Bytes, for one micro-batch on one device, that the kernels keep from the recomputation of `recur` until its
+        gradient arrives: queries and keys after the convolution, prediction errors, and for each chunk two matrices and
+        the state. The reference keeps less.
         """
         numbers = 2 * self.key_size + self.value_size + 2 * self.heads * CHUNK
         state = self.heads * self.key_dim * self.value_dim / CHUNK

@@ -81,7 +81,7 @@ def gathered_after(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax
 
 @jax.custom_vjp
 def _gathered_beside(shard: Shard, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`whole_beside` for a Shard that trains."""
+    """`gathered_after` for a Shard that trains."""
     shard, x = optimization_barrier((shard, x))
     return gather(shard), x
 

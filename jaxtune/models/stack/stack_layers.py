@@ -77,7 +77,9 @@ class StackProgram:
 
 
 def require_given(layers: Sequence[StackLayer]) -> None:
-    """Raises ValueError if a layer takes a value that no earlier layer gives."""
+    """Raises ValueError if a layer takes a value (a key of StackLayer.shared) that no earlier layer gives under this
+    name.
+    """
     given_names: set[str] = set()
     for index, layer in enumerate(layers):
         if missing := set(layer.shared) - given_names:

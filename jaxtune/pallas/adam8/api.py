@@ -49,7 +49,7 @@ _LAYOUT = plgpu.Layout.TILED(Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dim
 
 @functools.cache
 def cells(signed: bool) -> np.ndarray:
-    """int32[cells]: the table with which `adam_lanes.places` encodes a moment's number in one read.
+    """int32[cells]: the table with which `adam_lanes.nearest_codes` encodes a moment's number in one read.
 
     A cell is a range of magnitudes whose float32 bits are equal but for the lowest 17 (signed) or 16; a bound is the
     middle between two neighbouring magnitudes of the map. A cell's entry is the number of bounds below it, shifted left
@@ -154,7 +154,7 @@ def _check(op, dtypes, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
 
 
 def nearest_codes_in_jnp(x, table, signed: bool):
-    """adam_lanes.places in jnp, as Pallas' interpreter cannot run PTX."""
+    """adam_lanes.nearest_codes in jnp, as Pallas' interpreter cannot run PTX."""
     shift, first = _SHIFT[signed], _FIRST[signed]
     bits = lax.bitcast_convert_type(x, jnp.int32)
     magnitude = jnp.clip(bits & 0x7FFFFFFF, first << shift, 0x3F800000)

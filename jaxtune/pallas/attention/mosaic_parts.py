@@ -277,7 +277,7 @@ class QuerySide:
         self.items = Items(table_ref, column_sections * (heads // WARPGROUPS if self.pairs else heads))
 
     def column_section(self, item):
-        """Which of the `parts` column ranges the item computes, int32[]."""
+        """Which of the `column_sections` column ranges the item computes, int32[]."""
         return lax.rem(item[0], jnp.int32(self.column_sections))
 
     def queries_of(self, item, wg=None):

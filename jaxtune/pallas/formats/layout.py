@@ -65,8 +65,8 @@ Headers = Mapping[str, Header]  # by key
 
 
 class FileTensor(NamedTuple):
-    """A tensor to be written: the header needs its shape and dtype before `of` computes the array. The dictionary that
-    has it names it.
+    """A tensor to be written: the header needs its shape and dtype before `array_of` computes the array. The dictionary
+    that has it names it.
     """
 
     shape: tuple[int, ...]  # its dimensions
@@ -83,6 +83,8 @@ class FileTensor(NamedTuple):
 def file_tensor(like: jax.Array | np.ndarray | None, array_of: ArrayOf) -> FileTensor:
     """The FileTensor with the shape and dtype of `like`: an array that is written as the weight has it, or its
     jax.ShapeDtypeStruct. None fails an assertion; the type allows it because optional fields of weights have it.
+
+      array_of: takes the weight and returns this tensor's array.
     """
     assert like is not None
     return FileTensor(tuple(like.shape), np.dtype(like.dtype), array_of)
@@ -177,8 +179,8 @@ class Layout:
         """Raises ValueError, with key and value, for a setting that is not supported. By default it accepts all."""
 
     def key_of(self, name: str) -> tuple[str, str] | None:
-        """Divides a tensor's name in a file into (module, key), with the longest fitting key of `codes` and `others`;
-        None if none fits.
+        """Divides a tensor's name in a file into (module, key), with the longest fitting key of `codes` and
+        `scale_keys`; None if none fits.
         """
         keys = sorted((self.codes, *self.scale_keys), key=len, reverse=True)
         return next(((name.removesuffix(key), key) for key in keys if name.endswith(key)), None)

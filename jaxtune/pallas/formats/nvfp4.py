@@ -251,8 +251,8 @@ def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
 
 class _Files(Layout):
     """What both layouts share: they differ in the names of tensors, in the shape of the tensor's scale, and in whether
-    scales are divided or multiplied by it. `others` are, in this order, the keys of the blocks' scales, of the tensor's
-    scale, and of the scale of activations, which may be missing.
+    scales are divided or multiplied by it. `scale_keys` are, in this order, the keys of the blocks' scales, of the
+    tensor's scale, and of the scale of activations, which may be missing.
     """
 
     divides: bool  # whether files in this layout have tensor scales by which scales are divided (NVFP4.divides)

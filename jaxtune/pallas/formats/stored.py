@@ -19,8 +19,8 @@ class Stored:
     have it in place of an array [..., out, in], or [E, out, in] of experts. The leaves may be jax.ShapeDtypeStruct
     where code plans memory or files' headers.
 
-    A format is a frozen dataclass with `shape`, `dtype_name`, `problem`, `cut` and `_decode`, and with `encode` if
-    jaxtune quantises to it. Only quantisation-aware training and the export of its models need `rescaled`,
+    A format is a frozen dataclass with `shape`, `dtype_name`, `problem`, `block_length` and `_decode`, and with
+    `encode` if jaxtune quantises to it. Only quantisation-aware training and the export of its models need `rescaled`,
     `with_input_scale` and `largest`. Other methods have defaults, for arrays whose first axes are the tensor's.
     """
 
@@ -139,7 +139,7 @@ class Stored:
 
     def with_input_scale(self, scale: float) -> Self:
         """The same weight with a scale of activations, which files store beside it and servers use to round what they
-        multiply. Only NVFP4.
+        multiply. Only NVFP4. scale: as NVFP4.global_scale computes it from the largest activation, not its inverse.
         """
         raise NotImplementedError
 

@@ -33,6 +33,7 @@ def gated_thin(gate, up, a, activation: str):
 
 
 def gated_thin_backward(gate, up, dgated, dinner, activation: str):
+    """As thin.gated_thin_backward: (gradient of gate, of up, float32[r, I] of A)."""
     gated, dgate, dup = gated_backward(gate, up, dgated, activation)
     return dgate, dup, thin_product(dinner, gated, (0, 0), jnp.float32)
 

@@ -80,7 +80,7 @@ class Static:
 
 def pads_adapters(dtype, in_size: int, out_size: int) -> bool:
     """Whether each product of rows in `dtype` with weights [out_size, in_size] casts and pads the adapters, which a
-    caller such as a sampler can do once by `filled_adapter`, with the same results.
+    caller such as a sampler can do once by `padded_adapter`, with the same results.
     """
     return mosaic.refusal(jnp.dtype(dtype), in_size, out_size, TILE_ROWS) is None
 

@@ -5,9 +5,10 @@ TMA copies boxes, and on Hopper it cannot gather rows. Here the 128 lanes of a w
 (cp.async), eight of them the 128 bytes of a row, to the addresses where TMA would put them: tiles of 8 rows of 128
 bytes, swizzled. A lane has every 16th row.
 
-The loading warpgroup calls `numbers`, `bring` and `tell`; only the multiplying ones `wait`. This is as fast as TMA over
-consecutive rows, if the fence before wgmma names shared memory: without `.shared::cta` it waits for all memory traffic,
-450 cycles a step. `interpreted` says that Pallas' interpreter runs the kernel, whose copies are synchronous.
+The loading warpgroup calls `numbers`, `start_copy` and `signal_arrival`; only the multiplying ones `wait`. This is as
+fast as TMA over consecutive rows, if the fence before wgmma names shared memory: without `.shared::cta` it waits for
+all memory traffic, 450 cycles a step. `interpreted` says that Pallas' interpreter runs the kernel, whose copies are
+synchronous.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def _layout(rows: int):
 
 
 def numbers(tokens_ref, first, rows: int, interpreted: bool):
-    """Loads tokens_ref[first : first + rows] into the calling warpgroup's registers, as `bring` takes them; separate,
-    so that indices can be loaded while earlier rows are copied. `rows` is a multiple of 16.
+    """Loads tokens_ref[first : first + rows] into the calling warpgroup's registers, as `start_copy` takes them;
+    separate, so that indices can be loaded while earlier rows are copied. `rows` is a multiple of 16.
     """
     if interpreted:
         return tokens_ref[pl.ds(first, rows)]

@@ -106,7 +106,9 @@ class Decoder:
         lax.fori_loop(0, chunk_count, step, tuple(load(jnp.int32(number)) for number in range(_AHEAD)))
 
     def decode_all(self, operands, weight_ref):
-        """Decodes the whole weight at once, for the interpreter, which has no semaphores."""
+        """Decodes the whole weight at once, for the interpreter, which has no semaphores. operands: refs of
+        Chunks.operands, the weight's arrays and tables, in order.
+        """
         chunks = [jnp.int32(chunk) for chunk in range(self.chunks.count)]
         values = [
             self.chunks.values(operands, number, self.chunks.load(operands, number), interpreted=True)

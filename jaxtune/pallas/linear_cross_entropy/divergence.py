@@ -65,6 +65,8 @@ def _chunk(
     heads: (student's [V, D], teacher's [V, E]) in the dtypes of their hidden states, perhaps with rows of zeros at
       the end; size: tokens of the vocabulary.
     own, others: (logit scale, soft cap) of student and teacher.
+    weights: float32[B, t], multiply the gradients alone; divergences come unweighted.
+    beta, temperature: as in linear_divergence. gradients: False: none are computed.
     """
     head, teacher_head = heads
     logits, slope = logits_of(hidden, head, own[0], own[1], temperature)

@@ -71,6 +71,9 @@ def _first_use(dtype, weight_dtype, size: int) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def normed_stream(x, weight, eps: float, offset: float, float32: bool):
+    """As api.normed_stream: (x, the normed x). eps, offset, float32: as in normed_heads.reference.normed, which defines
+    the norm.
+    """
     return x, normed(x, weight, eps, offset, float32)
 
 

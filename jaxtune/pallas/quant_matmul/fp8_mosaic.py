@@ -300,7 +300,7 @@ def product(
 
     sides: w's codes [N, K_i], side by side along K. If several, each K_i is a multiple of 128.
     x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
-    extra: None, or an adapter's bfloat16 u [M, R] and l [N, R], R from `filled_rank`. Without `in_blocks` the scales
+    extra: None, or an adapter's bfloat16 u [M, R] and l [N, R], R from `padded_rank`. Without `in_blocks` the scales
     multiply their product too, so divide u and l by them.
     tiles: None, or of rows sorted by expert int32[M / 128] twice: each 128 rows' expert, and how many of them, the
     first ones, are not empty. w (one array), w_scale and l then have a leading axis of experts.

@@ -8,7 +8,7 @@ The backward multiplies the gradients of all weights that share x, side by side,
 sum takes no pass over memory. Tensor cores accept e4m3 with the summed axis contiguous only: each step copies the codes
 transposed (about 6 ms of an 8B step on an H200), unless the weights have them (FP8.transposed, another 7 GB).
 
-In all functions `blocks` says that each 128 numbers have a scale, not each row; `more` is None, or an adapter's
+In all functions `blocks` says that each 128 numbers have a scale, not each row; `adapter` is None, or an adapter's
 operands (u [n, r], side [columns, r]), whose product u side^T is added; a requested `implementation` that refuses
 raises ValueError.
 """
@@ -367,7 +367,7 @@ def by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str,
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> str | None:
-    """Compares kernel `name` with an exact product; the last tile's rows overlap those before. whole: whether 128
+    """Compares kernel `name` with an exact product; the last tile's rows overlap those before. whole_steps: whether 128
     divides the summed axis; otherwise the kernel has another swizzle.
     """
     padded_rank, width = fp8_mosaic.padded_rank(rank) if rank else 0, 1024 if whole_steps else 960

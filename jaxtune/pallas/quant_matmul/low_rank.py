@@ -73,7 +73,7 @@ _current: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("low_rank
 def collected(
     earlier: Sequence[LowRankInputs] | None = None, normed: Sequence[tuple[jax.Array, Factors]] = ()
 ) -> Iterator[list[LowRankInputs]]:
-    """A context that collects low-rank inputs: a list, to which each call of `one` appends what it returns.
+    """A context that collects low-rank inputs: a list, to which each call of `recorded` appends what it returns.
 
     earlier: the list of an earlier run of the same calls, whose values they return; None: they compute them.
     normed: (an input of linears, the very object; its factors) for `factors_of`.
@@ -88,7 +88,7 @@ def collected(
 
 def recorded(make: Callable[[LowRankInputs], LowRankInputs]) -> LowRankInputs:
     """What `make` returns for an earlier run's value, or None: a low-rank input [tokens, r], or a pytree of them. Both
-    runs must call it in the same order. Outside of `kept`, and in a trace within it, nothing is collected.
+    runs must call it in the same order. Outside of `collected`, and in a trace within it, nothing is collected.
     """
     run = _current.get()
     if run is None or run.trace != get_opaque_trace_state():
@@ -99,7 +99,7 @@ def recorded(make: Callable[[LowRankInputs], LowRankInputs]) -> LowRankInputs:
 
 
 def factors_of(x: jax.Array) -> Factors | None:
-    """The Factors that `kept` has for the input x, if it has low-rank inputs too; else None."""
+    """The Factors that `collected` has for the input x, if it has low-rank inputs too; else None."""
     run = _current.get()
     if run is None or run.earlier is None:
         return None

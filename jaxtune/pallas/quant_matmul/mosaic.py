@@ -150,10 +150,10 @@ class _Plan:
     and its warpgroups divide the columns, chunk by chunk, and add their sums at the end.
     """
 
-    # 1 or 2: of each row's codes in a chunk, each of the 4 warps reads `parts` times 64 bytes; 2 reads whole memory
+    # 1 or 2: of each row's codes in a chunk, each of the 4 warps reads `runs` times 64 bytes; 2 reads whole memory
     # lines of 128 bytes, but leaves room for at most 4 tokens
     runs: int
-    width: int  # the N of the tensor-core product, 8 or 16: room for tokens times `parts`; not a size of the weight
+    width: int  # the N of the tensor-core product, 8 or 16: room for tokens times `runs`; not a size of the weight
     warpgroups: int  # the number of warpgroups in a program
     # the most programs in the grid: how many run at the same time on 132 multiprocessors, which registers limit
     programs: int
@@ -165,8 +165,8 @@ class _Plan:
 
     @property
     def codes(self):
-        """The register layout of a chunk's codes, uint8[16 rows, chunk / 2]: each warp has `parts` times 64 bytes of
-        every row, each lane 16 neighbouring bytes of every (8 / parts)-th row.
+        """The register layout of a chunk's codes, uint8[16 rows, chunk / 2]: each warp has `runs` times 64 bytes of
+        every row, each lane 16 neighbouring bytes of every (8 / runs)-th row.
         """
         rows, own_bytes = 8 // self.runs, 64 * self.runs
         tiling = Tiling(((rows, 4 * own_bytes), (rows, own_bytes), (16,)))

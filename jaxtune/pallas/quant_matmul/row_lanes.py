@@ -105,15 +105,15 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
 
 
 def multiply(x, nested, offset, chunk_index, slot, wg, refs, *, pairs: int, slices: int, dtype):
-    """partial[place, warp], float32[8, 2] = the warp's pair of rows times the token over its slice, for each quad and
-    row, by the tensor cores. Call it after lanes.wait_for_chunk and a barrier after the filling of table and map.
+    """partial[chunk_index, warp], float32[8, 2] = the warp's pair of rows times the token over its slice, for each quad
+    and row, by the tensor cores. Call it after lanes.wait_for_chunk and a barrier after the filling of table and map.
 
     A lane has 8 bytes of its quad's block of each row, in each half of the slice. For the tensor cores (m16n8k16) the
     eight quads are eight rows with different k each; column g of the right operand has quad g's elements of x. So only
     the diagonal of the products is used, and a lane needs x only at its own codes.
 
       x, nested: from own_x and own_nested; nested and offset are None if absmax are float32.
-      place, slot: int32[], the chunk's number in this program, and its index in `codes` and `absmax`.
+      chunk_index, slot: int32[], the chunk's number in this program, and its index in `codes` and `absmax`.
       refs: codes, absmax, table, map or None, and partial, in shared memory.
     """
     codes, absmax, table, *maps, partial = (ref for ref in refs if ref is not None)

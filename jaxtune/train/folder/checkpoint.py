@@ -471,6 +471,9 @@ def _committed_sharding(leaf: Any) -> jax.sharding.Sharding | None:
 
 
 def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -> Any:
+    """A restored array as a leaf like `leaf`. Arrays of committed leaves were restored with their sharding; others go
+    to the default device, and keys are wrapped and placed here.
+    """
     if impl := description.get("key_impl"):
         key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
         sharding = _committed_sharding(leaf)

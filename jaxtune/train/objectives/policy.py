@@ -207,8 +207,8 @@ class GRPO:
     def _compared(
         self, answers: Answers, cuts: AnswerCuts, trainer_logps: jax.Array, sampled: jax.Array
     ) -> dict[str, jax.Array]:
-        """Sums about masks and the sampler's probabilities. then, sampled: float32[answers, tokens], under the model
-        that sampled, by trainer and sampler.
+        """Sums about masks and the sampler's probabilities. trainer_logps, sampled: float32[answers, tokens], under the
+        model that sampled, by trainer and sampler.
         """
         apart, trained = jnp.abs(trainer_logps - sampled) * cuts.mask, (cuts.mask > 0).any(-1)
         sums = {"answers": cuts.present.sum(), MASKED: (cuts.present * ~trained).sum()}

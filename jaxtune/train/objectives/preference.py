@@ -159,6 +159,7 @@ class Preference(Pairs):
         raise NotImplementedError
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """As Objective.loss: (sum over the pairs, their number, sums for METRICS)."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward, self.documents)
         unscaled = self.unscaled_rewards(model, batch, forward, answers)
         has_pair = batch.extra[PAIRS]

@@ -190,7 +190,7 @@ def _remade(
     backward.
 
       dropped, rounded: residuals that are recomputed, and kept in FP8.
-      whole, of_kinds: {residual: bytes in a micro-batch} of the mean layer, and of each kind.
+      mean_sizes, of_kinds: {residual: bytes in a micro-batch} of the mean layer, and of each kind.
     """
 
     def in_tiles(sizes):

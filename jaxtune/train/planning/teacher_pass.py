@@ -34,7 +34,7 @@ class TeacherPass:
     """A teacher's pass over the rows of a run, and its memory.
 
     student: nnx.State of the model that trains, on the devices meanwhile; may be shapes.
-    given: a teacher attached in Python; None: the objective's.
+    attached_teacher: a teacher attached in Python; None: the objective's.
     name: the teacher's folder or hub name; "base" or None: the base.
     """
 

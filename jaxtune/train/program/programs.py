@@ -335,7 +335,7 @@ class Engine:
         return {"collectives_seconds": seconds}
 
     def at(self, programs: Programs, step: int) -> Programs:
-        """The programs of a step: without rounded weights before qat.start."""
+        """Those of `programs` that make step number `step` (counted from 0): without rounded weights before qat.start."""
         early = step < self._early_steps and programs.before_qat is not None
         return programs.before_qat if early and programs.before_qat is not None else programs
 

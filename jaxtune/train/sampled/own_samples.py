@@ -315,7 +315,7 @@ def own_samples(
 
 
 class _Reading:
-    """Makes an Asked of a row of columns. Raises RowError.
+    """Makes a TokenisedRow of a row of columns. Raises RowError.
 
     length: most tokens with the data's answer.
     most_tokens: of a prompt.

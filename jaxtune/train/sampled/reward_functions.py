@@ -305,7 +305,7 @@ def _failed(
     """The RewardError about an exception.
 
     index: of the shown answer.
-    which, line: words about it.
+    qualifier, line: words about it.
     earlier: what the call with all answers raised.
     """
     lines = [_row(sampled, index), line, "objective.reward_errors=skip leaves such answers without this reward"]

@@ -241,7 +241,8 @@ class Tools:
 
     def begin(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> ToolCalls:
         """Calls a turn's synchronous tools in order, in this thread, and starts the asynchronous ones. Failures become
-        messages. tools: of `of`.
+        messages. tools: {name: function} for this answer, from Tools.of. Asynchronous ones run on; ToolCalls.answered
+        waits for them.
         """
         outcomes: dict[int, Outcome] = {}
         later: dict[int, Callable] = {}

@@ -332,8 +332,8 @@ class RowEncoder:
     def _render_conversation(
         self, example: Example, special: str
     ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
-        """(Text, character ranges of responses, ranges that marks exclude). Ranges of the prompt may be among them;
-        there are none if all is trained on or markers will find them. Raises RowError.
+        """(Text, character ranges of responses, ranges that the conversation's marks exclude). Ranges of the prompt may
+        be among them; there are none if all is trained on or markers will find them. Raises RowError.
         """
         messages = example.messages or []
         marked = is_marked(self._trained(example))
