@@ -75,7 +75,9 @@ class HfArgumentParser(argparse.ArgumentParser):
         args_filename: str | None = None,
         args_file_flag: str | None = None,
     ) -> tuple[DataClass, ...]:
-        """An object of each dataclass, and with return_remaining_strings the words that belong to none."""
+        """An object of each dataclass, and with return_remaining_strings the words that belong to none. args: words;
+        None: sys.argv. look_for_args_file has no effect; args_filename and args_file_flag raise ValueError.
+        """
         del look_for_args_file
         if args_filename or args_file_flag:
             raise ValueError(
@@ -160,6 +162,7 @@ class TrlParser(HfArgumentParser):
         return_remaining_strings: also returns words that belong to no dataclass, the file's as "--name", "value";
           separate_remaining_strings: both sources apart.
         fail_with_unknown_args: False prints unknown keys of the file.
+        args: words; None: sys.argv.
         """
         words = sys.argv[1:] if args is None else list(args)
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

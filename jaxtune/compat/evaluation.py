@@ -83,6 +83,7 @@ class Evaluations(Reports):
 
           ignore_keys: has no effect.
           metric_key_prefix: replaces "eval" in the names.
+          test_dataset: rows; unlike in `evaluate` there is no default.
         """
         del ignore_keys
         trainer = self._on(test_dataset)

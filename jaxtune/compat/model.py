@@ -160,6 +160,7 @@ class CompatModel(ModelMethods):
           input_ids: int[B, T], padded on either side, or a tokenizer's mapping.
           attention_mask: 0 at padding.
           streamer: `put` gets the prompt and each new token.
+          max_new_tokens: at most. eos_token_id: one or several ids that end a row; pad_token_id: fills shorter rows.
         """
         settle("generate", others, GENERATE, CompatModel.generate)
         if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping since transformers 5
@@ -298,6 +299,7 @@ class CompatModel(ModelMethods):
         """Uploads what save_pretrained saves to the hub's `repository` ("owner/name"), which is made if missing.
 
         token: None: this machine's login.
+        private: whether a new repository is private; None: no.
         """
         settle("push_to_hub", others, SAVE)
         self._push(repository, token, private, lambda folder: self.save_pretrained(folder))
@@ -311,7 +313,7 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Uploads what save_pretrained_merged saves, as push_to_hub does."""
+        """Uploads what save_pretrained_merged saves, as push_to_hub does. private, token: as for push_to_hub."""
         settle("push_to_hub_merged", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method)
@@ -474,6 +476,7 @@ class FastLanguageModel:
         use_gradient_checkpointing: replaces from_pretrained's, even by its default.
         max_seq_length: must be from_pretrained's.
         finetune_last_n_layers: restricts linears, not experts.
+        random_state: seed of the matrices A.
         """
         where = "FastLanguageModel.get_peft_model"
         settle(where, others, PEFT, FastLanguageModel.get_peft_model)

@@ -81,7 +81,7 @@ class Reports:
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Writes output_dir/SPLIT_results.json, and with `combined` merges the metrics into
-        output_dir/all_results.json.
+        output_dir/all_results.json. split: such as "train" or "eval".
         """
         self._output.mkdir(parents=True, exist_ok=True)
         _write(self._output / f"{split}_results.json", dict(metrics))

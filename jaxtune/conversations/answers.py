@@ -171,7 +171,9 @@ class AnswerReader:
     def read(
         self, ids: Sequence[int], schemas: Schemas | None = None, opening: str = "", ends: Sequence[int] = ()
     ) -> Answer:
-        """The answer of these tokens. schemas, opening: as `stream`; ends: as `text`."""
+        """The answer of these tokens. schemas, opening: as `stream`; ends: as `text`. ids: of the answer alone, without
+        the prompt.
+        """
         return self.read_text(self.text(ids, ends, schemas is not None), schemas, opening)
 
     def read_text(self, text: str, schemas: Schemas | None = None, opening: str = "") -> Answer:

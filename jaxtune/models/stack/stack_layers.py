@@ -95,6 +95,7 @@ def describe_layer(
       tile: tokens of each row in a tile of tokenwise segments; without effect unless the plan recomputes every value
         inside them.
       decoder_names: names of what the decoder gives the layer; the others that it takes come from earlier layers.
+      graph: the Block's nnx.GraphDef.
 
     Raises ValueError for a placement that a residual cannot have.
     """

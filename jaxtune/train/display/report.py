@@ -107,6 +107,7 @@ def data_summary(
 
     train: None if the rows are not all known before the run.
     context_length: the positions that the model was made for.
+    held_out: None: nothing is evaluated. batches: those of training. total_steps, warmup_steps: optimizer steps.
     """
     rows, *steps = batches.described(total_steps)
     lines = [rows]
@@ -334,6 +335,7 @@ def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float |
 
     steps: that are left; None: unknown, and the time of a million tokens is given.
     dollars_per_hour: of one device; None: no price.
+    devices: that share the step; the price is of all.
     """
     if steps is None:
         subject, seconds = "a million tokens take", 1e6 / forecast.tokens_per_second
@@ -347,6 +349,7 @@ def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float]
     """The plan's prediction beside the measured peak and the median step; [] on a CPU.
 
     step_seconds: at least one, without the first step's.
+    peak_bytes: on one device, measured by its allocator.
     """
     if device.name == "cpu":
         return []
@@ -363,6 +366,9 @@ def memory_plan(
 ) -> dict[str, float]:
     """Prints the memory at the peak by use and the compiler's peak, and returns {"predicted", "compiled",
     "limit": GB}.
+
+      compiled_bytes: the peak that the compiler reports. compile_seconds: of the step's programs. budget_bytes: of
+      device memory; None: no limit.
     """
     figures = {"predicted": forecast.peak_bytes / 1e9, "compiled": compiled_bytes / 1e9}
     console.print(_parts_table(forecast))
@@ -395,6 +401,8 @@ def plan_elsewhere(
 ) -> None:
     """Prints the report of a --plan from shapes alone: the plan, the memory by use, and the longest row that fits
     (`longest` tokens; 0: not even 1,024), beside the model's positions.
+
+      device: the planned one, which need not be here. budget_bytes: of its memory.
     """
     lines = plan_lines(forecast, cost, device, budget_bytes)
     if device.usual_host_bytes is not None and forecast.host_bytes > device.usual_host_bytes:
@@ -416,6 +424,7 @@ def new_rates(
 
     schedule: maps updates made to the rate; None if unknown.
     skipped: steps without an update.
+    schedule_config, total_steps: of the resumed run, not the earlier one. step: steps done.
     """
     if schedule is None or (schedule_config.name == "constant" and schedule_config.warmup_ratio is None):
         return []

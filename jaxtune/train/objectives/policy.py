@@ -304,7 +304,9 @@ class RLOO(GRPO):
         return self.losses.beta > 0
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
-        """By `rloo_advantages`. kl: float[answers], beta times which is subtracted from rewards."""
+        """By `rloo_advantages`. kl: float[answers], beta times which is subtracted from rewards. rewards, weights: as
+        `group_advantages`.
+        """
         return rloo_advantages(
             rewards,
             self.settings.num_generations,

@@ -23,6 +23,8 @@ def weight_storage(
 ) -> Literal["fp32", "bf16"]:
     """The dtype in which trained matrices are stored: the config's, or "bf16" (rounded stochastically) for a bf16 run
     with over 2 billion trained `parameters`, else "fp32". Tensors of one dimension are float32 either way.
+
+      configured: None: by the rule. precision: the run's, "bf16" or "fp32".
     """
     if configured is not None:
         return configured

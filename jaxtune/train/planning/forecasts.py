@@ -56,7 +56,7 @@ def forecast(costs: StepCost, plan: StepPlan, device: Device) -> Forecast:
 
 def with_codes(costs: StepCost, base_forecast: Forecast, device: Device) -> Forecast:
     """The plan with transposed codes of frozen FP8 weights kept, if that is faster. Hopper only: its kernel reads the
-    codes where they are; elsewhere they would be joined in each step.
+    codes where they are; elsewhere they would be joined in each step. base_forecast: of the same plan without them.
     """
     if not (costs.codes_bytes and device.hopper):
         return base_forecast

@@ -118,6 +118,8 @@ class TeacherPass:
 def pass_lines(config: TrainConfig, shape: DecoderConfig, device: Device) -> list[str]:
     """Lines of --plan about the pass, from shapes; [] without one. ValueError if the teacher's config.json cannot be
     used, ConfigError if it is an adapter's folder or the base of random weights.
+
+      shape: the student's. device: the planned one.
     """
     objective = objective_of(config)
     if not isinstance(objective, Distill) or objective.teacher_top_k is None:

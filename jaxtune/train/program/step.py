@@ -440,7 +440,7 @@ class StepProgram:
 
     def evaluate(self, trainable, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """(loss sum, count, own sums) of a held-out batch on all devices, without dropout and the layers' losses; to be
-        jitted.
+        jitted. trainable, frozen: states of the model, divided as the mesh says.
         """
 
         def local(trainable, frozen, batch):
@@ -456,7 +456,7 @@ class StepProgram:
 
     def of_rows(self, function, trainable, frozen, batch: Batch) -> jax.Array:
         """function(model, batch, Forward); to be jitted. Each device has its rows, and the result stays divided by rows
-        (partition.ROWS), as out_shardings must say.
+        (partition.ROWS), as out_shardings must say. trainable, frozen: states of the model, divided as the mesh says.
         """
 
         def local(trainable, frozen, batch):

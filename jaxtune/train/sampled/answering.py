@@ -99,6 +99,7 @@ class Sampling:
 
           new: the most tokens.
           index: tells requests with one seed apart, such as an answer's turns.
+          ids: the prompt's.
         """
         settings = self.settings
         return sampler.submit(

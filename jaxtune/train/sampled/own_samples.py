@@ -285,6 +285,7 @@ def own_samples(
 
       ends: token ids that end an answer.
       positions: most tokens of prompt and answer that the model allows.
+      rows: a path, data set's name, or list of dicts.
     """
     if isinstance(rows, TokenDataset):
         raise ConfigError(

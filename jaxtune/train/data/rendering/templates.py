@@ -163,6 +163,9 @@ def _names_that_fit(tokenizer: Tokenizer) -> str:
 def trained_tokenizer(tokenizer: Tokenizer, template: str | None, arguments: Mapping[str, Any] | None = None) -> Any:
     """The tokenizer to save with a trained model: its template writes by itself what prompts had in training. A copy,
     or the same if nothing changes. Raises SetupError.
+
+      template: that training used, as `resolve_template` takes it; arguments: variables that the template got besides
+      messages.
     """
     if tokenizer is None:
         return tokenizer
@@ -190,6 +193,7 @@ class RowEncoder:
       instruction_part, response_part: marker strings that find responses, both or neither; ignored with "all".
       mask_spans: (opening, closing) texts; a span without a closing reaches to the response's end.
       max_tokens: text is cut after the window (65,536 characters) or piece that reaches it. None: never.
+      last_response_only: of a conversation's responses only the last is trained on.
     """
 
     def __init__(
