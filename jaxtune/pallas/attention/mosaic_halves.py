@@ -46,6 +46,7 @@ def bring_pieces(ref, block_index, number, ring, full, free, piece_numbers=None)
     number: int32[], blocks loaded into `ring` before.
     ring: [slots, tokens, 128 or 256 columns].
     piece_numbers: pieces to copy; None: all.
+    full, free: barriers of `ring`, one for each slot.
     """
     row, tokens, head = block_index
     size = ring.shape[-1]
@@ -72,6 +73,7 @@ def multiply(acc, left_halves, first, ring, full, number, release=None):
       left_halves: [halves, rows, 256]; left is the two halves from index `first` on.
       number: int32[], the block's number among those loaded into `ring`.
       release: frees a slot once its product is done; None: nothing is freed or waited for.
+      full: barriers of `ring`, one for each slot.
     """
     size = ring.shape[-1]
     pieces, before = 2 * HALF // size, None

@@ -98,6 +98,7 @@ def _first_use(dtype, group: int) -> str | None:
 
 
 def forward(query, key, value, decay, beta, layout: PackedLayout):
+    """As api.gated_delta_rule, by the kernels."""
     return _rule(query, key, value, decay, beta, layout)
 
 

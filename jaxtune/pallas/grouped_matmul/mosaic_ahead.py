@@ -80,6 +80,7 @@ class Decoder:
         [E, ., .] in global memory. After its last chunk of an expert it signals the expert's semaphore.
 
           operands: Chunks.operands in global memory.
+          ready: semaphores, one for each expert.
         """
 
         def load(number):
@@ -118,7 +119,7 @@ class Decoder:
 
     def wait(self, ready, expert, programs: int):
         """Makes the loading warpgroup wait until all programs have decoded their chunks of an expert's weight, which
-        TMA can then load.
+        TMA can then load. ready: semaphores, one for each expert. programs: of the grid.
         """
         plgpu.semaphore_wait(ready.at[expert], min(self.share, programs), decrement=False, memory_scope="gpu")
         lanes.copies_see_stores()

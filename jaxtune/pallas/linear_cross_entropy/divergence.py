@@ -31,7 +31,7 @@ def masked_beyond(logits: jax.Array, size: int) -> jax.Array:
 
 def length_of_chunks(hidden: jax.Array, vocab_size: int, chunk_tokens: int | None) -> int:
     """Tokens of each row in a chunk of at most chunk_tokens of all rows. None: as many as have CHUNK_LOGITS logits in
-    two arrays, of two models, or of the student and its bucket.
+    two arrays, of two models, or of the student and its bucket. hidden: [B, T, D], only its shape is read.
     """
     rows, length, _ = hidden.shape
     return chunk_length(rows, length, chunk_tokens or max(1, CHUNK_LOGITS // 2 // vocab_size))

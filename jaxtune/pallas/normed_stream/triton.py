@@ -111,6 +111,7 @@ def gradient(x, dnormed, stream_gradient, weight, eps, offset, float32, trained:
     """Runs the kernel: [gradient of x, and if `trained` the programs' shares float32[programs, size] of the weight's].
 
     stream_gradient: like x, added to its gradient, or None.
+    dnormed: gradient of the normed x. eps, offset, float32: as in normed_stream.
     """
     from jaxtune.pallas.normed_stream import kernels
 

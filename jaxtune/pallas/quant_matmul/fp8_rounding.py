@@ -46,7 +46,9 @@ def tile(total: int, scaled: bool, blocks: bool) -> Tile:
 
 
 def refusal(widths: Sequence[int], dtype, blocks: bool) -> str | None:
-    """The reason why the kernels cannot round rows of arrays with these widths side by side, or None."""
+    """The reason why the kernels cannot round rows of arrays with these widths side by side, or None. dtype: of the
+    arrays. blocks: each 128 numbers have a scale, not each row.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

@@ -64,7 +64,7 @@ class Chunks:
     @staticmethod
     def of(weight: Stored, dtype, unit_size: int) -> Chunks:
         """The chunks of a weight: the largest power of two of lines, at most 8 (4 for NVFP4), that divides `unit_size`,
-        the numbers of the weight or of an expert that is decoded separately.
+        the numbers of the weight or of an expert that is decoded separately. dtype: of the decoded numbers.
         """
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         # Measured (notes/quant_matmul.md): more lines leave small weights too few programs, fewer load too little.

@@ -62,7 +62,7 @@ def _block(wg, slices: int):
 
 def own_x(x_ref, wg, slices: int):
     """The token's elements by which a lane multiplies its codes, two 16-bit ones in each of uint32[128 x 16], the same
-    for every chunk.
+    for every chunk. x_ref: 16 bits, in global memory.
     """
 
     @mosaic_types.inline_mgpu(
@@ -203,6 +203,8 @@ def multiply(x, nested, offset, chunk_index, slot, wg, refs, *, pairs: int, slic
 def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: int, *, pairs: int, slices: int, dtype):
     """out_ref[rows] = the sums of `multiply`, float32[places, warps, 8, 2], over slices and quads. All multiplying
     warpgroups call it, after a barrier; the program has `count` chunks, program, program + programs, ...
+
+      partial_smem: where `multiply` wrote them. dtype: to which the sums are rounded.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR))

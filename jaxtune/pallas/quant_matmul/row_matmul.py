@@ -222,6 +222,7 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, inter
       codes: uint8[out x in / 2], in any shape.
       absmax: uint8 (double quantisation) or float32[out x in / 64], in any shape.
       nested, pairs, kernel, interpret: as of line_matmul.matmul.
+      programs: of the grid.
     """
     sizes = plan(rows, x.shape[1], programs)
     assert sizes is not None, (rows, x.shape)
