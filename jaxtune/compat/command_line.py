@@ -48,6 +48,9 @@ class HfArgumentParser(argparse.ArgumentParser):
             self._add(name, option)
 
     def _add(self, name: str, option: _Option) -> None:
+        """Adds the option of a field: a truth value may stand without a value, a list takes several words. Nothing is
+        converted or filled in here.
+        """
         flags = list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
         several = _has(option.hint, (list, tuple, set, Sequence)) and not isinstance(option.hint, str)
         truth = _has(option.hint, (bool,)) or isinstance(option.default, bool)

@@ -332,6 +332,9 @@ class SFTTrainer(ScriptWords, Evaluations):
         return saves, evaluates
 
     def _optim(self) -> OptimConfig:
+        """The section `optim` of the run's config; ValueError for an optimizer that is not here, or
+        embedding_learning_rate without a trained embedding.
+        """
         args = self.args
         optimizer: Any = choose("SFTConfig", "optim", plain_value(args.optim), OPTIMIZERS)
         rate = args.embedding_learning_rate

@@ -302,6 +302,9 @@ class _Tags(AnswerStream):
         return None if not last and any(mark.startswith(text) for mark in form.leading) else False
 
     def _content(self, last: bool) -> Pieces:
+        """Reads the answer's own text up to a mark that opens a thought or a call, and changes the state there. [] if
+        the text that has arrived does not decide. last: no more text comes.
+        """
         leads = self._leads(last)
         if leads:
             self._state = "call"
@@ -328,6 +331,7 @@ class _Tags(AnswerStream):
             self._state = "call"
 
     def _thought(self, last: bool) -> Pieces:
+        """Reads a thought up to its closing mark. last: no more text comes."""
         assert self._thoughts is not None
         if self._title:
             text = self._text.lstrip()
@@ -401,6 +405,9 @@ class _Channels(AnswerStream):
         return self._header() if self._state == "header" else self._body(last)
 
     def _header(self) -> Pieces:
+        """Reads a message's header, once it is complete, and changes the state to what it announces: a call, a thought
+        or content. The result is always [].
+        """
         header, delimiter, text = self._text.partition("<|message|>")
         if not delimiter:
             return []

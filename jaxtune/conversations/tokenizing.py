@@ -151,6 +151,9 @@ def _at_once(tokenizer: Tokenizer, texts: list[str]) -> list[Tokens]:
 
 
 def _in_windows(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> Tokens:
+    """The tokens of a long text, by windows that overlap. max_tokens: stops after the window that reaches it; None:
+    never.
+    """
 
     def window(low: int) -> Tokens:
         tokens = _at_once(tokenizer, [text[low : low + WINDOW]])[0]

@@ -183,6 +183,7 @@ def gated_product(
 
 
 def _by_mosaic(x, gate, activation: str) -> bool:
+    """Whether gated_mosaic multiplies; its first use on a GPU compares it with plain JAX."""
 
     def compare():
         # One pair of programs has fewer tiles than the others, there are more steps than are loaded ahead, and the

@@ -41,6 +41,7 @@ def refusal(x, weight, table) -> str | None:
 
 
 def _first_use(dtype, weight_dtype, dim: int) -> str | None:
+    """Why this GPU must not run the kernels, or None: output and gradients are compared with plain JAX."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)

@@ -46,6 +46,7 @@ def refusal(x, weight) -> str | None:
 
 
 def _first_use(dtype, weight_dtype, size: int) -> str | None:
+    """Why this GPU must not run the kernel, or None: gradients are compared with plain JAX."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)

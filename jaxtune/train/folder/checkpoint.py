@@ -379,6 +379,9 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def _record(path: Path) -> dict[str, Any]:
+    """A checkpoint's record, checked for what restoring it reads. Raises CheckpointError for another format or a
+    damaged one.
+    """
     try:
         record = json.loads((path / META).read_text(encoding="utf-8"))
         if record["format"] != FORMAT or record["step"] != int(path.name.removeprefix("step_")):

@@ -180,6 +180,7 @@ def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimiz
 
 
 def _direction(config: OptimConfig) -> optax.GradientTransformation:
+    """The optimizer's step before weight decay and learning rate. ValueError for an unknown name."""
     betas = config.beta1, config.beta2
     if config.name == "adamw":
         return optax.scale_by_adam(*betas, config.eps)

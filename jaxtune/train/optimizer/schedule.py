@@ -67,6 +67,7 @@ def _steps(ratio: float | None, steps: int | None, total_steps: int) -> int:
 
 
 def _after_warmup(config: ScheduleConfig, peak: float, steps: int, warmup: int, total_steps: int) -> optax.Schedule:
+    """The schedule by steps after the warm-up. steps: how many these are; total_steps: with the warm-up."""
     if config.name == "constant":
         return optax.constant_schedule(peak)
     if config.name == "linear":

@@ -293,6 +293,7 @@ class Forward:
             )
 
     def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
+        """function(hidden, head, targets, weights, ...) of the model's head; logits exist chunk by chunk in it."""
         head = model.head_variable
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)

@@ -239,6 +239,7 @@ class StepProgram:
         return partition.undivided(run(sums, state, frozen, batch, micro_batch))
 
     def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
+        """`accumulate` on one device, within partition.divided. Keys depend on the step and the micro-batch alone."""
         if self.full:
             batch = dataclasses.replace(batch, segment_ids=None)
         key = noise = None

@@ -299,6 +299,7 @@ def methods(environment: object) -> list[Callable]:
 
 
 def _environment(factory: Callable) -> Environment:
+    """A new environment; ConfigError if the factory fails, or gives an object without reset or a client of OpenEnv."""
     outcome = call(factory, {}, f"environment {name_of(factory)}")
     if outcome.error is not None:
         summary = f"objective.environment_factory: {name_of(factory)} failed"

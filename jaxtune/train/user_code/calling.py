@@ -98,6 +98,9 @@ def call(function: Callable, given: Mapping[str, object], name: str, seconds: fl
 
 
 def _here(function: Callable[[], object], name: str, seconds: float | None) -> Outcome:
+    """Calls in this thread, within `seconds` (None: no limit). Only a signal's exception is raised; others are in the
+    outcome.
+    """
     began = time.monotonic()
     outcome = Outcome()
     with _Signals() as signals:

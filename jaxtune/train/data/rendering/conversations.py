@@ -108,6 +108,7 @@ class Conversations:
         )
 
     def _blocks(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
+        """(Text, character ranges of `{% generation %}` blocks). Raises RowError if the template fails."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
