@@ -58,8 +58,8 @@ def digit_tokenizer() -> Any:
 
 def source_of(shards: Path) -> Any:
     from jaxtune.train.config import DataConfig, ModelConfig, TrainConfig
-    from jaxtune.train.folder.run_rows import Reader, run_rows
     from jaxtune.train.objectives.sft import SUPERVISED
+    from jaxtune.train.spec.run_rows import Reader, run_rows
 
     data = DataConfig(train=str(shards), length=LENGTH, streaming=True)
     config = TrainConfig(model=ModelConfig(path="none"), data=data, steps=1, rows_per_step=ROWS_PER_STEP, seed=1)

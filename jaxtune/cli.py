@@ -32,7 +32,7 @@ from jaxtune.commands import (
     tune,
     watch,
 )
-from jaxtune.system import interrupts, processes, terminal
+from jaxtune.system import ending, interrupts, processes, terminal
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
@@ -79,10 +79,10 @@ def console(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if processes.count() > 1:
             traceback.print_exc()
-            processes.last_words(f"{type(error).__name__}: {error}")
-            processes.leave(1)
+            ending.last_words(f"{type(error).__name__}: {error}")
+            ending.leave(1)
         raise
-    processes.leave(code)
+    ending.leave(code)
     return code
 
 
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt as stopped:
         name = str(stopped) or "SIGINT"
-        processes.last_words(f"it was stopped: {name}")
+        ending.last_words(f"it was stopped: {name}")
         say(f"jaxtune: stopped by {name}", file=sys.stderr)
         return 128 + signal.Signals[name]  # the exit code that a shell would report
     except (ValueError, ArithmeticError, OSError, MemoryError, RuntimeError) as error:
@@ -164,7 +164,7 @@ def _is_user_error(error: Exception) -> bool:
 
 def _fail(message: str) -> int:
     """Prints an error message on stderr and returns exit code 2; the other processes of a run print it too."""
-    processes.last_words(message)
+    ending.last_words(message)
     screen = terminal.console(stderr=True)
     for line in message.splitlines():
         say(terminal.fitted(f"jaxtune: error: {line}", screen), file=sys.stderr)

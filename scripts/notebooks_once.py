@@ -251,6 +251,10 @@ def without_network(folder: Path, model: Path, names: list[str]) -> Iterator[Non
     import transformers
     from huggingface_hub import constants
 
+    from jaxtune.compat import defaults
+
+    key = "max_completion_length"
+    defaults._schema("trl")["keys"]["grpo"][key] = int(CAPS[key])  # of scripts that do not set it
     Hub.cache = folder / "hub"
     for name in names:
         in_cache(Hub.cache, name).symlink_to(model)

@@ -59,6 +59,31 @@ def test_each_line_is_the_row_with_its_answer(model, capsys):
     assert "9 answers of 45 tokens" in capsys.readouterr().err
 
 
+TOOL = {"name": "add", "description": "Adds", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize("column", answers.TOOLS)
+@pytest.mark.parametrize("form", [[TOOL], json.dumps([TOOL]), [{"type": "function", "function": TOOL}]])
+def test_an_answer_is_read_with_the_tools_of_its_prompt(monkeypatch, column, form):
+    seen, tokenizer = [], word_tokenizer(TEMPLATE)
+    tokens, reader = answers.prompt_tokens, answers.AnswerReader.of
+
+    def asked(*arguments, tools=None, **named):
+        seen.append(tools)
+        return tokens(*arguments, tools=tools, **named)
+
+    def of(tokenizer, tools=None):
+        seen.append(tools)
+        return reader(tokenizer, tools)
+
+    monkeypatch.setattr(answers, "prompt_tokens", asked)
+    monkeypatch.setattr(answers.AnswerReader, "of", of)
+    row = {"prompt": "w1", column: form}
+    ids = answers.prompt_ids(row, tokenizer, False, "here")
+    answers.read_answer(tokenizer, row, ids, [3], False)
+    assert seen == [[{"type": "function", "function": TOOL}]] * 2
+
+
 def test_the_same_command_continues_after_a_full_disk(model, capsys, monkeypatch):
     flags = ("--num-answers", "4", "--temperature", "1.0")
     assert cli.main(command(model, *flags, output="whole.jsonl")) == 0

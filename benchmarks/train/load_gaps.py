@@ -39,7 +39,7 @@ def stats() -> dict[str, int]:
 
 def lost(model) -> dict[str, float]:
     """Bytes that the allocator has lost, while nothing but the model is on the device."""
-    from jaxtune.train.planning.sizes import nbytes
+    from jaxtune.train.planning.layer_costs import nbytes
 
     now = stats()
     return {
@@ -55,7 +55,7 @@ def loaded(folder: str, load_in: str):
 
     import jaxtune
     from jaxtune.pallas.formats import Stored
-    from jaxtune.train.planning.sizes import nbytes
+    from jaxtune.train.planning.layer_costs import nbytes
 
     begun = time.monotonic()
     model, _ = jaxtune.from_pretrained(folder, load_in=load_in)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtune.commands import file_record
 from jaxtune.conversations.answers import Answer, AnswerReader
-from jaxtune.conversations.messages import read_messages, read_tools, turns_in, with_system
+from jaxtune.conversations.messages import Message, read_messages, read_tools, turns_in, with_system
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.conversations.templates import TemplateError
 from jaxtune.models.decoder import Decoder
@@ -162,8 +162,14 @@ def read_answer(tokenizer: Tokenizer, row: Row, prompt: Sequence[int], ids: Sequ
     """
     if raw or not tokenizer.chat_template:
         return Answer(text_of(tokenizer, ids))
-    reader = AnswerReader.of(tokenizer, row.get("tools"))
+    reader = AnswerReader.of(tokenizer, tools_of(row))
     return reader.read(ids, opening=reader.opening(prompt))
+
+
+def tools_of(row: Row) -> list[Message] | None:
+    """The schemas of a row's tools; ConversationError."""
+    name = next((name for name in TOOLS if row.get(name) is not None), TOOLS[0])
+    return read_tools(row.get(name), name)
 
 
 def prompt_ids(
@@ -196,8 +202,7 @@ def prompt_ids(
         if plain:
             refusal = "--raw takes texts only" if raw else "the tokenizer has no chat template"
             raise ValueError(f"it has messages, and {refusal}: give a text as 'prompt'")
-        name = next((name for name in TOOLS if row.get(name) is not None), TOOLS[0])
-        return prompt_tokens(tokenizer, messages, tools=read_tools(row.get(name), name), arguments=template_arguments)
+        return prompt_tokens(tokenizer, messages, tools=tools_of(row), arguments=template_arguments)
     except TemplateError as error:
         raise ValueError(f"{location}: the chat template refuses these messages: {error.__cause__ or error}") from error
     except ValueError as error:

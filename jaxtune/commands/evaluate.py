@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jaxtune.commands import common
 from jaxtune.commands.options import parse
-from jaxtune.system import processes
+from jaxtune.system import joining
 from jaxtune.system.terminal import say
 
 
@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> None:
     from jaxtune.train.config.file import load_to_evaluate
 
     config, checkpoint = load_to_evaluate(options.recipe, options.overrides)
-    processes.join(options.coordinator, options.processes, options.process)
+    joining.join(options.coordinator, options.processes, options.process)
     from jaxtune.train.evaluation.scoring import evaluate as evaluate_config
 
     scores = evaluate_config(config, options.recipe, options.overrides, checkpoint, options.load_in)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from jaxtune.commands import common
 from jaxtune.commands.options import parse
-from jaxtune.system import processes
+from jaxtune.system import joining
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> int | None:
 
     allow_pinned_memory()
     if not options.plan:
-        processes.join(options.coordinator, options.processes, options.process)
+        joining.join(options.coordinator, options.processes, options.process)
     if config.data.train and not (options.plan and config.plan.device is not None):
         from jaxtune.train.data.rows.first_look import require_readable
 

@@ -21,7 +21,7 @@ from jaxtune.compat.transformers_names import load_named, load_plain
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
-from jaxtune.train.folder.run_rows import is_stream
+from jaxtune.train.data.rows.streamed import is_stream
 from jaxtune.train.references.teachers import BASE, with_teacher
 
 _USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the trainer loads by its name

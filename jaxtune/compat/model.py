@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
+from flax import nnx
 
 import jaxtune
 from jaxtune.compat.adapters import ALL_LINEAR, add_lora, last_layers
 from jaxtune.compat.arguments import choose, report_idle, settle
-from jaxtune.compat.model_methods import ModelMethods
 from jaxtune.compat.saves import MARK, require_free, save, saved_into
 from jaxtune.compat.seeds import begin_at, next_seed
 from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT, RESIDUALS, SAVE
@@ -35,7 +35,7 @@ from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.adapters.named import local_adapter
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.model_folder import is_gguf, read_config, resolve_folder
-from jaxtune.models.files.quant import compute_in_fp8
+from jaxtune.models.files.quant import compute_in_fp8, parameter_counts
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.generation.ends import with_end_tokens
 from jaxtune.models.hf import hf_config_of, load_base, save_weights
@@ -60,8 +60,9 @@ class ModelSettings(SimpleNamespace):
         return dict(vars(self))
 
 
-class CompatModel(ModelMethods):
-    """The model of a script: a reference to the current module, its settings, and the methods that scripts call.
+class CompatModel:
+    """The model of a script: a reference to the current module, its settings, and the methods that scripts call. Moving
+    it and switching its mode have no effect: XLA places the weights, and dropout belongs to the train step.
 
     Attributes:
       max_seq_length: the most tokens of a row, unless the trainer's max_length is less.
@@ -119,6 +120,72 @@ class CompatModel(ModelMethods):
     @property
     def has_adapter(self) -> bool:
         return has_adapter(self.module)
+
+    @property
+    def device(self) -> object:
+        """The device of the model's first array; of several, the one with the lowest id."""
+        leaf = jax.tree.leaves(nnx.state(self.module))[0]
+        return min(leaf.devices(), key=lambda device: device.id)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The NumPy dtype in which the model computes; weights may be stored quantised."""
+        return jax.numpy.dtype(self.module.dtype)
+
+    def eval(self) -> Self:
+        """Returns the model unchanged: there is no mode to switch."""
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Returns the model unchanged; SFTTrainer.train trains it."""
+        del mode
+        return self
+
+    def to(self, *_: object, **others: object) -> Self:
+        """Returns the model unchanged."""
+        del others
+        return self
+
+    cuda = cpu = to
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: object = None) -> None:
+        """Lets the planner recompute or offload residuals, the default, unless SFTConfig says otherwise."""
+        del gradient_checkpointing_kwargs
+        self.residuals = None
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keeps every residual on the device, unless SFTConfig sets gradient_checkpointing."""
+        self.residuals = "keep"
+
+    def enable_input_require_grads(self) -> None:
+        """Does nothing: gradients reach the adapters without this call, which PEFT needs."""
+
+    def num_parameters(self, only_trainable: bool = False) -> int:
+        """The number of (trainable) parameters; each element of a quantised matrix counts as one."""
+        trainable, everything = parameter_counts(self.module)
+        return trainable if only_trainable else everything
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """(trainable parameters, all parameters); each element of a quantised matrix counts as one."""
+        return parameter_counts(self.module)
+
+    def print_trainable_parameters(self) -> None:
+        """Prints the trainable and all parameters in PEFT's words, on stdout."""
+        trainable, everything = parameter_counts(self.module)
+        say(
+            f"trainable params: {trainable:,} || all params: {everything:,} || trainable%: "
+            f"{100 * trainable / everything:.4f}"
+        )
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, **_: object) -> None:
+        """Raises ValueError if the model has fewer than `new_num_tokens` embeddings; it never adds any."""
+        size = self.module.config.vocab_size
+        if new_num_tokens is not None and new_num_tokens > size:
+            raise ValueError(
+                f"resize_token_embeddings: new_num_tokens = {new_num_tokens:,}, and the model has {size:,} embeddings; "
+                "embeddings are not added here. Instead: a tokenizer without added tokens, or a model whose vocabulary "
+                "has them"
+            )
 
     def merge_and_unload(self, *_: object, **__: object) -> CompatModel:
         """PEFT's: a new model with the adapter merged, whose weights all train, in the base's dtype.

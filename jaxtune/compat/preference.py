@@ -347,6 +347,9 @@ class RewardTrainer(PreferenceTrainer):
                 )
             model.module = reward_model(model.module)
         super().__init__(model, args, *others, **arguments)
+        tokenizer: Any = self.tokenizer
+        if tokenizer.pad_token is None:  # as in TRL
+            tokenizer.pad_token = tokenizer.eos_token
 
     def _objective(self) -> ObjectiveConfig:
         return ObjectiveConfig("reward", center_rewards_coefficient=self.args.center_rewards_coefficient)

@@ -37,7 +37,7 @@ from jaxtune.train.config.objective import ObjectiveConfig, without_effect
 from jaxtune.train.config.sections import REWARDS
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.rendering.templates import trained_tokenizer
-from jaxtune.train.folder.run_rows import is_stream
+from jaxtune.train.data.rows.streamed import is_stream
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO as Policy
 from jaxtune.train.objectives.policy import log_probs_of

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxtune.train.data.rows.reading import open_sources, read_rows
-from jaxtune.train.folder.run_rows import is_stream
+from jaxtune.train.data.rows.streamed import is_stream
 
 IGNORE = -100  # the label of a token that is not trained on, as in PyTorch's cross entropy
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from flax import nnx
 
 from jaxtune.compat import folders
@@ -18,11 +20,9 @@ from jaxtune.compat.adapters import add_lora, lora_settings
 from jaxtune.compat.arguments import choose, report_idle, settle
 from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState, checked_callback, with_trained
 from jaxtune.compat.defaults import version
-from jaxtune.compat.evaluation import Evaluations
-from jaxtune.compat.measures import ComputeMetrics, Preprocess
+from jaxtune.compat.measures import ComputeMetrics, EvalPrediction, Preprocess, predict_rows, run_compute_metrics
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.peft_names import with_adapter
-from jaxtune.compat.reports import Accelerator, TrainOutput, rows_report
 from jaxtune.compat.rows import Tokenised, rows_and_format
 from jaxtune.compat.saves import save, saved_into
 from jaxtune.compat.seeds import begin_at
@@ -62,18 +62,52 @@ from jaxtune.train.config import (
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.rendering.templates import derive_markers
+from jaxtune.train.data.rows.streamed import InOrder, is_stream
 from jaxtune.train.display.metrics import JSONL
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.record import with_today
 from jaxtune.train.folder.run_folder import CHECKPOINTS
-from jaxtune.train.folder.run_rows import InOrder, is_stream
 from jaxtune.train.optimizer.optim import embedding_tensors
 from jaxtune.train.trainer import Trainer
 
 _TRL_WINDOW = 1_000  # the rows of a stream that TRL packs at a time
 
 
-class SFTTrainer(ScriptWords, Evaluations):
+@dataclasses.dataclass(frozen=True)
+class TrainOutput:
+    """What train() returns, as in transformers."""
+
+    global_step: int  # optimizer steps done, those before a continued run included
+    training_loss: float  # mean loss of the steps of this call of train(); NaN if it made none
+    # train_runtime (seconds), train_loss, epoch, train_samples_per_second and train_steps_per_second
+    metrics: dict[str, float]
+
+
+class PredictionOutput(NamedTuple):
+    """What predict() returns, as in transformers; EvalPrediction says what a row is."""
+
+    predictions: object  # float32[rows, length, vocab] logits, or the joined results of preprocess_logits_for_metrics
+    # int32[rows, length]: the row's token where it is trained on, -100 elsewhere; the logits at position t predict the
+    # label at position t + 1
+    label_ids: np.ndarray
+    metrics: dict[str, float]  # such as {"test_loss": 1.2}
+
+
+class Accelerator:
+    """accelerate's object for scripts: one process, which is the main one."""
+
+    is_main_process = is_local_main_process = True
+    num_processes, process_index = 1, 0
+
+    def print(self, *words: object, sep: str = " ", **options: object) -> None:
+        del options
+        say(sep.join(map(str, words)))
+
+    def wait_for_everyone(self) -> None:
+        """Returns at once: there is one process."""
+
+
+class SFTTrainer(ScriptWords):
     """TRL's SFTTrainer on top of jaxtune.train.Trainer: `train` puts the trained module into `self.model`, the given
     model or, with peft_config, a new one. ValueError: nothing would train, or the data sets have different formats.
 
@@ -99,6 +133,7 @@ class SFTTrainer(ScriptWords, Evaluations):
         + ("model_init_kwargs", "dataset_kwargs", "eval_packing")
     )
 
+    _rows: dict[str, Any]  # under "train" and "eval", before they are tokenised
     _today: str | None = None  # the day that the chat template writes, once it is known
 
     def __init__(
@@ -236,6 +271,10 @@ class SFTTrainer(ScriptWords, Evaluations):
             self._handing_back(),
             leave,
         )
+
+    @property
+    def _output(self) -> Path:
+        return Path(self.args.output_dir).expanduser()
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
         """The TrainConfig for the arguments. An update has as many examples (with packing, packed rows) as in
@@ -452,6 +491,78 @@ class SFTTrainer(ScriptWords, Evaluations):
             self._measured(losses, trainer.config.rows_per_step, time.monotonic() - start_time),
         )
 
+    def evaluate(
+        self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluates the current model, calls on_log and on_evaluate, and returns the numbers: "eval_loss",
+        "eval_targets" (trained tokens; "eval_pairs", "eval_examples"), and those of the objective and of
+        compute_metrics.
+
+        ValueError: no rows, another format than the trained ones, or logits of more than half of the host's memory.
+          eval_dataset: None: the trainer's.
+          ignore_keys: has no effect.
+          metric_key_prefix: replaces "eval" in the names.
+        """
+        del ignore_keys
+        trainer = self._trainer() if eval_dataset is None else self._on(eval_dataset)
+        values = trainer.evaluate()
+        if self.compute_metrics is not None:
+            held_out = trainer.eval_data
+            assert held_out is not None  # evaluate() has looked
+            values |= run_compute_metrics(self._predicted(held_out), self.compute_metrics)
+        values = _renamed(values, metric_key_prefix)
+        events = self._events()
+        events.tell("on_log", logs=values)
+        events.tell("on_evaluate", metrics=values)
+        return values
+
+    def predict(
+        self, test_dataset: object, ignore_keys: object = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Logits, labels and the numbers of `evaluate` for rows of train_dataset's format, padded to the trainer's
+        length; calls no callback. ValueError as in `evaluate`.
+
+          ignore_keys: has no effect.
+          metric_key_prefix: replaces "eval" in the names.
+        """
+        del ignore_keys
+        trainer = self._on(test_dataset)
+        values = trainer.evaluate()
+        assert trainer.eval_data is not None
+        prediction = self._predicted(trainer.eval_data)
+        if self.compute_metrics is not None:
+            values |= run_compute_metrics(prediction, self.compute_metrics)
+        return PredictionOutput(prediction.predictions, prediction.label_ids, _renamed(values, metric_key_prefix))
+
+    def _on(self, dataset: object) -> Trainer:
+        """A jaxtune Trainer that evaluates the current model on these rows and trains nothing."""
+        rows, form = self._read(dataset, self._formatting)
+        if form != self._format:
+            raise ValueError(f"SFTTrainer: train_dataset is {self._format}, these rows are {form}: make them alike")
+        config = self.config(prepared=False)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval="eval_dataset"))
+        train = self._prepared.train_data or self._train_rows()
+        trainer = Trainer(self._to_train(), self.tokenizer, config, train, rows, trains=False)
+        tokenised = trainer.eval_data
+        assert tokenised is not None  # config and rows ask for them
+        held_out = self._rows_for(tokenised)
+        if held_out is tokenised:
+            return trainer
+        return Trainer(self._to_train(), self.tokenizer, config, train, held_out, trains=False)
+
+    def _measure(self, held_out: TokenDataset | None) -> dict[str, float]:
+        """The numbers of compute_metrics on `held_out`; {} without compute_metrics."""
+        if self.compute_metrics is None:
+            return {}
+        assert held_out is not None  # it is called after an evaluation
+        return run_compute_metrics(self._predicted(held_out), self.compute_metrics)
+
+    def _predicted(self, held_out: TokenDataset) -> EvalPrediction:
+        if not self._packing():
+            held_out = dataclasses.replace(held_out, packing=False)
+        rows = held_out.batches(1, shuffle=False)
+        return predict_rows(self.model.module, rows, self.preprocess_logits_for_metrics)
+
     def _measured(self, losses: Sequence[float], rows: int, seconds: float) -> dict[str, float]:
         """The metrics of a TrainOutput: `rows` of each step, `seconds` of all."""
         return {
@@ -476,6 +587,37 @@ class SFTTrainer(ScriptWords, Evaluations):
             f"the weights from before train(){continues}"
         )
 
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Prints the metrics on stdout, sorted by name, under a heading with `split`, such as "train"."""
+        say(f"***** {split} metrics *****")
+        for name in sorted(metrics):
+            value = metrics[name]
+            say(f"  {name} = {value:,.4f}" if isinstance(value, float) else f"  {name} = {value}")
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Writes output_dir/SPLIT_results.json, and with `combined` merges the metrics into
+        output_dir/all_results.json.
+        """
+        self._output.mkdir(parents=True, exist_ok=True)
+        _write(self._output / f"{split}_results.json", dict(metrics))
+        if combined:
+            path = self._output / "all_results.json"
+            earlier_metrics = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            _write(path, earlier_metrics | dict(metrics))
+
+    def save_state(self) -> None:
+        """Writes the progress of the run to output_dir/trainer_state.json."""
+        self._output.mkdir(parents=True, exist_ok=True)
+        folders.write_state(self._output, self.state)
+
+    def is_world_process_zero(self) -> bool:
+        """Always True: there is one process."""
+        return self.state.is_world_process_zero
+
+    def is_local_process_zero(self) -> bool:
+        """Always True: there is one process."""
+        return self.state.is_local_process_zero
+
     def end(self) -> None:
         """Does nothing: nothing is left open here."""
 
@@ -491,6 +633,39 @@ class SFTTrainer(ScriptWords, Evaluations):
         """Saves the adapter, or without one the whole model, and the tokenizer into a folder (None: output_dir)."""
         folder = self._output if output_dir is None else Path(output_dir)
         saved_into(folder, "save_model", lambda new: save(self.model.module, new, self.tokenizer))
+
+
+def rows_report(name: str, trainer: Trainer) -> list[str]:
+    """Lines about a run's rows: those of `jaxtune train`, and what users of TRL may not expect.
+
+    name: the trainer's class, which begins the latter.
+    """
+    lines = trainer.data_summary().splitlines()
+    data, source = trainer.train_data, trainer.batches
+    if data is None or source.steps_per_epoch is None:
+        return lines
+    report, a_step = data.report, source.rows_per_step
+    if data.packing is True:
+        plain = -(-report.documents // a_step)
+        lines.append(
+            f"{name}: packing=True: an update has {a_step:,} packed rows, so that an epoch has "
+            f"{source.steps_per_epoch:,} updates; without packing it has {plain:,}"
+        )
+    if report.truncated:
+        share = report.truncated / max(1, report.documents)
+        lines.append(f"{name}: {share:.1%} of the documents are cut at {data.length:,} tokens (max_length)")
+    share = report.trained_tokens / max(1, report.tokens)
+    lines.append(f"{name}: {share:.1%} of the tokens are trained on")
+    return lines
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=4, sort_keys=True, default=float) + "\n", encoding="utf-8")
+
+
+def _renamed(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """{"test_loss": ...} for {"eval_loss": ...} and the prefix "test"."""
+    return {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in values.items()}
 
 
 def _with_adapter(model: CompatModel, where: str, peft_config: object, seed: int) -> CompatModel:

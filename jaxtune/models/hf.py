@@ -342,6 +342,9 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if hf.get(key) is None and tokenizer is not None:
             hf[key] = getattr(tokenizer, key, None)
+    padding = getattr(tokenizer, "pad_token_id", None)
+    if padding is not None and not model.config.head.is_text:
+        hf["pad_token_id"] = padding  # the scored token is the last that is not this one
     hf |= dict.fromkeys({"dtype", "torch_dtype"} & hf.keys() or {"torch_dtype"}, model.dtype)
     qat = quant.qat_config(model)
     if qat is not None:

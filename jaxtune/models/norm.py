@@ -50,9 +50,7 @@ class RMSNorm(nnx.Module):
         return self.stream_and_normed(x)[1]
 
     def by_kernel(self, x: jax.Array) -> bool:
-        """Whether a kernel computes the gradient of this norm of x [..., size], so that `stream_and_normed` saves a
-        pass.
-        """
+        """Whether a kernel computes this norm's gradient of x [..., size], so that `stream_and_normed` saves a pass."""
         return (self.float32 or self.compute is None) and has_kernel(x, self.weight[...])
 
     def factors(self, x: jax.Array) -> low_rank.Factors:

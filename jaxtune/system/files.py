@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+PACKAGE = Path(__file__).parents[1]  # jaxtune's folder
+
 # Linux's system call, which Python has no function for; None on other systems.
 _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if _SYNC_FILE_RANGE is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-# The classes of exceptions that `exception_of` can make; `described` takes the first one that an exception is an
-# instance of.
+# The classes of exceptions that `exception_of` can make; `described` takes the first one of which it is an instance.
 _KINDS = (OSError, ValueError, TypeError, LookupError, MemoryError, RuntimeError)
 
 

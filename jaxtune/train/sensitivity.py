@@ -27,9 +27,9 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.folder.run_rows import Reader, run_rows
 from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.spec.loading import load_model
+from jaxtune.train.spec.run_rows import Reader, run_rows
 
 _BATCH_TOKENS = 8192  # of a forward pass
 

@@ -18,7 +18,7 @@ from jaxtune.pallas.fitted import planned_for
 from jaxtune.system.terminal import fitted
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.config.sections import Unset
-from jaxtune.train.display import report
+from jaxtune.train.display import plan_text
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO
 from jaxtune.train.planning import choice, cost, devices, fitting, search, teacher_pass
@@ -29,6 +29,8 @@ from jaxtune.train.sampled.packed_answers import packed_shape
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from jaxtune.train.trainer import Trainer
 
 _ASSUMED_PROMPT = 512  # tokens of the longest prompt, where rows are not read
 
@@ -85,7 +87,7 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
         fixes = fitting.fitting_settings(shape, config, device, budget_bytes, reference_runs=runs)
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
     longest = fitting.longest_row(costs, config, device, budget_bytes)
-    report.plan_elsewhere(forecast, costs, device, budget_bytes, longest, shape.context_length, console)
+    plan_text.plan_elsewhere(forecast, costs, device, budget_bytes, longest, shape.context_length, console)
     if isinstance(objective, GRPO):  # rows are not read here, so that prompts are taken to be as long as there is room
         room = budget_bytes - costs.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(costs, device)
         most = min(objective.settings.slots, answers * objective.settings.steps_per_generation)
@@ -93,7 +95,7 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
         console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
     for line in teacher_pass.pass_lines(config, shape, device):
         console.print(fitted(line, console), markup=False, highlight=False)
-    console.print(report.finish_line(forecast, config.steps, config.plan.dollars_per_hour, costs.devices))
+    console.print(plan_text.finish_line(forecast, config.steps, config.plan.dollars_per_hour, costs.devices))
 
 
 def _elsewhere(config: TrainConfig, name: str) -> Device:
@@ -115,3 +117,24 @@ def _here(config: TrainConfig, mesh: MeshConfig) -> Device:
     first = devices_of_run.local_devices[0]
     limit = (first.memory_stats() or {}).get("bytes_limit")
     return devices.find_device(first.device_kind, limit, sharing=devices.devices_here(devices_of_run.size))
+
+
+def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
+    """Prints the plan, compiles its step (and further ones until one fits), and prints predicted and compiled memory.
+    Returns {"predicted", "compiled" and, if limited, "limit": GB}. PlanError if nothing fits.
+    """
+    planner = trainer.planner
+
+    def show(line: str) -> None:
+        console.print(fitted(line, console), markup=False, highlight=False)
+
+    for line in planner.lines():
+        show(line)
+    programs = trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, show)
+    if planner.device.name != "cpu":  # the speed of a CPU is not known
+        price = trainer.config.plan.dollars_per_hour
+        console.print(plan_text.finish_line(planner.forecast, trainer.total_steps, price, planner.cost.devices))
+    for line in [*trainer.memory_notes(), *trainer.disk_notes()]:
+        show(line)
+    need = planner.compiled_bytes(programs.accumulate, programs.update)
+    return plan_text.memory_plan(planner.forecast, need, programs.seconds, planner.budget_bytes, console)

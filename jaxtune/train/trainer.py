@@ -31,8 +31,9 @@ from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.rendering.templates import trained_tokenizer, writes_today
 from jaxtune.train.digests import code_of
 from jaxtune.train.display import metrics as m
-from jaxtune.train.display import report
+from jaxtune.train.display import plan_text, rows_report
 from jaxtune.train.display.monitor import Monitor, MonitoredRun
+from jaxtune.train.display.precision_notes import precision_notes
 from jaxtune.train.evaluation.answer_metrics import answer_metrics
 from jaxtune.train.evaluation.early_stop import EarlyStop
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, NoRoom, checkpoint_bytes, saved_steps
@@ -52,11 +53,11 @@ from jaxtune.train.folder.record import (
 )
 from jaxtune.train.folder.results import Delivery
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, next_name
-from jaxtune.train.folder.run_rows import Reader, run_rows, samples, source_of
 from jaxtune.train.folder.run_state import recorded_state
 from jaxtune.train.folder.saving import Saver, TrainingInterrupted
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.optimizer.schedule import new_rates
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.disk import Written, disk_lines, written_by
 from jaxtune.train.planning.forward import ForwardPlanner
@@ -66,14 +67,14 @@ from jaxtune.train.program import gradient_sync
 from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.program.programs import Engine, Programs
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
-from jaxtune.train.program.tensors import trainable_names
-from jaxtune.train.program.trained_model import TrainedModel, with_embedding_on_device
+from jaxtune.train.program.trained_model import TrainedModel, trainable_names, with_embedding_on_device
 from jaxtune.train.references import references
 from jaxtune.train.references.stored_teachers import StoredTeacher
 from jaxtune.train.run import Profile, Run, is_evaluation_due, rows_identity
 from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.spec import own_parts, setup
+from jaxtune.train.spec.run_rows import Reader, run_rows, samples, source_of
 from jaxtune.train.user_code.calling import running
 
 
@@ -366,7 +367,7 @@ class Trainer:
         progress.print("\n".join(self.planner.lines()))
         if self.planner.device.name != "cpu":  # the speed of a CPU is not known
             price, devices = self.config.plan.dollars_per_hour, self.planner.cost.devices
-            progress.print(report.finish_line(self.planner.forecast, self.total_steps - start, price, devices))
+            progress.print(plan_text.finish_line(self.planner.forecast, self.total_steps - start, price, devices))
         # The config is written last, so that an error before leaves the folder free for another run.
         with monitor.planned("load", start) as line:
             with progress.compiling():
@@ -400,12 +401,12 @@ class Trainer:
     def data_summary(self):
         """Lines on teacher, rows, tokens, steps, warnings and end tokens."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
-        about = report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
+        about = rows_report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
         lines = [*self.stored.described(self.model.prepared, self.objective), about]
         if self.tokenizer is not None and self.model.given.config.head.is_text:
             lines.append(ends_in_words(self.tokenizer, ends_of(self.model.given, self.tokenizer)))
         dated = self.tokenizer is not None and writes_today(self.tokenizer, None)
-        lines += report.today_note(self.config.data.today if dated else None)
+        lines += rows_report.today_note(self.config.data.today if dated else None)
         return "\n".join(lines)
 
     def memory_notes(self) -> list[str]:
@@ -426,7 +427,7 @@ class Trainer:
 
     def notes(self) -> list[str]:
         losses, model = self.program.aux_losses, self.model
-        return report.precision_notes(self.config, self.storage(), self.gradients, losses, model.given, model.qat)
+        return precision_notes(self.config, self.storage(), self.gradients, losses, model.given, model.qat)
 
     def storage(self) -> dict[str, str]:
         """{"weights": "fp32" or "bf16", "optimizer": "fp32", "8 bits" or "as it was given"}."""
@@ -560,7 +561,7 @@ class Trainer:
         if self.trains and step == steps:
             require_same_code(meta, self.record(), f"this run is complete ({steps} steps)")
         if not weights_only and is_longer(meta, self.record()):
-            note(report.new_rates(self.config.schedule, self.program.schedule, step, restored["state"].skipped, steps))
+            note(new_rates(self.config.schedule, self.program.schedule, step, restored["state"].skipped, steps))
         if self.trains:
             self.batches.resume(step, meta.get(POSITION))
         return step, gradient_sync.fitted(restored["state"], target, note)

@@ -20,7 +20,7 @@ from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import budget, find_device
 from tests.docs import qwen35_plans
 from tests.docs.conftest import run_command
-from tests.docs.pages import PAGES, ROOT, anchors, blocks, commands, links
+from tests.docs.pages import PAGES, ROOT, anchors, blocks, commands, links, prose
 
 DOCS = ROOT / "docs"
 RUN = ("python", "sh", "console")
@@ -102,6 +102,22 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(target), f"{page.name}: {link}"
         if page.is_relative_to(DOCS):  # the built site has nothing else
             assert target.is_relative_to(DOCS), f"{page.name}: {link} leaves docs/"
+
+
+def test_files_that_contributors_are_sent_to_exist():
+    pages = [ROOT / "CONTRIBUTING.md", DOCS / "extending.md", *(page for page in ROOMS if page.name == "README.md")]
+    folders = ("jaxtune", "tests", "benchmarks", "scripts", "examples")
+    known = [f"/{path.relative_to(ROOT)}" for name in folders for path in [ROOT / name, *(ROOT / name).rglob("*")]]
+    for page in pages:
+        for path in re.findall(r"`([\w./-]+\.(?:py|yaml)|[\w-]+(?:/[\w-]+)*/|[\w-]+(?:/[\w-]+)+)`", prose(page)):
+            if re.search("NAME|OPERATION", path):
+                continue
+            there = [one for one in known if one.endswith("/" + path.rstrip("/"))]
+            assert there, f"{page.relative_to(ROOT)}: {path}"
+            room = f"/{page.parent.relative_to(ROOT)}/"
+            if room.startswith("/jaxtune/") and room != "/jaxtune/pallas/":  # each operation has the same files
+                inside = [one for one in there if one.startswith(room)]
+                assert not inside or (page.parent / path).exists(), f"{page.relative_to(ROOT)}: {path} is in {inside}"
 
 
 @pytest.mark.parametrize(

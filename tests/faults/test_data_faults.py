@@ -71,7 +71,8 @@ def test_a_template_that_loops_is_an_error_in_the_end(monkeypatch):
 SCRIPT = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have told its background jobs to ignore it
-from jaxtune.train.data import prepare, workers
+from jaxtune.train.data import prepare
+from jaxtune.train.data.tokens import workers
 from tests.faults.test_data_faults import CHAT, LOOP
 from tests.train.data.conftest import make_tokenizer
 class Told(workers._Process):

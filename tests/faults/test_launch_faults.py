@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import jaxtune
-from jaxtune.system import loopback, processes
+from jaxtune.system import joining, loopback
 from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.signals import EXIT_SAVED
@@ -118,4 +118,4 @@ def test_tasks_of_one_host_meet_on_its_loopback_address(hosts, given, coordinato
         SLURM_LOCALID="0",
     ).items():
         monkeypatch.setenv(name, value)
-    assert processes._place(given, None, None).coordinator.rpartition(":")[0] == coordinator
+    assert joining._place(given, None, None).coordinator.rpartition(":")[0] == coordinator

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxtune import cli
-from jaxtune.train import app, run
+from jaxtune.train import delivery, run
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import (
     CheckpointConfig,
@@ -28,6 +28,7 @@ from jaxtune.train.config.file import config_to_yaml, load_config
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.display.monitor import TrainingStopped
+from jaxtune.train.evaluation import held_out_answers
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.record import require_same_config
 from jaxtune.train.folder.results import PROOF, read_result
@@ -117,7 +118,7 @@ def test_a_finished_run_tells_its_result_again_without_work(folder, saves, monke
     result, before = told(), contents(folder / "run")
     assert [line.partition(":")[0] for line in result if "exact" in line] == ["before training", "after training"]
     with monkeypatch.context() as patch:
-        patch.setattr(app, "exact_match", work)
+        patch.setattr(held_out_answers, "exact_match", work)
         patch.setattr(Engine, "fit", work)
         patch.setattr(Engine, "evaluate", work)
         assert train(folder, *asked, "steps=4") == 0
@@ -497,7 +498,7 @@ def test_a_signal_outside_the_loop_leaves_with_the_code_for_again(folder, where,
     def send(*_, **__):
         os.kill(os.getpid(), signal.SIGTERM)
 
-    module, name = {"loading": (loading, "load_tokenizer"), "export": (app, "save_weights")}[where]
+    module, name = {"loading": (loading, "load_tokenizer"), "export": (delivery, "save_weights")}[where]
     with monkeypatch.context() as patch:
         patch.setattr(module, name, send)
         assert train(folder, "checkpoint.every_steps=4") == EXIT_SAVED

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -26,6 +27,8 @@ from jaxtune.models.files.weights import Weights
 from jaxtune.models.hf import Pretrained, from_pretrained, model_from_config, save_pretrained, save_weights
 from jaxtune.models.lora import get_peft_model, matrices
 from jaxtune.pallas import formats
+from jaxtune.pallas.formats.layout import Layout
+from jaxtune.pallas.formats.stored import Stored
 from jaxtune.train.config import AdapterConfig, MeshConfig
 from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.trainer import Trainer
@@ -170,3 +173,12 @@ def test_the_documentation_shows_the_whole_format():
     """docs/extending.md: its code is run there, and here it is loaded, saved and trained over."""
     page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     assert "class Q8(Stored)" not in page and "class Q8(Stored)" in docs_hooks.on_page_markdown(page)
+
+
+@pytest.mark.parametrize(("title", "base"), [("**The class**", Stored), ("**A layout**", Layout)])
+def test_the_documentation_names_the_members(title, base):
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    rows = page.partition(title)[2].partition("\n\n| member |")[2].partition("\n\n")[0].splitlines()[2:]
+    names = [name for row in rows for name in re.findall(r"`(\w+)", row.split("|")[1])]
+    assert len(names) >= 10
+    assert [name for name in names if not hasattr(base, name) and name not in base.__annotations__] == []

@@ -17,7 +17,7 @@ from jaxtune.models.stack.stack import layer_forward
 from jaxtune.models.stack.stack_layers import low_rank_inputs, with_low_rank_kept
 from jaxtune.pallas.grouped_matmul import api as grouped
 from jaxtune.pallas.quant_matmul import low_rank, reference
-from jaxtune.train.planning.adapter_costs import low_rank_bytes
+from jaxtune.train.planning.layer_costs import low_rank_bytes
 
 SHAPE = (2, 12)
 RANK = 3

@@ -27,7 +27,7 @@ from jaxtune.models.placement import transfers
 from jaxtune.models.stack.residual_plan import RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.pallas.formats import NF4, FourBit, format_of
-from jaxtune.train.display.report import trained_table
+from jaxtune.train.display.model_report import trained_table
 
 FILE = "model.safetensors"
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

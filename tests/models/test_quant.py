@@ -21,14 +21,13 @@ from jaxtune.models import hf
 from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
 from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.files import headers, shards
+from jaxtune.models.files import headers, quant, shards
 from jaxtune.models.files.quant import dequantize, quantization_config, quantize, stored_in
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.pallas.formats import FP8, NF4, FourBit
-from jaxtune.train.display import report
 from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
@@ -66,9 +65,9 @@ def test_linears_of_the_layers_are_quantised():
     assert not jax.tree.leaves(nnx.state(packed, nnx.Param))
     assert packed.layers[0].mlp.up_proj.sizes == model.layers[0].mlp.up_proj.sizes
     # A parameter in four bits is one parameter, and one of the products.
-    assert report.parameter_counts(packed) == (0, report.parameter_counts(model)[1])
+    assert quant.parameter_counts(packed) == (0, quant.parameter_counts(model)[1])
     adapted = [get_peft_model(m, r=2) for m in (model, packed)]
-    assert report.parameter_counts(adapted[0]) == report.parameter_counts(adapted[1])
+    assert quant.parameter_counts(adapted[0]) == quant.parameter_counts(adapted[1])
     lengths = np.array([60, 40])
     assert flop_counter(adapted[0])(lengths) == flop_counter(adapted[1])(lengths)
 

@@ -495,7 +495,7 @@ def test_experts_without_a_sort_give_the_same_tokens(name, adapted, monkeypatch)
 def test_adapters_of_experts_are_cast_and_padded_once(settings, monkeypatch):
     """Where the kernel would do both in each product; the tokens do not change, nor what other layers do."""
     asked = []
-    monkeypatch.setattr("jaxtune.models.generation.converted.fills_adapters", lambda *call: asked.append(call) or True)
+    monkeypatch.setattr("jaxtune.models.generation.converted.pads_adapters", lambda *call: asked.append(call) or True)
     monkeypatch.setattr("jaxtune.models.generation.sampler.room_bytes", lambda share: 1e9)
     base = freeze(golden_model("qwen3_moe"))
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

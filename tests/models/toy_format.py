@@ -40,7 +40,7 @@ class Q8(Stored):
         return None if self.scales.shape == wanted else f"scales are {self.scales.shape}; they must be {wanted}"
 
     def block_length(self, axis):  # between whole blocks along the last axis, and anywhere along the others
-        return BLOCK if axis % self.ndim == self.ndim - 1 else 1
+        return BLOCK if axis == self.ndim - 1 else 1
 
     def _decode(self, dtype):
         return (self.codes * jnp.repeat(self.scales, BLOCK, axis=-1)).astype(dtype or self.dtype)

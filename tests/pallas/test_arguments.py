@@ -131,7 +131,7 @@ OPS = {
         ("sinks", zeros(3), ValueError, r"sinks is float32\[3\]; its shape must be \[heads\] with heads = 4"),
     ),
     placed: (
-        dict(parts=zeros(1, 2, 128), **CACHES, positions=ints(2), table=(zeros(2, 8), zeros(2, 8))),
+        dict(partial_sums=zeros(1, 2, 128), **CACHES, positions=ints(2), table=(zeros(2, 8), zeros(2, 8))),
         ("values", zeros(2, 2, 8, 16), ValueError, "values is .*capacity = 9"),
         ("table", (zeros(2, 4),) * 2, ValueError, r"table\[0\] is float32\[2, 4\]; .* \[N, D/2\] with N = 2.*D/2 = 8"),
         ("table", (zeros(2, 8), zeros(2, 16)), ValueError, r"table\[1\] is float32\[2, 16\]"),
@@ -368,7 +368,7 @@ OPS = {
         ("layout", IDS, TypeError, "it must be a PackedLayout"),
     ),
     short_convolution_parts: (
-        dict(x=zeros(2, 8, 24), weight=zeros(24, 4), layout=packed_layout((2, 8)), parts=(8, 8, 8)),
+        dict(x=zeros(2, 8, 24), weight=zeros(24, 4), layout=packed_layout((2, 8)), part_sizes=(8, 8, 8)),
         ("part_sizes", (8, 8), ValueError, r"part_sizes = \(8, 8\) must add up to C = 24"),
         ("weight", zeros(8, 4), ValueError, "weight .*C = 24"),
     ),

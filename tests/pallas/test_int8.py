@@ -60,10 +60,10 @@ def test_a_row_beyond_float16_keeps_its_numbers():
     np.testing.assert_array_equal(weight.codes[1], Int8.encode(array[1:]).codes[0])
 
 
-@pytest.mark.parametrize("axis", range(-3, 3))
+@pytest.mark.parametrize("axis", range(3))
 def test_a_part_of_a_divided_tensor_decodes_to_the_part(axis):
     weight = Int8.encode(jnp.asarray(values()))
-    parts = {0: 3, 1: 4, 2: 5}[axis % 3]
+    parts = {0: 3, 1: 4, 2: 5}[axis]
     size = SHAPE[axis] // parts
     axes = weight.shard_axes(axis, parts)
     assert axes is not None and weight.shard_axes(axis, 7) is None and weight.block_length(axis) == 1
@@ -72,7 +72,7 @@ def test_a_part_of_a_divided_tensor_decodes_to_the_part(axis):
         return array if along is None else jax.lax.slice_in_dim(array, size, 2 * size, axis=along)
 
     part = jax.tree.unflatten(jax.tree.structure(weight), map(second, jax.tree.leaves(weight), axes))
-    want = jax.lax.slice_in_dim(weight.decode(), size, 2 * size, axis=axis % 3)
+    want = jax.lax.slice_in_dim(weight.decode(), size, 2 * size, axis=axis)
     np.testing.assert_array_equal(part.decode(), want)
 
 

@@ -167,7 +167,7 @@ def test_rows_are_cut_into_whole_chunks():
         plan = row_matmul.plan(rows, columns)
         assert plan is not None and rows % (2 * plan.pairs) == 0 and 2 <= plan.stages <= 4
         assert plan.chunks_per_program * row_matmul.PROGRAMS * 2 * plan.pairs >= rows
-    assert row_matmul.plan(4096, 4096) == row_matmul.Plan(slices=4, pairs=4, stages=2, places=4)
+    assert row_matmul.plan(4096, 4096) == row_matmul.Plan(slices=4, pairs=4, stages=2, chunks_per_program=4)
     assert row_matmul.plan(4096, 1536) is row_matmul.plan(4095, 1024) is row_matmul.plan(4096, 29 * 1024) is None
     weight = jax.eval_shape(NF4.encode, jax.ShapeDtypeStruct((4096, 1536), jnp.bfloat16))
     with dispatch.compile_for((9, 0)):

@@ -32,7 +32,7 @@ def text(draw: np.random.Generator, most: int) -> str:
 
 
 # The trainer of each kind of rows: GSM8K-like questions and answers as prompt and completion are SFT's, too.
-TRAINERS = {"completion": "SFT", "text": "SFT"}
+TRAINERS = {"completion": "SFT", "text": "SFT", "unpadded": "Reward"}
 
 
 def rows_of(kind: str, count: int) -> list[dict[str, Any]]:
@@ -230,6 +230,7 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any]]] = {
     "assistant_only_loss": ("SFT", dict(assistant_only_loss=True)),
     "ORPO": ("ORPO", dict(beta=0.2)),
     "Reward": ("Reward", dict(center_rewards_coefficient=0.1)),
+    "Reward without a padding token": ("unpadded", {}),
     "DPO of an adapter that was trained": ("DPO", dict(beta=0.3)),
     "KTO of an adapter that was trained": ("KTO", dict(train_sampling_strategy="sequential")),
 }
@@ -259,6 +260,121 @@ def test_the_first_steps_have_trls_losses(base, tmp_path, monkeypatch, name):
     found = ours(kind, tmp_path, settings, rows)
     assert len(found["losses"]) == 2 and wanted["losses"][0] != pytest.approx(wanted["losses"][1], rel=1e-3)
     np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=2e-4)
+
+
+def prompts_of(kind: str, count: int) -> list[dict[str, Any]]:
+    """Texts, of which some have a completion too; or messages."""
+    draw = np.random.default_rng(2)
+    rows: list[dict[str, Any]] = []
+    for index in range(count):
+        words = f"{text(draw, 8)} {index}"
+        prompt = [{"role": "user", "content": words}] if kind == "messages" else words
+        rows.append({"prompt": prompt, "level": index % 3})
+        if kind == "completion":
+            rows[-1]["completion"] = " " + text(draw, 5)
+    return rows
+
+
+def fixed_answers(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Other answers of 1 to 12 tokens to each occurrence of a prompt, some of them ended."""
+    answers = []
+    for index, prompt in enumerate(texts):
+        draw = np.random.default_rng([*prompt.encode(), texts[:index].count(prompt)])
+        ids = tokenizer(" " + text(draw, 8), add_special_tokens=False)["input_ids"][:11]
+        answers.append(ids + [tokenizer.eos_token_id] * int(draw.integers(2)))
+    return answers
+
+
+def counts_letters(seen: list[dict[str, Any]]):
+    """A reward function that notes what it gets."""
+
+    def letters(prompts, completions, completion_ids, level, **columns):
+        shown = zip(prompts, completions, completion_ids, level, strict=True)
+        names = ("prompt", "completion", "completion_ids", "level")
+        seen.extend(dict(zip(names, one, strict=True)) for one in shown)
+        texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+        return [len(set(one.lower())) / 4 + number for one, number in zip(texts, level, strict=True)]
+
+    return letters
+
+
+REWARDED: dict[str, dict[str, Any]] = {
+    "completion": dict(beta=0.1),
+    "text": dict(loss_type="dr_grpo", scale_rewards="none"),
+    "messages": dict(beta=0.1, loss_type="grpo", scale_rewards="batch"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["completion", *(pytest.param(k, marks=pytest.mark.full) for k in ("text", "messages"))]
+)
+def test_fixed_answers_have_trls_rewards_and_losses(base, tmp_path, monkeypatch, kind):
+    """Both get the same answers to each prompt in place of sampled ones; their reward functions the same arguments."""
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
+    tokenizer, rows = make_tokenizer(pad_token="<|eos|>"), prompts_of(kind, 2)
+    settings = REWARDED[kind] | dict(
+        output_dir=str(tmp_path / "theirs"),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_generations=4,
+        max_completion_length=12,
+        max_steps=2,
+        warmup_steps=0,
+        learning_rate=1e-2,
+        optim="adamw_torch",
+        adam_epsilon=1e-4,
+        logging_steps=1,
+        seed=11,
+        report_to="none",
+    )
+    seen: dict[str, list[dict[str, Any]]] = {"theirs": [], "ours": []}
+    lora: Any = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    args = trl.GRPOConfig(use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = trl.GRPOTrainer(
+            model=reference.load(base),
+            reward_funcs=counts_letters(seen["theirs"]),
+            args=args,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer,
+            peft_config=lora,
+        )
+        trainer.model.peft_config["default"].base_model_name_or_path = str(base)
+        trainer.model.save_pretrained(tmp_path / "adapter", selected_adapters=["default"])
+
+        def injected(prompt_ids, *others):
+            return fixed_answers(tokenizer.batch_decode(prompt_ids), tokenizer), None
+
+        trainer._generate_single_turn = injected
+        trainer.train()
+
+    def rollout(prompts, trainer):
+        ids = [trainer.rollout_model.encode(prompt) for prompt in prompts]
+        answers = fixed_answers(tokenizer.batch_decode(ids), tokenizer)
+        return {"prompt_ids": ids, "completion_ids": answers, "logprobs": [[0.0] * len(answer) for answer in answers]}
+
+    model, _ = compat.FastLanguageModel.from_pretrained(
+        str(tmp_path / "adapter"), 64, dtype="float32", load_in_4bit=False
+    )
+    settings["vllm_importance_sampling_correction"] = False  # TRL has none without vLLM
+    ours_trainer = compat.GRPOTrainer(
+        model,
+        reward_funcs=counts_letters(seen["ours"]),
+        args=compat.GRPOConfig(**settings | {"output_dir": str(tmp_path / "ours")}),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+        rollout_func=rollout,
+    )
+    ours_trainer.train()
+    for arguments in seen.values():  # a generation has all prompts, in any order
+        arguments.sort(key=lambda one: (one["level"], one["completion_ids"]))
+    assert len(seen["theirs"]) == 16 and seen["ours"] == seen["theirs"]
+    runs = [[line for line in one.state.log_history if "loss" in line] for one in (ours_trainer, trainer)]
+    assert len(runs[0]) == 2
+    for key in ("loss", "grad_norm"):
+        losses, wanted = ([line[key] for line in run] for run in runs)
+        np.testing.assert_allclose(losses, wanted, rtol=5e-4, atol=1e-6)
 
 
 def test_the_order_is_torchs():

@@ -20,7 +20,7 @@ from jaxtune.compat.settings import trained_tokens
 from jaxtune.train.data.rendering.formats import LABELLED, PREFERENCE
 from jaxtune.train.data.rendering.templates import RowEncoder
 from jaxtune.train.data.rows.reading import Row
-from jaxtune.train.data.tokens.workers import encode_chunk
+from jaxtune.train.data.tokens.chunks import encode_chunk
 
 # The tokenizers that have the templates' special tokens, or to which they are added.
 TEMPLATES = {

@@ -21,6 +21,7 @@ import jaxtune
 from jaxtune import cli
 from jaxtune.train import app
 from jaxtune.train.config.file import load_config
+from jaxtune.train.display.next_commands import next_commands
 from jaxtune.train.evaluation.evaluate import exact_match
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,7 +147,7 @@ def test_it_learns_to_answer(tmp_path):
     ]
     assert scores[0] == scores[1] and scores[0][0] >= 0.80
 
-    commands = [command for _, command in app.next_commands(load_config(str(output / "config.yaml")), output)]
+    commands = [command for _, command in next_commands(load_config(str(output / "config.yaml")), output)]
     assert len(commands) == 3 and str(output / "merged") in commands[0]
     assert all(command in printed for command in commands)
     configs = []
@@ -197,8 +198,8 @@ def test_what_is_said_after_a_run(tmp_path):
     (tmp_path / "merged").mkdir()
     first = load_config("quickstart", [f"output={tmp_path}"])
     own = load_config("lora-0.5b", ["data.train=rows.jsonl", f"output={tmp_path}"])
-    assert len(app.next_commands(first, tmp_path)) == 3
-    assert len(app.next_commands(own, tmp_path)) == 1
+    assert len(next_commands(first, tmp_path)) == 3
+    assert len(next_commands(own, tmp_path)) == 1
     (tmp_path / "profile").mkdir()
-    (_, command) = app.next_commands(own, tmp_path)[1]
+    (_, command) = next_commands(own, tmp_path)[1]
     assert command.endswith(f"jaxtune profile show {tmp_path / 'profile'}")

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from jaxtune.system import processes
+from jaxtune.system import ending, joining, processes
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def told(where: str):
 
 def main() -> int:
     given = dict(word[2:].split("=") for word in sys.argv[1:])
-    processes.join(given["coordinator"], int(given["processes"]), int(given["process"]))
+    joining.join(given["coordinator"], int(given["processes"]), int(given["process"]))
 
     def refused():
         raise ValueError("data.train: no such rows")
@@ -48,7 +48,7 @@ def main() -> int:
         if not processes.first():
             refused()
     assert processes.all_of(processes.index()) == [0, 1]  # they are still at the same point
-    processes.leave(0)
+    ending.leave(0)
     return 0
 
 

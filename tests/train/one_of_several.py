@@ -17,7 +17,7 @@ import sys
 import threading
 
 from jaxtune import cli
-from jaxtune.system import processes
+from jaxtune.system import joining
 from jaxtune.train import trainer
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.folder import checkpoint
@@ -27,7 +27,7 @@ from jaxtune.train.program import programs
 def main() -> int:
     fault, step, *arguments = sys.argv[1:]
     if fault in ("kill", "outlive"):
-        processes.HEARTBEAT_SECONDS = 20
+        joining.HEARTBEAT_SECONDS = 20
     if fault == "full":
         usage = collections.namedtuple("usage", "total used free")
         checkpoint.shutil.disk_usage = lambda folder: usage(1, 1, 0)

@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from jaxtune.train.app import _Delivery
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, ConfigError, EvaluationConfig
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.delivery import Delivery
 from jaxtune.train.display.metrics import ROWS
 from jaxtune.train.evaluation.scoring import weights_to_score
 from jaxtune.train.folder.best import best_saved
@@ -79,7 +79,7 @@ def test_the_best_weights_are_the_result_and_their_checkpoint_stays(checkpoint, 
 def test_results_name_the_best_checkpoint_and_evaluate_takes_it(tmp_path):
     trainer = trainer_of(tmp_path, scored := Scored())
     config = trainer.config
-    trainer.train(delivery=_Delivery(trainer, Console(file=io.StringIO())))
+    trainer.train(delivery=Delivery(trainer, Console(file=io.StringIO())))
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["best_checkpoint"] == {"step": 2, "metric": "eval_score", "value": 0.7}
     recipe = str(tmp_path / "config.yaml")

@@ -24,7 +24,7 @@ from jaxtune.models.lora import freeze, get_peft_model, without_adapter
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MeshConfig, OptimConfig
 from jaxtune.train.config.objective import ObjectiveConfig
-from jaxtune.train.display.report import check
+from jaxtune.train.display.rows_report import check
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.objectives.distillation import Distill, generalized_jsd
 from jaxtune.train.objectives.named import objective_of

@@ -35,7 +35,7 @@ from jaxtune.train.objectives.preference import DPO, ORPO
 from jaxtune.train.objectives.reward import Reward
 from jaxtune.train.program.loss import declared_losses
 from jaxtune.train.program.step import StepProgram
-from jaxtune.train.program.tensors import trainable_names
+from jaxtune.train.program.trained_model import trainable_names
 from jaxtune.train.trainer import Trainer
 from tests.train.test_preference import pairs
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config

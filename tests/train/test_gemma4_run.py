@@ -39,7 +39,7 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.display.monitor import TrainingStopped
-from jaxtune.train.display.report import plan_lines
+from jaxtune.train.display.plan_text import plan_lines
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost

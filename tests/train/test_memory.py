@@ -32,7 +32,7 @@ from jaxtune.train.config import (
     PlanConfig,
     TrainConfig,
 )
-from jaxtune.train.display import report
+from jaxtune.train.display import plan_text
 from jaxtune.train.planning import choice, devices, fitting
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
@@ -533,7 +533,7 @@ def test_a_plan_that_needs_more_than_the_usual_host_warns(parts_8b):
         best = choose(parts, config_8b(), device, 7e9)
         assert best.host_bytes > 10e9
         console = terminal.console(file=io.StringIO(), width=80, soft_wrap=True)
-        report.plan_elsewhere(best, parts, device, 7e9, 1024, 1024, console)
+        plan_text.plan_elsewhere(best, parts, device, 7e9, 1024, 1024, console)
         return console.file.getvalue()
 
     card = find_device("RTX 4070", host_gb=256)
@@ -578,9 +578,9 @@ def test_a_plan_of_a_checkpoint_that_is_quantised(tmp_path, capsys, config, load
 
 def test_the_time_to_finish_and_its_price():
     step = SimpleNamespace(step_seconds=0.5, tokens_per_second=1000.0)
-    assert report.finish_line(step, 7200, None) == "7,200 steps take 1:00:00, evaluations and saves not counted"
-    assert "take 1:00:00, for 8.00 dollars," in report.finish_line(step, 7200, 2.0, devices=4)
-    assert report.finish_line(step, None, 3.6).startswith("a million tokens take 16:40, for 1.00 dollars,")
+    assert plan_text.finish_line(step, 7200, None) == "7,200 steps take 1:00:00, evaluations and saves not counted"
+    assert "take 1:00:00, for 8.00 dollars," in plan_text.finish_line(step, 7200, 2.0, devices=4)
+    assert plan_text.finish_line(step, None, 3.6).startswith("a million tokens take 16:40, for 1.00 dollars,")
     with pytest.raises(ValueError, match="plan.dollars_per_hour = 0"):
         PlanConfig(dollars_per_hour=0.0)
 
@@ -647,7 +647,7 @@ def test_a_resumed_run_keeps_its_plan(tmp_path, monkeypatch, capsys):
 def test_predicted_stands_beside_measured():
     from types import SimpleNamespace
 
-    from jaxtune.train.display.report import measured_lines
+    from jaxtune.train.display.plan_text import measured_lines
 
     plan = SimpleNamespace(peak_bytes=23.1e9, tokens_per_second=15_900.0, tokens=16384)
     assert measured_lines(plan, H200, [1.0, 1.024], 23_500_000_000) == [
@@ -682,7 +682,7 @@ def test_the_host_memory_of_a_container_or_job_is_what_its_group_allows(monkeypa
         "64.0 GB (the limit of this container or job; the machine has 256.0 GB), of which 70% may be pinned"
     )
     parts = step_cost(abstract_model(tiny_config(), make_config("out")), make_config("out"))
-    lines = report.plan_lines(choose(parts, make_config("out"), device, 83e9), parts, device, 83e9)
+    lines = plan_text.plan_lines(choose(parts, make_config("out"), device, 83e9), parts, device, 83e9)
     assert lines[-1].startswith("  host memory: 64.0 GB (the limit of this container or job; ")
     own.write_text("12:pids:/x\n4:cpu,memory:/docker/1\n")
     (groups / "memory").mkdir()  # a container whose own group is shown as the root

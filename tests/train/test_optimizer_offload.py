@@ -29,7 +29,7 @@ from jaxtune.train.config import (
     OptimConfig,
     TrainConfig,
 )
-from jaxtune.train.display import report
+from jaxtune.train.display import plan_text
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, update_bound
 from jaxtune.train.planning import choice, cost, fitting, host_room
@@ -329,7 +329,7 @@ def test_the_plan_has_the_states_on_the_host_if_that_is_faster():
     record = json.loads(json.dumps(short.plan.to_record()))
     assert record["optimizer_states"] == "host" and "optimizer_states" not in kept.plan.to_record()
     assert StepPlan.from_record(record, parts.num_layers, parts.all_residuals) == short.plan
-    lines = report.plan_lines(short, parts, device, 6.83e9)
+    lines = plan_text.plan_lines(short, parts, device, 6.83e9)
     assert any(line.startswith("  optimizer states on the host: 0.34 GB, 0.03 s a step") for line in lines)
     ample, tight = (choice.choose(parts, config, device, budget) for budget in (None, 10.7e9))
     assert not ample.plan.states_on_host and not tight.plan.states_on_host  # not for less than 1 %

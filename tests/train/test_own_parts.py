@@ -188,6 +188,7 @@ def test_a_schedule_of_ones_own_moves_the_configs_optimizer(tmp_path):
             r"optim\.offload = True: .* stay on the device",
         ),
         (dict(optim=OptimConfig()), dict(schedule=lambda step: 0.1), r"schedule\.name = 'constant': it has no effect"),
+        (dict(optim=OptimConfig()), dict(optimizer=lion()), r"schedule\.name = 'constant': .* beside the optimizer"),
     ],
 )
 def test_settings_without_effect_are_refused(tmp_path, changes, parts, message):

@@ -231,7 +231,7 @@ import jax
 from jaxtune import cli
 from jaxtune.models import hf
 from jaxtune.models.adapters import merge
-from jaxtune.train import app
+from jaxtune.train import app, delivery
 from jaxtune.train.program import trained_model
 from jaxtune.train.planning import phases
 from jaxtune.train.program.programs import Engine
@@ -267,8 +267,8 @@ def entered(owner, name, phase, after=None):
 
 entered(Engine, "first_step", "step", after="step")
 entered(Engine, "evaluate", "evaluate")
-entered(app, "answer", "sample")
-entered(app._Delivery, "finish", "export", after="load")
+entered(delivery, "answer", "sample")
+entered(delivery.Delivery, "finish", "export", after="load")
 real = Trainer._start
 def start(self, *arguments):
     planner, model = self.planner, self.model

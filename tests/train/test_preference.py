@@ -31,7 +31,7 @@ from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.packing.pairs import PAIRS, PackedPairs, PairDataset
 from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Document, Documents
-from jaxtune.train.display.report import precision_notes
+from jaxtune.train.display.precision_notes import precision_notes
 from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.objectives.preference import DPO, METRICS, ORPO, SimPO
 from jaxtune.train.planning.cost import abstract_model, step_cost

@@ -82,7 +82,7 @@ def test_four_bits_are_recorded():
 @pytest.mark.parametrize("schedule", [ScheduleConfig(), ScheduleConfig("constant", warmup_ratio=0.1)])
 def test_a_run_is_made_longer_and_not_shorter(schedule):
     def record(steps, schedule):
-        own = dict(trainable={}, storage={}, base=tiny_model(), data={}, own={}, code={}, numerics={})
+        own = dict(trainable={}, storage={}, base=tiny_model(), data={}, user_parts={}, code={}, numerics={})
         return record_of(make_config("out", steps=steps, schedule=schedule), total_steps=steps, **own)
 
     constant = ScheduleConfig("constant", warmup_steps=2)
@@ -105,7 +105,7 @@ def test_a_key_that_a_record_lacks_was_at_its_default(tmp_path):
     """A newer version has more keys; what an older one wrote goes on as long as they stand at their defaults."""
 
     def record(**changes):
-        own = dict(trainable={}, storage={}, base=tiny_model(), data={}, own={}, code={}, numerics={})
+        own = dict(trainable={}, storage={}, base=tiny_model(), data={}, user_parts={}, code={}, numerics={})
         return record_of(make_config("out", **changes), total_steps=4, **own)
 
     old = record()

@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 from jaxtune.models.config import RopeConfig
 from jaxtune.train.config import DataConfig, PlanConfig
 from jaxtune.train.data import prepare
-from jaxtune.train.display import report
+from jaxtune.train.display import model_report, rows_report
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
@@ -22,7 +22,7 @@ ROWS = [{"prompt": f"Add {i}: ", "completion": "It is 4."} for i in range(6)]
 
 
 def summary(train, held_out=None, context=64, warmup=0) -> str:
-    return report.data_summary(train, held_out, train.batches(2), 3, warmup, context)
+    return rows_report.data_summary(train, held_out, train.batches(2), 3, warmup, context)
 
 
 def test_each_warning_has_its_line_and_is_said_once():
@@ -114,9 +114,9 @@ def test_the_start_of_a_run_on_a_gpu_says_how_long_it_takes(tmp_path, capsys):
 
 def test_a_large_model_on_a_cpu_is_warned_of(monkeypatch):
     model = tiny_model()
-    assert report.cpu_note(model) == ""
-    monkeypatch.setattr(report, "LARGE_FOR_A_CPU", 10)
-    note = report.cpu_note(model)
+    assert model_report.cpu_note(model) == ""
+    monkeypatch.setattr(model_report, "LARGE_FOR_A_CPU", 10)
+    note = model_report.cpu_note(model)
     assert re.search(r"no GPU was found, and 0\.0 B parameters on a CPU .*doctor' says what is missing", note)
-    monkeypatch.setattr(report.jax, "default_backend", lambda: "gpu")
-    assert report.cpu_note(model) == ""
+    monkeypatch.setattr(model_report.jax, "default_backend", lambda: "gpu")
+    assert model_report.cpu_note(model) == ""

@@ -138,7 +138,7 @@ def test_arrays_of_another_shape_than_recorded_are_damage(tmp_path):
     import jax.numpy as jnp
 
     from jaxtune.system.files import fingerprints
-    from jaxtune.train.folder.checkpoint_damage import MANIFEST, META
+    from jaxtune.train.folder.checkpoint import MANIFEST, META
 
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"w": jnp.zeros((4, 2)), "v": jnp.zeros(3)}, {})

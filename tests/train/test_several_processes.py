@@ -22,7 +22,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from jaxtune import cli
-from jaxtune.system import processes, shared_folders
+from jaxtune.system import joining, processes, shared_folders
 from jaxtune.train.config import MeshConfig
 from jaxtune.train.folder import record
 from jaxtune.train.folder.checkpoint import saved_steps
@@ -456,9 +456,9 @@ def test_the_kubernetes_job_names_each_process(tmp_path):
             [*container["command"], *container["args"]], env=variables, capture_output=True, text=True, check=True
         ).stdout
         given = dict(word[2:].split("=", 1) for word in said.split() if word.startswith("--"))
-        places.append(processes._place(given["coordinator"], int(given["processes"]), int(given["process"])))
+        places.append(joining._place(given["coordinator"], int(given["processes"]), int(given["process"])))
     count = spec["parallelism"]
-    assert places == [processes.Place(f"{name}-0.{pod['subdomain']}:8476", count, index) for index in range(count)]
+    assert places == [joining.Place(f"{name}-0.{pod['subdomain']}:8476", count, index) for index in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ def test_the_kubernetes_job_names_each_process(tmp_path):
     ],
 )
 def test_where_a_process_stands_is_read_from_its_surroundings(surroundings, found):
-    assert processes._by_surroundings(surroundings) == found
+    assert joining._by_surroundings(surroundings) == found
 
 
 @pytest.mark.parametrize(
@@ -503,7 +503,7 @@ def test_where_a_process_stands_is_read_from_its_surroundings(surroundings, foun
 def test_each_process_times_algorithms_for_itself(given, flags, monkeypatch):
     """Whatever it compiles: a check of a kernel that the others remember, or a product that the first one makes."""
     monkeypatch.setenv("XLA_FLAGS", given)
-    processes._compile_alone()
+    joining._compile_alone()
     assert os.environ["XLA_FLAGS"] == flags
 
 
@@ -520,4 +520,4 @@ def test_flags_that_do_not_fit_are_refused(given, words, monkeypatch):
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=words):
-        processes._place(*given)
+        joining._place(*given)

@@ -28,7 +28,7 @@ from jaxtune.train.optimizer.optim import make_optimizer, update_bound
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.program.loss import Forward, loss_sums
 from jaxtune.train.program.step import StepProgram, Sums
-from jaxtune.train.program.tensors import trainable_names
+from jaxtune.train.program.trained_model import trainable_names
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 

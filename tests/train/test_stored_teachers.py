@@ -32,7 +32,7 @@ from jaxtune.train.data.tokens.teacher_values import TEACHER_IDS, TEACHER_LOG_PR
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.planning import disk
-from jaxtune.train.planning.sizes import nbytes
+from jaxtune.train.planning.layer_costs import nbytes
 from jaxtune.train.references import stored_teachers
 from jaxtune.train.references.teachers import open_teacher, teacher_shapes, with_teacher
 from jaxtune.train.spec.loading import loading
@@ -257,7 +257,7 @@ def test_the_table_of_phases_has_the_pass_and_what_would_make_it_fit(tmp_path, m
         line.startswith("warning: teacher will need ")
         and "GB of device memory: objective.teacher_load_in=nf4, " in line
     )
-    attached = dataclasses.replace(planned, given=teacher_model())
+    attached = dataclasses.replace(planned, attached_teacher=teacher_model())
     assert "load_in" not in attached.phase.remedy  # it is there already
 
 

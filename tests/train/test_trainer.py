@@ -25,9 +25,10 @@ from tiny_models import tiny_model
 
 from jaxtune.models.adapters.adapter_files import save_adapter
 from jaxtune.models.config import LayerSpec
+from jaxtune.models.files import quant
 from jaxtune.models.lora import freeze, get_peft_model, linears
 from jaxtune.models.placement import partition
-from jaxtune.train import app
+from jaxtune.train import shown_plan
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -40,7 +41,7 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.config.file import config_to_yaml, load_config
 from jaxtune.train.data.tokens.documents import Document
-from jaxtune.train.display import report
+from jaxtune.train.display import model_report, rows_report
 from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.display.monitor import TrainingStopped
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, saved_steps
@@ -560,11 +561,11 @@ def test_the_reports_of_check_and_plan(tmp_path):
     config = make_config(tmp_path / "out", data=DataConfig(train="rows", length=64, num_workers=1))
     trainer = Trainer(model, tokenizer, config, ROWS)
     console = Console(file=io.StringIO(), width=200, soft_wrap=True)
-    report.check(model, trainer.data_summary(), trainer.batches, trainer.tokenizer, console)
+    rows_report.check(model, trainer.data_summary(), trainer.batches, trainer.tokenizer, console)
     text = console.file.getvalue()
     assert re.search("\u27e6 ?I am a bot", text)  # no colours: brackets
     assert "what is trained is between \u27e6 and \u27e7" in text
-    trainable, total = report.parameter_counts(model)
+    trainable, total = quant.parameter_counts(model)
     assert trainable == 2 * 2 * (16 + 16) + 2 * (16 + 24) + 3 * (16 + 24)
     assert f"Trainable: {trainable:,} of {total:,} parameters" in text
     for words in (
@@ -577,7 +578,7 @@ def test_the_reports_of_check_and_plan(tmp_path):
         "12 documents",
     ):
         assert words in text, words
-    figures = app.show_memory(trainer, console)
+    figures = shown_plan.show_memory(trainer, console)
     assert figures["predicted"] > 0 and figures["compiled"] > 0 and "limit" not in figures
     assert "plan: keep (nothing is computed twice); one micro-batch of 4 x 64 tokens" in console.file.getvalue()
     assert f"the compiler says {figures['compiled']:.3f} GB" in console.file.getvalue()
@@ -586,7 +587,7 @@ def test_the_reports_of_check_and_plan(tmp_path):
 
 @pytest.mark.parametrize(("numbers", "text"), [([0, 1, 2, 3, 5, 7, 8], "0-3, 5, 7-8"), ([4], "4"), ([2, 1], "1-2")])
 def test_layer_ranges(numbers, text):
-    assert report._ranges(numbers) == text
+    assert model_report._ranges(numbers) == text
 
 
 def test_checkpoint_errors_are_value_errors():

@@ -31,7 +31,7 @@ from jaxtune.train.config import (
     QatConfig,
     TrainConfig,
 )
-from jaxtune.train.display.report import plan_lines
+from jaxtune.train.display.plan_text import plan_lines
 from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.cost import TRANSPOSED_CODES, abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device

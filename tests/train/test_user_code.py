@@ -805,6 +805,16 @@ def is_zombie(number: int) -> bool:
     return True
 
 
+def test_a_process_that_only_closes_its_connection_has_no_exit_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_END_SECONDS", 0.2)
+    file = tmp_path / "closes.py"
+    file.write_text("import os, time\n\ndef closes(completions):\n    os.closerange(3, 256)\n    time.sleep(600)\n")
+    with pytest.raises(RewardError, match="closes.* ended its connection, and was killed"):
+        RewardFunctions.named([f"{file}:closes"], isolation="process", timeout_seconds=60)(some())
+    number = processes.process_of(str(file.resolve())).number
+    assert number is None
+
+
 def test_processes_end_with_the_run(own):
     with calling.running():
         RewardFunctions.named([f"{own}:where"], isolation="process")(some())

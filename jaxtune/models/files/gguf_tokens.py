@@ -66,7 +66,8 @@ def tokenizer_of(file: str, fields: Config) -> PreTrainedTokenizerFast:
         raise ValueError(f"{file}: {len(tokens)} tokens, and {len(types)} types of tokens; convert the model again")
     spm = fields["tokenizer.ggml.model"] == "llama"
     if spm:  # runs of spaces that SentencePiece lists as the user's are pieces that merge first
-        types = [NORMAL if SPACE in token and kind == USER_DEFINED else kind for token, kind in zip(tokens, types)]
+        pairs = zip(tokens, types, strict=True)
+        types = [NORMAL if SPACE in token and kind == USER_DEFINED else kind for token, kind in pairs]
     backend = _pieces(fields, tokens, types) if spm else _bytes(fields, tokens, types)
 
     def text(key: str) -> str | None:

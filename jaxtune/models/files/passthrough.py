@@ -111,7 +111,7 @@ def whole_config(
     folder_config = json.loads(passthrough.config)
     text = dict(folder_config["text_config"])
     if config_from_hf(folder_config) != config:
-        for name in ("rope_parameters", "per_layer_config"):  # what `family_keys` say in another spelling
+        for name in ("rope_parameters", "per_layer_config"):  # what `family_keys` says in another spelling
             text.pop(name, None)
         text |= {
             key: value for key, value in family_keys.items() if key != "architectures" and not key.endswith("_token_id")

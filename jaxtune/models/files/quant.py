@@ -340,3 +340,8 @@ def parameters(state: nnx.State) -> int:
     """The number of parameters in a state of arrays or shapes; a quantised weight counts as decoded."""
     leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, Stored))
     return sum(leaf.size for leaf in leaves)
+
+
+def parameter_counts(model: Decoder) -> tuple[int, int]:
+    """(trainable, all) parameters, adapters included; each element of a quantised weight counts as one."""
+    return parameters(nnx.state(model, nnx.Param)), parameters(nnx.state(model))

@@ -50,7 +50,7 @@ class Weights:
     nothing.
     """
 
-    # the changed model's structure, configs, shapes and unchanged tensors; a tensor that `makers` has holds a
+    # the changed model's structure, configs, shapes and unchanged tensors; a tensor that `makers` changes has a
     # jax.ShapeDtypeStruct in place of each array in it
     model: Decoder
     # {Hugging Face name: function that computes the tensor}; a caller that keeps none of the results has one in memory

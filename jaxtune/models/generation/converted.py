@@ -178,7 +178,7 @@ def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     indices = [index_of[id(leaf)] for leaf in leaves]
-    return form._replace(structure=structure_of(graph, treedef, model.config), dtype=model.dtype, places=indices)
+    return form._replace(structure=structure_of(graph, treedef, model.config), dtype=model.dtype, indices=indices)
 
 
 class Converted:

@@ -302,11 +302,10 @@ class MoE(nnx.Module):
         return EXPERTS_BYTES.of("mosaic" if sizes.hopper else "reference", sizes.device).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """`own_bytes` is a multiple of the layer's input plus twice a shared expert's gate and up.
-        `other_segments_bytes` is the larger need of the two moments of ExpertsBytes. Where the product does not gather
-        rows itself (Hopper does, unless a weight must be decoded), sorted rows are added at the first moment and the
-        largest decoded weight at the second. FP8 products of gathered rows add the rows' codes and the weight's
-        transposed codes.
+        """`own_bytes` is a multiple of the layer's input plus twice a shared expert's gate and up. The other is the
+        larger need of the two moments of ExpertsBytes. Where the product gathers no rows itself (Hopper does, unless
+        weights are decoded), sorted rows are added at the first moment and the largest decoded weight at the second.
+        FP8 products of gathered rows add the rows' codes and the weight's transposed codes.
         """
         gate_up = sizes["gate_up"]
         rows = self.config.hidden_size / (2 * self.moe.expert_size) * gate_up

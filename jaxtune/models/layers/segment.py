@@ -208,15 +208,15 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """The bytes that the backward of one part needs beyond the residuals, `own_bytes` plus `other_segments_bytes`. A
-    layer's peak has the largest need of its parts.
+    """The bytes that the backward of one part needs beyond the residuals, the sum of both numbers. A layer's peak
+    has the largest need of its parts.
     """
 
     own_bytes: float  # bytes that the computation of the part's own gradients needs
     # bytes of partial gradients from other segments of the layer that are in memory while this part's backward runs
     # (for experts, with their own rows); 0 for a mixer
     other_segments_bytes: float
-    # True: both were fitted to measurements of the whole layer's backward, so they include the mixer's
+    # True: both numbers were fitted to measurements of the whole layer's backward, so they include the mixer's
     # scratch memory, and the planner does not add that; False: the mixer's is counted on its own
     covers_mixer: bool
 

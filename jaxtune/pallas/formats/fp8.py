@@ -115,7 +115,6 @@ class FP8(Stored):
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST)).decode("float32")
 
     def block_length(self, axis: int) -> int | None:
-        axis = axis % self.ndim
         return 1 if axis < self.ndim - 2 else self.block[axis - self.ndim + 2]
 
     def rescaled(self, factor: np.ndarray) -> FP8:

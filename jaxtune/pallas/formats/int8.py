@@ -82,7 +82,6 @@ class Int8(Stored):
         """As Stored.shard_axes; along `in`, which cuts every row, each device keeps all of absmax: (axis, None)."""
         if self.shape[axis] % shards:
             return None
-        axis = axis % self.ndim
         return (axis, None if axis == self.ndim - 1 else axis)
 
     def _decode(self, dtype) -> jax.Array:

@@ -65,8 +65,8 @@ Headers = Mapping[str, Header]  # by key
 
 
 class FileTensor(NamedTuple):
-    """A tensor to be written: the header needs its shape and dtype before `array_of` computes the array. The dictionary
-    that has it names it.
+    """A tensor to be written: the header needs its shape and dtype before `array_of` computes it. The dictionary that
+    has it names it.
     """
 
     shape: tuple[int, ...]  # its dimensions
@@ -179,7 +179,7 @@ class Layout:
         """Raises ValueError, with key and value, for a setting that is not supported. By default it accepts all."""
 
     def key_of(self, name: str) -> tuple[str, str] | None:
-        """Divides a tensor's name in a file into (module, key), with the longest fitting key of `codes` and
+        """Divides a tensor's name in a file into (module, key), with the longest key that fits of `codes` and
         `scale_keys`; None if none fits.
         """
         keys = sorted((self.codes, *self.scale_keys), key=len, reverse=True)

@@ -129,7 +129,7 @@ class NVFP4(Stored):
         return None
 
     def block_length(self, axis: int) -> int | None:
-        return BLOCK if axis % self.ndim == self.ndim - 1 else 1
+        return BLOCK if axis == self.ndim - 1 else 1
 
     def rescaled(self, factor: np.ndarray) -> NVFP4:
         scale = np.float64(self.tensor_scale)

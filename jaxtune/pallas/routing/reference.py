@@ -42,9 +42,7 @@ def chosen_values(values: jax.Array, choice: jax.Array) -> jax.Array:
 
 
 def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Array:
-    """The transpose of `chosen_values`: values [T, k], choice int32[T, k] -> [T, E], 0 for experts that were not
-    chosen.
-    """
+    """The transpose of `chosen_values`: values [T, k], choice int32[T, k] -> [T, E], 0 for experts not chosen."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, :, None], 0).sum(1)
 

@@ -19,9 +19,10 @@ from jaxtune.train.data.rendering.packaged import packaged_that_fit
 from jaxtune.train.data.rendering.templates import TrainOn, resolve_template, writes_today
 from jaxtune.train.data.rows.reading import Source, open_sources, read_rows
 from jaxtune.train.data.tokens.cache import Summary, cache_folder, cache_key, collect, open_or_build
+from jaxtune.train.data.tokens.chunks import Chunk
 from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.data.tokens.teacher_values import TaughtRows, TeacherValues
-from jaxtune.train.data.tokens.workers import Chunk, encode_rows
+from jaxtune.train.data.tokens.workers import encode_rows
 
 # The values of data.packing: True packs several documents into a row, False gives each a row of its own, and "step"
 # packs the documents of each step separately (see steps.py).

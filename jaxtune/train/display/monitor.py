@@ -26,7 +26,7 @@ from jaxtune.train.callbacks import Callback, Callbacks
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.display import metrics as m
-from jaxtune.train.display.report import measured_lines
+from jaxtune.train.display.plan_text import measured_lines
 from jaxtune.train.planning.devices import memory_peak_bytes
 from jaxtune.train.planning.planner import Planner
 

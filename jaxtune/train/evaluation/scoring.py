@@ -14,11 +14,11 @@ from jaxtune.models.adapters import trained_over
 from jaxtune.models.precision import DTYPES
 from jaxtune.system import terminal
 from jaxtune.system.terminal import fitted, printable
-from jaxtune.train.app import answer, require_fit_for_processes, sampled_by
 from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
 from jaxtune.train.display import metrics as m
-from jaxtune.train.display import report
+from jaxtune.train.display import rows_report
 from jaxtune.train.evaluation.answer_metrics import SAMPLES
+from jaxtune.train.evaluation.held_out_answers import answer, sampled_by
 from jaxtune.train.folder.best import BEST, BestEvaluation, best_saved
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.record import is_digest_of
@@ -27,6 +27,7 @@ from jaxtune.train.folder.run_folder import ADAPTER, CHECKPOINTS, CONFIG, MERGED
 from jaxtune.train.planning.phases import phase
 from jaxtune.train.program.program_cache import use_program_cache
 from jaxtune.train.spec.loading import load_model
+from jaxtune.train.spec.setup import require_fit_for_processes
 from jaxtune.train.trainer import Trainer
 
 
@@ -190,7 +191,7 @@ def evaluate(
     trainer = Trainer(model, tokenizer, of_run, eval_rows=held_out, keeps_model=False, trains=False)
     if scored.result is not None and config.data.eval_rows:
         _require_same_split(scored.result, trainer)
-    for warning in report.held_out_warnings(trainer.train_data, trainer.eval_data):
+    for warning in rows_report.held_out_warnings(trainer.train_data, trainer.eval_data):
         console.print(fitted(f"warning: {printable(warning)}", console))
     results: dict[str, Any] = {"weights": scored.text}
     if scored.checkpoints is None:

@@ -108,7 +108,7 @@ class Distill(SFT):
     """Log-probabilities stored for each trained token before the run; None: the teacher runs beside the student."""
 
     teacher_logprobs: str | None = None
-    """Another program's file with them (data/teacher_files.py)."""
+    """Another program's file with them (data/tokens/teacher_files.py)."""
 
     name: ClassVar[str] = "distill"  # by which objective.name selects it
     sums: ClassVar[tuple[str, ...]] = ("entropy",)  # names of the sums of `loss` for metrics

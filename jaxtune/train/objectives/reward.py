@@ -1,7 +1,7 @@
 """Reward models: the chosen answer of a pair scores higher than the rejected one.
 
-A document's score is the head's output for its last token, as in Hugging Face's ForSequenceClassification. Names are
-TRL's.
+A document's score is the head's output for its last token that is not the padding token, as in Hugging Face's
+ForSequenceClassification. Names are TRL's.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ class Reward(Pairs):
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """As Pairs, with the column `margin`. Pairs that would be cut are left out, as a cut text has no last token to
-        score. A PairDataset is returned as it is.
+        """As Pairs, with the column `margin`, without padding tokens at documents' ends, and without pairs that would
+        be cut, as a cut text has no last token to score. A PairDataset is returned as it is.
         """
         data_set = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if isinstance(rows, PairDataset):
             return data_set
-        # Pairs that are too long are left out (`whole`), because a text that is cut has no last token to score.
-        return dataclasses.replace(
-            data_set, labels=margins(rows, data_set.documents, max_rows, data.columns), whole=True
-        )
+        # Pairs that are too long are left out, because a text that is cut has no last token to score.
+        labels = margins(rows, data_set.documents, max_rows, data.columns)
+        documents = without_padding(data_set.documents, getattr(tokenizer, "pad_token_id", None))
+        return dataclasses.replace(data_set, documents=documents, labels=labels, drops_cut_pairs=True)
 
     def check(self, model: Decoder) -> None:
         """Raises ValueError without a head that scores."""
@@ -95,6 +95,22 @@ class Reward(Pairs):
             sums |= {"min_reward": jnp.where(any_pair, lowest, 0.0) * count}
             sums |= {"max_reward": jnp.where(any_pair, highest, 0.0) * count}
             return jnp.where(has_pair > 0, losses, 0.0).sum(), count, jax.lax.stop_gradient(sums)
+
+
+def without_padding(documents: Documents, pad_token_id: int | None) -> Documents:
+    """Documents without their last tokens of this id, which may be EOS: ForSequenceClassification scores the token
+    before these.
+    """
+    if pad_token_id is None or not len(documents.tokens):
+        return documents
+    lengths, trained = documents.lengths.copy(), documents.trained.copy()
+    while True:
+        last = np.maximum(documents.starts + lengths - 1, 0)
+        is_padding = (lengths > 1) & (documents.tokens[last] == pad_token_id)
+        if not is_padding.any():
+            return dataclasses.replace(documents, lengths=lengths, trained=trained)
+        lengths -= is_padding
+        trained -= is_padding & (documents.mask[last] > 0)
 
 
 def margins(

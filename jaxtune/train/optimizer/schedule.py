@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from jaxtune.train.config import ScheduleConfig, TrainConfig
 from jaxtune.train.config.sections import SCHEDULES
@@ -120,3 +122,20 @@ def _restarts(peak: float, steps: int, cycles: int, min_ratio: float) -> optax.S
         return peak * (min_ratio + (1.0 - min_ratio) * _cosine(share, 0.5))
 
     return rate
+
+
+def new_rates(
+    schedule_config: ScheduleConfig, schedule: optax.Schedule | None, step: int, skipped: ArrayLike, total_steps: int
+) -> list[str]:
+    """A sentence on the learning rate of a run that is resumed with more steps; [] if these do not change it.
+
+    schedule: maps updates made to the rate; None if unknown.
+    skipped: steps without an update.
+    """
+    if schedule is None or (schedule_config.name == "constant" and schedule_config.warmup_ratio is None):
+        return []
+    rate = float(np.asarray(schedule(step - np.asarray(skipped))))
+    return [
+        f"the run is longer than it was: from here the learning rate follows the {schedule_config.name} schedule of "
+        f"{total_steps:,} steps, and is {rate:.3g} in step {step + 1:,}"
+    ]

@@ -32,19 +32,21 @@ from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
-from jaxtune.train.planning.adapter_costs import (
-    experts_adapters,
-    low_rank_bytes,
-    masked_sizes,
-)
 from jaxtune.train.planning.devices import Device, float32_time
 from jaxtune.train.planning.exchange import NO_EXCHANGE, Exchange, exchange_of, sync_bytes
 from jaxtune.train.planning.host_states import NO_STATES, States, states_of, update_bytes
 from jaxtune.train.planning.host_table import NO_TABLE, Table, table_of
 from jaxtune.train.planning.kept_codes import codes_bytes
-from jaxtune.train.planning.layer_costs import LayerKind, Work, kind_of
+from jaxtune.train.planning.layer_costs import (
+    LayerKind,
+    Work,
+    experts_adapters,
+    kind_of,
+    low_rank_bytes,
+    masked_sizes,
+    nbytes,
+)
 from jaxtune.train.planning.plan import StepPlan
-from jaxtune.train.planning.sizes import nbytes
 from jaxtune.train.planning.sums_memory import NO_SUMS, SumsMemory, sums_memory
 from jaxtune.train.program.gradient_sync import gradient_sync_of
 from jaxtune.train.references.teachers import teacher_shapes, with_teacher

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.pallas.formats import Stored
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.planning.sizes import nbytes
+from jaxtune.train.planning.layer_costs import nbytes
 
 
 def codes_bytes(model: Decoder, config: TrainConfig, parts: int) -> float:

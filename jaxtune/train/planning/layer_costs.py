@@ -8,18 +8,20 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.config import DecoderConfig, LayerSpec
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.fitted import EXPERT_GRADIENT_TIME
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Context, Segment, Sizes, matrix_of, weights_per_token
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
+from jaxtune.models.stack.stack_layers import with_low_rank_kept
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.fitted import device_name
@@ -27,7 +29,6 @@ from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.grouped_matmul import mosaic_ahead
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.train.planning.devices import Device, float32_time
-from jaxtune.train.planning.sizes import nbytes
 
 _PROBE_TOKENS = 128
 
@@ -240,3 +241,39 @@ def _traced(graph, spec: LayerSpec, shape: DecoderConfig, dtype, arrays, tokens:
 
     with dispatch.unchecked():
         return jax.eval_shape(run, *arrays, jax.ShapeDtypeStruct((1, tokens, shape.hidden_size), dtype))
+
+
+def experts_adapters(layers: Sequence[Block], dtype) -> float:
+    """Bytes of the copies of experts' adapters in the kernels' layout and `dtype`; 0 for float32, in which adapters are
+    stored.
+    """
+    matrices = [matrix for layer in layers for *_, matrix in layer.matrices() if matrix.num_experts and matrix.lora]
+    return sum(matrix.adapter_bytes(dtype.itemsize) for matrix in matrices) if dtype.itemsize < 4 else 0.0
+
+
+def low_rank_bytes(layer: Block, segment: tuple[str, tuple[str, ...]], dtype) -> float:
+    """Bytes per token of the low-rank inputs that a layer keeps for a segment (name, outputs), unless the plan
+    recomputes what they need. dtype: the compute dtype.
+    """
+    segments = with_low_rank_kept(layer.segments(), ())
+    return sum(_low_rank_bytes(layer, s, dtype) for s in segments if (s.name, s.outputs) == segment)
+
+
+def _low_rank_bytes(layer: Block, segment: Segment, dtype) -> float:
+    """None under quantisation-aware training."""
+    matrices = [matrix_of(layer, name) for name in segment.matrices]
+    adapted = [matrix for matrix in matrices if matrix.lora is not None and matrix.fake_quant is None]
+    adapter_sizes = [(matrix.low_rank_bytes(dtype.itemsize), matrix.num_experts) for matrix in adapted]
+    return float(sum(size * (segment.experts_per_token if experts else 1) for size, experts in adapter_sizes))
+
+
+def masked_sizes(model: Decoder) -> list[int]:
+    """Input features of each adapter with dropout. One masked input and its mask exist at a time, so the largest
+    counts.
+    """
+    return [m.sizes[1] for layer in model.layers for *_, m in layer.matrices() if m.lora is not None and m.lora.rate]
+
+
+def nbytes(tree) -> float:
+    """Bytes of all arrays of a tree, which may be abstract; whole arrays, not per device."""
+    return float(sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)))

@@ -13,7 +13,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
 from jaxtune.system import processes
 from jaxtune.train.config import MeshConfig, TrainConfig
-from jaxtune.train.display.report import plan_lines
+from jaxtune.train.display.plan_text import plan_lines
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError
 from jaxtune.train.planning.cost import StepCost, step_cost

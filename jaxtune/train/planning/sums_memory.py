@@ -16,9 +16,8 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.stack.residual_plan import LayerPlan, Residual
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.planning.layer_costs import LayerKind
+from jaxtune.train.planning.layer_costs import LayerKind, nbytes
 from jaxtune.train.planning.plan import StepPlan
-from jaxtune.train.planning.sizes import nbytes
 
 type _Values = list[tuple[float, float]]  # (bytes of a value, number of such values)
 

@@ -26,7 +26,10 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.planning.planner import out_of_memory
 from jaxtune.train.program.programs import Engine
-from jaxtune.train.program.step import Sums, TrainState
+from jaxtune.train.program.step import (
+    Sums,
+    TrainState,
+)
 from jaxtune.train.references.teachers import without_teacher
 
 
@@ -339,3 +342,16 @@ def _with_scales(frozen: nnx.State, scales: nnx.State) -> nnx.State:
 
 def _placed(tree, shardings):
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
+
+
+def trainable_names(trainable) -> list[str]:
+    """Dotted names of the tensors, such as "head.weight", in the order of jax.tree.leaves and metrics["grad_norms"]."""
+    paths = jax.tree_util.tree_flatten_with_path(trainable)[0]
+    return [
+        ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path if _names_a_place(k)) for path, _ in paths
+    ]
+
+
+def _names_a_place(key) -> bool:
+    """False for "value" and "raw_value", which nnx.Variable adds."""
+    return not (isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("value", "raw_value"))

@@ -17,7 +17,7 @@ from jaxtune.system.terminal import say
 from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.config.sections import Unset
-from jaxtune.train.data.rendering.formats import Example, detect_format, normalize, refuse_media
+from jaxtune.train.data.rendering.formats import HISTORY, Example, detect_format, normalize, refuse_media
 from jaxtune.train.data.rendering.templates import RowEncoder, resolve_template
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.row_errors import Excluded, RowError, SetupError, check_unicode
@@ -270,8 +270,9 @@ def completions_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> 
 def prompt_of(
     value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, room_words: str, tools: Tools | None = None
 ) -> Prompt:
-    """A row's prompt, tokenised as in training, with its other columns. An answer (a last assistant message, or the
-    completion) becomes the column `answer` unless there is one.
+    """A row's prompt, tokenised as in training, with its other columns: text if the column `prompt` is text, as in TRL,
+    else messages. An answer (a last assistant message, or the completion) becomes the column `answer` unless there is
+    one.
 
     Raises RowError for a missing, empty, too long or invalid prompt, media columns, or a text with tools, which a
     template cannot describe there; ConfigError for an unknown environment. room_words: words for "beside {beside} room
@@ -284,7 +285,8 @@ def prompt_of(
         raise RowError(str(error)) from None
     if isinstance(prompt_cell, Mapping):
         prompt_cell = [prompt_cell]
-    if isinstance(prompt_cell, str) and not _answered(value):
+    is_answered = any(_is_answer(value.get(name)) for name in ("completion", "response"))
+    if isinstance(prompt_cell, str) and not is_answered:
         check_unicode(prompt_cell)
         example = Example(
             prompt=prompt_cell, messages=[{"role": "user", "content": prompt_cell}]
@@ -292,24 +294,18 @@ def prompt_of(
     elif isinstance(prompt_cell, list) and not _is_answer(value.get("completion")):
         example = normalize({**value, "messages": prompt_cell}, "messages")
     else:
-        example = normalize(value, detect_format(value))
-    columns = {name: column for name, column in value.items() if name not in ("prompt", "messages", "conversations")}
-    prompt: Turns
-    if isinstance(prompt_cell, str) and not example.completion and example.text is None:
-        prompt = prompt_cell
-    elif example.messages is not None:
-        messages = list(example.messages)
-        if messages and messages[-1]["role"] == "assistant":
-            columns.setdefault(ANSWER, messages.pop()["content"])
-        prompt = messages = messages[: example.prompt_messages or None]
-        example = dataclasses.replace(example, messages=messages)
-    elif example.text is not None:
+        example = normalize(value, detect_format(value) if prompt_cell is None else "prompt_completion")
+    if example.text is not None:
         raise RowError("it is one text, and has no prompt to answer: give it a column `prompt`")
-    else:
-        prompt = example.prompt or ""
-        if example.completion:
-            columns.setdefault(ANSWER, example.completion)
-            example = dataclasses.replace(example, completion="")
+    columns = {name: column for name, column in value.items() if name not in ("prompt", "messages", "conversations")}
+    messages = list(example.messages or ())
+    if messages and messages[-1]["role"] == "assistant":
+        columns.setdefault(ANSWER, messages.pop()["content"])
+    messages = messages[: example.prompt_messages or None]
+    example = dataclasses.replace(example, messages=messages, completion=None)
+    prompt: Turns = messages
+    if isinstance(prompt_cell, str) and not value.get(HISTORY):
+        prompt = example.prompt or prompt_cell  # with the column of a system message
     if tools is not None:
         if isinstance(prompt, str):
             raise RowError("its prompt is a text; a prompt with objective.tools is a list of messages")
@@ -323,13 +319,6 @@ def prompt_of(
 
 
 def _is_answer(completion: object) -> bool:
-    """Whether a completion beside a prompt of messages is an answer, a text or turns, and no column for reward
-    functions.
-    """
+    """Whether a completion beside a prompt is an answer, a text or turns, and no column for reward functions."""
     turns = completion if isinstance(completion, list) else [completion]
     return bool(turns) and (isinstance(completion, str) or all(isinstance(turn, Mapping) for turn in turns))
-
-
-def _answered(value: Mapping[str, object]) -> bool:
-    """Whether a row with a text prompt has completion or response, even None, as fine-tuning rows do."""
-    return any(name in value for name in ("completion", "response"))

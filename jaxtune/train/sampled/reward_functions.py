@@ -216,7 +216,7 @@ class RewardFunctions:
 
     def __call__(self, sampled: Sampled) -> np.ndarray:
         """Each function gets copies. Asynchronous ones run side by side, others one by one in this thread."""
-        sampled = dataclasses.replace(sampled, also=self.also, named=self.log.arguments)
+        sampled = dataclasses.replace(sampled, further=self.also, named=self.log.arguments)
         pending = {
             index: begin(function, _given(function, sampled), name, self.timeout_seconds)
             for index, (function, name) in enumerate(zip(self.functions, self.names, strict=True))

@@ -35,9 +35,9 @@ def require_own_optimizer(config: TrainConfig) -> None:
     _require_defaults("optim", config.optim, OptimConfig(), "optimizer", _KEPT)
 
 
-def require_own_schedule(config: TrainConfig) -> None:
-    """ValueError if a key of config.schedule is set."""
-    _require_defaults("schedule", config.schedule, ScheduleConfig(), "schedule")
+def require_own_schedule(config: TrainConfig, kind: str = "schedule") -> None:
+    """ValueError if a key of config.schedule is set. kind: what was given."""
+    _require_defaults("schedule", config.schedule, ScheduleConfig(), kind)
 
 
 def require_own_objective(config: TrainConfig) -> None:
@@ -51,13 +51,13 @@ def require_nothing_beside(
     schedule: optax.Schedule | None,
     objective: Objective | None,
 ) -> None:
-    """ValueError if a config section is set although its part was given. `schedule` is not checked beside an optimizer
-    alone, although it has no effect there, either.
-    """
+    """ValueError if a config section is set although its part was given; an optimizer has its own schedule."""
     if optimizer is not None:
         require_own_optimizer(config)
     if schedule is not None:
         require_own_schedule(config)
+    elif optimizer is not None:
+        require_own_schedule(config, "optimizer")
     if objective is not None:
         require_own_objective(config)
 

@@ -18,15 +18,9 @@ from jaxtune.train.config import ConfigError, MeshConfig, TrainConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics
-from jaxtune.train.folder.run_rows import most_documents
+from jaxtune.train.folder.record import require_same_settings
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.optimizer.optim import (
-    UpdateBound,
-    embedding_tensors,
-    make_optimizer,
-    update_bound,
-    weight_storage,
-)
+from jaxtune.train.optimizer.optim import UpdateBound, embedding_tensors, make_optimizer, update_bound, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.meshes import mesh_of
@@ -37,6 +31,7 @@ from jaxtune.train.program.gradient_sync import gradient_sync_of
 from jaxtune.train.program.loss import aux_losses
 from jaxtune.train.program.step import StepProgram
 from jaxtune.train.program.trained_model import TrainedModel
+from jaxtune.train.spec.run_rows import most_documents
 
 
 @dataclass(frozen=True)
@@ -228,3 +223,22 @@ def profile_facts(config: TrainConfig, batches: BatchSource, planner: Planner) -
         "what": f"{model.path or model.from_config}, {config.computes_in}, {rows} x {length:,} tokens a step, plan "
         f"{residuals_text(planner.plan.residuals)}",
     }
+
+
+def require_fit_for_processes(config: TrainConfig) -> None:
+    """ValueError for what several processes cannot do: other configs or packages, sampled answers, optim.offload."""
+    if (count := processes.count()) == 1:
+        return
+    require_same_settings(config)
+    if config.objective.samples:
+        require_sampling(config, config.mesh or MeshConfig())
+    for key, value in config.evaluation.asking:
+        raise ValueError(
+            f"{key} = {value}: {count} processes cannot generate at the same time yet; unset it, and generate from "
+            "what the run exports"
+        )
+    if config.optim.offload:
+        raise ValueError(
+            f"optim.offload = true: states in host memory are those of one process yet, and this run has {count}; "
+            "divide them over the devices (mesh.fsdp)"
+        )

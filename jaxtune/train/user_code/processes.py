@@ -94,10 +94,12 @@ class Process:
         self._connection = ours
 
     def _how(self) -> str:
-        code = 0
+        code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = 0 if self._popen is None else self._popen.wait(_END_SECONDS)
+            code = None if self._popen is None else self._popen.wait(_END_SECONDS)
         self.end()
+        if code is None:
+            return " its connection, and was killed"
         return f" by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
 
 

@@ -20,8 +20,9 @@ from jaxtune.train.data.rows.reading import open_sources, read_rows
 from jaxtune.train.data.rows.row_files import Row
 from jaxtune.train.data.tokens import cache, workers
 from jaxtune.train.data.tokens.cache import cache_key, open_or_build
+from jaxtune.train.data.tokens.chunks import Chunk
 from jaxtune.train.data.tokens.documents import Documents
-from jaxtune.train.data.tokens.workers import Chunk, _Process, encode_rows
+from jaxtune.train.data.tokens.workers import _Process, encode_rows
 from tests.train.data.conftest import make_tokenizer
 
 ROWS = [{"prompt": f"Add {i} and {i}: ", "completion": f"It is {2 * i}."} for i in range(30)]
@@ -81,7 +82,12 @@ def test_code_that_makes_tokens_decides_the_key(write, tokenizer, monkeypatch, t
         return cache_key(sources, tokenizer, {})
 
     found, keys = cache._imported(cache._ROOTS), [key()]
-    through = {"conversations.dates", "train.data.formats", "train.data.markers", "conversations.tokenizing"}
+    through = {
+        "conversations.dates",
+        "train.data.rendering.formats",
+        "train.data.rendering.markers",
+        "conversations.tokenizing",
+    }
     assert {f"jaxtune.{name}" for name in through} <= found.keys() and "jaxtune.train.data.dataset" not in found
     for package in ("transformers", "tokenizers", "jinja2"):
         with monkeypatch.context() as patch:

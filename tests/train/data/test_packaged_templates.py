@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
+from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -14,6 +15,7 @@ from jaxtune.train.data.rendering.templates import RowEncoder, resolve_template
 from jaxtune.train.data.rows.row_errors import RowError
 from tests.train.data.conftest import make_tokenizer, spans
 
+DATA_PAGE = Path(__file__).parents[3] / "docs" / "data.md"
 TOOLS = [
     {
         "type": "function",
@@ -93,6 +95,9 @@ REFERENCES = {
 }
 
 
+OF_NO_FAMILY = {"chatml", "alpaca"}
+
+
 @functools.lru_cache(maxsize=1)  # to read one takes longer than a test of it; several take a gigabyte
 def real_tokenizer(folder):
     return PreTrainedTokenizerFast.from_pretrained(folder)
@@ -136,6 +141,12 @@ def test_it_writes_what_the_familys_template_writes(test_data, name):
         assert rendered(tokenizer, ours, chat, tools) == expected, title
         compared += expected is not None
     assert compared >= 2
+
+
+def test_every_familys_template_is_compared_and_listed():
+    assert REFERENCES.keys() | OF_NO_FAMILY == PACKAGED.keys(), "REFERENCES needs a line for each"
+    section = DATA_PAGE.read_text(encoding="utf-8").partition("## Templates")[2]
+    assert [name for name in PACKAGED if f"`{name}`" not in section] == []
 
 
 def test_every_response_is_found_with_its_end(test_data, name):

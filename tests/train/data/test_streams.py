@@ -17,8 +17,8 @@ from jaxtune.train.config.file import load_config
 from jaxtune.train.data import prepare
 from jaxtune.train.data.rows.feeds import FedBatches
 from jaxtune.train.data.rows.reading import open_sources
-from jaxtune.train.folder.run_rows import Reader, run_rows
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.spec.run_rows import Reader, run_rows
 from tests.train.data.conftest import make_tokenizer
 
 TOKENIZER = make_tokenizer()

@@ -188,7 +188,7 @@ class Rotary:
 @dataclasses.dataclass(frozen=True)
 class RotaryByType(Rotary):
     """An entry for a rotary base of each type of layer, from rope_parameters with an object for each; without these all
-    types have the same base. `default` is not used.
+    types have the same base. `default` and `parameters_of` are not used.
     """
 
     types: tuple[str, ...] = (FULL, SLIDING)

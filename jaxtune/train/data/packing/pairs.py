@@ -28,7 +28,7 @@ class PackedPairs:
     With overflow="truncate" a pair longer than `length` is cut: first its longer document to the shorter one's length,
     then both equally; with `width` each by itself. A pair is left out if a document has no trained token left. With
     `second_yields` the first document is cut to `length` alone, the second to the remaining room, and only the second
-    is left out. `kept_lengths`, int64[pairs, 2], has the tokens left of each document, 0 if left out.
+    is left out. `kept_lengths`, int64[pairs, 2]: tokens left of each document, 0 if left out.
 
     Raises ValueError for an odd number of documents, overflow="split", a too long pair (with `width` document) with
     "error", or a pair longer than `width`.

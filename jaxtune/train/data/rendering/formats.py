@@ -382,7 +382,8 @@ def _common_question(value: Columns, answers: Sequence[str]) -> str:
     ):
         return ""
     size = next(
-        (index for index, chars in enumerate(zip(*answers, strict=False)) if len(set(chars)) > 1), len(min(answers))
+        (index for index, chars in enumerate(zip(*answers, strict=False)) if len(set(chars)) > 1),
+        min(map(len, answers)),
     )
     while size and answers[0][size - 1].isalnum() and any(text[size : size + 1].isalnum() for text in answers):
         size -= 1  # within a word

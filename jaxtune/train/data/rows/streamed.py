@@ -21,6 +21,7 @@ import numpy as np
 from jaxtune.system import lifetimes
 from jaxtune.system.terminal import printable
 from jaxtune.train.data.batches import ORDERS, Batch, Json, Order, Rows
+from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.packing.packing import NothingUsable
 from jaxtune.train.data.rows.reading import Source, Window
 from jaxtune.train.data.rows.row_files import Row
@@ -345,3 +346,17 @@ def _file_fingerprint(file: Path) -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class InOrder:
+    """An IterableDataset that is trained on in its own order, as transformers does: nothing is shuffled here."""
+
+    rows: object
+
+
+def is_stream(rows: object, streaming: bool = False) -> bool:
+    """Whether rows are read during the run: by data.streaming, or an IterableDataset of `datasets`."""
+    if isinstance(rows, InOrder):
+        return True
+    return streaming or (hasattr(rows, "features") and hasattr(rows, "num_shards") and not hasattr(rows, "__len__"))

@@ -29,18 +29,17 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import pydantic
 
-from jaxtune.system.files import atomic_write, read_plain, temporary_path, writing
+from jaxtune.system.files import PACKAGE, atomic_write, read_plain, temporary_path, writing
 from jaxtune.system.terminal import printable
 from jaxtune.train.data.rows.reading import Source
+from jaxtune.train.data.tokens.chunks import Chunk
 from jaxtune.train.data.tokens.documents import Documents
-from jaxtune.train.data.tokens.workers import Chunk
 
 # The files NAME.bin of a folder and their dtypes; `Documents` documents the fields.
 FIELDS = {"tokens": np.int32, "mask": np.uint8, "lengths": np.int64, "trained": np.int64, "origins": np.int64}
 UNUSED_SECONDS = 7 * 24 * 3600  # what a run used since then is never removed to make room
 _ENTRY = re.compile(r"[0-9a-f]{32}(-\d+)?|(reference|teacher)_[0-9a-f]+\.npy")
 ABANDONED_SECONDS = 24 * 3600  # temporary folders older than this are deleted
-_HOME = Path(__file__).parents[3]  # which has the package
 _ROOTS = ("jaxtune.train.data.rows.reading", "jaxtune.train.data.tokens.workers")
 _ROOMS = ("jaxtune.train.data.", "jaxtune.conversations.")  # whose modules decide tokens
 _RENDERERS = ("transformers", "tokenizers", "jinja2")  # packages that render and split
@@ -495,7 +494,7 @@ def _imported(modules: Iterable[str]) -> dict[str, Path]:
     names = list(modules)
     while names:
         name = names.pop()
-        file = _HOME.joinpath(*name.split(".")).with_suffix(".py")
+        file = PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py")
         if name in files or not name.startswith(_ROOMS) or not file.is_file():
             continue
         files[name] = file

@@ -28,23 +28,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
+from jaxtune.system.files import PACKAGE
 from jaxtune.system.terminal import outlive, printable, say
 from jaxtune.system.waiting import SILENT_SECONDS
-from jaxtune.train.data.rendering.formats import (
-    LABELLED,
-    PREFERENCE,
-    Example,
-    normalize,
-    normalize_labelled,
-    normalize_pair,
-    refuse_excluded,
-    unread,
-)
-from jaxtune.train.data.rendering.templates import Encoded, RowEncoder
-from jaxtune.train.data.rows.row_errors import Excluded, RowError, attempt
+from jaxtune.train.data.rendering.templates import RowEncoder
+from jaxtune.train.data.rows.row_errors import attempt
 from jaxtune.train.data.rows.row_files import Row
+from jaxtune.train.data.tokens.chunks import Chunk, encode_chunk
 
 logger = logging.getLogger(__name__)
 
@@ -62,138 +52,6 @@ CHARACTERS_PER_SECOND = 10_000
 # The most that one poll counts as waiting time. A poll takes longer if this process itself was stopped (Ctrl-Z), and
 # that time does not count.
 MOST_POLL_SECONDS = 2.0
-REASON_CHARACTERS = 500  # the most of a bad row's reason that is kept; a message may quote columns of any length
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """The documents of a chunk of rows in flat arrays, and rows without documents or with warnings. A place is a row's
-    `file:line`.
-    """
-
-    rows: int
-    tokens: np.ndarray
-    """int32[total]"""
-    mask: np.ndarray
-    """uint8[total]: 1 where the token is trained on."""
-    lengths: np.ndarray
-    """int64[n]"""
-    trained: np.ndarray
-    """int64[n]: trained targets."""
-    origins: list[tuple[str, int]]
-    """(file, line) of each document."""
-    problems: list[tuple[str, str]]
-    """(place, reason) of each unusable row."""
-    untrained: list[str]
-    """Places of rows without a trained target, of pairs in either document; they give no document."""
-    responses: int
-    ended: int
-    """As in Summary."""
-    special: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """(place, text) of rows whose messages contain a special token or marker."""
-    left_out: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """(place, what) of rows that the template does not write completely."""
-    masked: int = 0
-    cut: int = 0
-    excluded: list[str] = dataclasses.field(default_factory=list)
-    """"PLACE: weight = 0" of rows that a mark leaves out."""
-    implied: int = 0
-    unread: list[str] = dataclasses.field(default_factory=list)
-    """Columns with values that the format does not use, and message keys that only a template may read."""
-
-
-# The document of the answer that a labelled row does not have.
-_NO_ANSWER = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
-
-
-def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
-    """Renders and tokenises rows. Raises SetupError as `encode`.
-
-    A row that is bad, untrained or excluded gives no document and is listed. One of a preference format gives two:
-    chosen and rejected, or for a labelled row its answer and an empty one.
-    """
-    outcome = [attempt(_examples, row) for row in rows]
-    examples = [
-        answer_example
-        for row_outcome in outcome
-        if not isinstance(row_outcome, RowError)
-        for answer_example in row_outcome
-        if answer_example
-    ]
-    encoded = iter(encoder.encode(examples))
-    documents: list[Encoded] = []
-    origins, problems, untrained, excluded, special, left_out, masked = [], [], [], [], [], [], 0
-    for row, row_outcome in zip(rows, outcome, strict=True):
-        outcomes = (
-            [row_outcome]
-            if isinstance(row_outcome, RowError)
-            else [next(encoded) if answer_example else None for answer_example in row_outcome]
-        )
-        place = printable(row.place)
-        results = [result for result in outcomes if isinstance(result, Encoded)]
-        if error := next((result for result in outcomes if isinstance(result, RowError)), None):
-            reason = printable(error)
-            if isinstance(error, Excluded):
-                excluded.append(f"{place}: {reason}")
-                continue
-            problems.append((place, reason[:REASON_CHARACTERS] + " ..." * (len(reason) > REASON_CHARACTERS)))
-            continue
-        if row.format == PREFERENCE and encoder.train_on == "completion":
-            results = outcomes = _from_one_start(results)
-        masked += sum(result.masked for result in results)
-        if whose := next((result.special for result in results if result.special), ""):
-            special.append((place, printable(whose)))
-        if missing := next((result.left_out for result in results if result.left_out), ""):
-            left_out.append((place, printable(missing)))
-        if not all(result.mask[1:].any() for result in results):
-            untrained.append(place)
-        else:
-            documents += [result if isinstance(result, Encoded) else _NO_ANSWER for result in outcomes]
-            origins += [(row.file, row.number)] * len(outcomes)
-    columns = [name for row in rows if row.value for name in unread(row.value, row.format)]
-    keys = [name for example in examples for name in example.unknown]
-    return Chunk(
-        rows=len(rows),
-        tokens=np.concatenate([d.tokens for d in documents]) if documents else np.zeros(0, np.int32),
-        mask=np.concatenate([d.mask for d in documents]).astype(np.uint8) if documents else np.zeros(0, np.uint8),
-        lengths=np.array([len(d.tokens) for d in documents], np.int64),
-        trained=np.array([np.count_nonzero(d.mask[1:]) for d in documents], np.int64),
-        origins=origins,
-        problems=problems,
-        untrained=untrained,
-        excluded=excluded,
-        responses=sum(d.responses for d in documents),
-        ended=sum(d.ended for d in documents),
-        special=special,
-        left_out=left_out,
-        masked=masked,
-        cut=sum(d.is_cut for d in documents),
-        implied=sum(answer_example.implied for answer_example in examples) // 2,
-        unread=list(dict.fromkeys([*columns, *keys])),
-    )
-
-
-def _from_one_start(pair: list[Encoded]) -> list[Encoded]:
-    """Both answers of a pair, with completions that begin where the earlier one does, as in TRL."""
-    firsts = [int(np.argmax(answer.mask)) for answer in pair if answer.mask.any()]
-    alike = []
-    for answer in pair:
-        mask = answer.mask.copy()
-        if mask.any():
-            mask[min(firsts) : int(np.argmax(mask))] = True
-        alike.append(dataclasses.replace(answer, mask=mask))
-    return alike
-
-
-def _examples(row: Row) -> list[Example] | list[Example | None]:
-    """[example], or [chosen, rejected] with None for a labelled row's missing answer. Raises RowError."""
-    if row.value is None:
-        raise RowError(row.error)
-    refuse_excluded(row.value)
-    if row.format in (PREFERENCE, LABELLED):
-        pair = (normalize_pair if row.format == PREFERENCE else normalize_labelled)(row.value)
-        return [pair.chosen, pair.rejected]
-    return [normalize(row.value, row.format)]
 
 
 def encode_rows(
@@ -395,11 +253,11 @@ class _Process:
     """
 
     def __init__(self, setup: bytes):
-        root = str(Path(__file__).resolve().parents[3])
+        root = str(PACKAGE.resolve().parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
         environment |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}  # the parent has shown them already
-        code = f"from jaxtune.train.data import workers; workers._serve({os.getpid()})"
+        code = f"from {__name__} import _serve; _serve({os.getpid()})"
         # It gets a process group of its own, so that a Ctrl-C in the terminal reaches only the parent, which handles
         # it.
         self.process = subprocess.Popen(

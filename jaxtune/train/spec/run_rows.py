@@ -17,7 +17,7 @@ from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.packing.steps import pack_steps
 from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet, RowSet
 from jaxtune.train.data.rows.reading import open_sources
-from jaxtune.train.data.rows.streamed import StreamedRows
+from jaxtune.train.data.rows.streamed import InOrder, StreamedRows, is_stream
 from jaxtune.train.folder.record import require_same_rows
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.objective import Objective
@@ -136,20 +136,6 @@ class Reader:
 def samples(objective: Objective) -> bool:
     """Whether the run samples its rows from the model: GRPO, RLOO and on-policy distillation."""
     return isinstance(objective, GRPO) or (isinstance(objective, Distill) and objective.on_policy > 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class InOrder:
-    """An IterableDataset that is trained on in its own order, as transformers does: nothing is shuffled here."""
-
-    rows: object
-
-
-def is_stream(rows: object, streaming: bool = False) -> bool:
-    """Whether rows are read during the run: by data.streaming, or an IterableDataset of `datasets`."""
-    if isinstance(rows, InOrder):
-        return True
-    return streaming or (hasattr(rows, "features") and hasattr(rows, "num_shards") and not hasattr(rows, "__len__"))
 
 
 def _weighted(rows: object) -> list[tuple[object, float]]:

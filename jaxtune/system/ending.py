@@ -1,0 +1,118 @@
+"""How the processes of a run end at the same time.
+
+A failing process reports it, and the others, perhaps in a collective that never ends, print its message and exit with
+its code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from jaxtune.system.processes import all_of, count, first, index, service_client
+from jaxtune.system.terminal import printable
+
+_ENDED, _HEARD = "jaxtune/ended", "jaxtune/heard/"
+_WORDS_SECONDS = 10.0  # how long a failing process and the first one wait for each other before they exit
+# What the first process leaves the others between their report that they have heard and their exit: JAX aborts a
+# process whose service ends, with another exit code.
+_EXIT_SECONDS = 1.0
+
+
+class _Run:
+    """This process's state in its run; never instantiated."""
+
+    watcher: threading.Thread | None = None  # runs `_watch`; None before `join` and in a run of one process
+    leaving = False  # whether this process is ending by `leave`, so that the watcher must not end it
+    last_words = ""  # the message that the others print if this process fails; "": they print its exit code
+
+
+def last_words(text: str) -> None:
+    """An error's message or a signal, printed by the other processes if this one leaves with another code than 0."""
+    _Run.last_words = text
+
+
+def leave(code: int) -> None:
+    """Ends this process's part in the run. With code 0 it waits for all and returns. Otherwise it reports the last
+    words and exits at once, as an orderly shutdown would wait for the others; the first process, which has the service,
+    first waits up to 11 seconds until all have read them.
+    """
+    if _Run.watcher is None:
+        return
+    client = service_client()
+    if code == 0:
+        all_of(None)  # a barrier, as the first process may still be writing
+        _Run.leaving = True
+        if first():
+            client.key_value_set(_ENDED, json.dumps({"process": 0, "code": 0}))
+        _Run.watcher.join()
+        return
+    _Run.leaving = True
+    words = _Run.last_words or f"exit code {code}"
+    message = {"process": index(), "host": socket.gethostname(), "code": code, "words": words}
+    with contextlib.suppress(Exception):  # another process reported first, or the service is gone
+        client.key_value_set(_ENDED, json.dumps(message))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    with contextlib.suppress(Exception):
+        _heard(client)
+    if first():  # the service ends with this process
+        deadline = time.monotonic() + _WORDS_SECONDS
+        with contextlib.suppress(Exception):
+            while len(client.key_value_dir_get(_HEARD)) < count() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        time.sleep(_EXIT_SECONDS)
+    os._exit(code)
+
+
+def _heard(client: Any) -> None:
+    client.key_value_set(f"{_HEARD}{index()}", "", allow_overwrite=True)
+
+
+def watch() -> None:
+    """Starts the thread that ends this process if another one fails."""
+    _Run.watcher = threading.Thread(target=_watch, name="others", daemon=True)
+    _Run.watcher.start()
+
+
+def _watch() -> None:
+    """The thread that ends this process, with the same code, if another one fails, or with code 1 if the first one
+    disappears: a collective would wait forever. The first process first gets 10 seconds to finish writing. JAX handles
+    other ones that disappear.
+    """
+    from jax.errors import JaxRuntimeError
+
+    client = service_client()
+    while not _Run.leaving:
+        try:
+            report = json.loads(client.blocking_key_value_get(_ENDED, 3_600_000))
+        except JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                continue
+            if not _Run.leaving and not first():
+                _end("the first process is gone. The same command continues from the last checkpoint.", 1)
+            return
+        if report["code"] == 0:
+            return
+        if first():  # it may be ending for the same reason, and still be writing to disk
+            deadline = time.monotonic() + _WORDS_SECONDS
+            while not _Run.leaving and time.monotonic() < deadline:
+                time.sleep(0.05)
+        if not _Run.leaving and report["process"] != index():
+            with contextlib.suppress(JaxRuntimeError):
+                _heard(client)
+            _end(f"process {report['process']} on {report['host']} ended: {report['words']}", report["code"])
+
+
+def _end(text: str, code: int) -> None:
+    """Prints the reason and exits without the orderly shutdown, which would wait for the others."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"jaxtune: process {index()} ends, because {printable(text)}\n".encode())
+    os._exit(code)
