@@ -429,3 +429,120 @@ def test_a_format_named_elsewhere_is_found(module, source):
     assert format_uses(source, module, format_classes())
     assert not format_uses("isinstance(x, FourBit)", "jaxtune.pallas.quant_matmul.triton", format_classes())
     assert not format_uses("from jaxtune.pallas.formats import FORMATS, Stored", "jaxtune.models.hf", format_classes())
+
+
+ENTRY = re.compile(r" *((?:\*{0,2}[a-z_]\w*(?:, | and ))*\*{0,2}[a-z_]\w*): ")  # `name, name: text`
+DOTTED = re.compile(r"`([a-z_]\w*)\.(\w+)(?:\([^`]*\))?`")
+
+
+def entries(docstring: str) -> Iterator[tuple[str, set[str]]]:
+    """(line, names) of each parameter or field that a docstring explains. A line within a sentence is none."""
+    before = ""
+    for line in docstring.split("\n"):
+        if (match := ENTRY.match(line)) and (not before or before.endswith(".")):
+            yield line.strip(), {name.lstrip("*") for name in re.split(", | and ", match[1])}
+        before = line.strip()
+
+
+def names_of(node: ast.AST) -> set[str]:
+    """The parameters of a function; of a class also those of its methods, its fields, methods and attributes."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        signature = node.args
+        optional = [argument for argument in (signature.vararg, signature.kwarg) if argument is not None]
+        return {
+            argument.arg for argument in [*signature.posonlyargs, *signature.args, *signature.kwonlyargs, *optional]
+        }
+    names = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.FunctionDef):
+            names |= {inner.name} | names_of(inner)
+        elif isinstance(inner, ast.Attribute):
+            names.add(inner.attr)
+        elif isinstance(inner, ast.Name):
+            names.add(inner.id)
+    return names
+
+
+type Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def documented(tree: ast.Module) -> Iterator[tuple[Documented, str]]:
+    """(node, docstring) of the module, its classes and functions, also nested ones."""
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if text := ast.get_docstring(node):
+                yield node, text
+        nodes += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+
+
+def stale_entries(tree: ast.Module) -> list[str]:
+    """Entries of a docstring that name no parameter or field, where another one of it does."""
+    found = []
+    for node, text in documented(tree):
+        if not isinstance(node, ast.Module) and (lines := list(entries(text))):
+            names = names_of(node)
+            if any(explained & names for _, explained in lines):
+                found += [f"{node.name}: {line}" for line, explained in lines if not explained <= names]
+    return found
+
+
+def bound_at_top(tree: ast.Module) -> set[str]:
+    """Names that a module binds outside of its functions and classes."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        else:
+            names |= {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+            names |= {inner.name.id for inner in ast.walk(node) if isinstance(inner, ast.TypeAlias)}
+            names |= {inner.asname or inner.name for inner in ast.walk(node) if isinstance(inner, ast.alias)}
+    return names
+
+
+def stale_references(tree: ast.Module, module: str, is_package: bool, names: dict[str, set[str]]) -> list[str]:
+    """`module.name` in docstrings whose module, imported at the top, has no such name. names: {module: its names}."""
+    references = [pair for _, text in documented(tree) for pair in DOTTED.findall(text)]
+    if not references:
+        return []
+    top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+    modules = {name.rpartition(".")[2]: name for name, _ in imports(top, module, is_package) if name in names}
+    parameters = {inner.arg for inner in ast.walk(tree) if isinstance(inner, ast.arg)}  # may hide a module
+    return [
+        f"{first}.{second}"
+        for first, second in references
+        if first in modules.keys() - parameters
+        and second != "py"
+        and second not in names[modules[first]]
+        and f"{modules[first]}.{second}" not in names
+    ]
+
+
+def test_docstrings_name_what_there_is():
+    trees = {path: ast.parse(path.read_text()) for path in MODULES}
+    names = {module_name(path): bound_at_top(tree) for path, tree in trees.items()}
+    found = []
+    for path, tree in trees.items():
+        stale = [*stale_entries(tree), *stale_references(tree, module_name(path), path.name == "__init__.py", names)]
+        found += [f"{path.relative_to(ROOT)}: {text}" for text in stale]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("docstring", "stale"),
+    [
+        ("Adds.\n\n  left: int32.\n  rigth: the same.", ["add: rigth: the same."]),
+        ("Adds.\n\n  left, rigth: int32.", ["add: left, rigth: int32."]),
+        ("Adds.\n\n  left, right: int32.\n  **options: of both.", []),
+        ("Adds what it gets, such as\nnumbers: all are int32.\n\n  left: int32.", []),
+        ("Adds.\n\n  note: there is nothing to say.", []),
+    ],
+)
+def test_an_entry_without_a_parameter_is_found(docstring, stale):
+    assert stale_entries(ast.parse(f'def add(left, right, **options):\n    """{docstring}"""')) == stale
+
+
+def test_a_reference_to_nothing_is_found():
+    source = '"""`files.read`, `files.raed`, `other.raed`, `files.py`."""\nfrom jaxtune.system import files'
+    assert stale_references(ast.parse(source), "jaxtune.a", False, {"jaxtune.system.files": {"read"}}) == ["files.raed"]

@@ -157,7 +157,9 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def read_answer(tokenizer: Tokenizer, row: Row, prompt: Sequence[int], ids: Sequence[int], raw: bool) -> Answer:
-    """The answer `ids` to a row's prompt, with its thoughts apart where the chat template writes the prompt."""
+    """The answer `ids` to a row's prompt, with its thoughts apart where the chat template writes the prompt. raw: the
+    prompt was a plain text.
+    """
     if raw or not tokenizer.chat_template:
         return Answer(text_of(tokenizer, ids))
     reader = AnswerReader.of(tokenizer, tools_of(row))
@@ -178,6 +180,7 @@ def prompt_ids(
     A conversation loses a last message of the assistant; a text is a user's message. With `raw`, or without a chat
     template, a text is tokenised as it is, and a conversation is an error.
       location: "FILE:LINE" or "--prompt", for errors.
+      template_arguments: further variables of the chat template, such as enable_thinking; None: none.
     """
     column = next(name for name in CONVERSATIONS if name in row)
     plain = raw or not tokenizer.chat_template
@@ -211,6 +214,8 @@ def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: in
 
     Line n (from 0) must be row n // num_answers with an answer. A last line that a killed process cut off must agree
     with its row as far as it goes, and is removed.
+
+      rows: of the prompts. name: of the file, for errors.
     """
     file.seek(0)
     *lines, cut_line = file.read().split(b"\n")
@@ -271,6 +276,7 @@ def show(
     """Prints the answers to the prompts of --prompt, after all have ended.
 
     settings: keyword arguments of jaxtune.generate.
+    raw, template_arguments: as for `prompt_ids`.
     """
     import jaxtune
 

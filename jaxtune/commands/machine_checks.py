@@ -133,6 +133,7 @@ def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
 
 
 def _room() -> Iterator[Finding]:
+    """Memory of the host, and free disk where the hub's cache is or will be."""
     from huggingface_hub import constants
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9

@@ -35,7 +35,9 @@ class LoraConfig:
       bias: "all" and "lora_only" are refused if they would train one.
       others: ValueError if one would change the result.
     Attributes:
-      settings: keyword arguments of `adapted`.
+      settings: keyword arguments of `add_lora`.
+      lora_alpha: the product B A is multiplied by lora_alpha / r, with use_rslora by lora_alpha / sqrt(r).
+      lora_dropout: a probability.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class LoraConfig:
 
 
 def lora_settings(where: str, config: Any) -> dict[str, Any]:
-    """Keyword arguments of `adapted` for this module's LoraConfig or PEFT's; ValueError for another class.
+    """Keyword arguments of `add_lora` for this module's LoraConfig or PEFT's; ValueError for another class.
 
     where: the called function, for messages.
     """
@@ -117,6 +119,7 @@ def add_lora(
       where: the called function, for messages.
       experts_too: target_modules that name all linears also mean the experts' matrices, as in Unsloth.
       plain: r, lora_alpha, lora_dropout, use_rslora, use_dora.
+      seed: of the matrices A. The other arguments: as in LoraConfig.
     """
     if init_lora_weights not in (True, "gaussian"):
         raise ValueError(
@@ -201,7 +204,9 @@ def _start_gaussian(module: Decoder, seed: int) -> None:
 
 
 def last_layers(where: str, count: int | None, layers: int | Sequence[int] | None, module: Decoder) -> Any:
-    """The layers_to_transform that Unsloth's finetune_last_n_layers (`count`) means; ValueError if both are set."""
+    """The layers_to_transform that Unsloth's finetune_last_n_layers (`count`) means; ValueError if both are set. where:
+    the called function, for messages.
+    """
     if count is None:
         return layers
     if layers is not None:

@@ -54,14 +54,16 @@ def settle(
 
 
 def report_idle(where: str, name: str, text: str) -> None:
-    """Prints, once in a process, why argument `name` of the function `where` has no effect."""
+    """Prints, once in a process, why argument `name` of the function `where` has no effect. text: the reason."""
     if (where, name) not in _printed:
         _printed.add((where, name))
         say(f"{where}: {name} does nothing here: {text}")
 
 
 def choose(where: str, name: str, value: Any, table: Mapping[Any, Any]) -> Any:
-    """Translates an argument's value: table[value]. ValueError lists the supported values; TypeError if unhashable."""
+    """Translates an argument's value: table[value]. ValueError lists the supported values; TypeError if unhashable.
+    where, name: the called function and its argument, for messages.
+    """
     if value not in table:
         raise ValueError(f"{where}: {name} = {value!r} is not supported; supported: {', '.join(map(repr, table))}")
     return table[value]

@@ -48,6 +48,9 @@ class HfArgumentParser(argparse.ArgumentParser):
             self._add(name, option)
 
     def _add(self, name: str, option: _Option) -> None:
+        """Adds the option of a field: a truth value may stand without a value, a list takes several words. Nothing is
+        converted or filled in here.
+        """
         flags = list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
         several = _has(option.hint, (list, tuple, set, Sequence)) and not isinstance(option.hint, str)
         truth = _has(option.hint, (bool,)) or isinstance(option.default, bool)
@@ -75,7 +78,9 @@ class HfArgumentParser(argparse.ArgumentParser):
         args_filename: str | None = None,
         args_file_flag: str | None = None,
     ) -> tuple[DataClass, ...]:
-        """An object of each dataclass, and with return_remaining_strings the words that belong to none."""
+        """An object of each dataclass, and with return_remaining_strings the words that belong to none. args: words;
+        None: sys.argv. look_for_args_file has no effect; args_filename and args_file_flag raise ValueError.
+        """
         del look_for_args_file
         if args_filename or args_file_flag:
             raise ValueError(
@@ -160,6 +165,7 @@ class TrlParser(HfArgumentParser):
         return_remaining_strings: also returns words that belong to no dataclass, the file's as "--name", "value";
           separate_remaining_strings: both sources apart.
         fail_with_unknown_args: False prints unknown keys of the file.
+        args: words; None: sys.argv.
         """
         words = sys.argv[1:] if args is None else list(args)
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -218,6 +224,9 @@ def _default(config: SFTConfig | None, field: dataclasses.Field) -> object:
 
 
 def _required(kind: type) -> list[str]:
+    """The fields that have no default and so need a value. SFTConfigs need none: their defaults are in tables, not in
+    the class.
+    """
     if issubclass(kind, SFTConfig):
         return []
     missing = dataclasses.MISSING
@@ -254,6 +263,9 @@ def _value(name: str, value: object, hint: object) -> object:
 
 
 def _of_text(name: str, text: str, hint: object, kinds: list[object]) -> object:
+    """The text as the first kind of `hint` that takes it: a choice or enum, None, a truth value, JSON, a number, text,
+    a list of this text; else ValueError. kinds: _kinds(hint), the union's members without their arguments.
+    """
     for member in _members(hint):
         if typing.get_origin(member) is typing.Literal:
             choices = typing.get_args(member)

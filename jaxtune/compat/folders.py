@@ -42,9 +42,10 @@ def write_state(folder: Path, state: TrainerState) -> None:
 def is_own(folder: Path) -> bool:
     """Whether jaxtune wrote a checkpoint-N folder, as an entry of its trainer_state.json says."""
     try:
-        return _WRITER in json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
+    return isinstance(state, dict) and _WRITER in state
 
 
 def checkpoints(output: Path) -> dict[int, Path]:

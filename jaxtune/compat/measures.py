@@ -46,6 +46,7 @@ def predict_rows(module: Decoder, batches: Batches, preprocess: Preprocess | Non
     ValueError: all logits take more than half of the host's memory, and `preprocess` is None.
       batches: one epoch of batches of one row.
       preprocess: maps (logits float32[1, length, vocab], labels int32[1, length]) to an array or a tuple of arrays.
+      module: on the devices.
     """
     rows, head = batches.steps_per_epoch, module.config.head
     logit_bytes = rows * batches.length * (head.outputs or module.config.vocab_size) * 4

@@ -227,6 +227,7 @@ class CompatModel:
           input_ids: int[B, T], padded on either side, or a tokenizer's mapping.
           attention_mask: 0 at padding.
           streamer: `put` gets the prompt and each new token.
+          max_new_tokens: at most. eos_token_id: one or several ids that end a row; pad_token_id: fills shorter rows.
         """
         settle("generate", others, GENERATE, CompatModel.generate)
         if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping since transformers 5
@@ -365,6 +366,7 @@ class CompatModel:
         """Uploads what save_pretrained saves to the hub's `repository` ("owner/name"), which is made if missing.
 
         token: None: this machine's login.
+        private: whether a new repository is private; None: no.
         """
         settle("push_to_hub", others, SAVE)
         self._push(repository, token, private, lambda folder: self.save_pretrained(folder))
@@ -378,7 +380,7 @@ class CompatModel:
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Uploads what save_pretrained_merged saves, as push_to_hub does."""
+        """Uploads what save_pretrained_merged saves, as push_to_hub does. private, token: as for push_to_hub."""
         settle("push_to_hub_merged", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method)
@@ -393,7 +395,7 @@ class CompatModel:
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Uploads what save_pretrained_gguf saves, as push_to_hub does."""
+        """Uploads what save_pretrained_gguf saves, to a public repository unless `private`; as push_to_hub does."""
         settle("push_to_hub_gguf", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_gguf(folder, tokenizer, quantization_method)
@@ -541,6 +543,7 @@ class FastLanguageModel:
         use_gradient_checkpointing: replaces from_pretrained's, even by its default.
         max_seq_length: must be from_pretrained's.
         finetune_last_n_layers: restricts linears, not experts.
+        random_state: seed of the matrices A.
         """
         where = "FastLanguageModel.get_peft_model"
         settle(where, others, PEFT, FastLanguageModel.get_peft_model)

@@ -321,6 +321,7 @@ class RewardedTrainer(PreferenceTrainer):
         return count // answers
 
     def _objective(self) -> ObjectiveConfig:
+        """The section `objective` of the run's config, from TRL's settings."""
         args, rewards = self.args, self._parts().all_rewards()
         options = {name: getattr(args, name) for name in _SHARED}
         options |= dict(

@@ -51,7 +51,7 @@ def accuracy_reward(
     completions: Sequence[Completion], solution: Sequence[str], log_extra: LogExtra | None = None, **kwargs: object
 ) -> list[float | None]:
     """1 where an answer's mathematics is that of the column `solution`, else 0; None where the solution cannot be read.
-    Needs math-verify.
+    Needs math-verify. completions: texts, or lists of messages.
     """
     del kwargs
     return _verified([_text(completion) for completion in completions], solution, log_extra)

@@ -55,6 +55,7 @@ def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any
 
       text_field: the column of texts (dataset_text_field).
       formatting_func: maps a row to a text, or the columns of a batch to texts; None for a path.
+      dataset: a datasets object, a list of dicts, or a path.
     """
     if is_stream(dataset):
         return _streamed(dataset, text_field, formatting_func)

@@ -38,7 +38,9 @@ def require_free(folder: str | os.PathLike, where: str) -> Path:
 
 
 def saved_into(folder: str | os.PathLike, where: str, write: Callable[[Path], object]) -> None:
-    """Has `write` fill a temporary folder, and moves its files into `folder`, if require_free allows it."""
+    """Has `write` fill a temporary folder, and moves its files into `folder`, if require_free allows it. where: the
+    called function, for messages.
+    """
     path = require_free(folder, where)
     before = _mark(path)
     temporary = temporary_path(path)
@@ -89,5 +91,7 @@ def _mark(folder: Path) -> dict[str, list[list[int]]]:
 
 
 def save(module: Decoder, folder: str | os.PathLike, tokenizer: object = None) -> None:
-    """Saves an adapter for PEFT, or else the whole model for transformers, into an empty or new folder."""
+    """Saves an adapter for PEFT, or else the whole model for transformers, into an empty or new folder. tokenizer:
+    saved too; None: none.
+    """
     (jaxtune.save_adapter if has_adapter(module) else jaxtune.save_pretrained)(module, folder, tokenizer=tokenizer)

@@ -175,6 +175,7 @@ def clone_chat_template(
     """TRL's: copies another tokenizer's chat template, EOS and missing added tokens, in place: (model, tokenizer, ids).
 
     ValueError: the source has no template, or the embeddings, which keep their size, have no rows left for new tokens.
+    resize_to_multiple_of: has no effect.
     """
     del resize_to_multiple_of
     source = AutoTokenizer.from_pretrained(source_tokenizer_path)

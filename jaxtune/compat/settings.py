@@ -281,7 +281,9 @@ def precision(args: SFTConfig, module: Decoder) -> Any:
 
 
 def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -> int | None:
-    """The field `name`, such as save_steps, in steps; a float below 1 is a share of total(). None: not known."""
+    """The field `name`, such as save_steps, in steps; a float below 1 is a share of total(). None: not known. total:
+    returns the run's steps; called only for a share.
+    """
     value = getattr(args, name)
     if isinstance(value, float) and 0 < value < 1:
         steps = total()

@@ -182,6 +182,7 @@ def setup_chat_format[Model](
     """TRL's: gives the tokenizer ChatML and its marks as BOS, EOS and PAD, in place: (model, tokenizer).
 
     ValueError: another format, or the tokenizer lacks ChatML's marks; no embeddings are added.
+    resize_to_multiple_of: has no effect.
     """
     del resize_to_multiple_of
     marks = ("<|im_start|>", "<|im_end|>")

@@ -257,7 +257,9 @@ class SFTTrainer(ScriptWords):
     def _events(
         self, leave: Callable[[int], Any] = lambda step: None, measure: Callable[[], dict[str, float]] = dict
     ) -> Events:
-        """What passes a run's events to the script's callbacks. leave: writes a checkpoint-N folder, given N."""
+        """What passes a run's events to the script's callbacks. leave: writes a checkpoint-N folder, given N. measure:
+        returns the numbers of compute_metrics for the current model; by default none.
+        """
         return Events(
             self.args,
             self.state,
@@ -369,6 +371,9 @@ class SFTTrainer(ScriptWords):
         return saves, evaluates
 
     def _optim(self) -> OptimConfig:
+        """The section `optim` of the run's config; ValueError for an optimizer that is not here, or
+        embedding_learning_rate without a trained embedding.
+        """
         args = self.args
         optimizer: Any = choose("SFTConfig", "optim", plain_value(args.optim), OPTIMIZERS)
         rate = args.embedding_learning_rate

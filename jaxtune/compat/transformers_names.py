@@ -146,6 +146,7 @@ def load_named(name: str, args: SFTConfig, full: bool) -> CompatModel:
     """Loads a model that a trainer got by name, for rows of its config's length; ValueError for an adapter's folder.
 
     full: whether all weights train, unless they are quantised.
+    args: the trainer's, with max_length, seed and what concerns loading.
     """
     if base_of(name) is not None:
         raise ValueError(

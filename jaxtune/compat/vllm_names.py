@@ -49,6 +49,7 @@ class SamplingParams:
     seed: None: draws anew.
     logprobs: any number: those of the answer's tokens.
     changed: settings of the sampler that are not vLLM's defaults.
+    stop_token_ids: ids that end an answer.
     """
 
     def __init__(
@@ -138,7 +139,9 @@ def fast_generate(
 ) -> list[RequestOutput]:
     """The answers to `prompts`: texts, {"prompt": text}, {"prompt_token_ids": ids}, or one of these.
 
-    sampling_params: for all prompts, or one for each.
+    sampling_params: for all prompts, or one for each; None: the defaults.
+    lora_request: the adapter; None: none, even if `module` has one, as in vLLM.
+    tokenizer: encodes texts, and decodes answers.
     """
     listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
     if not isinstance(sampling_params, Sequence):

@@ -171,7 +171,9 @@ class AnswerReader:
     def read(
         self, ids: Sequence[int], schemas: Schemas | None = None, opening: str = "", ends: Sequence[int] = ()
     ) -> Answer:
-        """The answer of these tokens. schemas, opening: as `stream`; ends: as `text`."""
+        """The answer of these tokens. schemas, opening: as `stream`; ends: as `text`. ids: of the answer alone, without
+        the prompt.
+        """
         return self.read_text(self.text(ids, ends, schemas is not None), schemas, opening)
 
     def read_text(self, text: str, schemas: Schemas | None = None, opening: str = "") -> Answer:
@@ -300,6 +302,9 @@ class _Tags(AnswerStream):
         return None if not last and any(mark.startswith(text) for mark in form.leading) else False
 
     def _content(self, last: bool) -> Pieces:
+        """Reads the answer's own text up to a mark that opens a thought or a call, and changes the state there. [] if
+        the text that has arrived does not decide. last: no more text comes.
+        """
         leads = self._leads(last)
         if leads:
             self._state = "call"
@@ -326,6 +331,7 @@ class _Tags(AnswerStream):
             self._state = "call"
 
     def _thought(self, last: bool) -> Pieces:
+        """Reads a thought up to its closing mark. last: no more text comes."""
         assert self._thoughts is not None
         if self._title:
             text = self._text.lstrip()
@@ -399,6 +405,9 @@ class _Channels(AnswerStream):
         return self._header() if self._state == "header" else self._body(last)
 
     def _header(self) -> Pieces:
+        """Reads a message's header, once it is complete, and changes the state to what it announces: a call, a thought
+        or content. The result is always [].
+        """
         header, delimiter, text = self._text.partition("<|message|>")
         if not delimiter:
             return []

@@ -279,6 +279,7 @@ def _decoded_turn(turn: object) -> object:
 
 
 def _message(turn: object) -> Message:
+    """A turn of any of the known forms as a Message; ConversationError for one that cannot be read."""
     if not isinstance(turn, Mapping):
         raise ConversationError(f"a turn is not an object but {type(turn).__name__}")
     extra = {key: cell for key, cell in turn.items() if cell is not None}  # tables fill keys of other turns with None
@@ -472,6 +473,7 @@ def _is_entry(item: object) -> bool:
 
 
 def _schema(tool: object, column: str, index: int) -> Message:
+    """A tool as a function's schema, from an object or its JSON; ConversationError, with `column`, else."""
     if isinstance(tool, str):
         tool = _loaded(tool, "a tool is not JSON", column, index)
     if not isinstance(tool, Mapping):
@@ -529,6 +531,7 @@ def _is_mark(value: object) -> bool:
 
 
 def _truth(value: object, key: str) -> bool:
+    """What a flag says: true, false, yes, no, 1 or 0, in any case; else ConversationError about `key`."""
     truth = _TRUTH.get(str(value).strip().lower())
     if truth is None:
         raise ConversationError(f"{_short(value)}: answers are trained on or not; write true or false (1 or 0)", key)
@@ -594,6 +597,7 @@ def _continues(before: Message, message: Message) -> bool:
 
 
 def _one(run: list[Message]) -> Message:
+    """Neighbouring turns of the assistant as one message, with train_detail where their train flags differ."""
     merged: Message = {"role": "assistant", "content": ""}
     spans: list[Message] = []
     marks = [message.get("train", True) for message in run]

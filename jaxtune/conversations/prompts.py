@@ -58,7 +58,9 @@ def prompt_tokens(
 
 
 def text_tokens(tokenizer: Tokenizer, text: str, cuts: Sequence[int] = ()) -> list[int]:
-    """The token ids of a text alone, none across a position in `cuts`. Raises TemplateError for surrogates."""
+    """The token ids of a text, without special tokens around it. cuts: ascending character indices that no token
+    crosses; only fast tokenizers follow them. Raises TemplateError for surrogates.
+    """
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise TemplateError("not valid Unicode: half of a surrogate pair")
     if not getattr(tokenizer, "is_fast", False):

@@ -52,6 +52,7 @@ def render(
 
     continue_final: the text ends within the last message.
     arguments: further variables, such as enable_thinking.
+    tools: JSON schemas; None: none. add_generation_prompt: end with the beginning of an assistant's turn.
     """
     options = {**(arguments or {}), **({"continue_final_message": True} if continue_final else {})}
     try:

@@ -37,7 +37,7 @@ class Tokens:
         return len(self.ids)
 
     def section(self, first: int, last: int, shift: int = 0, cut: bool = False) -> Tokens:
-        """Tokens first to last - 1, with `shift` characters added to their positions."""
+        """Tokens first to last - 1, with `shift` characters added to their positions. cut: the result's `cut`."""
         selected = slice(first, last)
         return Tokens(self.ids[selected], self.starts[selected] + shift, self.ends[selected] + shift, cut)
 
@@ -93,6 +93,7 @@ def tokenize_pieces(tokenizer: Tokenizer, text: str, cuts: Sequence[int], max_to
     """The tokens of a text, none across a position in `cuts` (ascending character indices).
 
     max_tokens: stops after the piece that reaches it, with `cut` True if text is left.
+    tokenizer: a fast one.
     """
     pieces, count = [], 0
     for low, high in itertools.pairwise([0, *cuts, len(text)]):
@@ -150,6 +151,9 @@ def _at_once(tokenizer: Tokenizer, texts: list[str]) -> list[Tokens]:
 
 
 def _in_windows(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> Tokens:
+    """The tokens of a long text, by windows that overlap. max_tokens: stops after the window that reaches it; None:
+    never.
+    """
 
     def window(low: int) -> Tokens:
         tokens = _at_once(tokenizer, [text[low : low + WINDOW]])[0]

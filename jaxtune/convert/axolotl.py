@@ -89,6 +89,7 @@ _PLUGINS = (["liger"], ["cut_cross_entropy"], ["kernels"])
 
 
 def _objective(recipe: Translation) -> str:
+    """Sets `objective`, and returns its name. ConfigError for a method that is not here."""
     rl = recipe["rl"]
     if recipe["reward_model"]:
         recipe.set("objective.name", "reward")
@@ -126,6 +127,7 @@ def _objective(recipe: Translation) -> str:
 
 
 def _grpo(recipe: Translation, rl: str) -> None:
+    """Sets the objective's keys of the section `trl`."""
     section = recipe.table.sections["trl"]
     trl_values = {key: value for key, value in (recipe["trl"] or {}).items() if value is not None}
     recipe.set_same(section, trl_values, {})
@@ -168,6 +170,7 @@ def _chat_template(recipe: Translation) -> None:
 
 
 def _data(recipe: Translation, method: str) -> None:
+    """Sets data.train and data.eval of all entries, and how their rows are read."""
     pretraining = recipe["pretraining_dataset"]
     entries = pretraining or recipe["datasets"] or []
     entries = [
@@ -276,6 +279,9 @@ def _own_format(recipe: Translation, kind: Mapping[str, Any], label: str, method
 
 
 def _supervised(recipe: Translation, entry: Mapping[str, Any], kind: Any, label: str, method: str) -> None:
+    """Sets columns, template and train_on of an entry for fine-tuning. kind: its `type`; label: what messages call
+    it.
+    """
     family = str(kind).partition(".")[0]
     if kind == "completion":
         common.columns(recipe, {"text": entry.get("field") or "text"}, label)
@@ -310,6 +316,7 @@ def _thought_untrained() -> str:
 
 
 def _preferences(recipe: Translation, entry: Mapping[str, Any], kind: str, label: str) -> None:
+    """Sets columns and template of an entry with pairs. kind: its `type`; label: what messages call it."""
     family, _, form = kind.partition(".")
     fields = {side: entry.get(f"field_{side}") or side for side in ("chosen", "rejected")}
     if family == "chat_template" and recipe["rl"] == "orpo":
@@ -352,6 +359,7 @@ def _files(recipe: Translation, path: str, files: Any) -> list[str]:
 
 
 def _adapter(recipe: Translation) -> None:
+    """Sets `adapter`, and the format of the frozen weights; ConfigError for a kind that is not here."""
     kind = recipe["adapter"]
     common.quantised(recipe, bool(recipe["load_in_4bit"]) or kind == "qlora", bool(recipe["load_in_8bit"]))
     if recipe["lora_model_dir"]:
@@ -371,6 +379,7 @@ def _adapter(recipe: Translation) -> None:
 
 
 def _targets(recipe: Translation) -> None:
+    """Sets the adapter's target_modules and target_parameters."""
     modules, parameters = recipe["lora_target_modules"], recipe["lora_target_parameters"]
     if recipe["lora_target_linear"] or not (modules or parameters):
         recipe.set("adapter.target_modules", "all-linear")

@@ -13,7 +13,9 @@ ROPES = ("yarn", "linear", "llama3", "longrope")
 
 
 def batch(recipe: Translation, rows_key: str, documents: str) -> None:
-    """rows_per_step of one GPU. documents: what a row is there, such as "pairs"."""
+    """rows_per_step of one GPU. documents: what a row is there, such as "pairs". rows_key: the other program's key for
+    rows on a device.
+    """
     rows, count = recipe[rows_key] or 1, recipe["gradient_accumulation_steps"] or 1
     recipe.set("rows_per_step", rows * count)
     recipe.notes.append(
@@ -76,7 +78,9 @@ def packing(recipe: Translation, packs: bool, *sources: str) -> None:
 
 
 def columns(recipe: Translation, names: Mapping[str, str], source_name: str) -> None:
-    """data.columns, one map for all rows: {our column: its name in the rows}; other maps are lacking."""
+    """data.columns, one map for all rows: {our column: its name in the rows}; other maps are lacking. source_name:
+    where they come from, for messages.
+    """
     names = {ours: source for ours, source in names.items() if ours != source}
     current = recipe.get("data.columns")
     if current is not None and current != names:
@@ -86,7 +90,7 @@ def columns(recipe: Translation, names: Mapping[str, str], source_name: str) -> 
 
 
 def template(recipe: Translation, name: str, source_name: str) -> None:
-    """data.template, one for all rows; another one is lacking."""
+    """data.template, one for all rows; another one is lacking. source_name: where it comes from, for messages."""
     current = recipe.get("data.template")
     if current not in (None, name):
         recipe.lack(f"template of {source_name}", name, f"data.template is one for all rows, and {current} already")
@@ -109,7 +113,7 @@ def plain_prompts(recipe: Translation, plain: Sequence[str], sets: int) -> None:
 
 
 def rows(recipe: Translation, key: str, names: Sequence[str]) -> None:
-    """data.train or data.eval; of several held-out sets the first."""
+    """data.train or data.eval; of several held-out sets the first. key: "data.train" or "data.eval"."""
     if names:
         recipe.set(key, names[0] if len(names) == 1 else list(names))
     if key == "data.eval" and len(names) > 1:
@@ -210,11 +214,13 @@ def model_options(recipe: Translation, key: str) -> None:
             recipe.lack(f"{name} of {key}", value, "config.json of the model's folder")
 
 
-def rope_scaling(recipe: Translation, of: str, scaling: Mapping[str, object]) -> None:
-    """model.rope_scaling with transformers' names; a kind that is not here is lacking."""
+def rope_scaling(recipe: Translation, source_name: str, scaling: Mapping[str, object]) -> None:
+    """model.rope_scaling with transformers' names; a kind that is not here is lacking. source_name: what messages call
+    it, such as "rope_scaling of model_kwargs". scaling: the other program's mapping, "rope_type" or "type" among it.
+    """
     kind = scaling.get("rope_type") or scaling.get("type")
     if kind not in ROPES or ("factor" not in scaling and kind != "longrope"):
-        recipe.lack(of, dict(scaling), f"model.rope_scaling has {', '.join(ROPES)}, with a factor")
+        recipe.lack(source_name, dict(scaling), f"model.rope_scaling has {', '.join(ROPES)}, with a factor")
         return
     rest = {name: value for name, value in scaling.items() if name not in ("type", "rope_type")}
     recipe.set("model.rope_scaling", {"rope_type": kind, **rest})

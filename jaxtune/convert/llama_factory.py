@@ -59,6 +59,7 @@ def translate(recipe: Translation, folder: Path) -> None:
 
 
 def _objective(recipe: Translation, stage: str) -> str:
+    """Sets `objective`, and returns its name. ConfigError for a loss that is not here."""
     name = _STAGES[stage]
     if name == "dpo":
         loss = recipe["pref_loss"]
@@ -83,6 +84,7 @@ def _objective(recipe: Translation, stage: str) -> str:
 
 
 def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
+    """Sets the section `data`. folder: the config's, where dataset_info.json is looked for."""
     dataset_info = _dataset_info(folder, str(recipe["dataset_dir"]))
     most = recipe["max_samples"]
     for key, source in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
@@ -147,6 +149,7 @@ def _mixture(recipe: Translation) -> None:
 
 
 def _adapter(recipe: Translation) -> None:
+    """Sets `adapter`, and the format of the frozen weights; ConfigError for a method that is not here."""
     bits = recipe["quantization_bit"]
     if bits not in (None, 4, 8):
         raise ConfigError(f"quantization_bit = {bits}: 4 (model.load_in=nf4) or 8 (int8)")

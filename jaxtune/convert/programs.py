@@ -20,6 +20,7 @@ def recipe_of(values: Mapping[str, Any], folder: Path, trainer: str | None = Non
 
     folder: the config's; LLaMA-Factory's dataset_info.json is looked for below it and below the current folder.
     trainer: TRL's command, such as "sft"; None: the one trainer that has all of its keys.
+    values: the config's content.
     """
     program = program_of(values)
     if program is None:

@@ -16,6 +16,7 @@ def schedule_keys(table: Table, name: str, arguments: Mapping[str, Any], peak: f
     """{key of the section `schedule`: value} of transformers' scheduler `name`, without warm-up; else ValueError.
 
     peak: the highest learning rate, of which min_lr and lr_end become shares.
+    table: of known schedulers. arguments: the scheduler's keyword arguments.
     """
     if name not in table.schedules:
         hint = table.refused_schedules.get(name) or f"one of {', '.join(table.schedules)}"

@@ -73,14 +73,18 @@ class Translation:
     def set_same(
         self, section: Section, config: Mapping[str, Any], defaults: Mapping[str, Any], only: str = ""
     ) -> None:
-        """Sets the keys that have one value in both programs. only: a prefix of the recipe's keys."""
+        """Sets the keys that have one value in both programs. only: a prefix of the recipe's keys. defaults: the other
+        program's, {its key: value}.
+        """
         for key, ours in section.same_value.items():
             if not ours.startswith(only) or (value := config.get(key, defaults.get(key))) is None:
                 continue
             self.set(ours, value, *(() if key in config else (key,)))
 
     def leftovers(self, section: Section, config: Mapping[str, Any], section_name: str = "") -> None:
-        """Lists keys that change training and are not translated; ConfigError for a method that no recipe can mean."""
+        """Lists keys that change training and are not translated; ConfigError for a method that no recipe can mean.
+        section_name: what messages call this part of the config.
+        """
         for key, value in config.items():
             if key in section.read or key in section.same_value or not _is_set(key, value):
                 continue
@@ -98,7 +102,9 @@ class Translation:
             self.lack(name, value, fix)
 
     def choose(self, keys: Sequence[str], ours: str, names: Mapping[str, str]) -> None:
-        """Sets the recipe's key `ours` to our name for the value of `keys`; an unknown name is lacking."""
+        """Sets the recipe's key `ours` to our name for the value of `keys`; an unknown name is lacking. names: {the
+        other program's name: ours}.
+        """
         value = self.first(*keys)
         if value is None:
             return

@@ -90,6 +90,7 @@ def _loss(recipe: Translation, trainer: str) -> None:
 
 
 def _objective(recipe: Translation, trainer: str) -> None:
+    """Sets the keys of `objective`. trainer: TRL's command, such as "sft"."""
     trainer_defaults = recipe.table.sections[trainer].defaults
     for key, ours in recipe.table.top.same_value.items():
         if ours.startswith("objective.") and key in trainer_defaults and key in recipe.config:
@@ -119,6 +120,7 @@ def _objective(recipe: Translation, trainer: str) -> None:
 
 
 def _data(recipe: Translation, trainer: str) -> None:
+    """Sets data.train and data.eval. trainer: TRL's command, such as "sft"."""
     section = recipe.table.sections["datasets"]
     entries: list[Mapping[str, Any]] = recipe["datasets"] or []
     names = []
@@ -179,6 +181,7 @@ def _name(path: Any, config: Any, split: Any) -> str:
 
 
 def _adapter(recipe: Translation) -> None:
+    """Sets `adapter`, and the format of the frozen weights."""
     common.quantised(recipe, bool(recipe["load_in_4bit"]), bool(recipe["load_in_8bit"]))
     if not recipe["use_peft"]:
         if recipe.get("model.load_in"):

@@ -89,6 +89,8 @@ def verify(model: Decoder, read_back: Mapping[str, np.ndarray], written: Mapping
     """Raises ArithmeticError unless tensors were read back (`read_back`) bit for bit, and each product B A, as PEFT
     computes it from the files, is close to the model's (np.allclose). Neither alpha / r nor DoRA's magnitudes are
     checked.
+
+      written: {name in the file: array}, what was to be written.
     """
     wrong = [
         key

@@ -29,7 +29,9 @@ from jaxtune.system import terminal
 
 
 def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes the model in its own dtype, quantised weights decoded. Errors as of write_planned."""
+    """Writes the model in its own dtype, quantised weights decoded. Errors as of write_planned. max_shard_bytes: of one
+    file.
+    """
     return write_planned(weights.dequantized(), folder, tokenizer, max_shard_bytes)
 
 
@@ -48,6 +50,7 @@ def write_stored(
 
       edit_config: changes the entry quantization_config.
       input_scales: {linear: scale of activations} of NVFP4.
+      max_shard_bytes: of one file.
 
     Raises ValueError for experts that readers do not support, no matrix of whole blocks, or weights that left QAT's
     grid, and as write_planned does.
@@ -85,7 +88,8 @@ def write_stored(
 
 def write_nvfp4_activations(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
     """Writes a model of QAT in nvfp4-nvfp4 as NVFP4 with activations rounded too (W4A4), the scale of X's inputs as
-    `X.input_global_scale`. Raises ValueError without such scales, and as write_stored does.
+    `X.input_global_scale`. Raises ValueError without such scales, and as write_stored does. max_shard_bytes: of one
+    file.
     """
     qat = weights.model.qat
     if qat is None or not qat.input_scales:
@@ -105,6 +109,7 @@ def write_mxfp4(
     notes.
 
       activations: servers round activations, too.
+      max_shard_bytes: of one file.
 
     Raises ValueError for gpt-oss with `activations`, or experts that left QAT's grid, and as write_stored does.
     """
@@ -155,6 +160,7 @@ def write_planned(
       planned: {tensor of the model: Group}; None: the weights as they are.
       extra: entries that replace config.json's.
       loads: whether jaxtune can load such a folder; else `extra` needs a quantization_config.
+      max_shard_bytes: of one file.
 
     Raises ValueError for a full disk or what hf.checkpoint_tensors cannot write, ArithmeticError for a difference.
     """

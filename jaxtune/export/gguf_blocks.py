@@ -109,7 +109,7 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
 
 def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[tuple, Callable[[], jax.stages.Lowered]]:
     """{key: a function that traces a program of `encode`} for an array's shape, dtype and sharding, in order; equal
-    keys are one program.
+    keys are one program. kind, grid: as in `encode`.
     """
     lowerings: dict[tuple, Callable[[], jax.stages.Lowered]] = {}
     block, dtype, where = block_size(kind), array.dtype, array.sharding

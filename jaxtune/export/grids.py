@@ -102,6 +102,8 @@ def exactly(name: str, format: str, weight: jax.Array) -> Stored:
     The encoder's codes are right, because rounding to 16 bits moves numbers far less than the distance of two codes.
     Float32 scales (`scale_axes`) may differ, as they follow from rounded largest numbers: every number allows an
     interval of scales, and the middle of what all allow is taken, or a neighbour.
+
+      name: of the weight, for errors.
     """
     stored = FORMATS[format].encode(weight)
     if isinstance(weight, core.Tracer):

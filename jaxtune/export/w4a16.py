@@ -32,7 +32,7 @@ _PACKED = 8  # codes in an int32
 def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, activations: bool = False) -> list[str]:
     """Writes linears and experts in int4, those of QAT exactly in its groups, others rounded in groups of 128, and
     verifies the folder. SERVED_IN_16_BITS, rows that are not whole groups, routers, embeddings and head stay in the
-    model's dtype. Returns notes. activations: w4a8.
+    model's dtype. Returns notes. activations: w4a8. max_shard_bytes: of one file.
 
     Raises ValueError for experts in one tensor, no whole groups, or weights that left QAT's grid; ArithmeticError if
     codes do not decode to the weights, or files differ.
@@ -179,7 +179,9 @@ def _pack(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    """float32[out, in] from a linear's three tensors of w4a16."""
+    """float32[out, in] from a linear's three tensors of w4a16. packed: int32[out, in / 8]. scales: [out, groups].
+    shape: int64[2], (out, in).
+    """
     codes = (packed.view(np.uint32)[..., None] >> (4 * np.arange(_PACKED, dtype=np.uint32))) & 15
     codes = codes.reshape(len(packed), -1)[:, : int(shape[1])].astype(np.float32) - 8
     return codes * np.repeat(scales.astype(np.float32), codes.shape[1] // scales.shape[1], axis=1)

@@ -54,6 +54,7 @@ def resolved(model: Decoder, words: Mapping[str, str], default_format: str | Non
 
       default_format: the format of linears and experts that no pattern matches; of experts alone for a format in which
         weights only stay as they are stored ("mxfp4").
+      words: {pattern over names: dtype or format}; the first pattern that matches decides.
 
     Raises ValueError for a pattern or word that does not fit.
     """
@@ -114,6 +115,7 @@ def stored_as(model: Decoder, words: Mapping[str, str], default_format: str | No
     any module gets a format, all tensors are frozen and `qat` is None.
 
       default_format: the format of linears and experts that no pattern matches.
+      words: {pattern over names: dtype or format}; the first pattern that matches decides.
 
     Raises ValueError for a pattern or word that does not fit, or a model with adapters.
     """
@@ -159,8 +161,8 @@ def _words(model: Decoder) -> dict[str, str]:
 
 
 def followed(model: Decoder, plain: bool = True) -> dict[str, str]:
-    """The precision map that `model` follows, {whole module name: word}, without what common_format(model) and the
-    model's dtype already say.
+    """The precision map that `model` follows, {whole module name: word}, without what common_format(model), the most
+    frequent format, and the model's dtype already say.
 
       plain: False leaves out linears and experts in the model's dtype beside quantised ones, for models whose files
         store them so.

@@ -92,7 +92,7 @@ class PartConfig(Protocol):
         ...
 
     def make(self, config: DecoderConfig, key: Any, dtype: Any) -> nnx.Module:
-        """Builds the module with random weights; `config` is the whole decoder's."""
+        """Builds the module with random weights; `config` is the whole decoder's. dtype: of the weights as stored."""
         ...
 
 

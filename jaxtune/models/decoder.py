@@ -64,6 +64,8 @@ _rows.defvjp(lambda weight, tokens: (weight[tokens], (weight, tokens)), _rows_bw
 def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> jax.Array:
     """Adds NEFTune's noise (arXiv:2310.05914) to embeddings x [B, T, hidden]: uniform within +-alpha / sqrt(tokens of
     the document * hidden). It does not depend on packing, nor on how rows are divided over devices.
+
+      layout: has the bounds of each token's document. key: another one each step.
     """
     rows, length, hidden = x.shape
     tokens = jnp.maximum(layout.doc_end - layout.doc_start, 1).astype(jnp.float32)
@@ -206,6 +208,7 @@ class Decoder(nnx.Module):
 
         x: [B, T, hidden], the first layer's input, from which they are computed too.
         per_layer_rows: [B, T, layers * size], the tokens' rows; ValueError if they are missing for a table on the host.
+        dropout_key: draws the adapter's dropout mask; None: no dropout.
         """
         if self.per_layer is None:
             return None

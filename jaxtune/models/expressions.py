@@ -35,6 +35,7 @@ def matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
     """The names that a regular expression matches as a whole, in the order of `names`.
 
       key: the config key of the expression, for errors.
+      pattern: the expression, in Python's syntax; it runs with limits because users write it.
 
     Raises ValueError for an expression that is invalid, or needs more than LIMIT_SECONDS or 1 GiB because it
     backtracks.

@@ -261,6 +261,9 @@ def load_base(
     """Loads an adapter's base without the adapter, as it was in training if the adapter's folder records that: (base,
     the adapter folder's tokenizer, else the base's, or None). FP8 products of training are FP8 again, unless load_in is
     another format. Arguments and errors are those of from_pretrained.
+
+      dtype, load_in, precision: None: as in the adapter's training, if that is recorded; rope_scaling and
+      max_position_embeddings likewise, if both are None.
     """
     folder = Path(adapter).expanduser()
     base, over = base_of(adapter), trained_over.read(folder) or TrainedOver()
@@ -297,6 +300,7 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
     and adapters recognise it.
 
       config: a config.json (its path or folder), or its parsed content.
+      dtype: of the weights as stored.
 
     Raises ValueError for an unsupported config, or one that asks for quantisation.
     """
@@ -409,6 +413,8 @@ def save_weights(
 ) -> None:
     """save_pretrained for a model some of whose tensors are computed only when they are written (Weights), so that a
     model with merged adapters need not be in memory whole.
+
+      max_shard_bytes: of one file; a tensor that is larger has a file of its own.
     """
     planned = checkpoint_tensors(weights)
     require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
@@ -440,6 +446,7 @@ def write_checkpoint(
     {tensor's name in the files: shape, dtype and checksums}.
 
       planned: from checkpoint_tensors; one tensor is computed at a time.
+      max_shard_bytes: of one file; a tensor that is larger has a file of its own.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")

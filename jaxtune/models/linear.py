@@ -158,6 +158,7 @@ def merged_and_rounded(
 
       x: the activations that it multiplies. An optimization barrier ties the rounding to them; otherwise XLA would
         round once for forward and recomputation, and keep the rounded weight between.
+      spec: the grid. lora: None: the weight alone is rounded.
     """
     weight, lora, _ = optimization_barrier((weight, lora, x))
     weight = dense(weight, spec.dtype)

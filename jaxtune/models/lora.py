@@ -84,6 +84,7 @@ def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]
     name or its end after a dot, and the first match decides.
 
       key: the config's key, for errors.
+      names: whole names of modules.
 
     Raises ValueError for an expression that is invalid or backtracks for too long.
     """

@@ -57,6 +57,7 @@ def resolve(
     can name them.
 
       default_format: the format of quantizable modules that no pattern matches.
+      components: of the model, in order. words: {pattern over names: dtype or format}.
 
     Raises ValueError for an unknown word, a pattern that matches nothing new, or a format that fits none of its
     modules.

@@ -88,6 +88,7 @@ def rotary_table(
       positions: int32[B, T], each token's position in its document.
       lengths: int32 that broadcasts to [B, T], the length of each token's document, which selects longrope's long
         factors (transformers decides for a whole batch). None: a row is one document.
+      max_positions: the original context if `rope` names none.
     """
     short, long, scale = rotary_frequencies(rope, head_dim, max_positions)
     frequencies = jnp.asarray(short, jnp.float32)
@@ -115,7 +116,7 @@ def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
 
 def rotate_normed(x: jax.Array, norm: RMSNorm | LayerNorm, table, interleaved: bool = False) -> jax.Array:
     """Norms each head of x [B, T, heads, D], and rotates it as `rotate` does; one operation, which has kernels, for an
-    RMSNorm and halves.
+    RMSNorm and halves. table: from `rotary_table`. interleaved: pairs are neighbours, not halves of the head.
     """
     in_one = isinstance(norm, RMSNorm) and norm.compute in (None, "float32") and not interleaved
     if table is None or not in_one:
@@ -134,7 +135,9 @@ def scaled_by_position(query: jax.Array, table) -> jax.Array:
 
 
 def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Array | None = None):
-    """The rotary tables of a batch, one (rotary_table) for each rotary base; LayerSpec.rotary is an index into them."""
+    """The rotary tables of a batch, one (rotary_table) for each rotary base; LayerSpec.rotary is an index into them.
+    positions, lengths: as in `rotary_table`.
+    """
     limit = config.max_position_embeddings
     return tuple(
         rotary_table(rope, rope.head_dim or config.head_dim, limit, positions, lengths) for rope in config.rotary

@@ -40,6 +40,8 @@ class Arguments:
 
         dtypes: the only dtype, or a tuple of names.
         stored: classes of quantised weights allowed instead; their dtype is not checked.
+        name: of the argument, for the error. shape: names of its axes, such as "T k"; an axis of a known name must have
+        the known size.
         """
         if isinstance(value, stored):
             if value.problem() is not None:
@@ -96,7 +98,9 @@ class Arguments:
         below: float | None = None,
         optional: bool = False,
     ) -> None:
-        """Checks a finite number, at least `least`, above `above`, below `below`, known while tracing; no bool."""
+        """Checks a finite number, at least `least`, above `above`, below `below`, known while tracing; no bool. whole:
+        an integer. optional: None is accepted, too.
+        """
         if optional and value is None:
             return
         kind = ("a whole number" if whole else "a number") + (" or None" if optional else "")

@@ -285,6 +285,8 @@ def choose(op: str, table: Table, implementation: str | None) -> str:
     the first that supports it runs, and on an NVIDIA GPU a warning says once why preferred ones refuse.
 
     Raises ValueError for an unknown name, or if the requested one, or all, refuse.
+
+      op: the operation's name, for errors, warnings and `record`.
     """
     if implementation is not None:
         if implementation not in table:

@@ -95,6 +95,8 @@ _TARGET = "mosaic_gpu_v2"
 def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> list[Future[None]]:
     """Starts to compile the Mosaic kernels of a lowered program in parallel. XLA would compile them one by one, also
     for a program from its cache; Mosaic compiles no kernel twice in a process.
+
+      device: for which it is compiled. pool: runs the compilations; the futures raise their errors.
     """
     module: Any = program.compiler_ir()
     kernels: dict[bytes, dict[str, Any]] = {}

@@ -172,6 +172,7 @@ def table_values(
     low_first: whether the first number of a byte is in its low four bits.
     beside_products: looks up by byte permutations, which leave shared memory to tensor cores. Otherwise by warp
     shuffles, with fewer instructions (a pass that only decodes: 3.9 TB/s instead of 3.4).
+    codes_layout, scales_layout, out_layout: register layouts of codes, scales and the result.
     """
 
     @mosaic_types.inline_mgpu(
@@ -199,6 +200,8 @@ def table_values(
 def fill_banks(table_ref, table_smem, warpgroups: int):
     """Copies table_ref [256] of 32-bit values into each of the 32 columns of table_smem [256, 32], so that each lane
     reads its own memory bank. All threads of the program call it; a barrier of all must follow.
+
+      warpgroups: of the program.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
@@ -394,6 +397,7 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
       pairs_smem: uint32[256, 32], from `fill_banks`: the two elements of each byte.
       scales_smem: float32[16, at least the blocks of a row].
       layouts: of acc and the result, and of codes.
+      dtype: of the tensor cores' operands, bfloat16 or float16.
 
     A lane has 16 bytes of a row; four neighbouring lanes, a row to the tensor cores, have a part. With two parts, two
     sets of four lanes are two "rows", and each finds its part of x in four of the columns. Within a part, lanes
@@ -481,6 +485,7 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
 def store_sums(partial_smem, out_ref, first_row, dtype):
     """Sets out_ref[token, first_row + row] (global memory) to the added sums of `small_product` for 16 rows and all
     tokens. partial_smem: float32[warpgroups, 64 p, n], each warpgroup's acc. One warpgroup calls it, after a barrier.
+    dtype: to which the sums are rounded.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
@@ -654,7 +659,7 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
 
 def wait_for_chunk(full_smem, slot, parity):
     """Waits in each calling thread for a `copy_chunk` to slot `slot` (int32[]). parity: int32[], 0 for the first,
-    third, ... copy to this slot, else 1.
+    third, ... copy to this slot, else 1. full_smem: barriers, one for each slot.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, plgpu.RefType()))

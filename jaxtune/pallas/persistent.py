@@ -22,6 +22,8 @@ def tile_position(item: jax.Array, row_tiles: int, column_tiles: int, band: int)
     """(row, column) of tile `item`, int32[]. Tiles are numbered by bands of `band` neighbouring rows of tiles, within a
     band down one column after another, so that tiles computed at the same time share rows and weights in the L2 cache.
     The last band may be lower.
+
+      item: below row_tiles * column_tiles; past it the position is meaningless.
     """
     number = lax.div(item, jnp.int32(band * column_tiles))
     index_in_band = item - number * (band * column_tiles)

@@ -55,6 +55,7 @@ def attention_flops(name: str, dims: list[list[int]], args: dict[str, Any]) -> f
 
       dims: of the array arguments, in a backward after the output's gradient.
       args: whose "Concrete Inputs" say whether it is causal; if they do not, it is not.
+      name: of the operator in the trace.
     """
     backward = name.endswith("_backward")
     query_and_key = dims[1:3] if backward else dims[:2]

@@ -203,7 +203,9 @@ def _launch_us(device) -> float:
 
 
 def _power_state() -> dict[str, str]:
-    """Power, clocks and temperature of the first GPU, which explain slow rates; {} without nvidia-smi."""
+    """Power, clocks and temperature of the first GPU of CUDA_VISIBLE_DEVICES as text with units, which explain slow
+    rates; {} if nvidia-smi is missing or fails.
+    """
     keys = ("power.draw", "power.limit", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "pstate")
     readings = nvidia_smi(*keys)
     return {} if readings is None or "error" in readings else readings

@@ -192,6 +192,9 @@ class Module:
         return list(self._launches(self.entry, 0))
 
     def _launches(self, computation: Computation, depth: int) -> Iterator[Instruction]:
+        """The instructions that launch something, in the order in which they run; bodies of loops as often as they run.
+        depth: of nested calls; those deeper than 16 are left out.
+        """
         for instruction in computation.instructions:
             opcode = instruction.opcode
             if opcode in SILENT or depth > 16:

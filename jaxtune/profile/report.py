@@ -112,7 +112,9 @@ def _sums(events: Iterable[Event], num_steps: int, key) -> dict[Any, list[float]
 
 
 def _categories(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
-    """Shares of categories, idle time last. idle: ms of each step."""
+    """Shares of categories, idle time last. idle: ms of each step. events: all inside steps; each counts for its time
+    without its children (self_ns).
+    """
     sums = _sums(events, num_steps, lambda e: e.category)
     rows = [_share(name, sums[name], step_ms) for name in CATEGORIES if name in sums and name != "idle"]
     return [*rows, _share("idle", idle, step_ms)]

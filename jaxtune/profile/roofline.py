@@ -43,6 +43,8 @@ def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -
     """(least ns, "compute" or "memory") by the roofline model: FLOPs or bytes at the ceilings, whichever takes longer.
 
     "" if there are FLOPs and their rate is unknown: the time is then that of the bytes. dtype chooses the rate.
+
+      moved_bytes: to and from device memory.
     """
     _, peak = product_ceiling(dtype, ceilings)
     memory = moved_bytes / (ceilings.copy_tbps * 1e3) if ceilings.copy_tbps else 0.0
@@ -62,6 +64,7 @@ def losses(
       events: of the captured steps, with `self_ns`.
       idle_ms: per step.
       wait: words on the longest wait, which begin with a space.
+      num_steps: over which times are divided.
     """
     per_step = 1e-6 / num_steps
     kinds: dict[str, list[Event]] = collections.defaultdict(list)

@@ -138,6 +138,7 @@ def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = Non
       kind: of trace.py, such as "to_host".
       is_gemm: as the instruction tells; None: the kernel's name decides.
       target: of a custom call.
+      scope: the path of jax.named_scopes around the operation.
     """
     if kind == TO_HOST:
         return "copies to host"

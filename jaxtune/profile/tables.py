@@ -24,7 +24,7 @@ class Share:
 class KernelRow:
     """The calls of one kernel, copy or collective with one category, scope, phase and shape."""
 
-    name: str  # the kernel's or copy's, shortened by scopes.readable
+    name: str  # the kernel's or copy's, shortened by scopes.short_name
     category: str  # one of scopes.CATEGORIES, such as "GEMM"
     scope: str  # the named scope, such as "layer/mlp"; "" if it has none
     phase: str  # "forward", "recompute" or "backward"; "" where unknown

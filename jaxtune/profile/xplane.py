@@ -181,6 +181,7 @@ def _peak_memory(plane) -> int:
 
 
 def _kind(raw: _Raw) -> str:
+    """Whether an event is a copy, and in which direction."""
     details = str(raw.stats.get("memcpy_details", ""))
     if raw.name in _COPY_KINDS or details:
         if "kind_src:device kind_dst:device" in details:

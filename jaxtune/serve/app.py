@@ -49,6 +49,7 @@ def make_app(
       user's browser can ask it.
     seconds: from the arrival of a body until its answer has been made and, if streamed, read; else error 504.
     encoding: an executor of one thread, which tokenises prompts.
+    models: {name in requests: model}.
     """
     api = _Api(models, engine, seconds, encoding)
     app = Starlette(

@@ -312,7 +312,8 @@ def _parsed_request(
     *,
     chat: bool,
 ) -> ParsedRequest:
-    """The Asked of a validated body, with the defaults. prompts: token ids, each with `body.n` consecutive rows.
+    """The ParsedRequest of a validated body, with the defaults. prompts: token ids, each with `body.n` consecutive
+    rows.
 
     most: new tokens of an answer; None: what the context has room for.
     logprobs: likeliest tokens at each position; None: no log-probabilities.

@@ -14,7 +14,7 @@ from jaxtune.models.decoder import Decoder
 
 
 class Tokenizer(Protocol):
-    """What a server needs of transformers' tokenizers; Served copies it deeply."""
+    """What a server needs of transformers' tokenizers; ServedModel copies it deeply."""
 
     # the chat template, a Jinja text or several by name; None or empty: the tokenizer has none, and chats are refused
     @property

@@ -30,7 +30,7 @@ class Text:
     ):
         self._decode, self._stops, self._stream = decode, stops, stream
         self._ids: list[int] = []
-        # Of the tokens up to `known` the text is known. It is decoded anew from `begin`, so that a token has the
+        # Of the tokens up to `_known` the text is known. It is decoded anew from `_begin`, so that a token has the
         # spaces before it that it has in the whole text.
         self._begin = self._known = 0
         self._text = ""  # of the known tokens

@@ -159,6 +159,8 @@ def sync(path: str | os.PathLike) -> None:
 def start_flush(descriptor: int, offset: int, size_bytes: int) -> None:
     """Has the kernel begin to write bytes of a file, so that the final flush, which stays needed and raises errors, is
     short. It may wait while the disk is busy. Linux only.
+
+      offset, size_bytes: of the range in the file; descriptor: of the open file.
     """
     if _SYNC_FILE_RANGE is not None:
         _SYNC_FILE_RANGE(descriptor, offset, size_bytes, _START_ONLY)

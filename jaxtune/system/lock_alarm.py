@@ -45,6 +45,7 @@ class LockAlarm:
         self._nanoseconds = 0
 
     def set(self, text: str, seconds: float) -> None:
+        """Starts the alarm: `text` (at most 1,023 bytes) after `seconds`, counted from now or from the last `again`."""
         if self._library is None and not self._make():
             return
         self._text.value = text.replace("%", "%%").encode("utf-8", "replace")[:1023]

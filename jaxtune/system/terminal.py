@@ -137,7 +137,9 @@ def reworded(text: str) -> str:
 
 
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Prints `text` made safe (`printable`). file: None is stdout, on which a silent process prints nothing."""
+    """Prints `text` made safe (`printable`). file: None is stdout, on which a silent process prints nothing. flush:
+    write out buffered text at once.
+    """
     if _silent and file is None:
         return
     print(printable(reworded(str(text))), file=file or sys.stdout, end=end, flush=flush)
@@ -211,7 +213,10 @@ def progress(description: str, total_bytes: int) -> Iterator[Callable[[int], Non
 
 @contextlib.contextmanager
 def counted(description: str, total: int, completed: int = 0) -> Iterator[Callable[[int], None]]:
-    """As `progress`, for items, with a bar that stays. completed: items done before."""
+    """As `progress`, for items, with a bar that stays; the function takes the number of items done since its last call.
+    completed: items done before.
+    total: items in all.
+    """
     if _silent or not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -100,7 +100,7 @@ def look() -> None:
 
 def result[T](future: Future[T], description: str, timeout_seconds: float | None = None) -> T:
     """What the future returns or raises. description: such as "rows of step 3", for a line after ten seconds. Raises
-    TimeoutError; `future.done()` tells it from the future's own.
+    TimeoutError; `future.done()` tells it from the future's own. timeout_seconds: None: no limit.
     """
     began, reported, kind = time.monotonic(), False, re.sub(r"\d+", "#", description)
     while True:
@@ -209,6 +209,9 @@ def _last[T](items: list[T]) -> T | None:
 
 
 def _listen(listener: _Listener, code: _Code | None, now: float) -> None:
+    """Looks for a signal once, and leaves the wait if the grace period since it is over. code: of the user, that runs
+    meanwhile; None: none. now: time.monotonic().
+    """
     if not listener.arrived():
         if code is not None:
             _look_within(listener, code)

@@ -54,6 +54,9 @@ def _described(value: object) -> object:
 
 
 def _parts(function: Callable) -> list[bytes] | None:
+    """What decides a function's results, as bytes: its code and bound arguments. None for a function of jaxtune
+    itself.
+    """
     if isinstance(function, functools.partial):
         inner = _parts(function.func)
         bound_arguments = [_text(value) for value in (*function.args, *sorted(function.keywords.items()))]

@@ -60,7 +60,8 @@ def is_evaluation_due(
     evaluation: EvaluationConfig, start: int, total_steps: int, output: Path, rows: str | None
 ) -> bool:
     """Whether a process evaluates before its first step: a new run if at_start, a resumed one if the evaluation after
-    step `start` is due and metrics.jsonl lacks it for these rows. rows: None: there are none. Collective.
+    step `start` is due and metrics.jsonl lacks it for these rows. rows: None: there are none. Collective. start: steps
+    done before. output: the run's folder.
     """
     if rows is None:
         return False
@@ -157,6 +158,8 @@ class Run:
         """Makes the steps after `start` ones, until the last or until a callback ends the run: (state, steps done).
         state and sums (zeros) are donated. TrainingInterrupted after a signal; ValueError from guards (TrainingStopped)
         and memory.
+
+          frozen: the tensors that do not train, on the devices.
         """
         engine, monitor, saver, progress = self.engine, self.monitor, self.saver, self.monitor.progress
 
@@ -288,6 +291,7 @@ class Run:
           evaluate: the compiled evaluation; None if no rows have a loss.
           step: steps done.
           between: called after each batch.
+          frozen: the tensors that do not train, on the devices.
         """
         batches, monitor = self.held_out(), self.monitor
         if not self.evaluates:

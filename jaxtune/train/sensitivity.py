@@ -210,8 +210,8 @@ def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> 
 
 
 def patterns(model: Decoder, kept: Sequence[str], word: str) -> dict[str, str]:
-    """{pattern: word} of the modules `kept`: the last part of a name, such as "down_proj", if all with that end are
-    kept, else the name. word: their dtype.
+    """{pattern: word} of the modules `kept`: the last part of a name, such as "down_proj", if all quantisable modules
+    with that end are kept, else the whole name. word: their dtype.
     """
     listed, precision_map = [component for component, _ in _quantizable(model)], {}
     for name in kept:

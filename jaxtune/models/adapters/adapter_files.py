@@ -147,7 +147,7 @@ def write_adapter(
     folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
     """Writes an adapter's two files (AdapterContent) into `folder`, without flushing them to the disk, which new_folder
-    does for the whole folder.
+    does for the whole folder. arrays: {name in the file: tensor}, all in host memory.
     """
     tensors = [(name, array.shape, array.dtype) for name, array in sorted(arrays.items())]
     shards.write_file(folder / WEIGHTS_NAME, tensors, arrays.__getitem__, metadata)

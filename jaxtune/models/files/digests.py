@@ -66,6 +66,7 @@ class Digest:
 
         read: (start, stop) -> these bytes, uint8.
         cached: its cached `whole` digest; then only the sampled blocks are read.
+        name, dtype, shape: they enter the digest. size: bytes.
         """
         label = f"{name} {dtype.name} {shape}"
         if cached is None:

@@ -38,6 +38,7 @@ def gather_experts(
 
       entries: of the files, quantised weights combined (stored_weights.gather).
       files: the family's names; None: its files store a layer's experts in one tensor, and nothing changes.
+      num_experts: of each layer.
 
     Raises ValueError if an expert's matrix is missing, one too many, does not fit or cannot be read.
     """
@@ -83,7 +84,9 @@ def gather_experts(
 
 
 def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
-    """The bytes from `start` to before `stop`, over all parts, uint8. Raises ValueError if a file ends early."""
+    """The bytes from `start` to before `stop`, over all parts, uint8. Raises ValueError if a file ends early. start,
+    stop: bytes from the first expert's first number.
+    """
     data, offset = np.empty(stop - start, np.uint8), 0
     for tensor in entry.parts:
         first, last = max(start, offset), min(stop, offset + tensor.size_bytes)
@@ -119,7 +122,7 @@ def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[in
 
 def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> tuple[Piece, ...]:
     """The Pieces in which an unquantised expert matrix is written, one tensor for each expert and matrix. Of `value`
-    only the shape is used.
+    only the shape is used. name: the model's. dtype: in which the pieces are written. files: the family's names.
     """
     rows, pieces = pieces_of(name, value.shape, files)
     shape = (rows, value.shape[2])

@@ -45,7 +45,7 @@ def require_space(folder: Path, need_bytes: int) -> None:
 def new_folder(path: str | os.PathLike, caller: str) -> Iterator[Path]:
     """Yields a temporary folder beside `path`. If the block succeeds it is flushed and renamed to `path`, otherwise
     removed. Missing parents are created, and leftovers of killed processes removed. Raises ValueError as require_new
-    does.
+    does. Processes of one run must not share `path`: one alone writes (processes.written_by_first).
     """
     path = require_new(path, caller)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -90,6 +90,9 @@ def config_of(data: Metadata) -> Fields:
 
 
 def _scaling(data: Metadata, head_dim: int) -> Fields:
+    """rope_scaling, as config.json has it, and the original context; from metadata or the file's tensors of
+    frequencies.
+    """
     kind = data.get("rope.scaling.type", "none")
     if ROPE_FREQUENCIES in data.shapes and data.architecture != "gemma4":
         return _llama3(data, head_dim)
@@ -242,6 +245,7 @@ def _gemma3(data: Metadata, config: Config) -> Fields:
 
 
 def _gemma4(data: Metadata, config: Config) -> Fields:
+    """The keys of config.json that Gemma 4 alone has. config: those that are known already."""
     slides = data.need("attention.sliding_window_pattern")
     head_dim, wide = data.need("attention.key_length_swa"), data.need("attention.key_length")
     widths, heads = config["intermediate_size"], config["num_key_value_heads"]

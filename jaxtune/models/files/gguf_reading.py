@@ -65,6 +65,9 @@ def opened(file: Path) -> _Opened:
 
 @functools.lru_cache(maxsize=2)
 def _parsed(file: Path, size: int, changed: int) -> _Opened:
+    """The file as gguf reads it; ValueError for a damaged one, or without the package. size, changed: bytes and time of
+    change, for the cache alone.
+    """
     try:
         import gguf
     except ImportError:
@@ -130,6 +133,8 @@ def gguf_entries(
 ) -> dict[str, headers.TensorEntry]:
     """{Hugging Face's name: entry} of the model's tensors. Raises ValueError for tensors that are missing, not the
     model's, of another shape, or in a type that gguf does not decode.
+
+      shapes: {Hugging Face's name: shape} of the model's tensors.
     """
     parsed, arch = opened(file), ARCHITECTURES[config.family]
     names, used_names, missing = Names(arch, config.num_layers), {ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT}, []
@@ -189,6 +194,9 @@ def _joined(arrays: list[np.ndarray], rows: tuple[slice, slice], turned: bool) -
 def _entry(
     parsed: _Opened, name: str, shape: tuple[int, ...], sources: list[str], combine: Combine | None
 ) -> GgufEntry:
+    """The entry of a model's tensor that is one or several of the file's. combine: makes the tensor of their arrays;
+    None: there is one.
+    """
     tensors = [parsed.tensors[source] for source in sources]
     kinds = {tensor.tensor_type.name for tensor in tensors}
     for tensor in tensors:

@@ -34,6 +34,7 @@ def load_bytes(
     encoded: {name: format} of tensors to quantise.
     kept_quantised: quantised tensors that stay so; others are decoded.
     dtypes: {name: dtype} of tensors with another dtype than `dtype`.
+    entries: of the files. dtype: into which plain tensors are converted.
     """
     total = 0
     for name, shape in shapes.items():
@@ -49,7 +50,9 @@ def load_bytes(
 
 @functools.cache
 def encoded_shapes(shape: tuple[int, ...], dtype: str, load_in: str) -> Stored:
-    """A weight [..., out, in] quantised to `load_in`, with jax.ShapeDtypeStructs."""
+    """A weight [..., out, in] quantised to `load_in`, with jax.ShapeDtypeStructs. dtype: to which it is decoded.
+    load_in: a format's word.
+    """
     return jax.eval_shape(lambda array: quant.encode(array, load_in), jax.ShapeDtypeStruct(shape, dtype))
 
 
@@ -59,6 +62,7 @@ def require_room(folder: Path, need_bytes: int, storage: str, nf4_bytes: int | N
 
       storage: the dtype or format, for the error.
       nf4_bytes: in NF4, which the error recommends if it fits, or None.
+      folder: of the checkpoint, for the error. need_bytes: on this device.
     """
     device = jax.local_devices()[0]
     limit, free = _memory(device)

@@ -32,8 +32,8 @@ def divide(
     """({name: entry} of the text model's tensors, a Passthrough with the others or None). Raises ValueError for a
     passthrough tensor that cannot be copied.
 
-      hf, whole: config.json of the text part and of the folder, one object for a text model. Otherwise the Passthrough
-        also has `folder_config` and the configs of image and video processors.
+      hf, folder_config: config.json of the text part and of the folder, one object for a text model. Otherwise the
+        Passthrough also has `folder_config` and the configs of image and video processors.
     """
     passthrough_entries = tuple(entry for name, entry in entries.items() if is_passthrough(name, config.family))
     if not passthrough_entries:

@@ -32,7 +32,7 @@ def check_load_in(name: str | None) -> None:
 
 def require_kept(where: str, load_in: str | None, is_stored: bool) -> None:
     """Raises ValueError if weights are to stay in `load_in` (format_names.KEPT) and the checkpoint stores none so
-    (`is_stored`).
+    (`is_stored`). where: the checkpoint, for errors.
     """
     layout = kept_layout(load_in) if load_in in KEPT else None
     if layout is not None and not is_stored:
@@ -43,7 +43,7 @@ def require_kept(where: str, load_in: str | None, is_stored: bool) -> None:
 
 
 def require_stated(where: str, hf: dict, load_in: str | None) -> None:
-    """require_kept by config.json (`hf`) alone, for a model that is not loaded."""
+    """require_kept by config.json (`hf`) alone, for a model that is not loaded. load_in: None: nothing is required."""
     require_kept(where, load_in, load_in in KEPT and stated_layout(hf) is kept_layout(load_in))
 
 
@@ -211,6 +211,8 @@ def convert_qat(model: Decoder) -> Decoder:
 def round_to_grid(weight: jax.Array, spec: FakeQuant, transposed: bool = False) -> jax.Array:
     """Rounds a weight [..., out, in], or [..., in, out] if `transposed`, as the forward of QAT does, in its own dtype;
     experts one at a time. Compiled for each shape and grid.
+
+      spec: the grid: bits, and the size of groups along the input axis.
     """
 
     def rounded(matrix: jax.Array) -> jax.Array:
@@ -277,6 +279,7 @@ def check_stored(
       formats: {weight that files store quantised: format}.
       packed: those that stay quantised in the model.
       passthrough_formats: formats of passthrough tensors.
+      folder: for errors. hf: config.json. load_in: None: no format was asked for.
     """
     stored = {formats[name] for name in packed}
     if load_in is not None and stored - {load_in}:

@@ -157,6 +157,7 @@ def read_tensors(
         parts of a tensor are read only for a digest that is not cached.
       dtypes: {name: dtype} of tensors with another dtype than `dtype`.
       on_host: plain tensors that stay in host memory.
+      entries: {the model's name: where files have it}.
 
     Raises ValueError for files that end early, values that are not finite after the cast, or impossible scales.
     """

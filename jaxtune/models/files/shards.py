@@ -57,7 +57,7 @@ def entry_digest(
     """The digest of a tensor in files.
 
     name: the model's.
-    read: (start, stop) -> these bytes, uint8.
+    read: (start, stop) -> these of the tensor's bytes, uint8.
     cached: its cached `Digest.whole`, trusted; None: every byte is read.
     """
     return Digest.read(name, STORED[entry.dtype], entry.shape, entry.size_bytes, read, cached)
@@ -67,7 +67,8 @@ def over_devices(
     entry: TensorEntry, sharding: jax.sharding.Sharding, read: Callable[[int, int], np.ndarray]
 ) -> jax.Array:
     """The tensor in its stored dtype, divided over devices. This process reads only its own parts along the first axis,
-    each once, and cuts rows along other axes. read: (start, stop) -> these bytes, uint8.
+    each once, and cuts rows along other axes. read: (start, stop) -> these bytes, uint8. entry: the tensor's dtype and
+    shape.
     """
     sections: dict[tuple[int, int], np.ndarray] = {}
     row = entry.size_bytes // entry.shape[0]

@@ -88,6 +88,7 @@ def stacked(name: str, entries: Sequence[headers.TensorEntry], shape: tuple[int,
     ValueError for different formats or shapes, or blocks that cannot form one tensor.
 
       per_expert: matrices an expert: 2 for gate_up_proj, 1 for down_proj.
+      name: of the matrix, for errors. shape: (E, rows, in).
     """
     packed = [entry for entry in entries if isinstance(entry, StoredEntry)]
     first = entries[0]

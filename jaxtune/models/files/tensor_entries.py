@@ -64,6 +64,7 @@ def match(expected_shapes: Mapping[str, tuple[int, ...]], entries: dict, tied: b
     """{name: entry} of every tensor that the model needs, in the order of `expected_shapes` ({name: shape}).
 
       tied: the head is the embedding; a separate one is read and must equal it, or stands for a missing embedding.
+      entries: {name: entry} of the files; folder: for errors.
 
     Raises ValueError for tensors that are missing, unexpected, of another shape or not readable, or a tied head that
     differs.

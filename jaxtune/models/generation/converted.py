@@ -147,6 +147,9 @@ class _Form(NamedTuple):
 
 @functools.lru_cache(32)
 def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers: int) -> _Form:
+    """What becomes of each array if the first `layers` layers are converted. Marks stand for arrays, and are told apart
+    by identity.
+    """
     marks = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
     index_of = {id(mark): index for index, mark in enumerate(marks)}
     model, form = structure.model(marks), _Form(structure, "", [], [], [])

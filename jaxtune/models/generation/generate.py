@@ -75,6 +75,7 @@ def generate(
       output_logprobs: also returns each new token's log softmax, in nats, without temperature, penalty or filters.
       deterministic: a row has the same bits whatever the other prompts are, and log-probabilities come from
         `training_logprobs`, not from the decoding steps.
+      max_new_tokens: of each answer, at most.
 
     Returns each prompt's new tokens, with the one that ended it; with output_logprobs (tokens, log-probabilities).
 
@@ -140,6 +141,9 @@ def training_logprobs(
 ) -> list[list[float]]:
     """Log-probabilities of each answer's tokens, in nats, as training with `deterministic: true` computes them. Texts
     are padded to other shapes than a step's, so bits may differ from a step's.
+
+      rows: token ids of each prompt; answers: of each answer to them. max_new_tokens: of the run; it decides the
+      padding.
     """
     width = _bucket(max(map(len, rows)), _SMALLEST_LENGTH) + _bucket(max_new_tokens, _SMALLEST_LENGTH)
     tokens, lengths = np.zeros((_bucket(len(rows), 1), width), np.int32), np.ones(_bucket(len(rows), 1), np.int32)

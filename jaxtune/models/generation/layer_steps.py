@@ -34,6 +34,7 @@ def through_layers(
     positions: int32[N], the position of each row's first token; -1 for none.
     tables: rotary tables, one for each rotary base.
     batch_invariant: a row must have the same bits beside any other rows.
+    splits: nnx.split of each layer: its graph and states.
     """
     x, new_states, shared = model.embed(tokens), [], {}
     layers = list(zip(model.layers, model.config.layers, strict=True))

@@ -98,6 +98,7 @@ def step(
       positions: int32[N], positions; -1 for a row that does not decode.
       next_weight: [hidden], of the next norm, which rounds as this layer's do.
       batch_invariant: a row must have the same bits in any batch.
+      context: its layout has the rotary tables of `positions`.
     """
     attention, norm = block.parts["mixer"], norm_before(block, "mlp")
     options = rounding(norm)

@@ -147,6 +147,7 @@ class Prefills:
           free: how many of them get a slot now, at least one.
           budget: tokens that may be prefilled before the next round.
           capacity: tokens of the slots' caches.
+          leaves: the model's arrays, in the order of jax.tree.leaves.
         """
         if self._long is not None:
             return self._next_chunk(leaves, self._long)

@@ -130,7 +130,7 @@ class Request:
 
 def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[int]:
     """The prompt as a list. Raises ValueError if it is empty or not a list of ids of this vocabulary. name: of the
-    prompt, in errors.
+    prompt, in errors. vocab_size: ids must be below it.
     """
     row = np.asarray(prompt)
     if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):

@@ -433,6 +433,9 @@ class Sampler:
         return any(r is not None and len(r.tokens) + r.rounds * self._steps < r.limit for r in self._slots)
 
     def _dispatch(self) -> None:
+        """Starts a round of decoding steps, without waiting; the states are donated. The host's changes of slots take
+        effect in it.
+        """
         rows = self._sent_rows or jax.tree.map(np.copy, self._rows)  # the host changes its arrays
         if rows is self._sent_rows and isinstance(rows.start, np.ndarray):
             rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
@@ -499,4 +502,4 @@ class Sampler:
             self._prefills.remove_waiting(request)
         elif self._slots[request.slot] is request:
             self._slots[request.slot] = None
-            self._change(request.slot, 0, 1, False)
+            self._change(request.slot, token=0, length=1, active=False)

@@ -143,7 +143,9 @@ def empty_states(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], r
 
 @functools.lru_cache(64)
 def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], rows: int, capacity: int) -> States:
-    """The states of `rows` rows of `capacity` tokens as jax.ShapeDtypeStructs."""
+    """The states of `rows` rows of `capacity` tokens as jax.ShapeDtypeStructs. shapes: of
+    jax.tree.leaves(nnx.state(model)).
+    """
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
     row_states = jax.eval_shape(functools.partial(_prefill, structure, capacity), list(shapes), tokens, counts, counts)
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), row_states)

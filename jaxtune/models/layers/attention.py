@@ -258,7 +258,7 @@ class Attention(nnx.Module):
 
     def output(self, out: jax.Array, gate: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
         """The heads' outputs [B, T, heads, D], multiplied by the sigmoid of the gates if there are any, -> [B, T,
-        hidden].
+        hidden]. key: draws the adapter's dropout mask; None: no dropout.
         """
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
@@ -273,6 +273,7 @@ class Attention(nnx.Module):
         """(query, key, value) as the attention kernels read them, normed and rotated.
 
         query, key, value: residuals, or an earlier layer's key and value; no value is passed where it comes from `key`.
+        context: its layout has the rotary tables.
         """
         if not self._normed_late:
             return query, key, *value
@@ -296,6 +297,8 @@ class Attention(nnx.Module):
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
         """The caches (keys, values), each [B, kv_heads, capacity, D], filled as attention reads them; () where both are
         another layer's. With a sliding window they have room for the window at most (rounded up to 128 tokens).
+
+          lengths: int32[B], tokens of each prompt. new_tokens: for which the caches have room.
         """
         if self.takes:
             return ()

@@ -115,6 +115,7 @@ class Block(nnx.Module):
         """Adds a part's output, after its post-norm, to x; the output alone if x is None. All are [B, T, hidden].
 
         x: the residual stream, or in a stage whose sum is normed the sum so far, None for its first part.
+        out: the part's output, before its post-norm.
         """
         place = connections_of(self.stages)[0][part]
         out = out if place.post_norm is None else getattr(self, place.post_norm)(out)
@@ -295,6 +296,7 @@ class Block(nnx.Module):
                 else:
                     out, after[part] = module.step(x, state[part], positions, context)
                 values[place.makes] = self.added(part, None if place.adds_to is None else values[place.adds_to], out)
+                # a mixer's own segments are replaced by its step; of these only the norm of the sum remains
                 segments = segments[-1:] if part in norms else ()
             for segment in segments:
                 if not segment.aux:

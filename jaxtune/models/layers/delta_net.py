@@ -81,8 +81,9 @@ class DeltaNetShape:
         return DeltaNet(self, config, key, dtype)
 
     def derivative_bytes(self, sizes: Sizes) -> float:
-        """What the kernels keep from the recomputation of `recur` until its gradient arrives: queries and keys after
-        the convolution, prediction errors, and for each chunk two matrices and the state. The reference keeps less.
+        """Bytes, for one micro-batch on one device, that the kernels keep from the recomputation of `recur` until its
+        gradient arrives: queries and keys after the convolution, prediction errors, and for each chunk two matrices and
+        the state. The reference keeps less.
         """
         numbers = 2 * self.key_size + self.value_size + 2 * self.heads * CHUNK
         state = self.heads * self.key_dim * self.value_dim / CHUNK
@@ -191,6 +192,8 @@ class DeltaNet(nnx.Module):
     def tokens(self, qkv: jax.Array, rates: jax.Array, layout):
         """The recurrence's inputs for whole rows: (query and key [B, T, key_heads, key_dim], value [B, T, heads,
         value_dim], log decay and beta float32[B, T, heads]). The convolution does not cross the documents of `layout`.
+
+          qkv, rates: the residuals of these names, [B, T, ...].
         """
         sizes = (self.shape.key_size, self.shape.key_size, self.shape.value_size)
         query, key, value = short_convolution_parts(qkv, self._taps(), layout, sizes)
@@ -217,7 +220,7 @@ class DeltaNet(nnx.Module):
 
     def output(self, out: jax.Array, gate: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """The recurrence's output [B, T, heads, value_dim], normed and times SiLU(gate), -> [B, T, hidden] in gate's
-        dtype.
+        dtype. key: draws the adapter's dropout mask; None: no dropout.
         """
         out = self.norm(out).astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         return self.out_proj(out.astype(gate.dtype).reshape(*gate.shape[:2], -1), key)
@@ -227,6 +230,8 @@ class DeltaNet(nnx.Module):
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
         """(qkv of each prompt's last tokens [B, taps - 1, 2 key_size + value_size], zero before the prompt; the
         recurrence's state float32[B, heads, key_dim, value_dim]). It does not grow.
+
+          lengths: int32[B], tokens of each prompt. The state holds no position, so new_tokens is not used.
         """
         qkv, rates = values["qkv"], values["rates"]
         rows, length = rates.shape[:2]

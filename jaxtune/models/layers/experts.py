@@ -179,6 +179,8 @@ class MoE(nnx.Module):
     def down(self, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
         """The experts' output [B, T, hidden] from gate_up [rows, 2 * expert_size], with the router's weights, which are
         computed again from x. Products are in x's dtype unless down_proj has its own.
+
+          choice: int32[tokens, k], each token's experts.
         """
         weights = self.router.weights(self._logits(x), choice)
         routing = route(choice, self.moe.num_experts)

@@ -61,6 +61,8 @@ class MLP(nnx.Module):
     def down(self, gate: jax.Array, up: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """down(activation(gate) * up), [B, T, hidden], with a derivative that needs little memory: gated_matmul's if
         down_proj has an adapter and nothing else that gated_matmul does not know, else that of `_down`.
+
+          key: draws the adapter's dropout mask; None: no dropout.
         """
         linear, activation = self.down_proj, self.config.activation
         if linear.only_adapted(gate.dtype, key is not None):

@@ -35,7 +35,9 @@ class SumNorm:
 
 @functools.lru_cache(64)
 def connections_of(stages: tuple[Stage, ...]) -> tuple[dict[str, Connection], dict[str, SumNorm]]:
-    """({part's name: its Place}, {name of the last part of a stage whose sum is normed: the SumNorm of that sum})."""
+    """({part's name: its Connection}, {name of the last part of a stage whose sum is normed: the SumNorm of that
+    sum}).
+    """
     places, norms = {}, {}
     count, part_number, stream = sum(len(stage.parts) for stage in stages), 0, LAYER_INPUT
     for stage in stages:

@@ -327,6 +327,7 @@ def multiplications(segment: Segment, module: nnx.Module, tokens: int, length: i
       tokens: of the whole micro-batch on this device.
       length: tokens of a row.
       backward: of the derivative, if the segment has a formula for it, else of the forward.
+      module: the layer, which has the weights.
     """
     if segment.multiplications is not None:
         return segment.multiplications(tokens, length, backward)

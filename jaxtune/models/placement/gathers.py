@@ -120,7 +120,9 @@ def scatter(shard: Shard, gradient: jax.Array) -> Shard:
 
 
 def shards_of_layer(trainables, frozens, index: int) -> list[Shard]:
-    """The Shards of a layer in the order of leaves, trained ones first; [] if there is no such layer."""
+    """The Shards of a layer in the order of leaves, trained ones first; [] if there is no such layer. trainables,
+    frozens: a state for each layer. index: of the layer, from 0.
+    """
     return shards((trainables[index], frozens[index])) if 0 <= index < len(trainables) else []
 
 

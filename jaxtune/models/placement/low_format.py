@@ -143,6 +143,8 @@ def sum_shard(gradient: jax.Array, axes: Axes, axis: int, count: int, format: Sy
     """This device's part, float32, of an array's sum over `axes`: psum_scatter along `axis` in a low format, rounded
     stochastically. The seed is a checksum of the bits, so that equal arrays give equal sums and no key is passed to
     each layer's backward.
+
+      gradient: this device's, with the whole shape. count: devices along `axes`.
     """
     wide = gradient.astype(jnp.float32)
     shape = (*wide.shape[:axis], count, wide.shape[axis] // count, *wide.shape[axis + 1 :])

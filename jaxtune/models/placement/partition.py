@@ -125,6 +125,8 @@ def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any
 
     Nothing checks that arrays which the specs call whole are equal on all devices. Inside, take jax.grad of this
     device's share of a sum over devices: after a psum each gradient would count once a device (see `total`).
+
+      in_specs, out_specs: PartitionSpecs, or trees of them, as jax.shard_map takes them.
     """
     if mesh is None or mesh.size == 1:
         return function
@@ -296,6 +298,8 @@ def _is_shard(leaf: Any) -> bool:
 def divide(tree: Any, mesh: Mesh | None, sync: SyncFormat | None = None) -> Any:
     """Wraps the arrays of nnx variables that the mesh divides in Shards; no array is cut. Quantised tensors are divided
     between blocks; what does not divide evenly stays whole.
+
+      mesh: None: nothing is divided. sync: the format in which gradients are summed; None: their own.
     """
     return divided_into(tree, 1 if mesh is None else MeshShape.of(mesh).shard_count, sync)
 
@@ -323,7 +327,7 @@ def divided_sizes(tree: Any, shard_count: int) -> tuple[float, float]:
 
 
 def divided_into(tree: Any, count: int, sync: SyncFormat | None = None) -> Any:
-    """`divide` for a number of parts instead of a mesh."""
+    """`divide` for a number of parts instead of a mesh. count: shards."""
     if count == 1:
         return tree
 
@@ -432,6 +436,8 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
     """NamedShardings of an optimizer's states. In parts with a state for each tensor of `trainable`, those of divided
     tensors are divided if evenly: along the same axis if the shape is the tensor's, else (8-bit blocks, factors) along
     the first. All others are whole.
+
+      opt_state: arrays or shapes.
     """
     structure = jax.tree.structure(trainable)
     tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)

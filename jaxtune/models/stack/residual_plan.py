@@ -117,7 +117,9 @@ class ResidualPlan:
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:
-        """The same plan for every layer; whole_weights and resident are 0."""
+        """The same plan for every layer; whole_weights and resident are 0. tile_tokens: tokens of a tile of tokenwise
+        segments; None: no tiles.
+        """
         return cls((layer,) * num_layers, tile_tokens)
 
 

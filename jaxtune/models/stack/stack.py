@@ -123,6 +123,7 @@ def layer_forward(
       tile: tokens of each row that tokenwise segments process at a time; None: whole rows.
       in_fp8: those of `returned_names` that are returned rounded to e4m3.
       taken: {name: value} that the layer takes from outside (Block.takes).
+      layout: of the rows. key: draws the adapters' dropout masks; None: no dropout.
     """
     with jax.named_scope("layer"), copies_start_at_once():
         block = nnx.merge(graph, trainable, frozen)
@@ -412,6 +413,7 @@ def run_stack(
         none.
       aux: names of auxiliary values, such as router_sums.
       layer_inputs: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes).
+      layout: of the rows (Decoder.layout), for all layers.
 
     Raises ValueError for a plan that does not fit, tiles that do not divide the rows or go with dropout, a name in
     `aux` that no layer has, or a layer that takes what nothing gives.

@@ -77,7 +77,9 @@ class StackProgram:
 
 
 def require_given(layers: Sequence[StackLayer]) -> None:
-    """Raises ValueError if a layer takes a value that no earlier layer gives."""
+    """Raises ValueError if a layer takes a value (a key of StackLayer.shared) that no earlier layer gives under this
+    name.
+    """
     given_names: set[str] = set()
     for index, layer in enumerate(layers):
         if missing := set(layer.shared) - given_names:
@@ -93,6 +95,7 @@ def describe_layer(
       tile: tokens of each row in a tile of tokenwise segments; without effect unless the plan recomputes every value
         inside them.
       decoder_names: names of what the decoder gives the layer; the others that it takes come from earlier layers.
+      graph: the Block's nnx.GraphDef.
 
     Raises ValueError for a placement that a residual cannot have.
     """

@@ -75,6 +75,8 @@ class NormsApart:
         `gradients`, and returns `total`, the sum for the trainable tensors or None, with those of the norms' weights.
 
           segment: the one whose gradients were computed last.
+          values: {name: value} of the layer, as far as the backward has them. gradients: {name: gradient}, changed in
+          place.
         """
         for name in [name for name, last in self._last.items() if last is segment]:
             stream = self._stream[name]

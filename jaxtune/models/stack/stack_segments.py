@@ -29,6 +29,7 @@ def run_segment(
     values: one for each of the segment's reads.
     kept_low_rank: low-rank inputs of an earlier run; None: they are computed.
     normed: pairs of one of `values` and its Factors (low_rank.py).
+    block: the layer's, with its weights.
     """
     with scope_of(segment), low_rank.collected(kept_low_rank, normed) as low_rank_values:
         outputs = segment.run(block, context, *values)
@@ -57,7 +58,9 @@ def without_gradient(segments: Sequence[Segment], back: Sequence[Segment]) -> se
 
 
 def low_rank_of(segment: Segment, segments: Sequence[Segment], values: Mapping) -> tuple | None:
-    """The low-rank inputs of a segment that the backward differentiates; None if some are missing."""
+    """The low-rank inputs of a segment that the backward differentiates; None if some are missing. values: {name:
+    value} of the layer.
+    """
     pairs = itertools.pairwise(segments)
     covered = next((pair for pair in pairs if pair[1].with_before is segment), (segment,))
     names = [low_rank_inputs(covered_segment) for covered_segment in covered]
@@ -73,6 +76,7 @@ def pullback_of_segment(
 
     kept_low_rank: low-rank inputs of an earlier run; None: they are computed.
     factors: for each input its Factors (low_rank.py) or None; (): there are none.
+    block_of: makes the Block of trainable tensors. inputs: one for each of the segment's reads.
     """
 
     def run(trainable, *values):

@@ -62,6 +62,7 @@ def looked_up(codes, table_smem, layout):
     codes: uint8 in registers, in vectors of a multiple of four neighbours.
     table_smem: float32[256, 32], the table repeated in 32 columns (lanes.fill_banks): each lane reads its own, so
       that lanes never read the same bank. A barrier must come between its writing and this call.
+    layout: of `codes` and of the result.
     """
 
     @mosaic_types.inline_mgpu(
@@ -115,6 +116,7 @@ def nearest_codes(x, cells_smem, shift: int, first_cell: int, signed: bool, layo
       shift: lower bits that differ within a cell.
       first_cell: number of the table's first cell; smaller magnitudes are encoded as its start.
       signed: the first moment's map.
+      layout: of x and of the result.
     """
     one_bits, mask = 0x3F800000, (1 << shift) - 1
 
@@ -139,7 +141,7 @@ def nearest_codes(x, cells_smem, shift: int, first_cell: int, signed: bool, layo
 
 def store_chunk(array, ref, number, layout):
     """Stores [rows, columns] in registers as chunk `number` (int32[]) of the flat array `ref`. The address has 64 bits,
-    because an element's index may exceed int32.
+    because an element's index may exceed int32. layout: of `array`.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))

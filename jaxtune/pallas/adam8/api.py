@@ -154,7 +154,9 @@ def _check(op, dtypes, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
 
 
 def nearest_codes_in_jnp(x, table, signed: bool):
-    """adam_lanes.places in jnp, as Pallas' interpreter cannot run PTX."""
+    """adam_lanes.nearest_codes in jnp, as Pallas' interpreter cannot run PTX. x: float32, in [-1, 1] if `signed`, else
+    in [0, 1]. table: int32, of the cells.
+    """
     shift, first = _SHIFT[signed], _FIRST[signed]
     bits = lax.bitcast_convert_type(x, jnp.int32)
     magnitude = jnp.clip(bits & 0x7FFFFFFF, first << shift, 0x3F800000)

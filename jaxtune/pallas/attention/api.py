@@ -34,6 +34,7 @@ def implementations(
 
       query: only shape and dtype are read.
       layout: only max_documents is read; it decides the order, what cuDNN and Triton can run, and Mosaic's blocks.
+      kv_heads: heads of key and value.
     """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
 
@@ -218,6 +219,7 @@ def attention(
 
       backward_implementation: of the gradients; None: `implementation`. One that refuses raises when gradients are
         taken.
+      layout: of the rows (packed_layout). scale: multiplies the logits, such as 1 / sqrt(D).
     """
     _checked("attention", query, key, value, layout, scale, window, soft_cap, sinks)
     static = (("scale", scale), ("window", window), ("soft_cap", soft_cap))

@@ -35,6 +35,7 @@ def refusal(name: str, module, query, kv_heads: int, soft_cap, blocks: Mapping[s
 
       query: [B, T, heads, D]; only shape and dtype are read.
       blocks: {name in tuning.py, such as "attention forward": fields of its Blocks}; other blocks are another kernel.
+      kv_heads: heads of key and value. soft_cap: None: none.
     """
     dim, dtype = query.shape[-1], jnp.dtype(query.dtype)
     group = 2 if query.shape[2] // kv_heads % 2 == 0 else 1
@@ -80,6 +81,7 @@ def cudnn_refusal(query, kv_heads: int, layout: PackedLayout, window: int | None
     1,024 tokens. The case's window is at most 100.
 
       layout: its max_documents must not be None.
+      kv_heads: heads of key and value. window: keys that a query sees, itself included; None: all of its document.
     """
     rows, length, heads, dim = query.shape
     dtype, documents = jnp.dtype(query.dtype), layout.max_documents

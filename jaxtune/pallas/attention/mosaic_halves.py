@@ -4,7 +4,8 @@ a float32 accumulator of 64 rows and 512 columns takes 256 registers of every th
 Every result is made in two halves of 256 columns, and each half computes all its scores. In the forward an item is one
 half of a tile's output, which both warpgroups make, each for its own queries. In dq, dk and dv both have the same 64
 queries or keys, and each makes one half. A block needed for scores alone comes in pieces of 128 columns, whose slots
-are free as soon as their products are done.
+are free as soon as their products are done. dk and dv are in mosaic_halves_keys.py; items and common arguments:
+mosaic_parts.py.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def bring_pieces(ref, block_index, number, ring, full, free, piece_numbers=None)
     number: int32[], blocks loaded into `ring` before.
     ring: [slots, tokens, 128 or 256 columns].
     piece_numbers: pieces to copy; None: all.
+    full, free: barriers of `ring`, one for each slot.
     """
     row, tokens, head = block_index
     size = ring.shape[-1]
@@ -71,6 +73,7 @@ def multiply(acc, left_halves, first, ring, full, number, release=None):
       left_halves: [halves, rows, 256]; left is the two halves from index `first` on.
       number: int32[], the block's number among those loaded into `ring`.
       release: frees a slot once its product is done; None: nothing is freed or waited for.
+      full: barriers of `ring`, one for each slot.
     """
     size = ring.shape[-1]
     pieces, before = 2 * HALF // size, None
@@ -91,8 +94,9 @@ def two_products(shape, weight_operands, score_operands, number, zero):
     """(scores, gradients of the softmax weights), float32[shape] in registers, of a step of dq or dk. The slots of the
     gradients' block are released; the scores' are not, as the caller multiplies that block once more.
 
-      weight_operands: (item's side, ring, full, free) of the gradients; score_operands: (item's side, ring, full).
+      weight_operands: (own operand, ring, full, free) of the gradients; score_operands: (own operand, ring, full).
       zero: unknown_zero of the step, the index of the first half in both sides.
+      number: int32[], the block's number in both rings (blocks loaded before it).
     """
     item_side, ring, full, free = weight_operands
     score_side, score_ring, score_full = score_operands

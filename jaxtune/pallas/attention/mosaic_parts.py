@@ -90,7 +90,9 @@ def ids(shape, axis, base):
 
 
 def capped(scores, scale, soft_cap):
-    """(scores times `scale`, capped, in units of log2; derivative of the soft cap or None), float32 in registers."""
+    """(scores times `scale`, capped, in units of log2; derivative of the soft cap or None), float32 in registers.
+    soft_cap: bounds scores by soft_cap * tanh(scores / soft_cap); None: no bound.
+    """
     if soft_cap is None:
         return scores * (scale * LOG2E), None
     capped = jnp.tanh(scores * (scale / soft_cap))
@@ -310,6 +312,7 @@ class QuerySide:
         crosses the block.
 
           lower: int32[own] in registers, the first key that each query sees; last_lower: the last query's, the largest.
+          i: int32[], the step of the item, one block of keys.
         """
         base, keys, shape = self.queries_of(item)[2], (item[3] + i) * self.blocks.step, values.shape
 
@@ -328,6 +331,8 @@ class QuerySide:
     def bring_keys(self, k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free):
         """The loading warpgroup's work for head dims up to 256: copies keys and values of all steps of all items, as
         far ahead as slots allow.
+
+          k_smem, v_smem: rings of slots. k_full, k_free, v_full, v_free: their barriers, one for each slot.
         """
 
         def work(turn, steps_before, item, following):

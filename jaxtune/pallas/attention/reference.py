@@ -72,6 +72,7 @@ def _join(array, length):
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
+    """As api.attention_forward, in plain JAX, which defines it."""
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, dim)

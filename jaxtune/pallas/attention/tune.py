@@ -78,8 +78,8 @@ def tune(
     def layout(segment_arrays):
         return packed_layout((case.rows, case.length), *segment_arrays)
 
-    def forward(query, key, value, segment_arrays):
-        return mosaic.forward(query, key, value, layout(segment_arrays), **options)
+    def forward(query, key, value, layout_arguments):
+        return mosaic.forward(query, key, value, layout(layout_arguments), **options)
 
     def backward(output_slice: slice, query, key, value, out, lse, dout, segment_arrays):
         return mosaic.backward(query, key, value, out, lse, dout, layout(segment_arrays), **options)[output_slice]

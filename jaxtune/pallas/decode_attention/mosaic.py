@@ -83,6 +83,8 @@ def work_of(lengths, capacity: int, window: int | None, step: int):
 
     Returns (table int32[B * splits, 6], the longest splits first: row, split, first tile, tiles, index of the row's
     newest key, tokens that the newest may see (seen_of); int32[1], lines with tiles; order and count of order_of).
+
+      lengths: int32[B], tokens of each row, 0 for none. step: keys of a tile.
     """
     first, tiles = live_tiles(lengths, capacity, window, step)
     row, split = (jax.lax.broadcasted_iota(jnp.int32, tiles.shape, axis) for axis in (0, 1))
@@ -158,6 +160,7 @@ def _combine(split_outputs, lse, order, count, sinks, group: int, dtype):
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
+    """As api.decode_attention. Only if `refusal` is None."""
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     group = heads // kv_heads

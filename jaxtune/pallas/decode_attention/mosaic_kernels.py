@@ -89,6 +89,7 @@ def split_kernel(
         return mosaic_lanes.load_rows(q_ref, row * kv_heads + head, (heads, dim))
 
     def store(item, out, lse):
+        """Writes an item's out [TILE, dim] and lse [TILE]; the first `heads` rows count."""
         head, row, split, *_ = item
         if interpreted:
             out_ref[row, head, split], lse_ref[row, head, split] = out[:heads], lse[:heads]

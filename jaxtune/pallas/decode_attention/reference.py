@@ -14,7 +14,7 @@ _MASKED = -1e30  # finite, so that a row without keys does not compute inf - inf
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """The whole capacity is read and must be finite."""
+    """As api.decode_attention, in plain JAX, which defines it. The whole capacity is read and must be finite."""
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else jax.lax.Precision.DEFAULT

@@ -19,6 +19,8 @@ def live_tiles(lengths, capacity: int, window: int | None, step: int):
 
     `first` counts tiles from the cache's start and means nothing where count is 0. The capacity is a multiple of step,
     and step divides SPLIT.
+
+      lengths: int32[B], tokens of each row.
     """
     splits, per_split = -(-capacity // SPLIT), SPLIT // step
     visible_tokens = jnp.minimum(seen_of(lengths, window), capacity)[:, None]

@@ -64,6 +64,7 @@ def variant(query) -> str:
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
+    """As api.decode_attention. Only if `refusal` is None."""
     from jaxtune.pallas.decode_attention import triton_kernels
 
     rows, heads, dim = query.shape

@@ -175,7 +175,7 @@ def decode_combine_kernel(
     """Combines a row's splits in order, adds the sinks, and writes out [B, HEADS, DIM]; a row without keys gets 0.
     Grid: (KV_HEADS, B).
 
-      parts, lses: from decode_split_kernel.
+      split_outputs, lses: from decode_split_kernel.
       order, counts: int32[B, SPLITS] and int32[B] of splits.order_of.
       sinks: float32[HEADS] in log2; _MASKED: none.
     """

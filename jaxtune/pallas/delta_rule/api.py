@@ -135,6 +135,7 @@ def short_convolution(x: jax.Array, weight: jax.Array, layout: PackedLayout) -> 
 
       x: [B, T, C] bfloat16, float16 or float32, finite at padding, too.
       weight: float[C, k]; the last column multiplies the token itself, the first the token k - 1 before it.
+      layout: of the rows (packed_layout), whose documents the convolution does not cross.
     """
     check = Arguments("short_convolution")
     check.array("x", x, "B T C", FLOATS)
@@ -157,6 +158,7 @@ def short_convolution_parts(
 
       implementation: "triton" (16 bits, four taps, three parts), "reference", or None: the first that supports the
         call.
+      x, weight, layout: as for short_convolution.
     """
     check = Arguments("short_convolution_parts")
     check.array("x", x, "B T C", FLOATS)

@@ -29,6 +29,7 @@ GROUP_TOKENS = 4096  # tokens (of all rows) whose matrices [CHUNK, CHUNK] exist 
 
 
 def forward(query, key, value, decay, beta, layout):
+    """As api.gated_delta_rule, in plain JAX over chunks of tokens."""
     length = value.shape[1]
     index = jnp.arange(length)
     real = (index < layout.doc_end)[..., None]

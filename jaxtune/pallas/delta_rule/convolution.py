@@ -58,6 +58,7 @@ def refusal(x, weight, part_sizes) -> str | None:
 
 
 def _first_use(dtype) -> str | None:
+    """Why this GPU must not run the kernels for `dtype`, or None: parts and gradients are compared with plain JAX."""
 
     def compare():
         runs = ((1, 70), (0, 5), (2, 1), (3, 2), (4, 64), (0, 3))
@@ -84,6 +85,7 @@ def _first_use(dtype) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def in_parts(x, weight, layout, part_sizes):
+    """As api.short_convolution_parts, by the kernels."""
 
     def run(x, start, end, weight):
         return tuple(_call("convolution_kernel", x, start, end, weight, (), part_sizes, part_sizes))
@@ -132,6 +134,7 @@ in_parts.defvjp(_in_parts_fwd, _in_parts_bwd)
 
 
 def step(x, weight, window):
+    """As api.short_convolution_step."""
     tokens = jnp.concatenate([window, x], axis=1)
     total = (tokens.astype(jnp.float32) * weight.T.astype(jnp.float32)).sum(1, keepdims=True)
     return jax.nn.silu(total).astype(x.dtype), tokens[:, 1:]

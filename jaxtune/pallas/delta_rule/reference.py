@@ -23,6 +23,7 @@ def unit(x: jax.Array) -> jax.Array:
 
 
 def forward(query, key, value, decay, beta, layout):
+    """As api.gated_delta_rule, token by token, which defines it."""
     rows, _, heads, _ = value.shape
     begins = jnp.arange(value.shape[1]) == layout.doc_start
     real = jnp.arange(value.shape[1]) < layout.doc_end
@@ -39,6 +40,7 @@ def forward(query, key, value, decay, beta, layout):
 
 
 def step(query, key, value, decay, beta, state):
+    """As api.delta_rule_step."""
     out, state = _token(query[:, 0], key[:, 0], value[:, 0], decay[:, 0], beta[:, 0], state)
     return out[:, None].astype(value.dtype), state
 

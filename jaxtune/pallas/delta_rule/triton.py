@@ -6,9 +6,9 @@ chunk, d its decay up to a token, D[i, j] the decay from token j to a later toke
 and keys are not normalised in memory; their inverse lengths are factors per token.
 
 The forward has three kernels. Two process all chunks in parallel: the factors of tokens, then the inverse of 1 + B and
-the weights with which queries read the chunk's own tokens (see Made). The third walks along a row, with a program for
-some columns of a head's state, in registers in float32; products get it rounded to 16 bits. For the backward it stores
-z and the state before each chunk, in 16 bits.
+the weights with which queries read the chunk's own tokens (see ChunkFactors). The third walks along a row, with a
+program for some columns of a head's state, in registers in float32; products get it rounded to 16 bits. For the
+backward it stores z and the state before each chunk, in 16 bits.
 
 The backward has five. The first walks back with the states' gradients, and stores the gradient after each chunk and
 dvalue; the others compute by chunks. No inverse is differentiated, as d(1 + B) = -dv z^T. Every sum has a fixed order.
@@ -98,6 +98,7 @@ def _first_use(dtype, group: int) -> str | None:
 
 
 def forward(query, key, value, decay, beta, layout: PackedLayout):
+    """As api.gated_delta_rule, by the kernels."""
     return _rule(query, key, value, decay, beta, layout)
 
 
@@ -109,7 +110,7 @@ def _rule(query, key, value, decay, beta, layout):
 
 
 def _rule_fwd(query, key, value, decay, beta, layout):
-    """value, decay and beta are no residuals: the backward needs them only in Made's forms."""
+    """value, decay and beta are no residuals: the backward needs them only in ChunkFactors' forms."""
     factors = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
     out, error, states = _by_rows(functools.partial(_states, save=True), 4)(query, key, value, factors)
     return out, (query, key, layout, factors, error, states)

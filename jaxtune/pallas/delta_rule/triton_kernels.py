@@ -2,10 +2,10 @@
 
 Arrays of tokens are [B, T, heads, dim]; helpers get a pointer to one head's first token, and STRIDE, numbers from token
 to token; tokens past the row (LENGTH) are 0. Numbers per token are float32[B, heads, CHUNKS * CHUNK], matrices of a
-chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]; triton.Made explains their names.
-`starts` and `ends` int32[B, T] are document bounds. KEY_DIM equals VALUE_DIM, SCALE is 1 / sqrt(K), WIDTH the columns
-of a program or step. Helpers named ..._turned load or store transposes. No left operand of a product is the transpose
-of a matrix that the kernel computed, because Triton 3.4 to 3.7 compile that wrongly for Hopper.
+chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]; triton.ChunkFactors explains
+their names. `starts` and `ends` int32[B, T] are document bounds. KEY_DIM equals VALUE_DIM, SCALE is 1 / sqrt(K), WIDTH
+the columns of a program or step. Helpers named ..._turned load or store transposes. No left operand of a product is the
+transpose of a matrix that the kernel computed, because Triton 3.4 to 3.7 compile that wrongly for Hopper.
 """
 
 import triton
@@ -170,7 +170,7 @@ def _sum_from_begin(before, before_begins, token, begins):
 @triton.jit
 def _sum_to_end(after, after_ends, token, ends):
     """Combines neighbouring runs (sum, flag) for a scan from the last token back; a flag says that a document ends in
-    the run.
+    the run. after: the run of later tokens, which associative_scan(reverse=True) passes first.
     """
     return tl.where(ends != 0, token, token + after), after_ends | ends
 
@@ -181,9 +181,9 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
-    """Made's numbers of a chunk's tokens, for all value heads of a key head. They have a kernel of their own, because
-    in a kernel with matrix products a thread would compute each number 16 times. Decays below -100 count as -100. Grid:
-    (key_heads, chunks, B).
+    """ChunkFactors' numbers of a chunk's tokens, for all value heads of a key head. They have a kernel of their own,
+    because in a kernel with matrix products a thread would compute each number 16 times. Decays below -100 count as
+    -100. Grid: (key_heads, chunks, B).
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -259,7 +259,9 @@ def chunk_kernel(
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Made's matrices `inverse` and `weights` of a chunk of a value head, in key's dtype. Grid: (heads, chunks, B)."""
+    """ChunkFactors' matrices `inverse` and `weights` of a chunk of a value head, in key's dtype. Grid:
+    (heads, chunks, B).
+    """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)

@@ -183,6 +183,7 @@ def gated_product(
 
 
 def _by_mosaic(x, gate, activation: str) -> bool:
+    """Whether gated_mosaic multiplies; its first use on a GPU compares it with plain JAX."""
 
     def compare():
         # One pair of programs has fewer tiles than the others, there are more steps than are loaded ahead, and the
@@ -238,6 +239,7 @@ def added_norm(
     offset: added to the weight, such as 1 for Gemma; ignored unless float32.
     float32: the normed numbers times the weight are rounded once; otherwise both are rounded first, and the product.
     implementation: "triton" (x of 16 bits, at most 16,384 columns), "reference", or None.
+    eps: added to the mean square.
     """
     check = Arguments("added_norm")
     check.array("x", x, "N hidden", FLOATS)

@@ -114,6 +114,7 @@ def reference_chosen_token(logits, vocab_size: int, temperature, logprob_tempera
 
 
 def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, uniform) -> Sequence[jax.Array]:
+    """`chosen_token` by two kernels: one reads the logits in chunks, one takes each row's token from their results."""
     from jaxtune.pallas.few_rows import drawing_kernels
 
     count, width = logits.shape

@@ -28,7 +28,7 @@ def chunk_kernel(
     """Reads one chunk of a row's logits. Grid: (CHUNKS, rows).
 
     logits: [rows, STRIDE], the first VOCAB of a row being the vocabulary's.
-    tops, places: [rows, CHUNKS], the chunk's largest logit, and the first token that has it.
+    tops, top_tokens: [rows, CHUNKS], the chunk's largest logit, and the first token that has it.
     sums: float32[rows, CHUNKS], of exp((logit - top) / logprob_temperature).
     blocks: float32[rows, CHUNKS * CHUNK / BLOCK], the same of each block with temperature, if DRAWS.
     """

@@ -24,7 +24,9 @@ _GATED, _DOWN, _DOWN_FEW = Tile(64, 64, 4, 4), Tile(128, 64, 4, 3), Tile(64, 64,
 
 
 def gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora | None) -> str | None:
-    """Why the kernel of `experts_gated` does not support a call, or None. gate_up is [E, 2 * inner, hidden]."""
+    """Why the kernel of `experts_gated` does not support a call, or None. gate_up is [E, 2 * inner, hidden]. choices:
+    experts of a token.
+    """
     if activation not in ACTIVATIONS:
         return f"activation {activation}"
     return _refusal(len(x), x.dtype, gate_up, choices, gate_up.shape[1] // 2, lora)
@@ -32,7 +34,7 @@ def gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora |
 
 def down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | None) -> str | None:
     """Why the kernel of `experts_down` does not support a call of `count` tokens, or None. down is [E, hidden,
-    inner].
+    inner]. choices: experts of a token.
     """
     return _refusal(count, dtype, down, choices, down.shape[1], lora)
 
@@ -123,12 +125,14 @@ def _with(lora: GroupedLora | None, tile: Tile, at_once: int) -> Tile:
 
 
 def experts_gated(x, gate_up, choice, weights, activation, lora):
+    """As api.experts_gated, by expert_kernel. Only if `gated_refusal` is None."""
     slot_count = slots(choice, len(gate_up))
     tile = _with(lora, _GATED, slot_count)
     return multiplied(x, gate_up, choice, weights, tile, slot_count, ACTIVATIONS[activation], lora)
 
 
 def experts_down(h, down, choice, lora):
+    """As api.experts_down, by expert_kernel. Only if `down_refusal` is None."""
     slot_count = slots(choice, len(down))
     tile = _with(lora, down_tile(down.shape[1]), slot_count)
     return multiplied(h, down, choice, choice, tile, slot_count, 0, lora)

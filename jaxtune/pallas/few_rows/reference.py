@@ -17,7 +17,9 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def each_product(x, weights, loras):
-    """[N, out_i] in x's dtype for each weight, with its adapter."""
+    """[N, out_i] in x's dtype for each weight, with its adapter. loras: an adapter for each weight, or None; (): no
+    adapters.
+    """
     if any(lora is not None for lora in loras):
         return list(quant_matmul(x, weights, loras, implementation="reference"))
     return [_product(x, weight) for weight in weights]
@@ -35,11 +37,13 @@ def products(x, weights, loras=(), splits: int = 1):
 
 
 def gated_product(x, gate, up, activation, loras=()):
+    """As api.gated_product, in plain JAX."""
     gate, up = each_product(x, (gate, up), loras)
     return activated(gate, up, activation)
 
 
 def activated(gate, up, activation):
+    """activation(gate) * up in gate's dtype."""
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -66,12 +70,14 @@ def _of_experts(rows, matrices, choice, lora, dtype):
 
 
 def experts_gated(x, gate_up, choice, weights, activation, lora):
+    """As api.experts_gated, in plain JAX."""
     gate, up = jnp.split(_of_experts(x[:, None], gate_up, choice, lora, x.dtype).astype(jnp.float32), 2, axis=-1)
     out = ACTIVATIONS[activation](gate) * up * weights[:, :, None]
     return out.astype(x.dtype).reshape(choice.size, -1)
 
 
 def experts_down(h, down, choice, lora):
+    """As api.experts_down, in plain JAX."""
     rows = h.reshape(*choice.shape, -1)
     return _of_experts(rows, down, choice, lora, jnp.float32).swapaxes(0, 1)
 
@@ -85,11 +91,13 @@ def _sum(partial_sums, dtype):
 
 
 def added_norm(x, partial_sums, weight, *, eps, offset, float32):
+    """As api.added_norm, in plain JAX."""
     added = x + _sum(partial_sums, x.dtype)
     return added, normed(added, weight, eps, offset, float32)
 
 
 def placed(partial_sums, keys, values, positions, table, norms, *, eps, offset, float32):
+    """As api.placed, in plain JAX."""
     kv_heads, dim, rows = keys.shape[1], keys.shape[3], partial_sums.shape[1]
     heads = partial_sums.shape[2] // dim - 2 * kv_heads
     projected = _sum(partial_sums, keys.dtype).reshape(rows, -1, dim)

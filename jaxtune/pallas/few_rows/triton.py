@@ -79,7 +79,9 @@ def most_rows(weights: Sequence, loras: Sequence) -> int:
 
 
 def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int = MOST_ROWS) -> str | None:
-    """Why no kernel of a product supports `count` rows and these weights' dtypes, or None."""
+    """Why no kernel of a product supports `count` rows and these weights' dtypes, or None. least, most: rows that the
+    kernel takes.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -93,7 +95,7 @@ def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int
 
 
 def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], most: int = MOST_ROWS) -> str | None:
-    """Why the kernels of products do not support a call on this GPU, or None."""
+    """Why the kernels of products do not support a call on this GPU, or None. most: rows that the kernel takes."""
     reason = rows_refusal(len(x), x.dtype, weights, most=most)
     if reason is not None:
         return reason
@@ -185,6 +187,7 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
 
 
 def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> Tile:
+    """The sizes of a program's tile, measured for such numbers of rows and sizes of weights."""
     count, divisible = len(x), all(weight.shape[0] % _MANY.rows == 0 for weight in weights)
     if count > MOST_ROWS:
         return _MANY if divisible else _MANY_UNEVEN
@@ -197,6 +200,7 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
 
 
 def products(x, weights, loras=()):
+    """As api.products, by product_kernel. Only if `products_refusal` is None."""
     width = sum(weight.shape[0] for weight in weights)
     tile = product_tile(x, weights, loras)
     splits = _splits(x.shape[1], width // tile.rows * -(-len(x) // tile.tokens))
@@ -215,6 +219,7 @@ def gated_tile(rows: int) -> Tile:
 
 
 def gated_product(x, gate, up, activation, loras=()):
+    """As api.gated_product, by product_kernel. Only if `gated_refusal` is None."""
     rows, tile = gate.shape[0], gated_tile(gate.shape[0])
     return _multiplied(x, (gate, up), loras, tile, 1, ACTIVATIONS[activation], rows, x.dtype)[0]
 
@@ -257,6 +262,7 @@ def added_norm_refusal(x) -> str | None:
 
 
 def added_norm(x, partial_sums, weight, *, eps, offset, float32):
+    """As api.added_norm, by added_norm_kernel."""
     from jaxtune.pallas.few_rows import triton_kernels
 
     count, size = x.shape
@@ -292,6 +298,7 @@ def placed_refusal(keys) -> str | None:
 
 
 def placed(partial_sums, keys, values, positions, table, norms, *, eps, offset, float32):
+    """As api.placed, by placed_kernel."""
     from jaxtune.pallas.few_rows import triton_kernels
 
     splits, count, width = partial_sums.shape

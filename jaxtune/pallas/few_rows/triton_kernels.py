@@ -249,7 +249,8 @@ def added_norm_kernel(
     OFFSET: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):
-    """added = x + the sum of parts, which is rounded first; normed = the RMS norm of added as rounded. Grid: (COUNT,).
+    """added = x + the sum of partial_sums, which is rounded first; normed = the RMS norm of added as rounded. Grid:
+    (COUNT,).
     WIDTH: SIZE as a power of two.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty

@@ -233,6 +233,7 @@ class FP4(FourBit):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
+    """Quantises as bitsandbytes does, bit for bit, in blocks of 64 of the flat array; the last may be shorter."""
     size, shape, dtype = array.size, array.shape, array.dtype
     blocks = _padded(array.reshape(-1), BLOCK).reshape(-1, BLOCK).astype(jnp.float32)
     absmax = jnp.abs(blocks).max(axis=1)

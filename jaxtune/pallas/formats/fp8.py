@@ -172,6 +172,7 @@ def scale_of(largest: jax.Array, scale: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encode(array: jax.Array, block: Block) -> FP8:
+    """Quantises [..., out, in] with one scale for each block; the last blocks of an axis may be smaller."""
     wide = array.astype(jnp.float32)
     wide = jnp.where(jnp.abs(wide) < LEAST_SCALE, jnp.copysign(jnp.zeros_like(wide), wide), wide)
     rows, columns = (length if size is None else size for length, size in zip(wide.shape[-2:], block, strict=True))

@@ -151,6 +151,7 @@ class LLMInt8(Layout):
         return Int8(*leaves, dtype_name=dtype_name)
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
+        """As Layout.tensors; `number` is not used."""
         assert isinstance(weight, Int8)
         return {
             self.codes: file_tensor(weight.codes, lambda w: w.codes),

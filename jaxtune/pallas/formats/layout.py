@@ -83,6 +83,8 @@ class FileTensor(NamedTuple):
 def file_tensor(like: jax.Array | np.ndarray | None, array_of: ArrayOf) -> FileTensor:
     """The FileTensor with the shape and dtype of `like`: an array that is written as the weight has it, or its
     jax.ShapeDtypeStruct. None fails an assertion; the type allows it because optional fields of weights have it.
+
+      array_of: takes the weight and returns this tensor's array.
     """
     assert like is not None
     return FileTensor(tuple(like.shape), np.dtype(like.dtype), array_of)

@@ -66,6 +66,7 @@ class MXFP4(Stored):
           scales: uint8[..., n / 32], exponents.
         Raises:
           TypeError, ValueError: other dtypes, or shapes that do not fit each other.
+          dtype_name: to which it is decoded by default.
         """
         check = Arguments("MXFP4.from_blocks")
         check.array("scales", scales, "...", jnp.uint8)

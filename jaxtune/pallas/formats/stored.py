@@ -139,7 +139,7 @@ class Stored:
 
     def with_input_scale(self, scale: float) -> Self:
         """The same weight with a scale of activations, which files store beside it and servers use to round what they
-        multiply. Only NVFP4.
+        multiply. Only NVFP4. scale: as NVFP4.global_scale computes it from the largest activation, not its inverse.
         """
         raise NotImplementedError
 

@@ -16,6 +16,7 @@ ACTIVATIONS = {
 
 
 def gated_backward(gate, up, dgated, activation: str):
+    """(inner rows activation(gate) * up, computed again; gradient of gate; of up), from dgated, theirs."""
     gated, pullback = jax.vjp(lambda gate, up: ACTIVATIONS[activation](gate) * up, gate, up)
     return gated, *pullback(dgated)
 
@@ -28,11 +29,13 @@ def thin_product(left, right, contract: tuple[int, int], dtype) -> jax.Array:
 
 
 def gated_thin(gate, up, a, activation: str):
+    """As thin.gated_thin: (activation(gate) * up, that times a^T)."""
     gated = ACTIVATIONS[activation](gate) * up
     return gated, thin_product(gated, a.astype(gate.dtype), (1, 1), gate.dtype)
 
 
 def gated_thin_backward(gate, up, dgated, dinner, activation: str):
+    """As thin.gated_thin_backward: (gradient of gate, of up, float32[r, I] of A)."""
     gated, dgate, dup = gated_backward(gate, up, dgated, activation)
     return dgate, dup, thin_product(dinner, gated, (0, 0), jnp.float32)
 
@@ -64,11 +67,12 @@ class RowGate:
 
 def gated_rows(gate_up: jax.Array, weights: jax.Array, gate: RowGate) -> jax.Array:
     """Experts' inner rows times their router's weights: [rows, I] in gate_up's dtype, computed in float32, rounded
-    once.
+    once. gate: the activation, its clipping, and how gate and up lie in gate_up.
     """
     return (gate(gate_up) * weights[:, None]).astype(gate_up.dtype)
 
 
 def gated_rows_backward(gate_up, weights, dgated, gate: RowGate):
+    """As api.gated_rows_backward, in plain JAX."""
     gated, pullback = jax.vjp(lambda gate_up, weights: gated_rows(gate_up, weights, gate), gate_up, weights)
     return gated, *pullback(dgated)

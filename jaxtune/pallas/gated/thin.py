@@ -50,7 +50,9 @@ def thin_of_gated(
 
 
 def by_kernel(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ...]:
-    """thin_triton.gated_thin on each device, with `a` rounded to gate's dtype."""
+    """thin_triton.gated_thin on each device, with `a` rounded to gate's dtype. result: which results the kernel
+    writes.
+    """
     return meshes.on_each_device(thin_triton.gated_thin, rows=2)(gate, up, a.astype(gate.dtype), activation, result)
 
 
@@ -84,6 +86,7 @@ def gated_thin_backward(
 
 
 def rounded_gradients(gate, up, dgated, dinner, inners, bs, activation: str) -> tuple:
+    """thin_triton.rounded_gradients on each device; its arguments and results are documented there."""
     run = meshes.on_each_device(thin_triton.rounded_gradients, rows=5, results=2)
     return run(gate, up, dgated, dinner, inners, bs, activation, thin_triton.rounded_tile())
 
@@ -97,6 +100,9 @@ def _checked(op: str, gate, up, activation: str) -> Arguments:
 
 
 def implementation_name(op: str, gate, rank: int, activation: str, implementation: str | None) -> str:
+    """The implementation that runs the operation `op`, as dispatch.choose decides; the reference for small arrays.
+    gate: [tokens, size], an array or a shape; rank: of the adapter.
+    """
     if implementation is None and not is_large(*gate.shape):
         implementation = "reference"
     return dispatch.choose(op, implementations(gate, rank, activation), implementation)
@@ -109,11 +115,13 @@ def is_large(tokens: float, size: int) -> bool:
 
 def in_place(dtype, tokens: float, size: int, rank: int, activation: str) -> bool:
     """Whether the kernel of `gated_thin_backward`, which writes over its arguments, runs such a call on some GPU. size:
-    gate's columns.
+    gate's columns. tokens: rows of gate. rank: of the adapter.
     """
     return is_large(tokens, size) and thin_triton.unsupported(dtype, size, rank, activation) is None
 
 
 def implementations(gate, rank: int, activation: str) -> dispatch.Table:
-    """{name: why it refuses a call, or None}, in the order of trial. gate: an array or a shape."""
+    """{name: why it refuses a call, or None}, in the order of trial. gate: an array or a shape. rank: of the
+    adapter.
+    """
     return {"triton": lambda: thin_triton.refusal(gate, rank, activation), "reference": lambda: None}

@@ -46,7 +46,7 @@ def rounded_tile() -> Tile:
 
 
 def refusal(gate, rank: int, activation: str) -> str | None:
-    """Why the kernels cannot compute a call, or None; it may run their check at first use."""
+    """Why the kernels cannot compute a call, or None; it may run their check at first use. rank: of the adapter."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -55,7 +55,7 @@ def refusal(gate, rank: int, activation: str) -> str | None:
 
 
 def unsupported(dtype, size: int, rank: int, activation: str) -> str | None:
-    """Why no GPU can run the kernels for such a call, or None. size: gate's columns."""
+    """Why no GPU can run the kernels for such a call, or None. size: gate's columns. rank: of the adapter."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
     if activation not in ACTIVATIONS:
@@ -71,6 +71,7 @@ def width_of(rank: int) -> int:
 
 
 def _first_use(dtype, width: int, activation: str) -> str | None:
+    """Why this GPU must not run the kernels, or None: both are compared with plain JAX."""
     from jaxtune.pallas.gated import reference
 
     def compare():

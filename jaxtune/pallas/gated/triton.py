@@ -43,6 +43,7 @@ def unsupported(dtype, gate: RowGate) -> str | None:
 
 
 def _first_use(dtype, gate: RowGate) -> str | None:
+    """Why this GPU must not run the kernel, or None: it is compared with plain JAX."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 3)

@@ -87,7 +87,7 @@ def pads_adapters(dtype, in_size: int, out_size: int) -> bool:
 
 def padded_adapter(side: jax.Array, axis: int, dtype) -> jax.Array:
     """A [E, r, in] or B [E, out, r], cast to the rows' dtype, its rank (axis 1 of A, 2 of B) padded with zeros to a
-    multiple of 64.
+    multiple of 64. side: A or B. axis: of the rank.
     """
     return mosaic.padded_rank_axis(side.astype(dtype), axis)
 
@@ -220,6 +220,7 @@ def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None, inn
     tokens: only if the implementation `gathers`.
     bias: [E, out]. Empty rows get it or not.
     inner: the low-rank input x A^T, [rows, r], of an earlier call; None: it is computed.
+    lora: (a, b) or None. static: all from `prepared`.
     """
     contract = 1 if static.transposed else 2
     extra = None
@@ -250,6 +251,7 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
 
       dout: [rows, out], or [T, out] with `dout_tokens`, only if the implementation `gathers`.
       x_tokens: the row of the residuals' x [T, in] for each sorted row.
+      static: from `prepared`; residuals: from `forward`.
     """
     x, weight, lora, groups, inner = residuals
     dinner = dlora = None
@@ -270,7 +272,9 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
 
 
 def adapter_gradients(static: Static, b, inner, groups, dout, dout_tokens=None):
-    """(the gradient of `inner` [rows, at least r], padded by a Mosaic implementation; of B, float32[E, out, r])."""
+    """(the gradient of `inner` [rows, at least r], padded by a Mosaic implementation; of B, float32[E, out, r]). b: [E,
+    out, r]. dout, dout_tokens: as in `backward`.
+    """
     inner = scaled(inner, static.scale)
     dinner, db = _thin_pair(dout, b, inner, groups, static.implementation, dout_tokens)
     # Without this XLA would keep db and its sums until the end of the program, where each is copied.
@@ -278,7 +282,9 @@ def adapter_gradients(static: Static, b, inner, groups, dout, dout_tokens=None):
 
 
 def rows_gradient(static: Static, weight, lora, dinner, groups, dout, dout_tokens=None):
-    """The gradient of the sorted rows, [rows, in]: dout times the weight, plus the adapter's part, dinner A."""
+    """The gradient of the sorted rows, [rows, in]: dout times the weight, plus the adapter's part, dinner A. lora: (a,
+    b) or None. dinner: [rows, at least r], or None without an adapter.
+    """
     extra = None
     if lora is not None:
         extra = (dinner, lora[0].mT if static.transposed else lora[0])
@@ -308,6 +314,8 @@ def checked(
 ) -> Arguments:
     """Checks the arguments of the product `op`, and returns the checker, which knows the sizes E, in and out. routing:
     the Routing with the groups, whose arrays are checked too; None: the product takes groups.
+
+      name, shape: of the argument x, such as "[rows, in]". transposed: weight is [E, in, out].
     """
     check = Arguments(op)
     check_groups(check, groups, "groups" if routing is None else "routing.groups")
@@ -344,6 +352,7 @@ def prepared(
 
       derivative_follows: decode a quantised weight once, here, for the forward and x's gradient, and compute the
       adapter's gradients first.
+      transposed: weight is [E, in, out]. weight_trains: its gradient is needed.
     """
     if isinstance(weight, Stored) and weight.swapped:
         weight, transposed = weight.unswapped, not transposed

@@ -28,6 +28,7 @@ def refusal(name: str, product: Callable, weight, *, gathering: bool = False) ->
       product: as reference.product; if `gathering`, with another argument, tokens.
       weight: a quantised weight, whose format a random weight gets; None: an array.
       gathering: also compare rows gathered from tokens, and narrow products.
+      name: of the kernel, for messages and the store of passes.
     """
 
     def compare():

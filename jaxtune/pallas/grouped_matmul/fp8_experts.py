@@ -135,7 +135,7 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> str | None:
-    """The reason why this GPU must not run an FP8 kernel, or None. whole: whether 128 divides the summed axis;
+    """The reason why this GPU must not run an FP8 kernel, or None. whole_steps: whether 128 divides the summed axis;
     otherwise the kernel's steps are shorter, in another layout.
     """
     padded_rank = fp8_mosaic.padded_rank(rank) if rank else 0

@@ -76,7 +76,7 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
 
 def start_copy(x_ref, tokens, target, first_column, transforms, interpreted: bool):
     """Starts to copy rows of x_ref to `target`; all lanes of the loading warpgroup call it, and nobody may still read
-    `target`. The rows have arrived after `tell` and `wait`.
+    `target`. The rows have arrived after `signal_arrival` and `wait`.
 
       x_ref: the tokens [T, K] in global memory, 16 bits.
       tokens: from `numbers`; the index T copies zeros.

@@ -79,6 +79,7 @@ def groups_of(sizes: jax.Array, max_rows: int, tile_rows: int = TILE_ROWS) -> Gr
 
     max_rows: an upper bound of the sum of `sizes`, known while tracing and not checked: there are as many tiles as
     any sizes within it can need, because shapes must not depend on `sizes`.
+    tile_rows: rows of a tile; each expert's rows are padded to whole tiles.
     """
     experts = sizes.shape[0]
     # The largest possible sum of ceil(size / tile_rows).

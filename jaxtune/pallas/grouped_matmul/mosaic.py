@@ -75,6 +75,8 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     """The reason why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None; it does not
     check results. Both sizes must fit: the forward sums over one, the rows' gradient over the other.
+
+      tile_rows: rows of the groups' tiles.
     """
     from jaxtune.pallas.dispatch import compute_capability
 
@@ -102,7 +104,7 @@ def candidates(out_size: int, ahead: bool) -> list[Blocks]:
 
 def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
     """The name under which the tuner stores Blocks, shared by all numbers of rows and experts, with and without an
-    adapter.
+    adapter. contract: the weight's axis that is summed over, 1 or 2. ahead: the weight is decoded by a warpgroup.
     """
     return f"in={in_size}, out={out_size}, contract={contract}" + (", decoding" if ahead else "")
 

@@ -80,6 +80,7 @@ class Decoder:
         [E, ., .] in global memory. After its last chunk of an expert it signals the expert's semaphore.
 
           operands: Chunks.operands in global memory.
+          ready: semaphores, one for each expert.
         """
 
         def load(number):
@@ -106,7 +107,9 @@ class Decoder:
         lax.fori_loop(0, chunk_count, step, tuple(load(jnp.int32(number)) for number in range(_AHEAD)))
 
     def decode_all(self, operands, weight_ref):
-        """Decodes the whole weight at once, for the interpreter, which has no semaphores."""
+        """Decodes the whole weight at once, for the interpreter, which has no semaphores. operands: refs of
+        Chunks.operands, the weight's arrays and tables, in order.
+        """
         chunks = [jnp.int32(chunk) for chunk in range(self.chunks.count)]
         values = [
             self.chunks.values(operands, number, self.chunks.load(operands, number), interpreted=True)
@@ -116,7 +119,7 @@ class Decoder:
 
     def wait(self, ready, expert, programs: int):
         """Makes the loading warpgroup wait until all programs have decoded their chunks of an expert's weight, which
-        TMA can then load.
+        TMA can then load. ready: semaphores, one for each expert. programs: of the grid.
         """
         plgpu.semaphore_wait(ready.at[expert], min(self.share, programs), decrement=False, memory_scope="gpu")
         lanes.copies_see_stores()

@@ -93,7 +93,8 @@ def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums
     for an expert without rows.
 
       left, right: sorted by expert. Rows without a token must be zero in one and finite in the other.
-      sums: as `per_expert`, for p or q of at most 256; otherwise single tiles' products are added one by one.
+      sums: adds up tiles by expert, as `per_expert` does; called if p or q is at most 256, otherwise single tiles'
+      products are added one by one.
     """
     left, right = tiled(left, groups), tiled(right, groups)
 

@@ -273,7 +273,7 @@ def _checked(
 
 def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
     """Tokens of each row in a chunk: at least one, at most chunk_tokens over all rows. Of lengths with equally few
-    chunks it is the smallest, because the last chunk is padded.
+    chunks it is the smallest, because the last chunk is padded. length: tokens of a row.
     """
     most = max(1, min(length, chunk_tokens // max(1, rows)))
     return -(-length // max(1, -(-length // most)))

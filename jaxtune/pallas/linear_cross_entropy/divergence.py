@@ -31,7 +31,7 @@ def masked_beyond(logits: jax.Array, size: int) -> jax.Array:
 
 def length_of_chunks(hidden: jax.Array, vocab_size: int, chunk_tokens: int | None) -> int:
     """Tokens of each row in a chunk of at most chunk_tokens of all rows. None: as many as have CHUNK_LOGITS logits in
-    two arrays, of two models, or of the student and its bucket.
+    two arrays, of two models, or of the student and its bucket. hidden: [B, T, D], only its shape is read.
     """
     rows, length, _ = hidden.shape
     return chunk_length(rows, length, chunk_tokens or max(1, CHUNK_LOGITS // 2 // vocab_size))
@@ -65,6 +65,8 @@ def _chunk(
     heads: (student's [V, D], teacher's [V, E]) in the dtypes of their hidden states, perhaps with rows of zeros at
       the end; size: tokens of the vocabulary.
     own, others: (logit scale, soft cap) of student and teacher.
+    weights: float32[B, t], multiply the gradients alone; divergences come unweighted.
+    beta, temperature: as in linear_divergence. gradients: False: none are computed.
     """
     head, teacher_head = heads
     logits, slope = logits_of(hidden, head, own[0], own[1], temperature)

@@ -96,6 +96,7 @@ def through_head(dlogits: jax.Array, hidden: jax.Array, head: jax.Array, head_gr
     """([B, t, D] in hidden's dtype, float32[V, D] or None): gradients of a chunk's hidden states and of the head.
 
     dlogits: float32[B, t, V], gradients of the products of both, rounded to hidden's dtype.
+    head_gradient: False: the second is None.
     """
     dlogits, precision = dlogits.astype(hidden.dtype), precision_of(hidden)
     dhidden = jnp.einsum("btv,vd->btd", dlogits, head, precision=precision)

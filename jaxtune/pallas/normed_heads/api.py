@@ -34,6 +34,7 @@ def normed_heads(
       offset, float32: as in reference.normed.
       implementation: "triton" (16 bits, D a power of two of at least 32, rotary_dim D), "reference", or None: "triton"
         if it supports the call and there are at least 4,096 heads over all tokens.
+      eps: added to the mean square of a head.
     """
     check = Arguments("normed_heads")
     check.array("x", x, "B T heads D", FLOATS)

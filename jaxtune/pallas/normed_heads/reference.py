@@ -16,6 +16,7 @@ def normed(x, weight, eps, offset, float32):
     offset: added to the weight; ignored unless float32.
     float32: True: the normed numbers times the weight are rounded once. False: both are rounded to x's dtype first,
       and the product again.
+    eps: added to the mean square.
     """
     x32 = x.astype(jnp.float32)
     x32 = x32 * inverse_rms(x32, eps)

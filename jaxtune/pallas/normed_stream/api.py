@@ -32,6 +32,7 @@ def normed_stream(
       implementation: of the gradients; the norm is always plain JAX. "triton" (16 bits, at most 8,192 numbers a row),
         "reference", or None: "triton" if it supports the call and there are at least 1,024 rows of at least 512
         numbers.
+      eps: added to the mean square.
     """
     check = Arguments("normed_stream")
     check.array("x", x, "... size", FLOATS)

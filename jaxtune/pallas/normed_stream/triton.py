@@ -46,6 +46,7 @@ def refusal(x, weight) -> str | None:
 
 
 def _first_use(dtype, weight_dtype, size: int) -> str | None:
+    """Why this GPU must not run the kernel, or None: gradients are compared with plain JAX."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)
@@ -71,6 +72,9 @@ def _first_use(dtype, weight_dtype, size: int) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def normed_stream(x, weight, eps: float, offset: float, float32: bool):
+    """As api.normed_stream: (x, the normed x). eps, offset, float32: as in normed_heads.reference.normed, which defines
+    the norm.
+    """
     return x, normed(x, weight, eps, offset, float32)
 
 
@@ -108,6 +112,7 @@ def gradient(x, dnormed, stream_gradient, weight, eps, offset, float32, trained:
     """Runs the kernel: [gradient of x, and if `trained` the programs' shares float32[programs, size] of the weight's].
 
     stream_gradient: like x, added to its gradient, or None.
+    dnormed: gradient of the normed x. eps, offset, float32: as in normed_stream.
     """
     from jaxtune.pallas.normed_stream import kernels
 

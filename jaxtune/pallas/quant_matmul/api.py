@@ -102,7 +102,9 @@ def quant_matmul(
 def choose(
     weights: Sequence[jax.Array | Stored], dtype, fp8: bool, implementation: str | None
 ) -> tuple[ModuleType, tuple[str | None, ...]]:
-    """How a call's products are computed: (kernels, as_stored) of reference.Static."""
+    """How a call's products are computed: (kernels, as_stored) of reference.Static. dtype: of x. fp8: FP8 weights are
+    multiplied undecoded.
+    """
     as_stored = (implementation,) if fp8 and any(product_of(weight) is not None for weight in weights) else ()
     decoded_weights = [weight for weight in weights if not as_stored or product_of(weight) is None]
     if as_stored and not decoded_weights:

@@ -28,7 +28,7 @@ def tile() -> Tile:
 
 def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
     """The reason why the kernel cannot round such outputs and multiply them for such adapters, or differs from plain
-    JAX on this GPU; None if it can.
+    JAX on this GPU; None if it can. widths: columns of each output. ranks: of their adapters. dtype: of the gradients.
     """
     reason = fp8_rounding.refusal(widths, dtype, True)
     if reason is not None:
@@ -87,6 +87,7 @@ def rounded_pair(
       douts: [tokens, out_i] of 16 bits each.
       inner: low-rank inputs, side by side.
       bs: float[out_i, r_i] each.
+      shape: the sizes of a program's tile.
     """
     from jaxtune.pallas.quant_matmul import fp8_gradients_kernels as kernels
 

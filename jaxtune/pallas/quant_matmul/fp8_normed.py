@@ -66,6 +66,7 @@ def normed(
       x: bfloat16[rows, size].
       factors: float32[size], the norm's.
       a: float[r, size], or None.
+      eps: added to the mean square.
     """
     from jaxtune.pallas.quant_matmul import fp8_normed_kernels
 

@@ -22,7 +22,9 @@ def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
 
 
 def by_rows(codes, scale, side, side_scale, dtype):
-    """codes [n, k] side [columns, k]^T times scales of rows float32[n, 1] and columns float32[columns] (or None)."""
+    """codes [n, k] side [columns, k]^T times scales of rows float32[n, 1] and columns float32[columns] (or None).
+    dtype: of the result; sums are float32.
+    """
     # The product's result is scaled in a separate pass, which takes half the time in bfloat16; another rounding is
     # negligible beside those to e4m3. float16 would overflow.
     out = _dot(codes, side, jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32).astype(jnp.float32) * scale

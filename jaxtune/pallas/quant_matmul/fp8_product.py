@@ -8,7 +8,7 @@ The backward multiplies the gradients of all weights that share x, side by side,
 sum takes no pass over memory. Tensor cores accept e4m3 with the summed axis contiguous only: each step copies the codes
 transposed (about 6 ms of an 8B step on an H200), unless the weights have them (FP8.transposed, another 7 GB).
 
-In all functions `blocks` says that each 128 numbers have a scale, not each row; `more` is None, or an adapter's
+In all functions `blocks` says that each 128 numbers have a scale, not each row; `adapter` is None, or an adapter's
 operands (u [n, r], side [columns, r]), whose product u side^T is added; a requested `implementation` that refuses
 raises ValueError.
 """
@@ -142,6 +142,7 @@ def gated_gradients(
     times the B's, [n, sum of ranks]; each transposed times its low-rank input, float32[k, r])).
 
       adapters: of gate and up (low-rank input [n, r], B float[k, r]); None if the gradients themselves are needed.
+      dgated: gradient of activation(gate) * up, [n, k]. dinner: of down's low-rank input, [n, r].
     """
     inners, bs = zip(*adapters, strict=True) if adapters is not None else ((), ())
     rank, op = max(array.shape[1] for array in (dinner, *inners)), "gated_gradients_to_fp8"
@@ -180,6 +181,8 @@ def rounded_gradients(
     """(codes and scales as of `side_by_side`; the gradients times the B's, [n, sum of ranks]; each transposed times its
     low-rank input, float32[out_i, r_i]), by a kernel that reads each gradient once; None where none can, as without
     `blocks`.
+
+      douts: [n, out_i] each. inner: low-rank inputs, side by side. bs: float[out_i, r_i] each.
     """
     widths, ranks = zip(*(b.shape for b in bs), strict=True)
     if not blocks or implementation == "reference" or not thin.is_large(len(inner), sum(widths)):
@@ -202,7 +205,8 @@ def normed_operand(
     x: jax.Array, weight: jax.Array, rounding: NormRounding, a: jax.Array | None, blocks: bool
 ) -> tuple[tuple[jax.Array, jax.Array], low_rank.OfNormed | None]:
     """(`operand` of the normed x; its product with a^T [n, r] beside the factors of x's rows, or None), by a kernel
-    that writes no normed x. Only if `normed_refusal` is None. x: bfloat16[n, k].
+    that writes no normed x. Only if `normed_refusal` is None. x: bfloat16[n, k]. rounding: eps and the form of the
+    norm.
     """
     if rounding.float32:
         factors = rounding.offset + weight.astype(jnp.float32)
@@ -215,7 +219,9 @@ def normed_operand(
 
 
 def normed_refusal(x, rank: int, blocks: bool) -> str | None:
-    """The reason why no kernel can compute `normed_operand`, or None. x: [n, k], an array or a shape."""
+    """The reason why no kernel can compute `normed_operand`, or None. x: [n, k], an array or a shape. rank: of the
+    adapters, 0 for none.
+    """
     return fp8_normed.refusal(x, rank) or _first_normed(fp8_normed.width_of(rank), blocks)
 
 
@@ -367,7 +373,7 @@ def by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str,
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> str | None:
-    """Compares kernel `name` with an exact product; the last tile's rows overlap those before. whole: whether 128
+    """Compares kernel `name` with an exact product; the last tile's rows overlap those before. whole_steps: whether 128
     divides the summed axis; otherwise the kernel has another swizzle.
     """
     padded_rank, width = fp8_mosaic.padded_rank(rank) if rank else 0, 1024 if whole_steps else 960

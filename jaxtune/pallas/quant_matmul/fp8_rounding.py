@@ -46,7 +46,9 @@ def tile(total: int, scaled: bool, blocks: bool) -> Tile:
 
 
 def refusal(widths: Sequence[int], dtype, blocks: bool) -> str | None:
-    """The reason why the kernels cannot round rows of arrays with these widths side by side, or None."""
+    """The reason why the kernels cannot round rows of arrays with these widths side by side, or None. dtype: of the
+    arrays. blocks: each 128 numbers have a scale, not each row.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -97,6 +99,7 @@ def rounded(
 
 
 def _by_rows(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) -> tuple:
+    """(codes e4m3[rows, sum of widths], scales) with one scale for each row. constants: of the kernel."""
     from jaxtune.pallas.quant_matmul import fp8_rounding_kernels as kernels
 
     shape, pieces, total = tile(sum(widths), bool(constants["SCALED"]), False), [], 0
@@ -121,6 +124,9 @@ def _by_rows(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) 
 
 
 def _by_blocks(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) -> tuple:
+    """(codes e4m3[rows, widths rounded up to 128s], scales) with one scale for each 128 numbers of a row. constants: of
+    the kernel.
+    """
     from jaxtune.pallas.quant_matmul import fp8_rounding_kernels as kernels
 
     shape = tile(sum(widths), False, True)

@@ -155,6 +155,7 @@ def gated_mlp(
       gate, up: [..., I]; x and the adapters get the gradients.
       weights: of gate [I, in], up [I, in] and down [out, I]; `joins` must accept the first two.
       loras, activation: as of gated_matmul.
+      biases: of gate, up and down, or None.
     """
     check = Arguments("gated_mlp")
     check.array("x", x, "... in", FLOATS)

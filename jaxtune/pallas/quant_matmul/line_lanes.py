@@ -45,6 +45,8 @@ def _fragment_row():
 def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
     """Copies a table of 256 32-bit values into each of the columns first to first + 31 of table_smem, uint32[256, 64]:
     each lane then reads its own memory bank. All threads of the program call it, and pass a barrier before they read.
+
+      source_ref: uint32[256], in global memory. warpgroups: of the program.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
@@ -67,6 +69,7 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjace
 
       absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks of a row].
       adjacent: neighbouring lines of one warpgroup, 1, 2 or 4; the warpgroups take turns.
+      nested_ref: float32, of each 256 consecutive numbers of absmax_ref, or None. first_row, first_line: int32[].
     """
     blocks = absmax_ref.shape[1]
     count = -(-4 * rows // 128)
@@ -167,6 +170,7 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
       codes_smem: uint8[16 g, 128 m], m lines, swizzled; each warp takes a block of 64.
       x_smem: 16-bit [tokens, m, 256].
       first_scale: int32[], the line's first block in scales_smem.
+      dtype: of the tensor cores' operands, bfloat16 or float16.
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"

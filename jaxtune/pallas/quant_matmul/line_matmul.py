@@ -75,6 +75,8 @@ def _smem_bytes(tile: Tile, tokens: int) -> int:
 def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
     """At most nine candidates to measure for a weight [rows, columns]: for 1 to 4 splits the rows of a program with the
     least estimated time; of these up to three within 25 % of the best, and always the one without a cluster.
+
+      programs: that run at the same time, one on each multiprocessor.
     """
 
     def work(division: tuple[int, int]) -> float:

@@ -82,7 +82,7 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """As `small_refusal`, for more than 16 tokens."""
+    """As `small_refusal`, for more than 16 tokens. dtype: of x."""
     reason = triton.few_refusal(weight, dtype, tokens)
     if reason is not None:
         return reason
@@ -328,7 +328,9 @@ def small_bucket(weight: FourBit, tokens: int) -> str:
 
 
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
-    """line_matmul's tile if it was measured to be the fastest kernel for such products and can run; else None."""
+    """line_matmul's tile if it was measured to be the fastest kernel for such products and can run; else None. dtype:
+    of x.
+    """
     measured = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
     if not measured or line_refusal(tile := line_matmul.Tile(**measured), weight, dtype, tokens) is not None:
         return None

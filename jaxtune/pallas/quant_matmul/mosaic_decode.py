@@ -64,7 +64,7 @@ class Chunks:
     @staticmethod
     def of(weight: Stored, dtype, unit_size: int) -> Chunks:
         """The chunks of a weight: the largest power of two of lines, at most 8 (4 for NVFP4), that divides `unit_size`,
-        the numbers of the weight or of an expert that is decoded separately.
+        the numbers of the weight or of an expert that is decoded separately. dtype: of the decoded numbers.
         """
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         # Measured (notes/quant_matmul.md): more lines leave small weights too few programs, fewer load too little.
@@ -125,6 +125,7 @@ class Chunks:
 
         beside_products: look codes up by byte permutations, without shared memory, which tensor cores read at the
         same time; False: by warp shuffles, fewer instructions.
+        refs: of `operands`, in their order. chunk: int32[], its number. loaded: what `load` returned for it.
         """
         _, _, table_ref, *nested_refs = refs
         codes, scales = loaded

@@ -46,6 +46,7 @@ def normed_matmul(
       loras: for each weight its adapter, without a row_scale, or None.
       eps, offset, float32: of normed_stream.
       weights, biases, fp8: of quant_matmul.
+      norm_weight: float[in].
     """
     check = Arguments("normed_matmul")
     check.array("x", x, "... in", FLOATS)

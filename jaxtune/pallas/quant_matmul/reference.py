@@ -60,6 +60,9 @@ def dequantize(weight: Stored, dtype) -> jax.Array:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
+    """The reason why no kernel should multiply so few tokens by this weight undecoded, or None; here there is always
+    one.
+    """
     del weight, dtype, tokens
     return "a decoded weight and the vendor's GEMM"
 
@@ -203,6 +206,7 @@ def products_backward(static: Static, residuals, doutputs, rounded: Rounded | No
 
       rounded: what the backward takes where a kernel has rounded the gradients: `doutputs` are then Nones, the weights
       of one kind, and there is no bias.
+      static, residuals: from the forward.
     """
     x, source, weights, loras, biases, inner = residuals
     dsource = adapter_product = coded = None
@@ -228,7 +232,7 @@ def products_backward(static: Static, residuals, doutputs, rounded: Rounded | No
 
 def adapter_gradients(doutputs, weights, loras, inner, static: Static) -> Rounded:
     """The gradients of `inner` and of the B's. If all weights are multiplied undecoded and have adapters, a kernel may
-    also round the outputs' gradients, which it then reads once.
+    also round the outputs' gradients, which it then reads once. doutputs: [tokens, out_i] each.
     """
     kinds = {_kind(weight, static) for weight in weights}
     [(product, kind), *other_kinds] = kinds
@@ -260,7 +264,7 @@ def adapter_inputs(loras, inner, static: Static) -> list[jax.Array]:
 
 
 def scaled_parts(joined, loras, static: Static) -> jax.Array:
-    """[n, sum of ranks], each part times its adapter's scale."""
+    """[n, sum of ranks], each part times its adapter's scale. joined: [n, sum of ranks], side by side."""
     if len(set(static.scales)) == 1:
         return scaled(joined, static.scales[0])  # parts would be cut out first, and joined again
     return jnp.concatenate([*map(scaled, _parts(joined, loras), static.scales)], axis=1)
@@ -317,6 +321,9 @@ def dropout(x, rate, key, run: jax.Array | int = 0):
 def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, as_stored: tuple):
     """quant_matmul of checked arguments and a chosen implementation. A row_scale multiplies both products, in float32,
     before the bias is added.
+
+      dropout_rate, dropout_key, dropout_part: of the adapters' inputs; a rate of 0: no dropout. biases: an array or
+      None for each weight.
     """
     flat = x.reshape(-1, x.shape[-1])
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)

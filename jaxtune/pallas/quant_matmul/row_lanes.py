@@ -62,7 +62,7 @@ def _block(wg, slices: int):
 
 def own_x(x_ref, wg, slices: int):
     """The token's elements by which a lane multiplies its codes, two 16-bit ones in each of uint32[128 x 16], the same
-    for every chunk.
+    for every chunk. x_ref: 16 bits, in global memory.
     """
 
     @mosaic_types.inline_mgpu(
@@ -105,15 +105,15 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
 
 
 def multiply(x, nested, offset, chunk_index, slot, wg, refs, *, pairs: int, slices: int, dtype):
-    """partial[place, warp], float32[8, 2] = the warp's pair of rows times the token over its slice, for each quad and
-    row, by the tensor cores. Call it after lanes.wait_for_chunk and a barrier after the filling of table and map.
+    """partial[chunk_index, warp], float32[8, 2] = the warp's pair of rows times the token over its slice, for each quad
+    and row, by the tensor cores. Call it after lanes.wait_for_chunk and a barrier after the filling of table and map.
 
     A lane has 8 bytes of its quad's block of each row, in each half of the slice. For the tensor cores (m16n8k16) the
     eight quads are eight rows with different k each; column g of the right operand has quad g's elements of x. So only
     the diagonal of the products is used, and a lane needs x only at its own codes.
 
       x, nested: from own_x and own_nested; nested and offset are None if absmax are float32.
-      place, slot: int32[], the chunk's number in this program, and its index in `codes` and `absmax`.
+      chunk_index, slot: int32[], the chunk's number in this program, and its index in `codes` and `absmax`.
       refs: codes, absmax, table, map or None, and partial, in shared memory.
     """
     codes, absmax, table, *maps, partial = (ref for ref in refs if ref is not None)
@@ -203,6 +203,8 @@ def multiply(x, nested, offset, chunk_index, slot, wg, refs, *, pairs: int, slic
 def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: int, *, pairs: int, slices: int, dtype):
     """out_ref[rows] = the sums of `multiply`, float32[places, warps, 8, 2], over slices and quads. All multiplying
     warpgroups call it, after a barrier; the program has `count` chunks, program, program + programs, ...
+
+      partial_smem: where `multiply` wrote them. dtype: to which the sums are rounded.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR))

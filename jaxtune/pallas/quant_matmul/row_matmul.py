@@ -120,7 +120,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
     def slot_of(index):
         return lax.rem(index, jnp.int32(plan.stages))
 
-    def fill():
+    def fill_tables():
         if interpreted:
             return
         line_lanes.fill_columns(pairs_ref, table_smem, 0, plan.warpgroups + 1)
@@ -139,7 +139,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
 
         lanes.begin_barriers(full_smem)
         copy(jnp.int32(0))
-        fill()
+        fill_tables()
         lax.fori_loop(1, jnp.minimum(chunk_count, plan.stages), lambda index, _: copy(index), None)
 
         def again(index, _):
@@ -170,7 +170,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
             x = row_lanes.own_x(x_ref, own_warpgroup, plan.slices)
         offset = None if offset_ref is None else offset_ref[0]
         first = nested_of(jnp.int32(0))
-        fill()
+        fill_tables()
 
         def chunk_product(index, nested):
             if interpreted:
@@ -222,6 +222,7 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, inter
       codes: uint8[out x in / 2], in any shape.
       absmax: uint8 (double quantisation) or float32[out x in / 64], in any shape.
       nested, pairs, kernel, interpret: as of line_matmul.matmul.
+      programs: of the grid.
     """
     sizes = plan(rows, x.shape[1], programs)
     assert sizes is not None, (rows, x.shape)

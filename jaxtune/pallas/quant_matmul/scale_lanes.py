@@ -38,6 +38,8 @@ def divided_scales(codes, divisor, map_ref, layout):
 
     With PTX's div.rn, decoding NVFP4 took 1.55 times as long. Instead, quotients are corrected by the remainder
     (Markstein, https://doi.org/10.1147/rd.341.0111).
+
+      map_ref: float32[256], in memory.
     """
 
     @mosaic_types.inline_mgpu(

@@ -110,7 +110,7 @@ def route(
 
 def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
     """Implementations of the copy of tokens to rows, in order of preference: {name: returns the reason of a refusal, or
-    None}.
+    None}. dtype, hidden: of the tokens [T, hidden]. k: experts of a token.
     """
 
     def refusal():
@@ -178,6 +178,8 @@ def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None
 
     Gradients of empty rows must be zero. A token's gradient is the sum of its rows', in float32 in the order of its
     choices. Models use matmul_of_tokens, which includes the copy.
+
+      routing: of these tokens. implementation: None: the first that supports the call.
     """
     check_routing("permute", routing).array("x", x, "T H", FLOATS)
     return _permute(x, routing, implementation)
@@ -206,6 +208,7 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
     Empty rows must be zero; a token without an expert gets zeros. Models use matmul_to_tokens, which includes the sum.
 
       implementation: of the backward's copy of gradients to rows, which checks it.
+      routing: by which the rows were made.
     """
     check_routing("unpermute", routing).array("rows", rows, "rows H", FLOATS)
     return _unpermute(rows, routing, implementation)

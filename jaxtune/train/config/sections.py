@@ -449,7 +449,9 @@ def _check_every(section: str, steps: float | None, epochs: float | None) -> Non
 
 
 def in_steps[T: (CheckpointConfig, EvaluationConfig)](section: T, total_steps: int, steps_per_epoch: int | None) -> T:
-    """The section with every_steps as a number of steps, rounded up. steps_per_epoch: None if the rows have no end."""
+    """The section with every_steps as a number of steps, rounded up. steps_per_epoch: None if the rows have no end.
+    total_steps: of the run, of which a share may be configured.
+    """
     every = section.every_steps
     if section.every_epochs is not None:
         name = "checkpoint" if isinstance(section, CheckpointConfig) else "evaluation"

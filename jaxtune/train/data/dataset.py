@@ -198,6 +198,8 @@ def prepare(
       pairs: whether `format` is PREFERENCE or LABELLED: a row makes two documents, one empty for a labelled row.
       say: takes lines about the token cache.
       poll: called several times a second; it may raise, which leaves no partial cache.
+      last_response_only: of a conversation's responses only the last is trained on.
+      max_rows: read at most this many rows; None: all.
     """
     _require_known(format, pairs, on_bad_row, overflow)
     if template is not None:

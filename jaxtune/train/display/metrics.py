@@ -265,7 +265,9 @@ class _TrackioSink(_Sink):
 
 
 def require_packages(tensorboard: bool, wandb_project: str | None, trackio_project: str | None) -> None:
-    """Imports the packages of the loggers that are asked for; ValueError, with a remedy, if one is missing."""
+    """Imports the packages of the loggers that are asked for; ValueError, with a remedy, if one is missing.
+    wandb_project, trackio_project: None: the logger is not used.
+    """
     if tensorboard:
         _require_package("tensorboardX", "tensorboard", "metrics.tensorboard")
     if wandb_project is not None:

@@ -15,12 +15,16 @@ from jaxtune.train.display.metrics import JSONL, read_metrics
 
 
 def is_better(value: float, best: float | None, greatest: bool) -> bool:
-    """Whether `value` beats the best so far (None: there is none); NaN and an equal one do not."""
+    """Whether `value` beats the best so far (None: there is none); NaN and an equal one do not. greatest: larger values
+    are better, as for accuracies; False: smaller ones.
+    """
     return not math.isnan(value) and (best is None or (value > best if greatest else value < best))
 
 
 def waited(count: int, value: float, best: float | None, greatest: bool, min_change: float) -> int:
-    """Evaluations in a row, this one included, that were not better by more than `min_change`."""
+    """Evaluations in a row, this one included, that were not better by more than `min_change`. count: the number
+    before. best: the best value so far; None: there is none. greatest: larger values are better.
+    """
     better = is_better(value, best, greatest) and (best is None or abs(value - best) > min_change)
     return 0 if better else count + 1
 

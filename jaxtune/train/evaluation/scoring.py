@@ -171,6 +171,8 @@ def evaluate(
       eval_rows: the recipe's data.eval_rows if data.eval was overridden: they stay out of data.train, as a run's
       checkpoint is known by its training rows.
       load_in: format of the frozen weights; "stored"; None: as configured or trained over.
+      recipe, overrides: the file that `config` was read from, and the settings given beside it, such as
+      "data.eval=FILE".
 
     ValueError without such weights or held-out rows, for rows that the run trained on, or while it is running;
     CheckpointError without an intact checkpoint that fits.

@@ -64,6 +64,9 @@ class BestCheckpoint:
     def resume(self, output: Path, start: int, rows: str | None) -> None:
         """Takes the best evaluation of earlier processes whose checkpoint exists. Later steps than `start` are
         repeated, so they do not count, nor evaluations of other `rows`. Collective.
+
+          output: the run's folder, whose metrics.jsonl has the evaluations. rows: identity of the held-out rows; None:
+          there are none.
         """
         if self.config.best is None:
             return

@@ -381,6 +381,9 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def _record(path: Path) -> dict[str, Any]:
+    """A checkpoint's record, checked for what restoring it reads. Raises CheckpointError for another format or a
+    damaged one.
+    """
     try:
         record = json.loads((path / META).read_text(encoding="utf-8"))
         if record["format"] != FORMAT or record["step"] != int(path.name.removeprefix("step_")):
@@ -473,6 +476,9 @@ def _committed_sharding(leaf: Any) -> jax.sharding.Sharding | None:
 
 
 def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -> Any:
+    """A restored array as a leaf like `leaf`. Arrays of committed leaves were restored with their sharding; others go
+    to the default device, and keys are wrapped and placed here.
+    """
     if impl := description.get("key_impl"):
         key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
         sharding = _committed_sharding(leaf)

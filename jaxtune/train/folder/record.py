@@ -108,6 +108,7 @@ def record_of(
     user_parts: {what: values that identify it} of what the user's code gave (own_parts.py).
     code: {name: digest} of the user's functions (digests.code_of).
     numerics: values whose change leaves the run valid, but not bit for bit the same.
+    total_steps: optimizer steps of the whole run.
     """
     return {
         "config": config_to_dict(config),
@@ -127,7 +128,8 @@ def record_of(
 def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> list[str]:
     """Compares a checkpoint's record with this run's before arrays are read, and returns the harmless differences as
     lines. A run may be made longer; steps and epochs may change in any way with a constant learning rate.
-    CheckpointError lists what forbids to continue. output: the run's folder, for messages.
+    CheckpointError lists what forbids to continue. output: the run's folder, for messages. saved, current: results of
+    `record_of`.
     """
     saved = {key: value for key, value in saved.items() if key not in (POSITION, INPUT_SCALES)}
     keys = _INCOMPATIBLE
@@ -154,7 +156,9 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
 
 
 def changed_code(saved: Mapping[str, object], current: Mapping[str, object], of_result: bool = False) -> list[str]:
-    """Names of the user's functions whose code differs in two records. of_result: only those that decide the result."""
+    """Names of the user's functions whose code differs in two records. of_result: only those that decide the result.
+    saved, current: records (`record_of`).
+    """
     old, new = (
         {key: value for key, value in flat_keys(record).items() if key.startswith(_CODE)} for record in (saved, current)
     )
@@ -166,7 +170,7 @@ def changed_code(saved: Mapping[str, object], current: Mapping[str, object], of_
 
 def require_same_code(saved: Mapping[str, object], current: Mapping[str, object], what: str) -> None:
     """CheckpointError if a complete run would give an old result for changed code. what: "this run is complete (8
-    steps)".
+    steps)". saved, current: records (`record_of`).
     """
     if names := changed_code(saved, current, of_result=True):
         raise CheckpointError(
@@ -325,7 +329,8 @@ def compare_meta(
     saved: Mapping[str, Any], current: Mapping[str, Any], incompatible: Iterable[str]
 ) -> tuple[list[Difference], list[Difference]]:
     """(differences that forbid a resume, harmless ones) of two records. A config key that one lacks is no difference if
-    it has its default. incompatible: dotted keys, each with all below it.
+    it has its default. incompatible: dotted keys, each with all below it. saved, current: nested mappings of JSON
+    values.
     """
     old = flat_keys(saved)
     new = by_what_it_holds(old, flat_keys(json.loads(json.dumps(current))))
@@ -366,7 +371,8 @@ def require_compatible(
     output: Path | None = None,
 ) -> list[Difference]:
     """The harmless differences; CheckpointError lists the others. hints: {dotted key: what else can be done}, shown if
-    only such keys forbid a resume. output: names a new folder in the message.
+    only such keys forbid a resume. output: names a new folder in the message. saved, current, incompatible: as for
+    `compare_meta`.
     """
     refused, harmless = compare_meta(saved, current, incompatible)
     if refused:

@@ -114,6 +114,8 @@ def holds(folder: Path, run: dict[str, Any], step: int) -> bool:
 def write_result(folder: Path, run: dict[str, Any], step: int, write: Callable[[Path], Any]) -> None:
     """Has `write` fill an empty folder, adds the proof, and renames it to `folder`, in place of an earlier result of
     this run. ValueError if `folder` is not one, or has files that no run wrote.
+
+      run, step: the values that identify the run (record.same_run), and its steps done.
     """
     if os.path.lexists(folder):
         require_replaceable(folder, run, step)

@@ -54,7 +54,9 @@ def recorded_state(folder: Path, total_steps: int, stops: tuple[type[BaseExcepti
 
 
 def write_state(folder: Path, name: StateName, why: str, total_steps: int) -> None:
-    """Writes state.json, in the first process. A failure is logged and the run continues."""
+    """Writes state.json, in the first process. A failure is logged and the run continues. why: the reason in words, cut
+    if it is long.
+    """
     if not processes.first():
         return
     state = {"state": name, "why": why[:_LONGEST_REASON], "total_steps": total_steps}

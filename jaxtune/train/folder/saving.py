@@ -100,7 +100,8 @@ class Saver:
 
     def after_step(self, steps_done: int, state: TrainState, last: bool) -> None:
         """Saves if due, and raises after a signal; after the last step neither, as final save, evaluation and `poll`
-        follow. An update since the last save proves that checkpoint. Raises as `poll`.
+        follow. An update since the last save proves that checkpoint. Raises as `poll`. last: `steps_done` is the run's
+        last.
         """
         if self.monitor.applied > self.saved:
             self.checkpointer.confirm()
@@ -175,6 +176,8 @@ class Saver:
     def result[T](self, future: Future[T], what: str, steps_done: int, state: TrainState) -> T:
         """The future's result. Several processes wait until each has its rows, so that none has given up `state` when
         one meets a signal or an error.
+
+          what: the work in words, for messages. steps_done, state: what is saved if it fails or a signal comes.
         """
         if processes.count() == 1:
             return waiting.result(future, what)
@@ -202,7 +205,9 @@ class Saver:
                 return future.result()
 
     def in_all[T](self, steps_done: int, state: TrainState, work: Callable[[], T]) -> T:
-        """What `work` returns; if it fails in one process, all save and raise. Collective."""
+        """What `work` returns; if it fails in one process, all save and raise. Collective. steps_done, state: what is
+        saved.
+        """
         alone = processes.count() == 1
         try:
             value = work()
@@ -275,7 +280,9 @@ class Saver:
         self.monitor.progress.print(f"warning: {error}. The run continues, and the next save tries again")
 
     def _save(self, steps_done: int, state: TrainState) -> None:
-        """`save` that raises the CheckpointError of this or the last save."""
+        """`save` that raises the CheckpointError of this save and, in a run of several processes, of the last one
+        (_await_save).
+        """
         self.flush(steps_done, state)
         if self.saved == steps_done:
             self._due = False

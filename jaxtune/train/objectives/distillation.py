@@ -168,7 +168,7 @@ class Distill(SFT):
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Sum of divergences at trained targets in nats; with stored values the other tokens are one outcome
-        (linear_top_k_divergence).
+        (linear_top_k_divergence). Returns as Objective.loss.
         """
         if self.offline:
             hidden, stored = forward(model, batch), (batch.extra[TEACHER_IDS], batch.extra[TEACHER_LOG_PROBS])

@@ -41,7 +41,7 @@ def total_rewards(rewards: np.ndarray, weights: np.ndarray | None = None) -> np.
 
 def equal_rewards(rewards: np.ndarray, num_generations: int, weights: np.ndarray | None = None) -> np.ndarray:
     """bool[groups]: whether a group's sums differ by rounding only (1e-12 of the largest terms), or at most one answer
-    has a reward. Arguments as `group_advantages`.
+    has a reward. Arguments as `group_advantages`; NaN is no reward.
     """
     groups = total_rewards(rewards, weights).reshape(-1, num_generations)
     terms = np.abs(rewards if weights is None else rewards * np.asarray(weights, np.float64))
@@ -108,6 +108,7 @@ def rloo_advantages(
       rewards, weights: as `group_advantages`.
       kl: float[answers], sums of log p - log p_ref; beta times it is subtracted from the reward.
       normalize: to mean 0 and deviation 1 over the batch.
+      num_generations: consecutive answers of one prompt, a group.
     """
     rewards = _in_groups("rloo_advantages", rewards, num_generations)
     total = total_rewards(rewards, weights)
@@ -353,6 +354,7 @@ def grpo_sums(
     ValueError if beta is not 0 without ref_logps.
 
       entropy_scale: what the caller divides the loss by, over the count, so that the entropy's term stays a mean.
+      options: the loss's form, beta, clipping and divisor.
     """
     mask, advantages = answers.mask.astype(jnp.float32), answers.advantages[:, None]
     old = jax.lax.stop_gradient(answers.logps) if answers.old_logps is None else answers.old_logps

@@ -207,8 +207,8 @@ class GRPO:
     def _compared(
         self, answers: Answers, cuts: AnswerCuts, trainer_logps: jax.Array, sampled: jax.Array
     ) -> dict[str, jax.Array]:
-        """Sums about masks and the sampler's probabilities. then, sampled: float32[answers, tokens], under the model
-        that sampled, by trainer and sampler.
+        """Sums about masks and the sampler's probabilities. trainer_logps, sampled: float32[answers, tokens], under the
+        model that sampled, by trainer and sampler.
         """
         apart, trained = jnp.abs(trainer_logps - sampled) * cuts.mask, (cuts.mask > 0).any(-1)
         sums = {"answers": cuts.present.sum(), MASKED: (cuts.present * ~trained).sum()}
@@ -304,7 +304,9 @@ class RLOO(GRPO):
         return self.losses.beta > 0
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
-        """By `rloo_advantages`. kl: float[answers], beta times which is subtracted from rewards."""
+        """By `rloo_advantages`. kl: float[answers], beta times which is subtracted from rewards. rewards, weights: as
+        `group_advantages`.
+        """
         return rloo_advantages(
             rewards,
             self.settings.num_generations,

@@ -99,6 +99,8 @@ class Pairs:
         PairDataset is checked and returned.
 
         Raises ValueError for unusable rows, ConfigError for another format, train_on="all" or overflow="split".
+
+          max_rows: read at most this many; None: all. vocab_size: token ids must be below it.
         """
         if not isinstance(rows, PairDataset):
             options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "today", "cache_dir", "num_workers")}
@@ -149,7 +151,9 @@ class Preference(Pairs):
         """Accepts every model."""
 
     def unscaled_rewards(self, model: Decoder, batch: Batch, forward: Forward, answers: Answers) -> jax.Array:
-        """float32[rows, most pairs, 2]: rewards divided by beta, here the log-probabilities. answers: under `model`."""
+        """float32[rows, most pairs, 2]: rewards divided by beta, here the log-probabilities. answers: under `model`.
+        forward: runs the model over the batch.
+        """
         return answers.means if self.by_mean else answers.logps
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -159,6 +163,7 @@ class Preference(Pairs):
         raise NotImplementedError
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """As Objective.loss: (sum over the pairs, their number, sums for METRICS)."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward, self.documents)
         unscaled = self.unscaled_rewards(model, batch, forward, answers)
         has_pair = batch.extra[PAIRS]
@@ -223,7 +228,7 @@ class Referenced(Preference):
 
     def reference(self, model: Decoder, batch: Batch, forward: Forward) -> jax.Array:
         """float32[rows, most pairs, 2]: sums of answers' log-probabilities in nats under `model` with its adapter off,
-        or itself without one; no gradient.
+        or itself without one; no gradient. batch: pairs as PackedPairs fills them.
         """
         base = without_adapter(model) if has_adapter(model) else model
         return sum_log_probs(base, forward.frozen(base, batch), batch, forward).logps

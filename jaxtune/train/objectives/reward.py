@@ -29,7 +29,7 @@ from jaxtune.train.program.loss import Forward
 
 def scores(model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
     """float32[rows, most pairs, 2]: documents' scores, chosen first, arbitrary without a pair. hidden: [rows, length,
-    hidden size], after the final norm.
+    hidden size], after the final norm. batch: pairs as PackedPairs fills them; a document's score is at its last token.
     """
     rows, most = batch.extra[PAIRS].shape
     is_document = batch.segment_ids[..., None] == jnp.arange(1, 2 * most + 1, dtype=batch.segment_ids.dtype)

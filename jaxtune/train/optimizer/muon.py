@@ -48,6 +48,8 @@ def scale_by_muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Muon's direction, 0.2 sqrt(longer side) times an orthogonal matrix with Nesterov momentum, for tensors that
     `which` marks; Adam's for others. A list of tensors has no names: its update needs `decayed` and `embeddings`.
+
+      momentum: Muon's. beta1, beta2, eps: Adam's, for the other tensors.
     """
 
     def init(params):

@@ -23,6 +23,8 @@ def weight_storage(
 ) -> Literal["fp32", "bf16"]:
     """The dtype in which trained matrices are stored: the config's, or "bf16" (rounded stochastically) for a bf16 run
     with over 2 billion trained `parameters`, else "fp32". Tensors of one dimension are float32 either way.
+
+      configured: None: by the rule. precision: the run's, "bf16" or "fp32".
     """
     if configured is not None:
         return configured
@@ -178,6 +180,7 @@ def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimiz
 
 
 def _direction(config: OptimConfig) -> optax.GradientTransformation:
+    """The optimizer's step before weight decay and learning rate. ValueError for an unknown name."""
     betas = config.beta1, config.beta2
     if config.name == "adamw":
         return optax.scale_by_adam(*betas, config.eps)

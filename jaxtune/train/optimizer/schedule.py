@@ -38,6 +38,8 @@ def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int
 
     In a warm-up of n steps, step 0 has peak / n and step n - 1 the peak; with zero_start step 0 has 0 and step n the
     peak. warmup_ratio and decay_ratio are shares of all steps, rounded.
+
+      total_steps: of the run.
     """
     warmup = _steps(config.warmup_ratio, config.warmup_steps, total_steps)
     after = _after_warmup(config, peak, max(1, total_steps - warmup), warmup, total_steps)
@@ -67,6 +69,7 @@ def _steps(ratio: float | None, steps: int | None, total_steps: int) -> int:
 
 
 def _after_warmup(config: ScheduleConfig, peak: float, steps: int, warmup: int, total_steps: int) -> optax.Schedule:
+    """The schedule by steps after the warm-up. steps: how many these are; total_steps: with the warm-up."""
     if config.name == "constant":
         return optax.constant_schedule(peak)
     if config.name == "linear":

@@ -34,7 +34,7 @@ _WORTH_MOVING, _TABLES_WORTH_MOVING = 1.01, 1.002
 
 def splits(rows: int, devices: int, configured: int | None) -> list[int]:
     """Numbers of micro-batches, ascending, with which devices share the rows equally; or the config's number alone,
-    unchecked.
+    unchecked. rows: of a step. configured: None: not configured.
     """
     if configured is not None:
         return [configured]
@@ -62,6 +62,7 @@ def choose(
       resident: least number of layers whose frozen weights are whole on each device; ignored with config.memory.plan.
       unlike: failed plans; what resembles them (`_related`) is left out.
       alike_bytes: device memory for plans that run like these (`_run_alike`).
+      costs: of a step on one device.
 
     PlanError if nothing else fits; ValueError if the host is too small for optimizer states or config.memory.plan is
     not for this model.
@@ -243,7 +244,7 @@ class _Relatives:
 
 def smallest_plan(costs: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
     """The forecast of the plan with the lowest predicted peak, fitting or not; of equal peaks the fastest. ValueError
-    as `choose`.
+    as `choose`. resident: least number of layers whose frozen weights are whole on each device.
     """
     try:
         return choose(costs, config, device, 0.0, resident=resident)

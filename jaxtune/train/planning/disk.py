@@ -45,6 +45,7 @@ def written_by(
 
     saved_checkpoints: number of checkpoints that it has already.
     steps: of the run; None: any number.
+    trained_bytes: of the trained tensors. checkpoint_bytes: of one checkpoint, optimizer states included.
     """
     output, settings = Path(config.output), config.checkpoint
     files, adapted = [], has_adapter(model)

@@ -32,7 +32,7 @@ NO_EXCHANGE = Exchange()  # of a single device
 
 def exchange_of(trained, frozen, shape: partition.MeshShape, sync: GradientSync | None) -> Exchange:
     """What one device receives. trained, frozen: nnx.States, in stored dtypes. sync: None: gradients in float32, but in
-    the weights' dtype for divided weights in two parts (gathers.scatter).
+    the weights' dtype for divided weights in two parts (gathers.scatter). shape: the mesh's.
     """
     weight_shards = shape.shard_count
 
@@ -61,7 +61,7 @@ def exchange_of(trained, frozen, shape: partition.MeshShape, sync: GradientSync 
 
 def sync_bytes(masters, config: TrainConfig, shape: partition.MeshShape) -> tuple[dict[str, float], float]:
     """({name: bytes of a quantised sync's errors on a device}, bytes that it takes in the update); ({}, 0.0) in
-    float32. masters: shapes of the trained weights.
+    float32. masters: shapes of the trained weights. shape: the mesh's.
     """
     sync = gradient_sync_of(config.mesh)
     error_bytes, update_bytes = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)

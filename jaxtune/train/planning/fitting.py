@@ -43,6 +43,7 @@ def fitting_settings(
       shape: the model's DecoderConfig.
       optimizer: the caller's own; then no change of config.optim is proposed.
       reference_runs: forwards of a frozen reference in each loss.
+      device, budget_bytes: the card and the bytes of its memory that a plan may take. most: changes to return.
     """
 
     def changed(section: str, **values) -> TrainConfig:
@@ -129,7 +130,7 @@ def _surely_fits(costs: StepCost, config: TrainConfig, device: Device, budget: f
 
 def longest_row(costs: StepCost, config: TrainConfig, device: Device, budget_bytes: float, step: int = 1024) -> int:
     """Tokens of the longest row, a multiple of `step` below 4,096 x `step`, with which some plan fits, with one row on
-    each device and one micro-batch; 0 if none does.
+    each device and one micro-batch; 0 if none does. budget_bytes: of device memory.
     """
 
     def fits(length: int) -> bool:

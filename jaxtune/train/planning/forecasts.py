@@ -56,7 +56,7 @@ def forecast(costs: StepCost, plan: StepPlan, device: Device) -> Forecast:
 
 def with_codes(costs: StepCost, base_forecast: Forecast, device: Device) -> Forecast:
     """The plan with transposed codes of frozen FP8 weights kept, if that is faster. Hopper only: its kernel reads the
-    codes where they are; elsewhere they would be joined in each step.
+    codes where they are; elsewhere they would be joined in each step. base_forecast: of the same plan without them.
     """
     if not (costs.codes_bytes and device.hopper):
         return base_forecast
@@ -115,7 +115,7 @@ def head_forecast(costs: StepCost, chunk_tokens: int, tokens: float, device: Dev
 
 def _reference_forecast(costs: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
     """(seconds, bytes of a layer's values) of a frozen model's forward; its head takes one of the products that
-    head_forecast counts. parts: of that model.
+    head_forecast counts. costs: of that model.
     """
     layer, head = layer_forecast(costs, KEEP, tokens, device), head_forecast(costs, plan.chunk_tokens, tokens, device)
     seconds = layer.forward * costs.num_layers + head[1] / (3 if costs.head_trains else 2)

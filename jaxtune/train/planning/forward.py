@@ -28,6 +28,7 @@ def forward_bytes(costs: StepCost, tokens: float, chunk_tokens: int, device: Dev
 
       tokens: computed at a time on one device.
       chunk_tokens: tokens whose logits exist at a time; 0: no head.
+      costs: of the model, at the length of its rows.
     """
     layers = []
     for kind in costs.kinds:

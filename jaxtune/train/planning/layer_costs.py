@@ -71,6 +71,7 @@ class Work:
     def expert_gradient_seconds(self, tokens: float, rate: float, device: Device) -> float:
         """Seconds to compute the gradients of experts' weights, padding of the last tiles included; 0 if none trains.
         rate: FLOP/s of dense products of these tokens. Hopper has a kernel for it, elsewhere XLA does it.
+        tokens: of a micro-batch on this device.
         """
         if not self.expert_weight_flops:
             return 0.0

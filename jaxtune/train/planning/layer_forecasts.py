@@ -86,7 +86,9 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device, dev
 def layer_forecast(
     costs: StepCost, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
 ) -> LayerForecast:
-    """The forecast of the mean layer under one plan, as floats; see `layer_forecasts`."""
+    """The forecast of the mean layer under one plan, as floats; see `layer_forecasts`. tokens: of a micro-batch on one
+    device, perhaps a fraction. tile_tokens: of a tile of MLPs; None: no tiles.
+    """
     placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in costs.all_residuals]])
     return LayerForecast(*map(float, vars(layer_forecasts(costs, placed, tokens, device, tile_tokens).at(0)).values()))
 
@@ -190,7 +192,7 @@ def _remade(
     backward.
 
       dropped, rounded: residuals that are recomputed, and kept in FP8.
-      whole, of_kinds: {residual: bytes in a micro-batch} of the mean layer, and of each kind.
+      mean_sizes, of_kinds: {residual: bytes in a micro-batch} of the mean layer, and of each kind.
     """
 
     def in_tiles(sizes):

@@ -72,6 +72,7 @@ def choose_mesh(
 
       cost_on: costs of a step on a mesh.
       on_one_host: devices of one host; None: all.
+      budget_bytes: of each device's memory; None: no limit.
     """
     rows = config.rows_per_step // (config.micro_batches or 1)
     used_devices = next(number for number in range(count, 0, -1) if rows % number == 0)

@@ -88,7 +88,7 @@ def questions_at_a_time(
     costs: StepCost, device: Device, budget_bytes: float | None, prompt: int, answer: int, most: int = 32
 ) -> Sampled:
     """`most` questions at a time, halved until they fit beside all weights (without optimizer states), or 1, which may
-    not. prompt, answer: tokens of the longest.
+    not. prompt, answer: tokens of the longest. budget_bytes: of device memory; None: no limit.
     """
     prompt, answer = (
         1 << (tokens - 1).bit_length() for tokens in (prompt, answer)
@@ -195,7 +195,7 @@ def phase_lines(
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
 ) -> list[str]:
     """The table of phases: one line for all, warnings, and how answers are sampled. budget_bytes: of a device; None: no
-    limit. host_bytes: of this machine; None: unknown.
+    limit. host_bytes: of this machine; None: unknown. slots: as for `phases_of`.
     """
     device = ", ".join(f"{phase.name} {phase.device_bytes / 1e9:.2f}" for phase in phases)
     host = ", ".join(f"{phase.name} {phase.host_bytes / 1e9:.2f}" for phase in phases if phase.host_bytes >= 1e7)
@@ -207,7 +207,9 @@ def phase_lines(
 
 
 def phase_warnings(phases: Sequence[Phase], budget_bytes: float | None, host_bytes: float | None) -> list[str]:
-    """A line, with the remedy, for each phase and memory, of device or host, that is too small; nothing is refused."""
+    """A line, with the remedy, for each phase and memory, of device or host, that is too small; nothing is refused.
+    budget_bytes, host_bytes: as for `phase_lines`.
+    """
     lines = []
     for phase in phases:
         for need, room, side in (

@@ -60,6 +60,8 @@ class StepPlan:
     def from_record(cls, record: dict, num_layers: int, residuals: Sequence[Residual]) -> StepPlan:
         """The plan of a `to_record`; unknown entries are ignored, and older versions wrote "per_layer_embeddings" for
         "embeddings". Raises ValueError if it is not possible for these layers and residuals.
+
+          record: JSON values. num_layers, residuals: of the model that the plan is for.
         """
         plan = parse_residuals(record["residuals"], num_layers, residuals)
         tables = "host" in (record.get("embeddings"), record.get("per_layer_embeddings"))
@@ -87,6 +89,8 @@ def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -
     """The residual plan of a text (see the module). Layers count from 0, ranges include their last. "tile=" is not
     checked against the rows. Raises ValueError, which begins with memory.plan, for what is unknown or impossible and
     for layers named twice or not at all.
+
+      residuals: those that a layer of the model has.
     """
     layers: list[LayerPlan | None] = [None] * num_layers
     first_part, *sections = text.split(";")

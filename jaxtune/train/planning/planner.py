@@ -153,6 +153,7 @@ class Planner:
           need_bytes: of the failed plan; None: unknown.
           placed: weights are on the devices already, so residents, tables and states stay where they are; codes may go.
           short_bytes: what the step lacked when it ran; None: it did not run, or there is no limit.
+          problem: what failed, in words, for the printed line.
 
         PlanError if no plan is left.
         """

@@ -83,6 +83,8 @@ def short_bytes(room: Room, refused: float | None, free: float | None) -> float 
     """Bytes by which the next step must be smaller after one that compiled to fit ran out: at least half of what
     fragmentation was expected to lose, because the `refused` block may be smaller than what is `free` in all (None:
     unknown).
+
+      room: of the device's memory.
     """
     if room.budget_bytes is None or room.limit_bytes is None:
         return None
@@ -109,6 +111,7 @@ def next_plan(
 
       failed: plans that were too large.
       resident: least number of layers whose frozen weights are whole.
+      room: bytes that plans may take (`goal`), and the allocator's limit.
 
     PlanError if the smallest failed or is forecast above room.limit_bytes; ValueError if config.memory.plan cannot be
     read or the host is too small for optimizer states.

@@ -54,7 +54,9 @@ NO_SUMS = SumsMemory()
 
 
 def sums_memory(model: Decoder, trained: nnx.State, config: TrainConfig, devices: int) -> SumsMemory:
-    """The sums of `trained`, the trained weights in stored dtypes."""
+    """The sums of `trained`, the trained weights in stored dtypes. devices: of the run; with more than 1 nothing is in
+    sums.
+    """
     if config.adapter is not None or devices > 1:
         return NO_SUMS
 
@@ -84,6 +86,7 @@ def in_sums(
 
       kinds, counts: kinds of layers, and their numbers.
       cast_bytes: copies of all layers' weights in the compute dtype.
+      known: the layers' residuals. tokens: of a micro-batch on one device.
     """
     if plan.micro_batches > 1 or not sums.layers:
         return lambda layers, backward: 0.0

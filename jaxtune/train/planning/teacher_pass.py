@@ -34,7 +34,7 @@ class TeacherPass:
     """A teacher's pass over the rows of a run, and its memory.
 
     student: nnx.State of the model that trains, on the devices meanwhile; may be shapes.
-    given: a teacher attached in Python; None: the objective's.
+    attached_teacher: a teacher attached in Python; None: the objective's.
     name: the teacher's folder or hub name; "base" or None: the base.
     """
 
@@ -118,6 +118,8 @@ class TeacherPass:
 def pass_lines(config: TrainConfig, shape: DecoderConfig, device: Device) -> list[str]:
     """Lines of --plan about the pass, from shapes; [] without one. ValueError if the teacher's config.json cannot be
     used, ConfigError if it is an adapter's folder or the base of random weights.
+
+      shape: the student's. device: the planned one.
     """
     objective = objective_of(config)
     if not isinstance(objective, Distill) or objective.teacher_top_k is None:

@@ -142,6 +142,7 @@ class GradientSync:
         errors: the last step's, [n] arrays of this device.
         unit: float32[], the factor of the mean gradient in `gradients`.
         key: of this step, for stochastic rounding.
+        shape: the mesh's.
         """
         leaves, structure = jax.tree.flatten(gradients, is_leaf=_is_shard)
         arrays = [leaf.array if _is_shard(leaf) else leaf for leaf in leaves]

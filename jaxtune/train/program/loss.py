@@ -168,19 +168,22 @@ class Forward:
 
     def cross_entropy(self, model: Decoder, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """(sum of weighted next-token losses in nats, sum of weights), float32. Logits never exist as a whole, here and
-        in the other methods.
+        in the other methods. hidden: [rows, length, hidden size], after the final norm.
         """
         return self._of_head(linear_cross_entropy, model, hidden, batch)
 
     def token_losses(self, model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
-        """float32[rows, length]: each target's loss in nats times its weight."""
+        """float32[rows, length]: each target's loss in nats times its weight. hidden: [rows, length, hidden size],
+        after the final norm.
+        """
         return self._of_head(linear_token_losses, model, hidden, batch)
 
     def log_probs(
         self, model: Decoder, hidden: jax.Array, batch: Batch, *, temperature: float, entropy_gradient: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         """(log-probabilities of the targets, entropies), float32[rows, length], in nats. temperature: divides the
-        logits. entropy_gradient: whether gradients flow through the entropies.
+        logits. entropy_gradient: whether gradients flow through the entropies. hidden: [rows, length, hidden size],
+        after the final norm.
         """
         head = model.head_variable
         with jax.named_scope("loss"):
@@ -253,6 +256,7 @@ class Forward:
 
         teacher_ids: int32[rows, length, k]; -1: unused.
         teacher_log_probs: float32[rows, length, k], in nats, at the temperature.
+        weights: float32[rows, length]. beta, temperature: as in `divergence`.
         """
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)
@@ -274,7 +278,7 @@ class Forward:
 
     def top_k(self, model: Decoder, hidden: jax.Array, k: int, temperature: float) -> tuple[jax.Array, jax.Array]:
         """(token ids, log-probabilities in nats), [rows, length, k]: the most probable next tokens, first the best,
-        without gradient.
+        without gradient. hidden: [rows, length, hidden size], after the final norm. temperature: divides the logits.
         """
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)
@@ -289,6 +293,7 @@ class Forward:
             )
 
     def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
+        """function(hidden, head, targets, weights, ...) of the model's head; logits exist chunk by chunk in it."""
         head = model.head_variable
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)

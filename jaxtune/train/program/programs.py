@@ -143,7 +143,9 @@ class Engine:
         return self.batches.rows_per_step // self.planner.plan.micro_batches
 
     def place(self, batch: Batch, index: int = 0, count: int = 1) -> Batch:
-        """A micro-batch of a step's batch, consecutive rows, on the devices, with their rows of tables on the host."""
+        """A micro-batch of a step's batch, consecutive rows, on the devices, with their rows of tables on the host.
+        index, count: the micro-batch's index, of `count` equal ones.
+        """
         size = batch.tokens.shape[0] // count
         batch = dataclasses.replace(batch, table_rows={})
         batch = jax.tree.map(lambda array: array[index * size : (index + 1) * size], batch)
@@ -199,6 +201,8 @@ class Engine:
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
         """Compiles the programs from first_step on for such arrays or shapes. Python lowers one by one, the slowest
         first; XLA compiles in parallel meanwhile.
+
+          first_step: steps done before; it decides whether the programs before qat.start are needed.
         """
         start_seconds = time.perf_counter()
         shapes = abstract(state), abstract(sums), abstract(frozen)
@@ -234,7 +238,9 @@ class Engine:
         return dataclasses.replace(programs, before_qat=early[0]) if early else programs
 
     def compile_evaluate(self, program: StepProgram, trainable, frozen):
-        """The compiled evaluation of held-out rows, for runs without a step. Weights may be shapes."""
+        """The compiled evaluation of held-out rows, for runs without a step. Weights may be shapes. program: with or
+        without rounded weights (QAT).
+        """
         assert self._held_out is not None
         return self._compiled_of_rows(program.evaluate, self.replicated, trainable, frozen, self._held_out)
 
@@ -288,6 +294,7 @@ class Engine:
           shapes: returns shapes of (state, sums, frozen) under the plan in force.
           first_step: programs before qat.start are compiled if it is earlier.
           placed: weights are on the devices, which limits plans (Planner.replan).
+          print_line: prints a line about each plan that failed.
 
         PlanError if no plan is left.
         """
@@ -335,13 +342,13 @@ class Engine:
         return {"collectives_seconds": seconds}
 
     def at(self, programs: Programs, step: int) -> Programs:
-        """The programs of a step: without rounded weights before qat.start."""
+        """Those of `programs` for step number `step` (counted from 0): without rounded weights before qat.start."""
         early = step < self._early_steps and programs.before_qat is not None
         return programs.before_qat if early and programs.before_qat is not None else programs
 
     def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, micro_batches: list[Batch]) -> Sums:
         """`sums` (donated) with a step's micro-batches added; dispatched, not awaited. micro_batches: trailing empty
-        micro-batches may be missing.
+        micro-batches may be missing. state, frozen: on the devices; they are not donated.
         """
         for index, batch in zip(self.micro_index, micro_batches, strict=False):
             sums = programs.accumulate(sums, state, frozen, batch, index)
@@ -399,6 +406,7 @@ class Engine:
           evaluate: the compiled program of one batch.
           shown: called with (batches done, all); between: after each batch, for signals.
           load: runs a function that loads a batch and may fail in one process alone.
+          trainable, frozen: states on the devices.
         """
         objective = self.program.objective
         totals, count = [], batches.steps_per_epoch

@@ -240,6 +240,7 @@ class StepProgram:
         return partition.undivided(run(sums, state, frozen, batch, micro_batch))
 
     def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
+        """`accumulate` on one device, within partition.divided. Keys depend on the step and the micro-batch alone."""
         if self.full:
             batch = dataclasses.replace(batch, segment_ids=None)
         key = noise = None
@@ -441,7 +442,7 @@ class StepProgram:
 
     def evaluate(self, trainable, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """(loss sum, count, own sums) of a held-out batch on all devices, without dropout and the layers' losses; to be
-        jitted.
+        jitted. trainable, frozen: states of the model, divided as the mesh says.
         """
 
         def local(trainable, frozen, batch):
@@ -457,7 +458,7 @@ class StepProgram:
 
     def of_rows(self, function, trainable, frozen, batch: Batch) -> jax.Array:
         """function(model, batch, Forward); to be jitted. Each device has its rows, and the result stays divided by rows
-        (partition.ROWS), as out_shardings must say.
+        (partition.ROWS), as out_shardings must say. trainable, frozen: states of the model, divided as the mesh says.
         """
 
         def local(trainable, frozen, batch):

@@ -51,6 +51,7 @@ def fill_reference(
       base: digest of the base's weights; None: unknown, and no file is used.
       trainable, frozen: state on the devices.
       trained: whether the weights that would be the reference have made steps.
+      say: prints a line.
     """
     if rows.reference is None or not np.isnan(rows.reference).any():
         return
@@ -107,6 +108,7 @@ def values_of_rows(
     result as numpy arrays, maybe padded). Every process must consume it to the end.
 
       program: of `engine.compile_of_rows` for these rows.
+      trainable, frozen: states on the devices.
     """
     batches, waiting = Batches(rows, engine.rows, order="given"), None
     for step in range(batches.steps_per_epoch):

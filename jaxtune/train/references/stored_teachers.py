@@ -184,6 +184,9 @@ class StoredTeacher:
 
         Raises ConfigError for an unwritable or unseen cache, invalid distributions or a teacher that does not fit;
         OutOfDeviceMemory; ValueError for different or unloadable teachers.
+
+          sets: the rows of training and evaluation; None: there are none. engine: compiles and runs the pass. say:
+          prints a line.
         """
         lacking = [data.rows for data in sets if data is not None and data.teacher and data.teacher.stored is None]
         lacking = [rows for rows in lacking if isinstance(rows, TaughtRows)]

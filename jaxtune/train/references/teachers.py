@@ -99,7 +99,9 @@ def of_pass(config: TrainConfig, name: str | None) -> tuple[str, str | None]:
 
 
 def pass_shapes(config: TrainConfig, name: str | None, load_in: str | None = None) -> Decoder:
-    """The teacher of `of_pass` with shapes for arrays. load_in: in place of the config's format."""
+    """The teacher of `of_pass` with shapes for arrays. load_in: in place of the config's format. name: a folder or a
+    hub's name; "base" or None: the base.
+    """
     path, config_format = of_pass(config, name)
     return _shapes(path, config.dtype, load_in or config_format)
 

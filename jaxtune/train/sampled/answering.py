@@ -99,6 +99,7 @@ class Sampling:
 
           new: the most tokens.
           index: tells requests with one seed apart, such as an answer's turns.
+          ids: the prompt's.
         """
         settings = self.settings
         return sampler.submit(
@@ -212,7 +213,7 @@ class _Dialogue:
     seed: int  # its sampling seed
     columns: Mapping[str, object]  # of its data row; they say which tools it has, and no tool gets them
     environment: object  # of this answer, whose methods are tools; None: the run has none
-    began: int = 0  # the index in given.ids of the current turn's first token
+    began: int = 0  # the index in answer.ids of the current turn's first token
     turns: int = 0  # turns so far in which tools were called
     calls: int = 0  # calls of tools
     failures: int = 0  # calls that failed

@@ -285,6 +285,7 @@ def own_samples(
 
       ends: token ids that end an answer.
       positions: most tokens of prompt and answer that the model allows.
+      rows: a path, data set's name, or list of dicts.
     """
     if isinstance(rows, TokenDataset):
         raise ConfigError(
@@ -315,7 +316,7 @@ def own_samples(
 
 
 class _Reading:
-    """Makes an Asked of a row of columns. Raises RowError.
+    """Makes a TokenisedRow of a row of columns. Raises RowError.
 
     length: most tokens with the data's answer.
     most_tokens: of a prompt.

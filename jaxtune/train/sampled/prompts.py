@@ -57,6 +57,7 @@ def read_prompts(
       key: the rows' config key, for errors.
       room_words: words for "beside {beside} room for N": what takes a row's other tokens.
       cuts_long: a longer prompt loses its first tokens.
+      most_tokens: of a prompt. tools: None: the run has none.
     """
     encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today)
     if not cuts_long or most_tokens < 1:

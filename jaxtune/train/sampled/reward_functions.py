@@ -230,6 +230,9 @@ class RewardFunctions:
         return np.stack(columns, axis=1)
 
     def _rewards(self, index: int, sampled: Sampled, pending: Pending | None) -> np.ndarray:
+        """[answers], the rewards of function `index`, NaN where it does not apply. pending: its running call; None: it
+        is called here. RewardError as `errors` says.
+        """
         function, name = self.functions[index], self.names[index]
         outcome = self._outcome(function, name, sampled) if pending is None else pending.outcome()
         if outcome.error is None:
@@ -305,7 +308,7 @@ def _failed(
     """The RewardError about an exception.
 
     index: of the shown answer.
-    which, line: words about it.
+    qualifier, line: words about it.
     earlier: what the call with all answers raised.
     """
     lines = [_row(sampled, index), line, "objective.reward_errors=skip leaves such answers without this reward"]
@@ -364,6 +367,7 @@ def _checked(name: str, values: Any, count: int, nan_is_none: bool = False) -> n
 
 
 def _number(name: str, value, nan_is_none: bool) -> float:
+    """A reward as a float, None as NaN; RewardError for what is no finite number. nan_is_none: NaN counts as None."""
     if value is None:
         return math.nan
     try:

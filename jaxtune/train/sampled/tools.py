@@ -241,7 +241,8 @@ class Tools:
 
     def begin(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> ToolCalls:
         """Calls a turn's synchronous tools in order, in this thread, and starts the asynchronous ones. Failures become
-        messages. tools: of `of`.
+        messages. tools: {name: function} for this answer, from Tools.of. Asynchronous ones run on; ToolCalls.answered
+        waits for them.
         """
         outcomes: dict[int, Outcome] = {}
         later: dict[int, Callable] = {}
@@ -298,6 +299,7 @@ def methods(environment: object) -> list[Callable]:
 
 
 def _environment(factory: Callable) -> Environment:
+    """A new environment; ConfigError if the factory fails, or gives an object without reset or a client of OpenEnv."""
     outcome = call(factory, {}, f"environment {name_of(factory)}")
     if outcome.error is not None:
         summary = f"objective.environment_factory: {name_of(factory)} failed"

@@ -78,7 +78,7 @@ def begin(function: Callable, given: Mapping[str, object], name: str, seconds: f
 
 def call(function: Callable, given: Mapping[str, object], name: str, seconds: float | None = None) -> Outcome:
     """Calls a function of either kind and waits. Raises only a signal's exception; the function's own is in the
-    outcome, as is TooLong after `seconds` (None: no limit).
+    outcome, as is TooLong after `seconds` (None: no limit). given: its keyword arguments. name: for messages.
     """
     if is_async(function):
         return begin(function, given, name, seconds).outcome()
@@ -98,6 +98,9 @@ def call(function: Callable, given: Mapping[str, object], name: str, seconds: fl
 
 
 def _here(function: Callable[[], object], name: str, seconds: float | None) -> Outcome:
+    """Calls in this thread, within `seconds` (None: no limit). Only a signal's exception is raised; others are in the
+    outcome.
+    """
     began = time.monotonic()
     outcome = Outcome()
     with _Signals() as signals:

@@ -63,6 +63,7 @@ def _free_name(path: Path) -> str:
 
 
 def _run(path: Path, text: bytes, name: str) -> ModuleType:
+    """Runs a file's text as module `name`; sys.modules is as before if it fails."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

@@ -147,6 +147,7 @@ def completed(hf: Config, keys: Iterable[Key], defaults: Config) -> Fields:
 
       keys: in the order of declaration; of several with one name the first gives the default.
       defaults: the family's, before Key.default.
+      hf: config.json of the text model.
 
     Raises ValueError for a required key without a value.
     """

@@ -48,6 +48,7 @@ def tensor_name(
       path: attributes and indices from the Decoder, such as ("layers", 0, "mlp", "up_proj", "weight").
       norms: Family.norms.
       layers: LayerSpecs; needed if parts have configs of their own.
+      head: the name of the output head's module.
 
     Raises KeyError for a module that neither `norms` nor the layer's spec names.
     """

@@ -336,6 +336,7 @@ def pack(
     PackedRows.
 
       documents: plain sequences of ints are trained on completely.
+      packing: False: each document gets a row of its own.
     """
     rows = PackedRows(Documents.gather(documents), length, overflow=overflow, packing=packing)
     return rows.batch(), rows.report

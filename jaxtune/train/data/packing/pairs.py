@@ -145,18 +145,18 @@ class PackedPairs:
         """Writes row `row` into row `slot` of a batch in place, from token `offset` on; the index after it.
         rows_before: how many of these rows the slot has already, for distinct segment ids and indices.
         """
-        documents, before = self.documents, rows_before * self.max_pairs
-        for rows_before, pair in enumerate(self.pairs(row), start=before):
-            batch.extra[PAIRS][slot, rows_before] = 1.0
+        documents, first_pair = self.documents, rows_before * self.max_pairs
+        for slot_pair, pair in enumerate(self.pairs(row), start=first_pair):
+            batch.extra[PAIRS][slot, slot_pair] = 1.0
             if self.labels is not None:
-                batch.extra[LABELS][slot, rows_before] = self.labels[pair]
+                batch.extra[LABELS][slot, slot_pair] = self.labels[pair]
             for side in (0, 1):
                 index, count = 2 * pair + side, int(self.kept_lengths[pair, side])
                 offset = documents.write(
-                    int(documents.starts[index]), count, batch, slot, offset, 2 * rows_before + side + 1
+                    int(documents.starts[index]), count, batch, slot, offset, 2 * slot_pair + side + 1
                 )
                 if self.reference is not None:
-                    batch.extra[REFERENCE][slot, rows_before, side] = self.reference[index]
+                    batch.extra[REFERENCE][slot, slot_pair, side] = self.reference[index]
         return offset
 
     def sources(self, row: int) -> list[str]:

@@ -53,7 +53,11 @@ class Conversations:
         self._special_texts, self._end_ids = special_texts, end_ids
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        """Raises RowError if the template fails."""
+        """The text that the template writes for a conversation. Raises RowError if the template fails.
+
+        tools: JSON schemas that the template gets; None: none.
+        add_generation_prompt: end with the beginning of an assistant's turn, as a prompt does.
+        """
         try:
             return render(self.tokenizer, self.template, messages, tools, add_generation_prompt=add_generation_prompt)
         except TemplateError as error:
@@ -87,7 +91,7 @@ class Conversations:
 
     def content_range(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> tuple[int, int]:
         """(Index in `text` of a message's content, characters that the template strips before it). Raises RowError if
-        the template changes it otherwise.
+        the template changes it otherwise. messages, tools: those that were rendered to `text`. index: of the message.
         """
         content = messages[index]["content"]
         changed_text = self._rendered_with(messages, tools, index, {**messages[index], "content": SENTINEL})
@@ -104,6 +108,7 @@ class Conversations:
         )
 
     def _blocks(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
+        """(Text, character ranges of `{% generation %}` blocks). Raises RowError if the template fails."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -236,6 +241,8 @@ class Conversations:
     def left_out(self, messages: list[dict], tools: list[dict] | None, text: str) -> str:
         """What the template does not write, in words for a warning, or "": thoughts, <think> blocks, names of calls,
         changed contents, tools. A part counts as written if changing it fails.
+
+          text: what the template wrote for these messages and tools.
         """
         candidates = [
             (index, part_name, changed)

@@ -163,6 +163,9 @@ def _names_that_fit(tokenizer: Tokenizer) -> str:
 def trained_tokenizer(tokenizer: Tokenizer, template: str | None, arguments: Mapping[str, Any] | None = None) -> Any:
     """The tokenizer to save with a trained model: its template writes by itself what prompts had in training. A copy,
     or the same if nothing changes. Raises SetupError.
+
+      template: that training used, as `resolve_template` takes it; arguments: variables that the template got besides
+      messages.
     """
     if tokenizer is None:
         return tokenizer
@@ -190,6 +193,7 @@ class RowEncoder:
       instruction_part, response_part: marker strings that find responses, both or neither; ignored with "all".
       mask_spans: (opening, closing) texts; a span without a closing reaches to the response's end.
       max_tokens: text is cut after the window (65,536 characters) or piece that reaches it. None: never.
+      last_response_only: of a conversation's responses only the last is trained on.
     """
 
     def __init__(
@@ -332,8 +336,8 @@ class RowEncoder:
     def _render_conversation(
         self, example: Example, special: str
     ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
-        """(Text, character ranges of responses, ranges that marks exclude). Ranges of the prompt may be among them;
-        there are none if all is trained on or markers will find them. Raises RowError.
+        """(Text, character ranges of responses, ranges that the conversation's marks exclude). Ranges of the prompt may
+        be among them; there are none if all is trained on or markers will find them. Raises RowError.
         """
         messages = example.messages or []
         marked = is_marked(self._trained(example))

@@ -36,6 +36,9 @@ def require_readable(config: TrainConfig) -> None:
 
 
 def _look(key: str, rows: Any, config: TrainConfig) -> None:
+    """Reads a row of each of the first sources. ConfigError, about `key`, if there is none, or it cannot be used and
+    on_bad_row is not skip.
+    """
     data, objective = config.data, config.objective.name
     streaming = data.streaming and key == "data.train"
     try:

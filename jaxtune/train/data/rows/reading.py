@@ -225,6 +225,7 @@ def _file_count(file: Path) -> int:
 
 
 def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
+    """The Sources of a `datasets` object: one, or one for each shard if `streaming`."""
     shards = dataset.num_shards if streaming and not hasattr(dataset, "__len__") else 1
     if shards > 1:
         shard_datasets = (dataset.shard(num_shards=shards, index=index) for index in range(shards))

@@ -341,7 +341,9 @@ def read_list(values: Sequence[object], after: int) -> Iterator[Row]:
 
 
 def read_dataset(dataset: Any, name: str, after: int) -> Iterator[Row]:
-    """Rows of a `datasets` object. Raises ValueError for one that cannot be decoded, as the iterator then ends."""
+    """Rows of a `datasets` object. Raises ValueError for one that cannot be decoded, as the iterator then ends.
+    dataset: map-style or iterable. name: for messages. after: rows up to this number are skipped.
+    """
     rows = iter(dataset.skip(after) if after else dataset)
     for number in itertools.count(after + 1):
         try:

@@ -187,6 +187,8 @@ class StreamedRows:
         its batches have other `extra` arrays than the first window's, or as `prepare`.
 
           key: the feed's seed, which with `number` decides the order of the rows.
+          begin, end: positions in the stream before the window and behind it. number: of the window, from the stream's
+          start.
         """
         try:
             data = self._prepare(Window(self.name, rows)).with_max_documents(self._max_documents)

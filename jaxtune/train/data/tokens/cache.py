@@ -460,6 +460,7 @@ def cache_key(sources: list[Source], tokenizer: Any, options: dict[str, Any]) ->
     raises OSError.
 
       options: what else decides the tokens, as values for json.dumps or str.
+      sources: the files or data sets, in order.
     """
     if any(source.identity is None for source in sources):
         return None

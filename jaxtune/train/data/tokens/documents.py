@@ -82,7 +82,7 @@ class Documents:
         """Writes tokens[start : start + count] (at least one) into a batch's row in place; the index after them. The
         last token gets no target; positions count from 0.
 
-          slot, at: the batch's row, and the index in it.
+          slot, offset: the batch's row, and the index in it.
           segment: segment id, from 1.
         """
         end, tokens = offset + count, self.tokens[start : start + count]

@@ -66,6 +66,7 @@ class TeacherFile:
         unreadable or invalid one.
 
           array: [values.total] of `TeacherValues.entry(k)`, filled in place.
+          vocab_size: token ids must be below it.
         """
         unmatched = _wanted(values)
         for row in _rows(self.sources):
