@@ -37,7 +37,7 @@ class Tokens:
         return len(self.ids)
 
     def section(self, first: int, last: int, shift: int = 0, cut: bool = False) -> Tokens:
-        """Tokens first to last - 1, with `shift` characters added to their positions. cut: the result's `cut`."""
+        """Tokens first to last - 1, with `shift` characters added to their positions. cut: the result's `is_cut`."""
         selected = slice(first, last)
         return Tokens(self.ids[selected], self.starts[selected] + shift, self.ends[selected] + shift, cut)
 
@@ -83,7 +83,7 @@ def tokenize(tokenizer: Tokenizer, texts: list[str], max_tokens: int | None = No
     """The tokens of each text, without special tokens around it.
 
     tokenizer: a fast Hugging Face tokenizer.
-    max_tokens: a longer text stops after the window that reaches it, with `cut` True if text is left.
+    max_tokens: a longer text stops after the window that reaches it, with `is_cut` True if text is left.
     """
     short = iter(_at_once(tokenizer, [text for text in texts if len(text) <= WINDOW]))
     return [next(short) if len(text) <= WINDOW else _in_windows(tokenizer, text, max_tokens) for text in texts]
@@ -92,7 +92,7 @@ def tokenize(tokenizer: Tokenizer, texts: list[str], max_tokens: int | None = No
 def tokenize_pieces(tokenizer: Tokenizer, text: str, cuts: Sequence[int], max_tokens: int | None = None) -> Tokens:
     """The tokens of a text, none across a position in `cuts` (ascending character indices).
 
-    max_tokens: stops after the piece that reaches it, with `cut` True if text is left.
+    max_tokens: stops after the piece that reaches it, with `is_cut` True if text is left.
     tokenizer: a fast one.
     """
     pieces, count = [], 0

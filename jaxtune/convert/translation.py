@@ -83,7 +83,8 @@ class Translation:
 
     def leftovers(self, section: Section, config: Mapping[str, Any], section_name: str = "") -> None:
         """Lists keys that change training and are not translated; ConfigError for a method that no recipe can mean.
-        section_name: what messages call this part of the config.
+        config: this part of the other program's config, of whose keys `section` knows; section_name: what messages call
+        it.
         """
         for key, value in config.items():
             if key in section.read or key in section.same_value or not _is_set(key, value):

@@ -177,8 +177,8 @@ def write_planned(
 def verify(folder: Path, written: Mapping[str, shards.Written], config: DecoderConfig, loads: bool = True) -> None:
     """Raises ArithmeticError unless a folder has the written config, names and bytes; no logits are computed.
 
-    loads: also compares names and shapes with config.json; else its quantization_config is ignored (KeyError
-    without).
+    written: {tensor's name: what shards.write_file returned}.
+    loads: also compares names and shapes with config.json; else its quantization_config is ignored (KeyError without).
     """
     try:
         config_json = text_config(read_config(folder))

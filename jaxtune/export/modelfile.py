@@ -59,7 +59,9 @@ class Turns:
     late: Pair | None = None  # in place of the last `asked`, around the system message that the template writes there
 
     def text(self, system: str | None, turns: Sequence[str]) -> str:
-        """A conversation; turns: questions and answers in turn, the last a question."""
+        """A conversation; turns: questions and answers in turn, the last a question. A system message is dropped if
+        self.system is None.
+        """
         late = self.late is not None and len(turns) > 1
         system_pair = self.system if system is not None and not late else None
         text = self.begin if system_pair is None else f"{system_pair[0]}{system}{system_pair[1]}"
@@ -155,7 +157,7 @@ def _conversation(system: str | None, turns: Sequence[str]) -> list[Message]:
 
 
 def _read(write: Callable[[Sequence[Message]], str]) -> Turns | None:
-    """Turns of three conversations; None if a mark is missing or in another order."""
+    """Turns of four conversations, two of them with a system message; None if a mark is missing or in another order."""
     short, long = _USERS[:1], (_USERS[0], _ANSWER, _USERS[1])
     alone = _split(write(_conversation(None, short)), short)
     dialogue = _split(write(_conversation(None, long)), long)

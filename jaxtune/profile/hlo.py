@@ -230,8 +230,8 @@ class Module:
     def peak_buffers(self) -> list[tuple[int, Instruction | None, str]]:
         """(bytes, instruction, kind) of the buffers that are live at the memory peak, the largest first.
 
-        kind is "argument", "output", "temporary", "constant" or "fragmentation". The instruction is None for unused
-        bytes, and for smaller values that share an allocation with a listed one. Bytes may be 0.
+        kind is "argument", "output", "temporary", "constant" or "fragmentation". The instruction is None in the row of
+        an allocation's rest: unused bytes, or smaller values that share it; 0 bytes if there is no rest.
         """
         return _peak_buffers(self._buffers, self)
 

@@ -48,7 +48,9 @@ class LockAlarm:
         """Starts the alarm: `text` (at most 1,023 bytes) after `seconds`, counted from now or from the last `again`."""
         if self._library is None and not self._make():
             return
-        self._text.value = text.replace("%", "%%").encode("utf-8", "replace")[:1023]
+        encoded = text.encode("utf-8", "replace").replace(b"%", b"%%")[:1023]
+        halved = (len(encoded) - len(encoded.rstrip(b"%"))) % 2  # a cut may leave one sign of two, which warnx reads
+        self._text.value = encoded[: len(encoded) - halved]
         self._nanoseconds = int(seconds * 1e9)
         self._start(self._nanoseconds)
 
@@ -58,6 +60,7 @@ class LockAlarm:
             self._start(self._nanoseconds)
 
     def clear(self) -> None:
+        """Stops the alarm."""
         self._nanoseconds = 0
         if self._timer is not None:
             self._start(0)

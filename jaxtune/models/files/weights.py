@@ -62,7 +62,7 @@ class Weights:
 
     def changed(self, changes: Mapping[str, Callable[[Any], Any]]) -> Weights:
         """Replaces matrices. changes: {name, as in lora.matrices: old weight -> new}; traced now for shapes, called
-        when needed; unknown names are ignored. Raises ValueError as tensors_of does.
+        when needed; unknown names are ignored. Raises ValueError for a model with adapters or prepared for QAT.
         """
         model, makers = copy_structure(self.model), dict(self.makers)
         names = {id(variable): name for name, variable in tensors_of(model).items()}
@@ -75,7 +75,7 @@ class Weights:
 
     def dequantized(self, modules: Sequence[str] | None = None) -> Weights:
         """Decodes quantised weights to model.dtype. modules: names, or their last parts; None: all. Raises ValueError
-        as tensors_of does.
+        for a model with adapters or prepared for QAT.
         """
 
         def is_selected(name: str) -> bool:
@@ -87,7 +87,8 @@ class Weights:
 
     def quantized(self, load_in: str) -> Weights:
         """Quantises linears and experts to `load_in`, but not routers and rows that are not whole blocks; `qat` becomes
-        None. A model stored in that format stays as it is. Raises ValueError as tensors_of does.
+        None. A model stored in that format stays as it is. Raises ValueError for a model with adapters or prepared for
+        QAT.
         """
         if quant.stored_in(self.model) == load_in:
             return self

@@ -142,8 +142,9 @@ def training_logprobs(
     """Log-probabilities of each answer's tokens, in nats, as training with `deterministic: true` computes them. Texts
     are padded to other shapes than a step's, so bits may differ from a step's.
 
-      rows: token ids of each prompt; answers: of each answer to them. max_new_tokens: of the run; it decides the
-      padding.
+    rows: token ids of each prompt.
+    answers: token ids of one answer to each.
+    max_new_tokens: of the run; it decides the padding.
     """
     width = _bucket(max(map(len, rows)), _SMALLEST_LENGTH) + _bucket(max_new_tokens, _SMALLEST_LENGTH)
     tokens, lengths = np.zeros((_bucket(len(rows), 1), width), np.int32), np.ones(_bucket(len(rows), 1), np.int32)

@@ -312,10 +312,10 @@ class Attention(nnx.Module):
         return self.step_giving(x, state, positions, context)[:2]
 
     def step_giving(self, x: jax.Array, state, positions: jax.Array, context: Context):
-        """As `step`, with a third result: {name under which later layers take them: (cache, new)} of keys and values;
-        {} if the layer gives none. If N is 1, `cache` contains the new token and `new` is None. Otherwise `cache` is
-        the one before the N tokens, because a window's cache has no room for them and all that they see, and `new` is
-        [B, N, kv_heads, D].
+        """As Mixer.step, with a third result: {name under which later layers take them: (cache, new)} of keys and
+        values; {} if the layer gives none. If N is 1, `cache` contains the new token and `new` is None. Otherwise
+        `cache` is the one before the N tokens, because a window's cache has no room for them and all that they see, and
+        `new` is [B, N, kv_heads, D].
         """
         options, chunk = self.options(context.spec.window), x.shape[1] > 1
         if self.takes:

@@ -235,7 +235,7 @@ class Block(nnx.Module):
 
     def waiting_bytes(self, part: str, sizes: Sizes) -> float:
         """Bytes of a mixer's results that exist while the backward of a later feed-forward runs, before the mixer's
-        own.
+        own. sizes: of one micro-batch, residuals by the layer's names.
         """
         return self.parts[part].waiting_bytes(self.sizes_of(part, sizes))
 
@@ -261,7 +261,9 @@ class Block(nnx.Module):
     def first_state(
         self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
     ) -> dict[str, object]:
-        """{mixer's name: its state for generation} after prompts. Arguments as for Mixer.first_state."""
+        """{mixer's name: its state for generation} after prompts. values: {name: value} of the layer's residuals, by
+        the layer's names; other arguments as for Mixer.first_state.
+        """
         states: dict[str, object] = {}
         for part, mixer in self.mixers.items():
             names = self._own_segments()[part][1]

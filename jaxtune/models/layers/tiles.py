@@ -14,8 +14,8 @@ from jaxtune.models.layers.segment import Context, Segment, multiplications
 
 
 def tiled_residuals(segments: tuple[Segment, ...]) -> tuple[str, ...]:
-    """The values that joined segments pass to each other, such as an MLP's gate and up. Tiles are possible only under a
-    plan that recomputes them all.
+    """The values that segments which run as one over tiles pass to each other, such as an MLP's gate and up. Tiles are
+    possible only under a plan that recomputes them all.
     """
     return tuple(name for chain in _chains(segments) for s in chain for name in s.outputs if s is not chain[-1])
 

@@ -64,6 +64,7 @@ def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 
     group_size: None: the values of the declared format int8, one scale a row. Otherwise it must divide `in`; a scale is
       the group's largest magnitude / 127, rounded to `dtype`, and codes round to nearest even.
+    dtype: of scales and result.
     """
     if group_size is None:
         return _as_declared("int8", weight, None, dtype)

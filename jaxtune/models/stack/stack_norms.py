@@ -82,6 +82,9 @@ class NormsApart:
             stream = self._stream[name]
 
             def run(trainable, x, name=name, with_stream=stream in gradients):
+                """The norm of x, after x itself if the stream has other gradients already. trainable: the layer's
+                trainable tensors.
+                """
                 norm = getattr(block_of(trainable), name)
                 return norm.stream_and_normed(x) if with_stream else norm(x)
 

@@ -176,6 +176,8 @@ def _attention(query, key, value, sinks, layout, static, implementation, backwar
     """Attention with a custom derivative.
 
     static: (name, value) pairs of scale, window and soft_cap, as a static argument must be hashable.
+    implementation, backward_implementation: as of attention; None: each direction takes the first that supports the
+    call.
     """
     return _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation)[0]
 

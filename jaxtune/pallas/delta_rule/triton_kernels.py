@@ -356,7 +356,8 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
     """dvalue, and dstates, the gradients of the states after each chunk, in key's dtype, from the row's end back, WIDTH
-    columns of a value head. Grid: (VALUE_DIM / WIDTH, heads, B).
+    columns of a value head. Reads the arrays of forward_kernel (triton.ChunkFactors); dvalue and dstates are written.
+    Grid: (VALUE_DIM / WIDTH, heads, B).
     """
     first_column, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     dstate = tl.zeros([WIDTH, KEY_DIM], tl.float32)

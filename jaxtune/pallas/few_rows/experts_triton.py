@@ -125,14 +125,14 @@ def _with(lora: GroupedLora | None, tile: Tile, at_once: int) -> Tile:
 
 
 def experts_gated(x, gate_up, choice, weights, activation, lora):
-    """As api.experts_gated, by expert_kernel. Only if `gated_refusal` is None."""
+    """As experts.experts_gated, by expert_kernel. Only if `gated_refusal` is None."""
     slot_count = slots(choice, len(gate_up))
     tile = _with(lora, _GATED, slot_count)
     return multiplied(x, gate_up, choice, weights, tile, slot_count, ACTIVATIONS[activation], lora)
 
 
 def experts_down(h, down, choice, lora):
-    """As api.experts_down, by expert_kernel. Only if `down_refusal` is None."""
+    """As experts.experts_down, by expert_kernel. Only if `down_refusal` is None."""
     slot_count = slots(choice, len(down))
     tile = _with(lora, down_tile(down.shape[1]), slot_count)
     return multiplied(h, down, choice, choice, tile, slot_count, 0, lora)

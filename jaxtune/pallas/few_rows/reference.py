@@ -70,14 +70,14 @@ def _of_experts(rows, matrices, choice, lora, dtype):
 
 
 def experts_gated(x, gate_up, choice, weights, activation, lora):
-    """As api.experts_gated, in plain JAX."""
+    """As experts.experts_gated, in plain JAX."""
     gate, up = jnp.split(_of_experts(x[:, None], gate_up, choice, lora, x.dtype).astype(jnp.float32), 2, axis=-1)
     out = ACTIVATIONS[activation](gate) * up * weights[:, :, None]
     return out.astype(x.dtype).reshape(choice.size, -1)
 
 
 def experts_down(h, down, choice, lora):
-    """As api.experts_down, in plain JAX."""
+    """As experts.experts_down, in plain JAX."""
     rows = h.reshape(*choice.shape, -1)
     return _of_experts(rows, down, choice, lora, jnp.float32).swapaxes(0, 1)
 

@@ -26,7 +26,9 @@ FORWARD, BACKWARD = Tile(2048, 4, 1), Tile(1024, 2, 8)
 
 
 def refusal(x, weight, table) -> str | None:
-    """Why the kernels cannot compute a call, or None; it may run their check at first use."""
+    """Why the kernels cannot compute a call, or None; it may run their check at first use. Arguments: as of
+    api.normed_heads.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

@@ -87,7 +87,7 @@ def orthogonal_tensors(
     parameters, decayed: list[bool] | None = None, embeddings: list[bool] | None = None
 ) -> list[bool]:
     """Whether Muon updates each tensor: matrices (an expert's are one each) except embeddings and head. decayed,
-    embeddings: needed for a list, which has no names.
+    embeddings: what decayed_tensors and embedding_tensors say of them; needed for a list, which has no names.
     """
     decayed = decayed_tensors(parameters) if decayed is None else decayed
     embeddings = embedding_tensors(parameters) if embeddings is None else embeddings

@@ -361,7 +361,10 @@ class Engine:
         under smaller plans; only the update donates the state, so nothing is lost. `frozen` is without transposed codes
         if the last plan keeps none.
 
+          programs, sums: of fit, and zeros of zero_sums.
           micro_batches: all micro-batches, also empty ones; a smaller plan divides their rows anew.
+          step: steps done before it.
+          print_line: prints a line about a smaller plan.
           compiling: makes the context of compiling.
 
         PlanError if no plan is left; other errors of XLA as they are, in several processes out of memory, too.

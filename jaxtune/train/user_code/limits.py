@@ -28,8 +28,8 @@ _limits: list[_Limit] = []  # of the main thread
 
 @contextlib.contextmanager
 def limit(seconds: float | None) -> Iterator[None]:
-    """Raises Over within it after that time, where Python code runs or waits. C code that keeps the GIL is not
-    interrupted, nor any wait outside the main thread.
+    """Raises Over, a BaseException, within it after that time and again each second until it is left, where Python code
+    runs or waits. C code that keeps the GIL is not interrupted, nor any wait outside the main thread.
     """
     if seconds is None:
         yield

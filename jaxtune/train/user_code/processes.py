@@ -46,9 +46,13 @@ class Process:
     def ask(
         self, reference: bytes, given: bytes | None, name: str, seconds: float | None = None, looks: bool = True
     ) -> bytes:
-        """The pickled result of a call; b"" for `given` None, which only loads. Any exception, such as a signal's, ends
-        the process. looks: False where a signal or limit may interrupt the caller, and would interrupt a save. Raises
-        Elsewhere (what the function raised, or how the process ended), TimeoutError after `seconds`.
+        """The pickled result of a call. Any exception, such as a signal's, ends the process. Raises Elsewhere (what the
+        function raised, or how the process ended), TimeoutError after `seconds`.
+
+        reference: the function's place (file, module, name) or itself, pickled.
+        given: its arguments and names of logs, pickled; None only loads, and b"" comes back.
+        looks: whether waiting.look runs meanwhile, which may save; False where an interruption would break off that
+        save.
         """
         if self.number is None:
             self._start()

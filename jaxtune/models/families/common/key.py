@@ -36,8 +36,8 @@ class Entry(Protocol):
     @property
     def gives(self) -> tuple[str, ...]:
         """The fields that it sets; a common entry of the same field is replaced. An entry that only changes `layers`
-        does not name it. "layers" and "moe" have a meaning: the family's stages are set after the first, the second
-        shows experts.
+        does not name it. "layers": Family.stages are set in the layers after this entry's read; "moe": the family has
+        experts, so their keys are not refused.
         """
         ...
 
