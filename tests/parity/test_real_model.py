@@ -34,7 +34,6 @@ def both():
     return ours, tokenizer, model.eval()
 
 
-@pytest.mark.full
 def test_logits_and_greedy_text(both):
     ours, tokenizer, theirs = both
     tokens = np.asarray(documents(tokenizer)[0][0][:32])[None]

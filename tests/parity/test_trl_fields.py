@@ -27,6 +27,9 @@ CONDITIONAL = {
     "metric_for_best_model": "there are evaluations",
     "greater_is_better": "there are evaluations",
     "num_completions_to_print": "log_completions",
+    "hub_model_id": "push_to_hub",
+    "hub_private_repo": "push_to_hub",
+    "hub_token": "push_to_hub",
 }
 CHATS = [
     {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": str(n)}]} for n in range(4)

@@ -75,7 +75,6 @@ def test_packed_rows_lose_what_they_lose_alone(file):
     assert loss_of(model, rows_of(tokenizer)) == pytest.approx(loss_of(model, *alone), abs=1e-4)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("load_in", FORMATS)
 def test_formats_lose_little(load_in, base, reference, file):
     packed, tokenizer = from_pretrained(file, load_in=load_in)
