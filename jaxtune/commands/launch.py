@@ -30,9 +30,9 @@ def run(arguments: Sequence[str]) -> int:
     GPU.
     """
     parser = common.parser("launch", run.__doc__)
-    some = parser.add_mutually_exclusive_group(required=True)
-    some.add_argument("--gpus", type=int, metavar="N", help="start N processes, each with one GPU of this machine")
-    some.add_argument("--processes", type=int, metavar="N", help="start N processes that share the machine's CPUs")
+    counts = parser.add_mutually_exclusive_group(required=True)
+    counts.add_argument("--gpus", type=int, metavar="N", help="start N processes, each with one GPU of this machine")
+    counts.add_argument("--processes", type=int, metavar="N", help="start N processes that share the machine's CPUs")
     parser.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="a recipe and overrides, as for jaxtune train")
     options, unparsed = parser.parse_known_args(arguments)
     name = "--gpus" if options.gpus is not None else "--processes"

@@ -222,8 +222,8 @@ def rope_scaling(recipe: Translation, source_name: str, scaling: Mapping[str, ob
     if kind not in ROPES or ("factor" not in scaling and kind != "longrope"):
         recipe.lack(source_name, dict(scaling), f"model.rope_scaling has {', '.join(ROPES)}, with a factor")
         return
-    rest = {name: value for name, value in scaling.items() if name not in ("type", "rope_type")}
-    recipe.set("model.rope_scaling", {"rope_type": kind, **rest})
+    scaling_arguments = {name: value for name, value in scaling.items() if name not in ("type", "rope_type")}
+    recipe.set("model.rope_scaling", {"rope_type": kind, **scaling_arguments})
 
 
 def listed(value: Any) -> list[str]:

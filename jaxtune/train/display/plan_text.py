@@ -28,29 +28,29 @@ _PLACEMENTS: dict[Placement, str] = {
 }
 
 
-def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
+def plan_lines(forecast: Forecast, costs: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
     """A plan in words: each residual's placement with its bytes on a device in a micro-batch and its cost, the
     predicted peak and speed, and what else the plan does.
 
-      parts: the step's costs.
+      costs: the step's costs.
       device: on a CPU, whose rates are unknown, only the first lines.
       budget_bytes: of device memory; None: no limit.
     """
     plan = forecast.plan
-    parts, rows = parts.placed(plan), parts.rows // plan.micro_batches
+    costs, rows = costs.placed(plan), costs.rows // plan.micro_batches
     split = f"{plan.micro_batches} micro-batches of" if plan.micro_batches > 1 else "one micro-batch of"
     residual_words = residuals_text(plan.residuals)
     residual_words += " (nothing is computed twice)" if residual_words == "keep" else ""
-    lines = [f"plan: {residual_words}; {split} {rows} x {parts.length:,} tokens", *_table_lines(parts)]
+    lines = [f"plan: {residual_words}; {split} {rows} x {costs.length:,} tokens", *_table_lines(costs)]
     if device.name == "cpu":
         return lines
-    tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
+    tokens = costs.rows / plan.micro_batches / costs.devices * costs.length
     for placement, words in _PLACEMENTS.items():
-        placed_names = (name for layer in plan.residuals.layers for name in layer.named(placement, parts.all_residuals))
-        counts = collections.Counter(name for name in placed_names if parts.residuals[name])
+        placed_names = (name for layer in plan.residuals.layers for name in layer.named(placement, costs.all_residuals))
+        counts = collections.Counter(name for name in placed_names if costs.residuals[name])
         if not counts:
             continue
-        size = sum(parts.residual_bytes(name, tokens) * count for name, count in counts.items())
+        size = sum(costs.residual_bytes(name, tokens) * count for name, count in counts.items())
         cost = {
             "keep": "",
             "fp8": " before",
@@ -58,21 +58,21 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
             "recompute": f", {forecast.recompute_seconds:.2f} s a step",
         }[placement]
         names = ", ".join(
-            name if count == parts.num_layers else f"{name} ({count} layers)" for name, count in counts.items()
+            name if count == costs.num_layers else f"{name} ({count} layers)" for name, count in counts.items()
         )
         lines.append(f"  {words} ({size / 1e9:.2f} GB{cost}): {names}")
-    if parts.hosted_bytes:
-        seconds = state_seconds(parts, device)
-        lines.append(f"  optimizer states on the host: {parts.hosted_bytes / 1e9:.2f} GB, {seconds:.2f} s a step")
-    if parts.transposed_codes:
+    if costs.hosted_bytes:
+        seconds = state_seconds(costs, device)
+        lines.append(f"  optimizer states on the host: {costs.hosted_bytes / 1e9:.2f} GB, {seconds:.2f} s a step")
+    if costs.transposed_codes:
         words = (
-            f"{parts.codes_bytes / 1e9:.2f} GB, {plan.micro_batches * codes_seconds(parts, device):.3f} s a step less"
+            f"{costs.codes_bytes / 1e9:.2f} GB, {plan.micro_batches * codes_seconds(costs, device):.3f} s a step less"
         )
         lines.append(f"  codes of FP8 weights are kept transposed, too ({words})")
-    if parts.devices > 1:
+    if costs.devices > 1:
         seconds, exposed_seconds = forecast.collective_seconds, forecast.exposed_seconds
         lines.append(
-            f"  between {parts.devices} devices: {seconds:.3f} s a step, of which {exposed_seconds:.3f} s are lost"
+            f"  between {costs.devices} devices: {seconds:.3f} s a step, of which {exposed_seconds:.3f} s are lost"
         )
     peak = f"  predicted peak {forecast.peak_bytes / 1e9:.2f} GB"
     peak += "" if budget_bytes is None else f" of {budget_bytes / 1e9:.2f} GB"
@@ -82,7 +82,7 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
         lines.append(
             "  it is the smallest plan, over what is left when the allocator loses as much as it may: it may fit"
         )
-    if parts.has_experts:
+    if costs.has_experts:
         fit = product_time(device)
         lines.append(
             f"  experts are taken to run at {fit.experts_forward:.0%} (forward) and {fit.experts_backward:.0%} "

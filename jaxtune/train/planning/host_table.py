@@ -60,13 +60,13 @@ class Table:
 NO_TABLE = Table()  # of a model whose tables must stay on the device
 
 
-def table_of(model: Decoder, config: TrainConfig, parts: int) -> Table:
-    """The tables of `model` that may be on the host: frozen, undivided (`parts` is 1), allowed by `may_be_on_host`, and
-    not given on a device already, where the caller keeps them.
+def table_of(model: Decoder, config: TrainConfig, shards: int) -> Table:
+    """The tables of `model` that may be on the host: frozen, undivided (`shards` is 1), allowed by `may_be_on_host`,
+    and not given on a device already, where the caller keeps them.
     """
     values = {name: table.get_value() for name, table in model.tables.items() if not isinstance(table, nnx.Param)}
     trains = "per_layer" in model.tables and "per_layer" not in values
-    if parts > 1 or not may_be_on_host(config):
+    if shards > 1 or not may_be_on_host(config):
         return Table(trains=trains)
     values = {name: value for name, value in values.items() if not isinstance(value, jax.Array)}
     rows = {name: float(value.shape[1] * value.dtype.itemsize) for name, value in values.items()}

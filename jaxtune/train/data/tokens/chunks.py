@@ -88,24 +88,24 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
             if isinstance(row_outcome, RowError)
             else [next(encoded) if answer_example else None for answer_example in row_outcome]
         )
-        place = printable(row.place)
+        location = printable(row.place)
         results = [result for result in outcomes if isinstance(result, Encoded)]
         if error := next((result for result in outcomes if isinstance(result, RowError)), None):
             reason = printable(error)
             if isinstance(error, Excluded):
-                excluded.append(f"{place}: {reason}")
+                excluded.append(f"{location}: {reason}")
                 continue
-            problems.append((place, reason[:REASON_CHARACTERS] + " ..." * (len(reason) > REASON_CHARACTERS)))
+            problems.append((location, reason[:REASON_CHARACTERS] + " ..." * (len(reason) > REASON_CHARACTERS)))
             continue
         if row.format == PREFERENCE and encoder.train_on == "completion":
             results = outcomes = _from_one_start(results)
         masked += sum(result.masked for result in results)
         if whose := next((result.special for result in results if result.special), ""):
-            special.append((place, printable(whose)))
+            special.append((location, printable(whose)))
         if missing := next((result.left_out for result in results if result.left_out), ""):
-            left_out.append((place, printable(missing)))
+            left_out.append((location, printable(missing)))
         if not all(result.mask[1:].any() for result in results):
-            untrained.append(place)
+            untrained.append(location)
         else:
             documents += [result if isinstance(result, Encoded) else _NO_ANSWER for result in outcomes]
             origins += [(row.file, row.number)] * len(outcomes)
