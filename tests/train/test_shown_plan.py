@@ -9,9 +9,7 @@ from jaxtune.models.placement import partition
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import fp8
 from jaxtune.train import shown_plan
-from jaxtune.train.config import ConfigError, MeshConfig, ObjectiveConfig
 from jaxtune.train.planning import devices
-from tests.train.tiny_runs import make_config
 
 
 @pytest.mark.full
@@ -72,6 +70,3 @@ def test_what_a_config_alone_shows_is_refused_before_a_file_is_read(monkeypatch,
     ):
         assert cli.main([*plan, *changes]) == cli.USER_ERROR
         assert words in capsys.readouterr().err
-    for name in ("grpo", "rloo"):
-        with pytest.raises(ConfigError, match=f"mesh.fsdp = -1: objective.name = {name} samples answers"):
-            make_config("out", objective=ObjectiveConfig(name, reward_funcs=["brevity"]), mesh=MeshConfig(fsdp=-1))
