@@ -240,7 +240,7 @@ def test_what_cannot_be_observed_is_refused(tmp_path, monkeypatch):
         setup._require_observable(of_run.model, RunNeeds("objective = grpo"))
     monkeypatch.setattr(setup.processes, "count", lambda: 2)
     with pytest.raises(ValueError, match=f"{before}, in a run of one process: this one has 2"):
-        setup._require_observable(of_run.model, of_run.needs)
+        setup._require_observable(of_run.model, of_run.spec.needs)
     monkeypatch.undo()
     model = model_of()
     _, linear = next(linears(model))

@@ -200,7 +200,7 @@ def evaluate(
         del model  # so that the checkpoint's weights can take the place of its trained tensors
         values, model = trainer.evaluate_checkpoint(scored.checkpoints, scored.step)
         results |= values
-    unit = trainer.objective.unit
+    unit = trainer.spec.objective.unit
     if "eval_loss" in results:
         console.print(f"evaluation loss {results['eval_loss']:.4f} over {results[f'eval_{unit}']:,} {unit}")
     if trainer.answers is not None:

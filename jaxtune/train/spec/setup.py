@@ -1,9 +1,8 @@
-"""What a Trainer constructs before it trains: optimizer, step's programs, mesh, planner, slots."""
+"""From a decided run to its plan: the step's programs, mesh, planner, slots."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,9 +19,8 @@ from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics
 from jaxtune.train.folder.record import require_same_settings
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.objective import Objective, RunNeeds, require_whole_weights
-from jaxtune.train.optimizer.optim import UpdateBound, embedding_tensors, make_optimizer, update_bound, weight_storage
-from jaxtune.train.optimizer.schedule import learning_rate_schedule
+from jaxtune.train.objectives.objective import RunNeeds, require_whole_weights
+from jaxtune.train.optimizer.optim import embedding_tensors, weight_storage
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import prefill_bytes
@@ -30,54 +28,36 @@ from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.program.gradient_sync import gradient_sync_of
 from jaxtune.train.program.loss import aux_losses
+from jaxtune.train.program.programs import Engine
 from jaxtune.train.program.step import StepProgram
 from jaxtune.train.program.trained_model import TrainedModel
 from jaxtune.train.spec.run_rows import most_documents
+from jaxtune.train.spec.run_spec import RunRows, RunSpec
 
 
-@dataclass(frozen=True)
-class UpdateRule:
-    """How weights are updated."""
+def engine_of(
+    spec: RunSpec, rows: RunRows, model: TrainedModel, optimizer: optax.GradientTransformation | None, trains: bool
+) -> Engine:
+    """The engine of a run, with its plan; compiles nothing.
 
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule | None
-    """Learning rate by updates made, for metrics; None: a given optimizer's is unknown."""
-    bound: UpdateBound | None
-    """How far an update can move a weight; None: unknown, so a step computes the update first to know whether weights
-    stay finite.
+      optimizer: None: the config's.
+      trains: False: a forward pass is planned.
+
+    ConfigError if this mesh cannot sample, or devices cannot share a micro-batch's rows; PlanError if nothing fits;
+    ValueError if the GPU is refused, the mesh does not fit the devices, or the host is too small for optimizer states.
     """
+    programs = step_programs(spec, rows, model)
+    config, mesh, planner = planned(spec.config, model, spec.needs, rows.batches, optimizer, trains)
+    return Engine(*programs, planner, mesh, rows.batches, config, rows.held_out and rows.held_out.rows)
 
 
-def update_rule(
-    config: TrainConfig,
-    total_steps: int,
-    optimizer: optax.GradientTransformation | None,
-    schedule: optax.Schedule | None,
-) -> UpdateRule:
-    """The config's rule, or that of a given optimizer or schedule. A given optimizer has its own rate: a schedule
-    beside it is only shown, and there is no bound.
-    """
-    if optimizer is not None:
-        return UpdateRule(optimizer, schedule, None)
-    schedule = schedule or learning_rate_schedule(config.schedule, config.optim.learning_rate, total_steps)
-    bound = update_bound(config.optim, config.max_grad_norm)
-    return UpdateRule(make_optimizer(config.optim, schedule), schedule, bound)
-
-
-def step_programs(
-    config: TrainConfig,
-    model: TrainedModel,
-    objective: Objective,
-    needs: RunNeeds,
-    rule: UpdateRule,
-    batches: BatchSource,
-    eval_data,
-) -> tuple[StepProgram, StepProgram | None]:
+def step_programs(spec: RunSpec, rows: RunRows, model: TrainedModel) -> tuple[StepProgram, StepProgram | None]:
     """(step's program, None), or with qat.start above 0 (with rounded weights, before that). Engine fills in plan and
     mesh. ValueError if optim.embedding_learning_rate has no embedding that trains, a coefficient has no loss, or QAT
     cannot observe its rows.
     """
-    _require_observable(model, needs)
+    config, rule = spec.config, spec.update
+    _require_observable(model, spec.needs)
     rates = [matrix.lora.rate for _, matrix in matrices(model.prepared) if matrix.lora is not None]
     size = sum(leaf.size for leaf in jax.tree.leaves(model.trainable))
     if (embedding_rate := config.optim.embedding_learning_rate) is not None and not any(
@@ -91,9 +71,9 @@ def step_programs(
         graph=model.graph,
         optimizer=rule.optimizer,
         schedule=rule.schedule,
-        objective=objective,
+        objective=spec.objective,
         # A limit would allow cuDNN's attention, whose sums are in no fixed order, so `deterministic` gives none.
-        max_documents=None if config.deterministic else most_documents(batches, eval_data),
+        max_documents=None if config.deterministic else most_documents(rows.batches, rows.held_out),
         max_grad_norm=config.max_grad_norm,
         dropout=any(rate > 0 for rate in rates),
         scale_loss=config.computes_in == "fp16",
@@ -103,7 +83,7 @@ def step_programs(
         # The many small tensors of adapters are updated in one program, which is faster.
         by_tensor=rule.bound is not None and not has_adapter(model.given),
         offload=config.optim.offload,
-        full=batches.full,
+        full=rows.batches.full,
         gradient_sync=gradient_sync_of(config.mesh),
     )
     if config.qat is None or config.qat.start == 0:
@@ -132,14 +112,7 @@ def planned(
     optimizer: optax.GradientTransformation | None,
     trains: bool,
 ) -> tuple[TrainConfig, jax.sharding.Mesh, Planner | ForwardPlanner]:
-    """(the config with mesh and rows of a step, mesh, planner); compiles nothing.
-
-      optimizer: None: the config's.
-      trains: False: a forward pass is planned.
-
-    ConfigError if this mesh cannot sample, or devices cannot share a micro-batch's rows; PlanError if nothing fits;
-    ValueError if the GPU is refused, the mesh does not fit the devices, or the host is too small for optimizer states.
-    """
+    """(the config with mesh and rows of a step, mesh, planner)."""
     config = dataclasses.replace(config, rows_per_step=batches.rows_per_step)
     length = batches.length
     mesh_config, why = mesh_of(
@@ -206,16 +179,6 @@ def with_slots(
     if answers is not None and (plan := plans.get("generate")) is not None:
         answers = dataclasses.replace(answers, most_slots=plan.slots, most_converted=plan.converted_layers)
     return plans, answers
-
-
-def require_starts_within(total_steps: int, config: TrainConfig, profile_steps: int) -> None:
-    """ValueError if profile.start or qat.start is not below the run's steps (with `epochs` unknown before rows are
-    read).
-    """
-    if profile_steps and config.profile.start >= total_steps:
-        raise ValueError(f"profile.start = {config.profile.start}: the run has only {total_steps} steps")
-    if config.qat is not None and config.qat.start >= total_steps:
-        raise ValueError(f"qat.start = {config.qat.start}: the run has only {total_steps} steps")
 
 
 def profile_facts(config: TrainConfig, batches: BatchSource, planner: Planner) -> dict[str, Any]:
