@@ -7,27 +7,37 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import optax
 
 from jaxtune.models.generation.ends import ends_of
+from jaxtune.system import processes
 from jaxtune.train.config import CheckpointConfig, EvaluationConfig, TrainConfig
 from jaxtune.train.config.sections import Unset, in_steps
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.digests import code_of
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics, answer_metrics
-from jaxtune.train.folder.record import in_first_words, recorded_config, require_own_folder, with_today
+from jaxtune.train.folder.record import (
+    in_first_words,
+    recorded_config,
+    require_own_folder,
+    require_same_settings,
+    with_today,
+)
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective, RunNeeds
 from jaxtune.train.program.trained_model import TrainedModel
 from jaxtune.train.references.stored_teachers import StoredTeacher
 from jaxtune.train.sampled.rollouts import SampledAnswers
-from jaxtune.train.spec import own_parts
+from jaxtune.train.spec import checks, own_parts
 from jaxtune.train.spec.run_rows import Reader, run_rows, source_of
 from jaxtune.train.spec.update_rule import UpdateRule, update_rule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -63,20 +73,33 @@ class RunSpec:
     evaluation: EvaluationConfig
     """every_steps counts steps, as in `checkpoint`."""
     checkpoint: CheckpointConfig
-    identities: Mapping[str, Any]
+    identities: Mapping[str, object]
     """Of the parts that a user's code gave."""
-    code: Mapping[str, Any]
+    code: Mapping[str, str]
     """Of the functions that a user's code gave."""
+
+
+def decided_objective(config: TrainConfig, user_objective: Objective | None = None) -> Objective:
+    """The objective, after all checks that need neither model nor rows. Collective.
+
+    ConfigError or ValueError for keys that do not go together, or that processes have differently.
+    """
+    objective = objective_of(config, user_objective)
+    if processes.count() > 1:
+        require_same_settings(config)
+    checks.require_sampling(RunNeeds.of(objective).sampler, config.mesh)
+    checks.require_fit_for_processes(config.evaluation, config.optim)
+    return objective
 
 
 def resolve(
     config: TrainConfig,
     model: TrainedModel,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerFast | None,
     stored: StoredTeacher,
     parts: UserParts,
-    train_rows: Any = None,
-    eval_rows: Any = None,
+    train_rows: object = None,
+    eval_rows: object = None,
     *,
     trains: bool = True,
     profile_steps: int = 0,
@@ -93,7 +116,7 @@ def resolve(
     """
     if not jax.tree.leaves(model.trainable):
         raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
-    objective = objective_of(config, parts.objective)
+    objective = decided_objective(config, parts.objective)
     own_parts.require_nothing_beside(config, parts.optimizer, parts.schedule, parts.objective)
     config = with_today(recorded_config(config, model.prepared), tokenizer)
     if not (isinstance(train_rows, SampledAnswers) and train_rows.own_reference):
@@ -112,14 +135,20 @@ def resolve(
     batches, held_out, total_steps = source_of(train, held_out, config)
     if isinstance(batches, SampledAnswers) and isinstance(config.data.length, Unset):
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, length=batches.length))
-    _require_starts_within(total_steps, config, profile_steps)
+    needs = RunNeeds.of(objective, batches)
+    checks.require_sampling(needs.sampler, config.mesh)
+    checks.require_observable(model.qat, needs)
+    checks.require_embeddings(config.optim.embedding_learning_rate, model.trainable)
+    checks.require_starts_within(total_steps, config.profile, profile_steps, config.qat)
     rows = RunRows(batches, train if isinstance(train, TokenDataset) else None, held_out, answers)
     counts = total_steps, batches.steps_per_epoch
     spec = RunSpec(
         config=config,
         objective=objective,
-        needs=RunNeeds.of(objective, batches),
-        update=update_rule(config, total_steps, parts.optimizer, parts.schedule),
+        needs=needs,
+        update=update_rule(
+            config.optim, config.schedule, config.max_grad_norm, total_steps, parts.optimizer, parts.schedule
+        ),
         total_steps=total_steps,
         evaluation=in_steps(config.evaluation, *counts),
         checkpoint=in_steps(config.checkpoint, *counts),
@@ -140,13 +169,3 @@ def _functions(rows: RunRows, objective: Objective | None) -> dict[str, Callable
     if objective is not None:
         functions[f"objective {type(objective).__name__}"] = type(objective)
     return functions
-
-
-def _require_starts_within(total_steps: int, config: TrainConfig, profile_steps: int) -> None:
-    """ValueError if profile.start or qat.start is not below the run's steps (with `epochs` unknown before rows are
-    read).
-    """
-    if profile_steps and config.profile.start >= total_steps:
-        raise ValueError(f"profile.start = {config.profile.start}: the run has only {total_steps} steps")
-    if config.qat is not None and config.qat.start >= total_steps:
-        raise ValueError(f"qat.start = {config.qat.start}: the run has only {total_steps} steps")

@@ -12,15 +12,12 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.slot_plan import SlotPlan, slots_for
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
-from jaxtune.system import processes
-from jaxtune.train.config import ConfigError, MeshConfig, TrainConfig
+from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics
-from jaxtune.train.folder.record import require_same_settings
-from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.objective import RunNeeds, require_whole_weights
-from jaxtune.train.optimizer.optim import embedding_tensors, weight_storage
+from jaxtune.train.objectives.objective import RunNeeds
+from jaxtune.train.optimizer.optim import weight_storage
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import prefill_bytes
@@ -43,7 +40,7 @@ def engine_of(
       optimizer: None: the config's.
       trains: False: a forward pass is planned.
 
-    ConfigError if this mesh cannot sample, or devices cannot share a micro-batch's rows; PlanError if nothing fits;
+    ConfigError if devices cannot share a micro-batch's rows; PlanError if nothing fits;
     ValueError if the GPU is refused, the mesh does not fit the devices, or the host is too small for optimizer states.
     """
     programs = step_programs(spec, rows, model)
@@ -53,20 +50,11 @@ def engine_of(
 
 def step_programs(spec: RunSpec, rows: RunRows, model: TrainedModel) -> tuple[StepProgram, StepProgram | None]:
     """(step's program, None), or with qat.start above 0 (with rounded weights, before that). Engine fills in plan and
-    mesh. ValueError if optim.embedding_learning_rate has no embedding that trains, a coefficient has no loss, or QAT
-    cannot observe its rows.
+    mesh. ValueError if a coefficient has no loss.
     """
     config, rule = spec.config, spec.update
-    _require_observable(model, spec.needs)
     rates = [matrix.lora.rate for _, matrix in matrices(model.prepared) if matrix.lora is not None]
     size = sum(leaf.size for leaf in jax.tree.leaves(model.trainable))
-    if (embedding_rate := config.optim.embedding_learning_rate) is not None and not any(
-        embedding_tensors(model.trainable)
-    ):
-        raise ValueError(
-            f"optim.embedding_learning_rate = {embedding_rate}: neither embed_tokens nor lm_head trains; name them in "
-            "adapter.modules_to_save, or unset it"
-        )
     program = StepProgram(
         graph=model.graph,
         optimizer=rule.optimizer,
@@ -91,19 +79,6 @@ def step_programs(spec: RunSpec, rows: RunRows, model: TrainedModel) -> tuple[St
     return program, dataclasses.replace(program, graph=model.plain_graph)
 
 
-def _require_observable(model: TrainedModel, needs: RunNeeds) -> None:
-    """ValueError if QAT observes activation scales on the first step's rows and this process lacks some before the run:
-    sampled rows, or several processes.
-    """
-    if model.qat is None or not model.qat.observes:
-        return
-    requirement = f"qat.format = {model.qat.format} observes activations on the rows of the first step"
-    if needs.samples:
-        raise ValueError(f"{requirement}, and {needs.sampler} samples them during it: take nvfp4 or mxfp4-mxfp4")
-    if processes.count() > 1:
-        raise ValueError(f"{requirement}, in a run of one process: this one has {processes.count()}")
-
-
 def planned(
     config: TrainConfig,
     model: TrainedModel,
@@ -123,8 +98,6 @@ def planned(
         keeps_model=model.keeps_model,
         optimizer=optimizer,
     )
-    if needs.sampler is not None:
-        require_sampling(needs.sampler, mesh_config)
     mesh = partition.make_mesh(*mesh_config.sizes)
     config = dataclasses.replace(config, mesh=mesh_config)
     config.require_rows_for(mesh.size)
@@ -142,16 +115,6 @@ def planned(
         optimizer=optimizer,
     )
     return config, mesh, planner
-
-
-def require_sampling(sampler: str, mesh: MeshConfig) -> None:
-    """ConfigError if nothing can sample from the model: the mesh divides weights, or there are several processes."""
-    require_whole_weights(sampler, mesh)
-    if (count := processes.count()) > 1:
-        raise ConfigError(
-            f"{sampler}: {count} processes cannot share the sampling yet; run one process, which can use all GPUs of "
-            "its machine (mesh.data)"
-        )
 
 
 def with_slots(
@@ -190,22 +153,3 @@ def profile_facts(config: TrainConfig, batches: BatchSource, planner: Planner) -
         "what": f"{model.path or model.from_config}, {config.computes_in}, {rows} x {length:,} tokens a step, plan "
         f"{residuals_text(planner.plan.residuals)}",
     }
-
-
-def require_fit_for_processes(config: TrainConfig) -> None:
-    """ValueError for what several processes cannot do: other configs or packages, sampled answers, optim.offload."""
-    if (count := processes.count()) == 1:
-        return
-    require_same_settings(config)
-    if (sampler := RunNeeds.of(objective_of(config)).sampler) is not None:
-        require_sampling(sampler, config.mesh or MeshConfig())
-    for key, value in config.evaluation.asking:
-        raise ValueError(
-            f"{key} = {value}: {count} processes cannot generate at the same time yet; unset it, and generate from "
-            "what the run exports"
-        )
-    if config.optim.offload:
-        raise ValueError(
-            f"optim.offload = true: states in host memory are those of one process yet, and this run has {count}; "
-            "divide them over the devices (mesh.fsdp)"
-        )

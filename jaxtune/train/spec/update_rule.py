@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import optax
 
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import OptimConfig, ScheduleConfig
 from jaxtune.train.optimizer.optim import UpdateBound, make_optimizer, update_bound
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 
@@ -25,16 +25,18 @@ class UpdateRule:
 
 
 def update_rule(
-    config: TrainConfig,
+    optim: OptimConfig,
+    schedule_config: ScheduleConfig,
+    max_grad_norm: float | None,
     total_steps: int,
     optimizer: optax.GradientTransformation | None,
     schedule: optax.Schedule | None,
 ) -> UpdateRule:
-    """The config's rule, or that of a given optimizer or schedule. A given optimizer has its own rate: a schedule
-    beside it is only shown, and there is no bound.
+    """The config's rule, or that of a user's optimizer or schedule; None: the config's. A user's optimizer has its own
+    rate: a schedule beside it is only shown, and there is no bound.
     """
     if optimizer is not None:
         return UpdateRule(optimizer, schedule, None)
-    schedule = schedule or learning_rate_schedule(config.schedule, config.optim.learning_rate, total_steps)
-    bound = update_bound(config.optim, config.max_grad_norm)
-    return UpdateRule(make_optimizer(config.optim, schedule), schedule, bound)
+    schedule = schedule or learning_rate_schedule(schedule_config, optim.learning_rate, total_steps)
+    bound = update_bound(optim, max_grad_norm)
+    return UpdateRule(make_optimizer(optim, schedule), schedule, bound)
