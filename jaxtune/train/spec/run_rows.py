@@ -59,7 +59,7 @@ def run_rows(
             f"data.eval_rows = {data.eval_rows}: {reason}, and none can be taken out of them; set data.eval, or give "
             "eval_rows"
         )
-    if made_later and not is_source and data.packing == "step":
+    if made_later and not is_source and config.unit.counts_examples:
         raise ValueError(f"data.packing = 'step': {reason}, and steps cannot be laid out before; set true or false")
     with processes.one_a_host():
         train: TokenDataset | BatchSource
@@ -153,7 +153,7 @@ def source_of(
     """
     source = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
     steps = total_steps(config, source.steps_per_epoch)
-    if isinstance(train, TokenDataset) and train.packing == "step":
+    if isinstance(train, TokenDataset) and train.unit.counts_examples:
         return *pack_steps(train, held_out, config, steps), steps
     return source, held_out, steps
 

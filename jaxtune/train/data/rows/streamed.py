@@ -99,7 +99,7 @@ class StreamedRows:
                 break
         self.first = prepare(Window(name, rows, is_later_window=False))
         per_row = self.first.rows.max_documents
-        self._max_documents = per_row if self.first.packing is not True else max(2 * per_row, _LEAST_DOCUMENTS)
+        self._max_documents = max(2 * per_row, _LEAST_DOCUMENTS) if self.first.unit.shares_rows else per_row
         self._first_rows = len(rows)
 
     @property
