@@ -35,8 +35,10 @@ _OPTIONS = {
     ),
 }
 # What a row of the data set is, of objectives other than over texts.
-_EXAMPLES = dict.fromkeys(("dpo", "orpo", "simpo", "reward"), "pairs")
-_EXAMPLES |= dict.fromkeys(("kto", "grpo", "rloo"), "answers")
+_EXAMPLES: dict[str, str] = {
+    **dict.fromkeys(("dpo", "orpo", "simpo", "reward"), "pairs"),
+    **dict.fromkeys(("kto", "grpo", "rloo"), "answers"),
+}
 # The options that all objectives over rewards of sampled answers share; their defaults are in train/objectives.
 _REWARDED = (
     "reward_funcs",

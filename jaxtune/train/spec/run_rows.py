@@ -67,7 +67,7 @@ def run_rows(
             train = train_source
         elif made_later:
             mixed = mixed or [(train_source, 1.0)]
-            sets = [reader.row_set(rows) for rows, _ in mixed]
+            sets = [reader.row_set(rows, config.seed + (number << 48)) for number, (rows, _) in enumerate(mixed)]
             train = FedBatches(sets, [weight for _, weight in mixed], config.rows_per_step, config.seed)
         else:
             train = reader.tokenised(train_source, data.max_rows)
@@ -113,19 +113,19 @@ class Reader:
         """
         return sampled_source(self.objective, rows, self.tokenizer, self.config, self.ends, self.model.context_length)
 
-    def row_set(self, rows: object) -> RowSet:
-        """A set from which batches are drawn during the run. Of streamed rows a first window is tokenised here, later
-        ones in the background, which may then raise ValueError.
+    def row_set(self, rows: object, seed: int) -> RowSet:
+        """A set from which batches are drawn during the run, in an order by `seed`. Of streamed rows a first window is
+        tokenised here, later ones in the background, which may then raise ValueError.
         """
         data, name = self.config.data, str(rows) if isinstance(rows, str | os.PathLike) else "rows"
         if not is_stream(rows, data.streaming):
-            return PreparedSet(name, self.tokenised(rows, data.max_rows))
+            return PreparedSet(name, self.tokenised(rows, data.max_rows), seed)
         # The run may use its tokenizer while a thread tokenises with this one, which starts no process for each window.
         alone = dataclasses.replace(self.config, data=dataclasses.replace(data, num_workers=data.num_workers or 1))
         reader = dataclasses.replace(self, tokenizer=copy.deepcopy(self.tokenizer), config=alone)
         if isinstance(rows, InOrder):  # its shards are not read apart: a data set that shuffles itself mixes them
-            return StreamedRows(name, open_sources(rows.rows), reader.tokenised, data.buffer_size, "given")
-        return StreamedRows(name, open_sources(rows, streaming=True), reader.tokenised, data.buffer_size)
+            return StreamedRows(name, open_sources(rows.rows), reader.tokenised, data.buffer_size, "given", seed)
+        return StreamedRows(name, open_sources(rows, streaming=True), reader.tokenised, data.buffer_size, seed=seed)
 
 
 def _weighted(rows: object) -> list[tuple[object, float]]:
