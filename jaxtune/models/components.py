@@ -55,6 +55,7 @@ def resolved(model: Decoder, words: Mapping[str, str], default_format: str | Non
       default_format: the format of linears and experts that no pattern matches; of experts alone for a format in which
         weights only stay as they are stored ("mxfp4").
       words: {pattern over names: dtype or format}; the first pattern that matches decides.
+      model: only its structure is read.
 
     Raises ValueError for a pattern or word that does not fit.
     """
@@ -102,6 +103,7 @@ def of_tensors(model: Decoder, words: Mapping[str, str], paths: Mapping[str, tup
 
     words: from `resolved`. A dtype is for all tensors of the module, a format for its weight alone.
     paths: {tensor's name: its path of attributes and indices in `model`, whose arrays may be abstract}.
+    model: the one whose tensors `paths` names.
     """
     word_of_path = {path: words[component.name] for component, path, _ in components(model) if component.name in words}
     tensor_words = {

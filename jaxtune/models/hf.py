@@ -260,10 +260,17 @@ def load_base(
 ) -> tuple[Decoder, Any]:
     """Loads an adapter's base without the adapter, as it was in training if the adapter's folder records that: (base,
     the adapter folder's tokenizer, else the base's, or None). FP8 products of training are FP8 again, unless load_in is
-    another format. Arguments and errors are those of from_pretrained.
+    another format. Errors are those of from_pretrained.
 
-      dtype, load_in, precision: None: as in the adapter's training, if that is recorded; rope_scaling and
-      max_position_embeddings likewise, if both are None.
+      adapter: a PEFT folder, which names the base.
+      dtype: of weights and compute: "bfloat16", "float16" or "float32".
+      load_in: the format to which linears and experts are quantised, such as "nf4"; "stored": none.
+      precision: {pattern over names: dtype or format} of modules stored and computed otherwise.
+      rope_scaling, max_position_embeddings: in place of config.json's, for longer documents.
+      max_length: tokens of the longest row; more than the base's positions is refused. None: not checked.
+
+    dtype, load_in and precision that are None, and rope_scaling and max_position_embeddings if both are, stand for what
+    the folder records of the training, else for the base's own.
     """
     folder = Path(adapter).expanduser()
     base, over = base_of(adapter), trained_over.read(folder) or TrainedOver()
@@ -301,6 +308,7 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
 
       config: a config.json (its path or folder), or its parsed content.
       dtype: of the weights as stored.
+      key: draws the weights.
 
     Raises ValueError for an unsupported config, or one that asks for quantisation.
     """
@@ -401,6 +409,7 @@ def save_pretrained(
 
       tokenizer: saved with the model; None: none is.
       max_shard_bytes: larger weights are divided into several files with an index.
+      path: the folder.
 
     Raises ValueError for adapters that are not merged, a model prepared for QAT, weights or a config that files cannot
     express, a path in use, or too little space.
@@ -415,6 +424,9 @@ def save_weights(
     model with merged adapters need not be in memory whole.
 
       max_shard_bytes: of one file; a tensor that is larger has a file of its own.
+      weights: the model, with functions that compute some of its tensors.
+      path: the folder, new or empty before.
+      tokenizer: a Hugging Face tokenizer, saved with the model; None: none is.
     """
     planned = checkpoint_tensors(weights)
     require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
@@ -447,6 +459,8 @@ def write_checkpoint(
 
       planned: from checkpoint_tensors; one tensor is computed at a time.
       max_shard_bytes: of one file; a tensor that is larger has a file of its own.
+      folder: exists, and has no weights yet.
+      hf: the content of config.json.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")
@@ -468,5 +482,10 @@ def write_checkpoint(
 
 
 def write_companions(folder: Path, model: Decoder, tokenizer: Any) -> None:
-    """Writes generation_config.json and processors' configs as the source had them, and the tokenizer's files."""
+    """Writes generation_config.json and processors' configs as the source had them, and the tokenizer's files.
+
+    folder: the saved model's.
+    model: the one whose source's files are written.
+    tokenizer: a Hugging Face tokenizer; None: none is written.
+    """
     save_companions(folder, model.source.companions if model.source is not None else (), tokenizer)

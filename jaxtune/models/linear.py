@@ -126,10 +126,13 @@ class Lora(nnx.Module):
 
 
 def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """The Euclidean norms of the rows of weight [out, in] + scale b a, float32[out], without forming the sum. a is [r,
-    in], b [out, r]:
+    """The Euclidean norms of the rows of weight + scale b a, float32[out], without forming the sum:
 
-        |w + s b a|^2 = |w|^2 + 2 s (w a^T) . b + s^2 b (a a^T) . b        (arXiv 2402.09353)
+      |w + s b a|^2 = |w|^2 + 2 s (w a^T) . b + s^2 b (a a^T) . b        (arXiv 2402.09353)
+
+    weight: [out, in].
+    a, b: the adapter's matrices, [r, in] and [out, r].
+    scale: of the adapter, such as alpha / r.
     """
     precision = jax.lax.Precision.HIGHEST
     square = jnp.einsum("oi,oi->o", weight, weight, preferred_element_type=jnp.float32, precision=precision)
@@ -159,6 +162,7 @@ def merged_and_rounded(
       x: the activations that it multiplies. An optimization barrier ties the rounding to them; otherwise XLA would
         round once for forward and recomputation, and keep the rounded weight between.
       spec: the grid. lora: None: the weight alone is rounded.
+      weight: [out, in], an array or quantised.
     """
     weight, lora, _ = optimization_barrier((weight, lora, x))
     weight = dense(weight, spec.dtype)
@@ -266,6 +270,7 @@ def apply_fused(
     before it.
 
       key: draws the dropout mask that an operation's adapters share, with the largest of their rates; None: no dropout.
+      linears: all read x; at least one.
     """
     if isinstance(x, Normed):
         norm, unnormed = x.norm, x.x

@@ -85,6 +85,7 @@ def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]
 
       key: the config's key, for errors.
       names: whole names of modules.
+      patterns: {regular expression: value}, in the order of precedence.
 
     Raises ValueError for an expression that is invalid or backtracks for too long.
     """
@@ -109,6 +110,7 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
 
       target_modules: "all-linear"; a regular expression over whole names; or a list of names or their ends after a dot.
       experts: names of expert matrices, for the error.
+      names: whole names of all linears of the model, with dots.
 
     Raises ValueError for what is empty, invalid or matches nothing.
     """
@@ -217,6 +219,9 @@ def get_peft_model(
         is not a language model's always trains.
       rank_pattern, alpha_pattern: {regular expression over a whole name or its end after a dot: value}.
       seed: draws the initial A; B starts at zero.
+      model: the base, without adapters.
+      r: the rank of the adapters, unless rank_pattern names another.
+      use_rslora: the scale is alpha / sqrt(r), not alpha / r.
 
     Raises ValueError for what matches nothing, a value out of range, or a model with adapters.
     """

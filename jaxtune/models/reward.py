@@ -28,6 +28,7 @@ def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
     unchanged. An embedding that was tied to the old head stays. Passthrough tensors are dropped.
 
       seed: draws the weight as transformers does, normal with initializer_range.
+      head: the kind of head, such as SCORE.
 
     Raises ValueError for adapters, a model whose head is not a language model's, or a language model's `head`.
     """

@@ -14,14 +14,21 @@ MOST_LAYERS = 4096  # ten times as many as any published model has
 
 
 def whole(key: str, value: Any, least: int = 1, most: int = LARGEST) -> None:
-    """An integer (no bool) from `least` to `most`, both included."""
+    """Raises ValueError unless a value is an integer (no bool) from `least` to `most`, both included.
+
+    key: the value's name in the error, such as "lora.r".
+    """
     if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= most:
         bounds = f"from {least} to {most}" if most != LARGEST else f"of at least {least}"
         raise ValueError(f"{key} = {_shown(value)}: must be an integer {bounds}")
 
 
 def number(key: str, value: Any, above: float | None = None, least: float | None = None) -> None:
-    """A finite number (no bool) greater than `above` and at least `least`."""
+    """Raises ValueError unless a value is a finite number (no bool).
+
+    key: the value's name in the error, such as "lora.alpha".
+    above, least: it must be greater than `above` and at least `least`; None: no such bound.
+    """
     finite = isinstance(value, Real) and not isinstance(value, bool) and _finite(value)
     if not finite or (above is not None and value <= above) or (least is not None and value < least):
         conjunction = "" if above is None or least is None else " and"
@@ -64,7 +71,11 @@ def mapping(key: str, value: Any) -> None:
 
 
 def items(key: str, value: Any, check: Callable[[str, Any], None]) -> None:
-    """A list or tuple of which every item passes the check `check`, under the name key[index]."""
+    """Raises ValueError unless a value is a list or tuple of which every item passes `check`.
+
+    key: the value's name in the error.
+    check: (name, item), raises ValueError; the name is key[index].
+    """
     if not isinstance(value, list | tuple):
         raise ValueError(f"{key} = {_shown(value)}: must be a list")
     for index, item in enumerate(value):
