@@ -119,6 +119,8 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
       views: {id() of a variable of the merged model: the Merged that computes its value}.
       changed: how many matrices are merged or decoded, or were trained whole.
       at_once: two threads compute both, which saves a second of compiling and takes twice the memory.
+      model: with its adapter.
+      merged: the same model with the adapter merged, whose tensors may be computed only on use.
 
     Raises ArithmeticError for a larger difference, or a more precise one from a changed tensor's own verification.
     """

@@ -149,8 +149,11 @@ def _itself(chunk: np.ndarray) -> np.ndarray:
 
 
 def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int], Any] = lambda _: None) -> bool:
-    """Whether the file has the written bytes from `offset` on; False if it ends early. Waits for `sums` and raises
-    their OSError. advanced: called with numbers of read bytes.
+    """Whether the file has the written bytes; False if it ends early. Waits for `sums` and raises their OSError.
+
+    offset: bytes of the file before them.
+    sums: sizes and checksums of the written pieces, in order.
+    advanced: called with numbers of read bytes.
     """
     position, digests = offset, []
     data = _buffer(max(sums.sizes, default=0))

@@ -135,6 +135,8 @@ def gguf_entries(
     model's, of another shape, or in a type that gguf does not decode.
 
       shapes: {Hugging Face's name: shape} of the model's tensors.
+      file: the GGUF file.
+      config: of the model, from the same file.
     """
     parsed, arch = opened(file), ARCHITECTURES[config.family]
     names, used_names, missing = Names(arch, config.num_layers), {ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT}, []

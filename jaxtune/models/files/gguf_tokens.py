@@ -135,8 +135,9 @@ def _pieces(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
 
 
 def merges_of(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """The merges that make the pieces of a vocabulary, by the piece's score, then by the longest beginning. tokens,
-    types, scores: lists of the vocabulary's length, as the file has them; types are gguf.TokenType's.
+    """The merges that make the pieces of a vocabulary, by the piece's score, then by the longest beginning.
+
+    tokens, types, scores: of the vocabulary's length, as the file has them; types are gguf.TokenType's.
     """
     ordinary = {token: scores[number] for number, token in enumerate(tokens) if types[number] == NORMAL}
     merges = [

@@ -19,9 +19,12 @@ _SCALING = frozenset(
 
 
 def stretched(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
-    """A config.json with `scaling`, such as {"rope_type": "yarn", "factor": 4.0}, for its rope_scaling, and
-    `positions`, or `factor` times the original context. Of several rotary bases, full attention's changes. Raises
-    ValueError for a scaling that cannot be read, or fewer positions than before.
+    """A config.json for longer rows. Of several rotary bases, full attention's changes. Raises ValueError for a scaling
+    that cannot be read, or fewer positions than before.
+
+      hf: config.json.
+      scaling: the new rope_scaling, such as {"rope_type": "yarn", "factor": 4.0}; None: it stays.
+      positions: the new number of positions; None: `factor` times the original context, or what it was if that is more.
     """
     if scaling is None and positions is None:
         return dict(hf)

@@ -158,6 +158,7 @@ def read_tensors(
       dtypes: {name: dtype} of tensors with another dtype than `dtype`.
       on_host: plain tensors that stay in host memory.
       entries: {the model's name: where files have it}.
+      dtype: into which plain tensors are converted, and quantised ones decoded.
 
     Raises ValueError for files that end early, values that are not finite after the cast, or impossible scales.
     """
