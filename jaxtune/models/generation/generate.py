@@ -76,6 +76,8 @@ def generate(
       deterministic: a row has the same bits whatever the other prompts are, and log-probabilities come from
         `training_logprobs`, not from the decoding steps.
       max_new_tokens: of each answer, at most.
+      prompts: token ids of each.
+      tokenizer: decodes tokens for stop_strings; None: there are none.
 
     Returns each prompt's new tokens, with the one that ended it; with output_logprobs (tokens, log-probabilities).
 
@@ -145,6 +147,7 @@ def training_logprobs(
     rows: token ids of each prompt.
     answers: token ids of one answer to each.
     max_new_tokens: of the run; it decides the padding.
+    model: not divided over devices.
     """
     width = _bucket(max(map(len, rows)), _SMALLEST_LENGTH) + _bucket(max_new_tokens, _SMALLEST_LENGTH)
     tokens, lengths = np.zeros((_bucket(len(rows), 1), width), np.int32), np.ones(_bucket(len(rows), 1), np.int32)

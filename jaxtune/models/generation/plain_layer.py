@@ -99,6 +99,7 @@ def step(
       next_weight: [hidden], of the next norm, which rounds as this layer's do.
       batch_invariant: a row must have the same bits in any batch.
       context: its layout has the rotary tables of `positions`.
+      block: a layer for which `is_plain` holds.
     """
     attention, norm = block.parts["mixer"], norm_before(block, "mlp")
     options = rounding(norm)

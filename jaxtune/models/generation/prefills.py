@@ -35,7 +35,12 @@ class Batch:
     def insert(
         self, programs: device.Programs, states: device.States, placed: Sequence[tuple[int, int]]
     ) -> device.States:
-        """Copies (row of this batch, slot) pairs into the states of all slots, which are donated."""
+        """Copies states of this batch into the states of all slots, and returns these.
+
+        programs: the sampler's compiled functions.
+        states: of all slots, which are donated.
+        placed: pairs (row of this batch, slot).
+        """
         arrays = jax.tree.leaves(self.states)
         if not arrays:  # no layer of the model has a mixer
             return states

@@ -116,6 +116,7 @@ class Block(nnx.Module):
 
         x: the residual stream, or in a stage whose sum is normed the sum so far, None for its first part.
         out: the part's output, before its post-norm.
+        part: its name, such as "mixer".
         """
         place = connections_of(self.stages)[0][part]
         out = out if place.post_norm is None else getattr(self, place.post_norm)(out)
@@ -261,8 +262,12 @@ class Block(nnx.Module):
     def first_state(
         self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
     ) -> dict[str, object]:
-        """{mixer's name: its state for generation} after prompts. values: {name: value} of the layer's residuals, by
-        the layer's names; other arguments as for Mixer.first_state.
+        """{mixer's name: its state for generation} after prompts.
+
+        values: {name: value} of the residuals that `state_reads` names.
+        lengths: int32[B], tokens of each prompt.
+        new_tokens: tokens beyond the prompts for which there must be room.
+        context: its layout has one prompt a row, with rotary tables.
         """
         states: dict[str, object] = {}
         for part, mixer in self.mixers.items():
@@ -280,9 +285,14 @@ class Block(nnx.Module):
         taken: Mapping[str, object] | None = None,
     ):
         """Runs the next N tokens of each row in generation: (layer_output [B, N, hidden], {mixer's name: its state
-        after them}, {name: value} that the layer gives to later layers). Arguments as for Mixer.step.
+        after them}, {name: value} that the layer gives to later layers).
 
-          taken: {name: value} that the layer takes from outside for these tokens.
+          layer_input: [B, N, hidden].
+          state: {mixer's name: its state}, from first_state or an earlier step.
+          positions: int32[B], the position of each row's first token, also the number of tokens in the state; negative
+          for a row that does not decode, whose results are ignored.
+          context: its layout has the rotary tables of these positions.
+          taken: {name: value} that the layer takes from outside for these tokens; None: nothing.
         """
         values, after, given_values = {LAYER_INPUT: layer_input, **(taken or {})}, {}, {}
         context = dataclasses.replace(context, taken=taken or {})

@@ -246,6 +246,7 @@ class ExpertLinear(nnx.Module):
           choice: int32[T, k], each token's experts; E for none.
           weights: float32[T, k], the router's, by which biases are multiplied.
           routing: how tokens are sorted by expert.
+          rows: [rows, in].
         """
         lora, input_dtype = self.adapter(), rows.dtype
         rows = rows.astype(self.compute or input_dtype)

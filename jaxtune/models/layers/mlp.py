@@ -26,6 +26,9 @@ class MLPShape:
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MLP:
+        """Builds the MLP with random weights. config: the decoder's. key: draws the weights. dtype: of the weights as
+        stored.
+        """
         return MLP(dataclasses.replace(config, intermediate_size=self.intermediate_size), key, dtype)
 
 
@@ -63,6 +66,7 @@ class MLP(nnx.Module):
         down_proj has an adapter and nothing else that gated_matmul does not know, else that of `_down`.
 
           key: draws the adapter's dropout mask; None: no dropout.
+          gate, up: [B, T, intermediate].
         """
         linear, activation = self.down_proj, self.config.activation
         if linear.only_adapted(gate.dtype, key is not None):
@@ -117,7 +121,13 @@ class MLP(nnx.Module):
         return plain and joins(*(linear.stored_weight for linear in linears[:2]))
 
     def whole(self, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """`down` of gate and up, which `gate_up` returned for x [B, T, hidden], with the derivative of both."""
+        """As `down`, with a derivative that goes through all three linears to x, in place of one for `down` and one for
+        `gate_up`. All three must have quantised weights (`_joins`); else it raises ValueError.
+
+          x: [B, T, hidden].
+          gate, up: [B, T, intermediate], which `gate_up` returned for x; the gradients go to x and the adapters, not to
+          them.
+        """
         linears = self.gate_proj, self.up_proj, self.down_proj
         weights = [weight for linear in linears if isinstance(weight := linear.stored_weight, Stored)]
         loras = [linear.lora.weights(weight) for linear, weight in zip(linears, weights, strict=True) if linear.lora]

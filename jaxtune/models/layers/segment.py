@@ -276,6 +276,7 @@ class Mixer(LayerPart, Protocol):
           positions: int32[B], the position of the first of them, also the number of tokens in the state; negative for a
             row that is not decoding, whose results are ignored.
           context: its layout has the rotary tables of these positions; `taken` what the layer takes.
+          state: from first_state or an earlier step.
         """
         ...
 
@@ -286,7 +287,13 @@ class GivingMixer(Mixer, Protocol):
     def step_giving(
         self, x: jax.Array, state, positions: jax.Array, context: Context
     ) -> tuple[jax.Array, object, dict[str, object]]:
-        """As Mixer.step, with a third result: {name: value, any pytree} of what later layers take in this step."""
+        """`step` with a third result: {name: value, any pytree} of what later layers take in this step.
+
+        x: [B, N, hidden], the part's input after the norm.
+        state: from first_state or an earlier step.
+        positions: int32[B], the position of each row's first token; negative for a row that does not decode.
+        context: its layout has the rotary tables of these positions.
+        """
         ...
 
 
@@ -328,6 +335,7 @@ def multiplications(segment: Segment, module: nnx.Module, tokens: int, length: i
       length: tokens of a row.
       backward: of the derivative, if the segment has a formula for it, else of the forward.
       module: the layer, which has the weights.
+      segment: of the layer, with the block's names.
     """
     if segment.multiplications is not None:
         return segment.multiplications(tokens, length, backward)

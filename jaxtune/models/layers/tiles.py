@@ -39,6 +39,7 @@ def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tu
 
     module: the block, whose matrices give the joined segment's duration.
     tile: tokens of each row, which it divides. Gradients of weights are summed tile by tile.
+    segments: of a layer, in order.
     """
     for chain in _chains(segments):
         first = segments.index(chain[0])

@@ -116,14 +116,16 @@ def layer_forward(
     Returns (layer_output, {name: value} for the wanted names, copies of `to_host`, `gathers` whole).
 
       graph, trainable, frozen: the layer's Block, for nnx.merge.
+      spec: the layer's kind: its parts, window and rotary base.
       returned_names: names of residuals and auxiliary values; the layer may lack some.
       layer_input: [B, T, hidden].
+      layout: documents and rotary tables of the rows.
+      key: draws the adapters' dropout masks; None: no dropout.
       to_host: Pieces (arrays cut into slices) of the previous layer's residuals.
       gathers: Shards (this device's parts) of weights that the next layer needs whole.
       tile: tokens of each row that tokenwise segments process at a time; None: whole rows.
       in_fp8: those of `returned_names` that are returned rounded to e4m3.
-      taken: {name: value} that the layer takes from outside (Block.takes).
-      layout: of the rows. key: draws the adapters' dropout masks; None: no dropout.
+      taken: {name: value} that the layer takes from outside (Block.takes); None: nothing.
     """
     with jax.named_scope("layer"), copies_start_at_once():
         block = nnx.merge(graph, trainable, frozen)
@@ -166,11 +168,15 @@ def layer_backward(
     """Runs the backward of a layer, with the copies and collectives of its neighbours. Returns (gradients of trainable;
     of layer_input; {value taken: gradient}; to_device copied; gathers whole; Shards of sums).
 
-      graph, spec, trainable, frozen, layout, key, tile: as in layer_forward.
+      graph, trainable, frozen: the layer's Block, for nnx.merge.
+      spec: the layer's kind: its parts, window and rotary base.
       saved: {name: value} of residuals, arrays or FP8, and of what the layer takes; missing ones are recomputed.
-      doutput, dothers: layer_output's gradient; {name: gradient} of auxiliary values and of what later layers took.
-      to_device, gathers: Pieces of residuals and Shards for the layer that is next.
+      doutput: layer_output's gradient, [B, T, hidden].
+      layout, key, tile: those of the layer's forward.
+      to_device: Pieces of the residuals of the layer that is next in the backward, on the host.
+      gathers: Shards of the weights that it needs whole.
       scatters: pairs (Shard, gradient of the whole tensor), to be summed over devices.
+      dothers: {name: gradient} of auxiliary values and of what later layers took; None: there are none.
     """
     values, pullbacks, block = dict(saved), {}, nnx.merge(graph, trainable, frozen)
     norms = NormsApart(block, doutput, tile, tuple(dothers or {}), saved)
@@ -401,19 +407,20 @@ def run_stack(
     aux: tuple[str, ...] = (),
     layer_inputs: Sequence[Mapping[str, jax.Array]] | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """Runs all layers of a decoder on x [B, T, hidden], with residuals placed by `plan`: (the last layer's output,
-    {name: sum over the layers} of auxiliary values). Differentiable by x, `layer_inputs` and `nnx.Param`s; TypeError
-    for `Frozen` tensors.
+    """Runs all layers of a decoder, with residuals placed by `plan`: (the last layer's output, {name: sum over the
+    layers} of auxiliary values). Differentiable by x, `layer_inputs` and `nnx.Param`s; TypeError for `Frozen` tensors.
 
       layers, specs: the Blocks, and the LayerSpec of each.
-      plan: None: everything is kept.
+      x: [B, T, hidden], the first layer's input.
+      layout: documents and rotary tables of the rows, for all layers.
+      plan: where each layer's residuals are until the backward; None: everything is kept in device memory.
       dropout_key: draws the adapters' dropout masks; None: no dropout.
       gradient_sums: {layer's index: state like that of its `nnx.Param`s}, to which gradients are added layer by layer,
-        so that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s get
-        none.
+      so that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s get
+      none. None: these get their gradients.
       aux: names of auxiliary values, such as router_sums.
-      layer_inputs: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes).
-      layout: of the rows (Decoder.layout), for all layers.
+      layer_inputs: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes); None:
+      nothing.
 
     Raises ValueError for a plan that does not fit, tiles that do not divide the rows or go with dropout, a name in
     `aux` that no layer has, or a layer that takes what nothing gives.

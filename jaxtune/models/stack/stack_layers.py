@@ -92,10 +92,13 @@ def describe_layer(
 ) -> StackLayer:
     """The static description of a layer under a plan. Residuals that later layers take are always kept.
 
+      block: the layer; its arrays are not read.
+      graph: its nnx.GraphDef.
+      spec: its kind: parts, window and rotary base.
+      plan: where its residuals are until the backward.
       tile: tokens of each row in a tile of tokenwise segments; without effect unless the plan recomputes every value
-        inside them.
+      inside them. None: no tiles.
       decoder_names: names of what the decoder gives the layer; the others that it takes come from earlier layers.
-      graph: the Block's nnx.GraphDef.
 
     Raises ValueError for a placement that a residual cannot have.
     """

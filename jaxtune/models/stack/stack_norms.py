@@ -72,18 +72,24 @@ class NormsApart:
 
     def added(self, segment: Segment, block_of, trainable, values: Mapping, gradients: dict, total):
         """Computes the gradients of the norms that no segment after this one reads, puts those of the stream into
-        `gradients`, and returns `total`, the sum for the trainable tensors or None, with those of the norms' weights.
+        `gradients`, and returns `total` with those of the norms' weights.
 
           segment: the one whose gradients were computed last.
-          values: {name: value} of the layer, as far as the backward has them. gradients: {name: gradient}, changed in
-          place.
+          block_of: trainable tensors -> the layer's Block.
+          trainable: the layer's trainable tensors.
+          values: {name: value} of the layer, as far as the backward has them.
+          gradients: {name: gradient}, changed in place.
+          total: the sum of gradients for the trainable tensors so far; None: there are none yet.
         """
         for name in [name for name, last in self._last.items() if last is segment]:
             stream = self._stream[name]
 
             def run(trainable, x, name=name, with_stream=stream in gradients):
-                """The norm of x, after x itself if the stream has other gradients already. trainable: the layer's
-                trainable tensors.
+                """The norm of x, after x itself if the stream has other gradients already.
+
+                trainable: the layer's trainable tensors.
+                x: [B, T, hidden], the residual stream.
+                name: the norm's; with_stream: whether x is returned too.
                 """
                 norm = getattr(block_of(trainable), name)
                 return norm.stream_and_normed(x) if with_stream else norm(x)

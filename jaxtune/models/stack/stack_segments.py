@@ -30,6 +30,8 @@ def run_segment(
     kept_low_rank: low-rank inputs of an earlier run; None: they are computed.
     normed: pairs of one of `values` and its Factors (low_rank.py).
     block: the layer's, with its weights.
+    segment: of the block, which runs whole.
+    context: layout and dropout key for it.
     """
     with scope_of(segment), low_rank.collected(kept_low_rank, normed) as low_rank_values:
         outputs = segment.run(block, context, *values)
@@ -37,9 +39,13 @@ def run_segment(
 
 
 def differentiated(segments: Sequence[Segment], saved: Mapping) -> tuple[Segment, ...]:
-    """The segments that a layer's backward differentiates, in the order of the forward. A Segment.with_before stands
-    for its segment and the one before if the latter's outputs are saved as arrays; where they are recomputed or in FP8,
-    memory is short, and it needs more.
+    """The segments that a layer's backward differentiates, in the order of the forward. A segment with a `with_before`
+    must follow a differentiable one (IndexError if none is before it): both become `with_before` if the outputs of the
+    one before are saved as arrays. Where they are recomputed or in FP8, memory is short, and `with_before` needs more,
+    so both stay.
+
+      segments: of the layer, in order.
+      saved: {name: residual} that the backward has.
     """
     chain: list[Segment] = []
     for segment in segments:
@@ -58,8 +64,11 @@ def without_gradient(segments: Sequence[Segment], back: Sequence[Segment]) -> se
 
 
 def low_rank_of(segment: Segment, segments: Sequence[Segment], values: Mapping) -> tuple | None:
-    """The low-rank inputs of a segment that the backward differentiates; None if some are missing. values: {name:
-    value} of the layer.
+    """The low-rank inputs of a segment that the backward differentiates; None if some are missing.
+
+    segment: one of `differentiated`, which may stand for two.
+    segments: of the layer, in order.
+    values: {name: value} of the layer.
     """
     pairs = itertools.pairwise(segments)
     covered = next((pair for pair in pairs if pair[1].with_before is segment), (segment,))
@@ -74,9 +83,13 @@ def pullback_of_segment(
 ) -> tuple[tuple, Callable]:
     """(outputs, the function from their gradients to those of the trainable tensors and of each input).
 
+    block_of: trainable tensors -> the layer's Block.
+    trainable: the layer's trainable tensors.
+    segment: of this block.
+    context: layout and dropout key for it.
+    inputs: one for each of the segment's reads.
     kept_low_rank: low-rank inputs of an earlier run; None: they are computed.
     factors: for each input its Factors (low_rank.py) or None; (): there are none.
-    block_of: makes the Block of trainable tensors. inputs: one for each of the segment's reads.
     """
 
     def run(trainable, *values):
