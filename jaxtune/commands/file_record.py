@@ -36,6 +36,7 @@ def agree(output: Path, settings: Mapping[str, object], prompts: Sequence[Sequen
       settings: {name: JSON value} of all that the lines depend on, beside the prompts.
       prompts: token ids.
       output: the file of answers, beside which the record lies.
+      continues: the file has answers already.
     """
     path, record = record_path(output), json.loads(json.dumps({"format": _FORMAT, **settings}))
     if continues:

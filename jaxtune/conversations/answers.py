@@ -130,8 +130,11 @@ class AnswerReader:
         return first, second
 
     def text(self, ids: Sequence[int], ends: Sequence[int] = (), calls: bool = True) -> str:
-        """The text of an answer, with no special tokens but the marks of thoughts and, with `calls`, of calls. ends:
-        ids that are dropped as last token.
+        """The text of an answer, with no special tokens but the marks of thoughts and, with `calls`, of calls.
+
+        ids: of the answer.
+        ends: ids that are dropped as last token.
+        calls: whether marks of calls stay in the text.
         """
         marks = {*self._thought_marks.values(), *(self._call_marks.values() if calls else ())}
         visible_ids = list(ids[:-1] if len(ids) and ids[-1] in ends else ids)
@@ -171,12 +174,22 @@ class AnswerReader:
     def read(
         self, ids: Sequence[int], schemas: Schemas | None = None, opening: str = "", ends: Sequence[int] = ()
     ) -> Answer:
-        """The answer of these tokens. schemas, opening: as `stream`; ends: as `text`. ids: of the answer alone, without
-        the prompt.
+        """The answer of tokens.
+
+        ids: of the answer alone, without the prompt.
+        schemas: of the tools that it may call; None: no calls are looked for, and all is text.
+        opening: the beginning of the answer that the prompt's end holds (`opening`), such as "<think>"; "": none.
+        ends: ids that are dropped as last token.
         """
         return self.read_text(self.text(ids, ends, schemas is not None), schemas, opening)
 
     def read_text(self, text: str, schemas: Schemas | None = None, opening: str = "") -> Answer:
+        """The answer of a text.
+
+        text: of the answer, with the marks of thoughts and calls.
+        schemas: of the tools that it may call; None: no calls are looked for, and all is text.
+        opening: the beginning of the answer that the prompt's end holds (`opening`), such as "<think>"; "": none.
+        """
         stream = self.stream(schemas, opening)
         pieces = [*stream.add(text), *stream.end()]
         thoughts, content = ("".join(text for kind, text in pieces if kind == name) for name in ("thought", "content"))

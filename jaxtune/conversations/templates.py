@@ -50,9 +50,13 @@ def render(
 ) -> str:
     """The text of a conversation. Raises TemplateError if the template refuses it.
 
+    tokenizer: gives the template its special tokens.
+    template: Jinja text.
+    messages: of the conversation, in order.
+    tools: JSON schemas; None: none.
+    add_generation_prompt: end with the beginning of an assistant's turn.
     continue_final: the text ends within the last message.
-    arguments: further variables, such as enable_thinking.
-    tools: JSON schemas; None: none. add_generation_prompt: end with the beginning of an assistant's turn.
+    arguments: further variables, such as enable_thinking; None: none.
     """
     options = {**(arguments or {}), **({"continue_final_message": True} if continue_final else {})}
     try:
@@ -124,8 +128,12 @@ _PROBES = (
 
 
 def asking_template(tokenizer: Tokenizer, template: str, arguments: Arguments | None = None) -> str:
-    """A template that itself writes the BOS that the tokenizer adds, and has `arguments` as defaults, for programs that
-    add nothing.
+    """A template that itself writes the BOS that the tokenizer adds, and has defaults for its variables, for programs
+    that add nothing.
+
+      tokenizer: of the model.
+      template: Jinja text.
+      arguments: {variable: default}; None: none.
     """
     if arguments:
         lines = (

@@ -13,8 +13,11 @@ ROPES = ("yarn", "linear", "llama3", "longrope")
 
 
 def batch(recipe: Translation, rows_key: str, documents: str) -> None:
-    """rows_per_step of one GPU. documents: what a row is there, such as "pairs". rows_key: the other program's key for
-    rows on a device.
+    """Sets rows_per_step, of one GPU.
+
+    recipe: gets the key, and a note.
+    rows_key: the other program's key for rows on a device.
+    documents: what a row is there, such as "pairs".
     """
     rows, count = recipe[rows_key] or 1, recipe["gradient_accumulation_steps"] or 1
     recipe.set("rows_per_step", rows * count)
@@ -64,11 +67,23 @@ def warmup(recipe: Translation, implied_ratio: float | None = None) -> None:
 
 
 def precision(recipe: Translation, bf16: bool, fp16: bool, *sources: str) -> None:
+    """Sets `precision`.
+
+    recipe: gets the key.
+    bf16, fp16: whether the other program computes so; neither: float32.
+    sources: the other program's keys that decide it.
+    """
     recipe.set("precision", "bf16" if bf16 else "fp16" if fp16 else "fp32", *sources)
 
 
 def packing(recipe: Translation, packs: bool, *sources: str) -> None:
-    """data.packing. Without it a step has as many documents as there: "step", or false if rows are not known before."""
+    """Sets data.packing. Without it a step has as many documents as there: "step", or false if rows are not known
+    before.
+
+      recipe: has data.train already.
+      packs: whether the other program packs.
+      sources: its keys that decide it.
+    """
     names = recipe.get("data.train")
     mixed = isinstance(names, list) and not isinstance(names[0], str)
     alone = bool(recipe.get("data.streaming")) or mixed
@@ -78,8 +93,11 @@ def packing(recipe: Translation, packs: bool, *sources: str) -> None:
 
 
 def columns(recipe: Translation, names: Mapping[str, str], source_name: str) -> None:
-    """data.columns, one map for all rows: {our column: its name in the rows}; other maps are lacking. source_name:
-    where they come from, for messages.
+    """Sets data.columns, one map for all rows; other maps are lacking.
+
+    recipe: gets the key.
+    names: {our column: its name in the rows}.
+    source_name: where they come from, for messages.
     """
     names = {ours: source for ours, source in names.items() if ours != source}
     current = recipe.get("data.columns")
@@ -90,7 +108,12 @@ def columns(recipe: Translation, names: Mapping[str, str], source_name: str) -> 
 
 
 def template(recipe: Translation, name: str, source_name: str) -> None:
-    """data.template, one for all rows; another one is lacking. source_name: where it comes from, for messages."""
+    """Sets data.template, one for all rows; another one is lacking.
+
+    recipe: gets the key.
+    name: of the template in this program.
+    source_name: where it comes from, for messages.
+    """
     current = recipe.get("data.template")
     if current not in (None, name):
         recipe.lack(f"template of {source_name}", name, f"data.template is one for all rows, and {current} already")
@@ -103,6 +126,7 @@ def plain_prompts(recipe: Translation, plain: Sequence[str], sets: int) -> None:
 
     plain: names of these rows.
     sets: the number of all sets of rows.
+    recipe: loses the key.
     """
     current = recipe.get("data.template")
     if plain and current is not None:
@@ -113,7 +137,12 @@ def plain_prompts(recipe: Translation, plain: Sequence[str], sets: int) -> None:
 
 
 def rows(recipe: Translation, key: str, names: Sequence[str]) -> None:
-    """data.train or data.eval; of several held-out sets the first. key: "data.train" or "data.eval"."""
+    """Sets data.train or data.eval; of several held-out sets the first.
+
+    recipe: gets the key.
+    key: "data.train" or "data.eval".
+    names: files or data sets; none: nothing is set.
+    """
     if names:
         recipe.set(key, names[0] if len(names) == 1 else list(names))
     if key == "data.eval" and len(names) > 1:
@@ -191,6 +220,11 @@ def trainer_keys(recipe: Translation) -> None:
 
 
 def quantised(recipe: Translation, four: bool, eight: bool) -> None:
+    """Sets model.load_in.
+
+    recipe: gets the key.
+    four, eight: whether the other program loads the base in 4 or 8 bits; neither: nothing is set.
+    """
     if four or eight:
         recipe.set("model.load_in", "nf4" if four else "int8")
 
@@ -215,8 +249,11 @@ def model_options(recipe: Translation, key: str) -> None:
 
 
 def rope_scaling(recipe: Translation, source_name: str, scaling: Mapping[str, object]) -> None:
-    """model.rope_scaling with transformers' names; a kind that is not here is lacking. source_name: what messages call
-    it, such as "rope_scaling of model_kwargs". scaling: the other program's mapping, "rope_type" or "type" among it.
+    """Sets model.rope_scaling with transformers' names; a kind that is not here is lacking.
+
+    recipe: gets the key.
+    source_name: what messages call it, such as "rope_scaling of model_kwargs".
+    scaling: the other program's mapping, "rope_type" or "type" among it.
     """
     kind = scaling.get("rope_type") or scaling.get("type")
     if kind not in ROPES or ("factor" not in scaling and kind != "longrope"):

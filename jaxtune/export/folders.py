@@ -29,8 +29,12 @@ from jaxtune.system import terminal
 
 
 def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes the model in its own dtype, quantised weights decoded. Errors as of write_planned. max_shard_bytes: of one
-    file.
+    """Writes the model in its own dtype, quantised weights decoded. Errors as of write_planned.
+
+    weights: the model, adapters merged.
+    folder: exists and is empty.
+    tokenizer: a Hugging Face tokenizer; None: none is written.
+    max_shard_bytes: of one file.
     """
     return write_planned(weights.dequantized(), folder, tokenizer, max_shard_bytes)
 
@@ -51,6 +55,10 @@ def write_stored(
       edit_config: changes the entry quantization_config.
       input_scales: {linear: scale of activations} of NVFP4.
       max_shard_bytes: of one file.
+      format: the quantised format.
+      weights: the model, adapters merged.
+      folder: exists and is empty.
+      tokenizer: a Hugging Face tokenizer; None: none is written.
 
     Raises ValueError for experts that readers do not support, no matrix of whole blocks, or weights that left QAT's
     grid, and as write_planned does.
@@ -88,8 +96,12 @@ def write_stored(
 
 def write_nvfp4_activations(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
     """Writes a model of QAT in nvfp4-nvfp4 as NVFP4 with activations rounded too (W4A4), the scale of X's inputs as
-    `X.input_global_scale`. Raises ValueError without such scales, and as write_stored does. max_shard_bytes: of one
-    file.
+    `X.input_global_scale`. Raises ValueError without such scales, and as write_stored does.
+
+      weights: the model, adapters merged.
+      folder: exists and is empty.
+      tokenizer: a Hugging Face tokenizer; None: none is written.
+      max_shard_bytes: of one file.
     """
     qat = weights.model.qat
     if qat is None or not qat.input_scales:
@@ -110,6 +122,9 @@ def write_mxfp4(
 
       activations: servers round activations, too.
       max_shard_bytes: of one file.
+      weights: the model, adapters merged.
+      folder: exists and is empty.
+      tokenizer: a Hugging Face tokenizer; None: none is written.
 
     Raises ValueError for gpt-oss with `activations`, or experts that left QAT's grid, and as write_stored does.
     """
@@ -161,6 +176,9 @@ def write_planned(
       extra: entries that replace config.json's.
       loads: whether jaxtune can load such a folder; else `extra` needs a quantization_config.
       max_shard_bytes: of one file.
+      weights: the model, adapters merged.
+      folder: exists and is empty.
+      tokenizer: a Hugging Face tokenizer; None: none is written.
 
     Raises ValueError for a full disk or what hf.checkpoint_tensors cannot write, ArithmeticError for a difference.
     """
@@ -179,6 +197,7 @@ def verify(folder: Path, written: Mapping[str, shards.Written], config: DecoderC
 
     written: {tensor's name: what shards.write_file returned}.
     loads: also compares names and shapes with config.json; else its quantization_config is ignored (KeyError without).
+    config: that the folder must describe.
     """
     try:
         config_json = text_config(read_config(folder))

@@ -13,6 +13,7 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
       repository: owner/name.
       private: of a new repository.
       api: huggingface_hub.HfApi or the like; None: with this machine's login.
+      folder: of the model.
 
     Raises ValueError if nobody is logged in, the name is not valid, or the hub refuses or cannot be reached.
     """

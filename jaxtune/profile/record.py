@@ -33,6 +33,7 @@ def capture(
     Args:
       meta: JSON values; "tokens_per_step" gives tokens per second and scales comparisons, "what" heads the tables.
       programs: {name: jax.stages.Compiled}, whose HLO text is written to hlo/NAME.txt.gz.
+      folder: new, empty, or with an earlier capture.
     """
     import jax
 

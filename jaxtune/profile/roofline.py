@@ -40,11 +40,13 @@ def product_ceiling(dtype: str, ceilings: Ceilings) -> tuple[str, float]:
 
 
 def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -> tuple[float, str]:
-    """(least ns, "compute" or "memory") by the roofline model: FLOPs or bytes at the ceilings, whichever takes longer.
+    """(least ns, "compute" or "memory") by the roofline model: FLOPs or bytes at the ceilings, whichever takes longer;
+    (ns of the bytes, "") if there are FLOPs and their rate is unknown.
 
-    "" if there are FLOPs and their rate is unknown: the time is then that of the bytes. dtype chooses the rate.
-
+      flops: of the operation, a multiply-add as two.
       moved_bytes: to and from device memory.
+      dtype: of the operands, which chooses the rate (product_ceiling).
+      ceilings: of the device; 0 is unknown.
     """
     _, peak = product_ceiling(dtype, ceilings)
     memory = moved_bytes / (ceilings.copy_tbps * 1e3) if ceilings.copy_tbps else 0.0
@@ -61,10 +63,12 @@ def losses(
 
     Large products, attention and experts lose the time beyond their FLOPs at the ceiling (nothing if that or their
     FLOPs are unknown), transfers the time that the step waits for them, all others their whole time.
+
       events: of the captured steps, with `self_ns`.
-      idle_ms: per step.
-      wait: words on the longest wait, which begin with a space.
       num_steps: over which times are divided.
+      idle_ms: per step.
+      ceilings: of the device; 0 is unknown.
+      wait: words on the longest wait, which begin with a space.
     """
     per_step = 1e-6 / num_steps
     kinds: dict[str, list[Event]] = collections.defaultdict(list)

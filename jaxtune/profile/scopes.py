@@ -139,6 +139,7 @@ def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = Non
       is_gemm: as the instruction tells; None: the kernel's name decides.
       target: of a custom call.
       scope: the path of jax.named_scopes around the operation.
+      kernel: its name in the trace.
     """
     if kind == TO_HOST:
         return "copies to host"

@@ -50,6 +50,7 @@ def make_app(
     seconds: from the arrival of a body until its answer has been made and, if streamed, read; else error 504.
     encoding: an executor of one thread, which tokenises prompts.
     models: {name in requests: model}.
+    engine: decodes the answers to all models' requests.
     """
     api = _Api(models, engine, seconds, encoding)
     app = Starlette(

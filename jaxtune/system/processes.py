@@ -165,6 +165,7 @@ def meet(
       failure: `shared_errors.described` of this process's failure, or None; asked when the future is done.
       signal_name: a signal that came to this process; asked several times a second.
       due: whether a save is due; asked in the first process.
+      future: the work that this process waits for.
     """
     client, point, has_reported = service_client(), next(_meetings), False
     ready_prefix = f"{_READY}{point}/"
