@@ -142,8 +142,10 @@ class AnswerReader:
         return str(self._tokenizer.decode(visible_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def opening(self, prompt_ids: Sequence[int], continues: bool = False) -> str:
-        """The beginning of an answer that a prompt's end holds, such as <think>, or "". continues: the prompt ends
-        within a message, whose text is no part of the answer.
+        """The beginning of an answer that a prompt's end holds, such as "<think>", or "".
+
+        prompt_ids: token ids of the prompt.
+        continues: the prompt ends within a message, whose text is no part of the answer.
         """
         if not self.thinks:
             return ""
@@ -163,8 +165,10 @@ class AnswerReader:
         return next((text for text in openings if tail.endswith(text)), "")
 
     def stream(self, schemas: Schemas | None = None, opening: str = "") -> AnswerStream:
-        """A stream that reads an answer piece by piece. schemas: of the tools whose calls are looked for; None: all is
-        text. opening: of `opening`.
+        """A stream that reads an answer piece by piece.
+
+        schemas: {tool's name: JSON schema of its arguments} of the tools that it may call; None: calls stay text.
+        opening: the beginning of the answer that the prompt's end holds (`opening`), such as "<think>"; "": none.
         """
         if self._channels:
             return _Channels(schemas is not None, opening)
@@ -177,7 +181,7 @@ class AnswerReader:
         """The answer of tokens.
 
         ids: of the answer alone, without the prompt.
-        schemas: of the tools that it may call; None: no calls are looked for, and all is text.
+        schemas: {tool's name: JSON schema of its arguments} of the tools that it may call; None: calls stay text.
         opening: the beginning of the answer that the prompt's end holds (`opening`), such as "<think>"; "": none.
         ends: ids that are dropped as last token.
         """
@@ -187,7 +191,7 @@ class AnswerReader:
         """The answer of a text.
 
         text: of the answer, with the marks of thoughts and calls.
-        schemas: of the tools that it may call; None: no calls are looked for, and all is text.
+        schemas: {tool's name: JSON schema of its arguments} of the tools that it may call; None: calls stay text.
         opening: the beginning of the answer that the prompt's end holds (`opening`), such as "<think>"; "": none.
         """
         stream = self.stream(schemas, opening)
