@@ -173,21 +173,26 @@ def exclusion(columns: Mapping[str, object]) -> str:
     """The column that leaves a row out of training, such as "weight = 0"; "" without one. Raises ConversationError if
     marks disagree.
     """
-    marks = row_marks(columns)
-    if len(set(marks.values())) > 1:
-        raise ConversationError(f"columns {', '.join(marks)} disagree whether the row is trained on: leave one")
-    return next((f"{name} = {columns[name]!r}" for name, trains in marks.items() if not trains), "")
+    trains_by_column = row_marks(columns)
+    if len(set(trains_by_column.values())) > 1:
+        raise ConversationError(
+            f"columns {', '.join(trains_by_column)} disagree whether the row is trained on: leave one"
+        )
+    return next((f"{name} = {columns[name]!r}" for name, trains in trains_by_column.items() if not trains), "")
 
 
 def row_marks(columns: Mapping[str, object]) -> dict[str, bool]:
     """{column: whether it says that the row is trained on}; values that are not true or false are left out."""
-    marks = {name: mark for name in columns if (mark := _mark(str(name))) is not None}
-    truths = {name: _TRUTH.get(str(columns[name]).strip().lower()) for name in marks}
-    return {name: truth is marks[name] for name, truth in truths.items() if truth is not None}
+    training_truths = {
+        name: training_truth for name in columns if (training_truth := _training_truth(str(name))) is not None
+    }
+    truths = {name: _TRUTH.get(str(columns[name]).strip().lower()) for name in training_truths}
+    return {name: truth is training_truths[name] for name, truth in truths.items() if truth is not None}
 
 
 @functools.lru_cache(1024)  # columns are those of all rows
-def _mark(name: str) -> bool | None:
+def _training_truth(name: str) -> bool | None:
+    """The value with which a column of this name trains on its row; None for a column that says nothing of it."""
     return MARKS.get(snake(name))
 
 

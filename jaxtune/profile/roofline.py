@@ -1,4 +1,6 @@
-"""What a step loses compared with the device's ceilings."""
+"""What a step loses in time compared with the device's ceilings. A Loss is one of time; events of the category "loss"
+compute the cross-entropy or another objective.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class Loss:
     """One reason why a step takes longer than it could on this device."""
 
     what: str  # the loss's short name, such as "GEMM", "idle" or "passes over memory: layer/mlp"
-    won_ms: float  # milliseconds a step that would be saved without it
+    saved_ms: float  # milliseconds a step that would be saved without it
     text: str  # a sentence with its size and its remedy
 
 
@@ -101,7 +103,7 @@ def losses(
     if idle_ms > 0:
         text = f"The device waits {idle_ms:.1f} ms a step for its next launch{wait}: won with launches ahead of it."
         out.append(Loss("idle", idle_ms, text))
-    return sorted((loss for loss in out if loss.won_ms > 0), key=lambda loss: -loss.won_ms)
+    return sorted((loss for loss in out if loss.saved_ms > 0), key=lambda loss: -loss.saved_ms)
 
 
 _PRODUCTS = {"GEMM": "The large matrix products take", "attention": "Attention takes", "MoE": "The experts take"}

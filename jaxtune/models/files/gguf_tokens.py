@@ -68,7 +68,7 @@ def tokenizer_of(file: str, fields: Config) -> PreTrainedTokenizerFast:
     if spm:  # runs of spaces that SentencePiece lists as the user's are pieces that merge first
         pairs = zip(tokens, types, strict=True)
         types = [NORMAL if SPACE in token and kind == USER_DEFINED else kind for token, kind in pairs]
-    backend = _pieces(fields, tokens, types) if spm else _bytes(fields, tokens, types)
+    backend = _sentencepiece_tokenizer(fields, tokens, types) if spm else _byte_level_tokenizer(fields, tokens, types)
 
     def text(key: str) -> str | None:
         number = fields.get(f"tokenizer.ggml.{key}_token_id")
@@ -97,7 +97,7 @@ def tokenizer_of(file: str, fields: Config) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _bytes(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
+def _byte_level_tokenizer(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
     """A byte-level tokenizer ("gpt2")."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -118,7 +118,7 @@ def _bytes(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
     return tokenizer
 
 
-def _pieces(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
+def _sentencepiece_tokenizer(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
     """A tokenizer of SentencePiece's kind ("llama"); scores order its merges."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 

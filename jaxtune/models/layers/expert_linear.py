@@ -100,7 +100,7 @@ def _merged_and_rounded_bwd(spec: FakeQuant, transposed: bool, residuals, dmerge
         dmerged = dmerged.T if transposed else dmerged
         return unclipped_gradients(spec, lambda lora: _merged(weight, lora, transposed), lora, dmerged)
 
-    return None, jax.lax.map(expert_gradient, (dense(weight, spec.dtype), lora, dmerged)), None
+    return None, jax.lax.map(expert_gradient, (dense(weight, spec.dtype), lora, dmerged)), None  # weight, lora, x
 
 
 _merged_and_rounded.defvjp(

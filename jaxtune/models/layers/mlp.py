@@ -83,7 +83,7 @@ class MLP(nnx.Module):
             "mlp",
             (INPUT, "gate", "up"),
             (Residual(OUTPUT),),
-            lambda mlp, context, x, gate, up: (mlp.whole(x, gate, up),),
+            lambda mlp, context, x, gate, up: (mlp.down_from_input(x, gate, up),),
             matrices=("gate_proj", "up_proj", "down_proj"),
         )
         return (
@@ -104,7 +104,7 @@ class MLP(nnx.Module):
                 lambda mlp, context, gate, up: (mlp.down(gate, up, context.key),),
                 matrices=("down_proj",),
                 tokenwise=True,
-                with_before=joined if self._joins() else None,
+                joined_with_previous=joined if self._joins() else None,
             ),
         )
 
@@ -120,7 +120,7 @@ class MLP(nnx.Module):
         )
         return plain and joins(*(linear.stored_weight for linear in linears[:2]))
 
-    def whole(self, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def down_from_input(self, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
         """As `down`, with a derivative that goes through all three linears to x, in place of one for `down` and one for
         `gate_up`. All three must have quantised weights (`_joins`); else it raises ValueError.
 

@@ -116,10 +116,10 @@ class Segment:
     # the keys of adapters are drawn
     matrices: tuple[str, ...] = ()
     backward: Backward | None = None  # its hand-written derivative; None: jax.vjp of `run`
-    # the segment that a layer's backward differentiates instead of this one and the one before it, where this is
-    # faster. It reads what the one before reads, and the outputs of that, to which it gives no gradient. None:
-    # this segment is differentiated alone.
-    with_before: Segment | None = None
+    # the segment that a layer's backward differentiates instead of this one and the one right before it, which must be
+    # differentiable, where this is faster. It reads what the one before reads, and the outputs of that, to which it
+    # gives no gradient. None: this segment is differentiated alone.
+    joined_with_previous: Segment | None = None
     # whether any gradient flows through it; False for one with integer outputs, such as a choice of experts
     differentiable: bool = True
     # the losses that are computed from its one output. That output is no residual: if it is wanted, the layer returns

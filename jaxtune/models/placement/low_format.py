@@ -89,14 +89,14 @@ def _inverse(scales: jax.Array) -> jax.Array:
 
 
 def weights_in_blocks(usual: jax.Array) -> jax.Array:
-    """Weights float32[n], 1/8 to 1, that divide numbers before int4 and multiply them after, so that usually small ones
-    keep digits beside large ones.
+    """Factors float32[n], 1/8 to 1 (no weights of a model), that divide numbers before int4 and multiply them after, so
+    that usually small ones keep digits beside large ones.
 
-    A weight is the root of a number's usual size relative to its block's largest: midway between the least total error
+    A factor is the root of a number's usual size relative to its block's largest: midway between the least total error
     and errors in proportion to each number. At least 1/8, so that one unusually large number does not cost its block
-    their digits.
+    their digits. In a block whose usual sizes are all zero they are 1.
 
-      usual: float32[n], usual sizes in any unit; n is a multiple of 16.
+      usual: float32[n], usual sizes in any unit, at least 0; n is a multiple of 16.
     """
     blocks = usual.reshape(-1, INT4_BLOCK)
     inverse = _inverse(blocks.max(-1, keepdims=True))
