@@ -118,6 +118,7 @@ class AnswerReader:
         return bool(marks) and set(marks) <= self._thought_marks.keys()
 
     def _special(self) -> tuple[dict[str, int], dict[str, int]]:
+        """({mark: id} of thoughts, the same of calls), of marks that are special tokens; other marks are plain text."""
         by_text = {str(self._tokenizer.convert_ids_to_tokens(token)): token for token in self._specials}
         thoughts, form = self._thoughts, self.form
         of_thoughts = _CHANNEL_MARKS if self._channels else ()

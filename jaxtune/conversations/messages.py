@@ -240,6 +240,7 @@ def _looks_written(value: object) -> bool:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object's pairs as a dict; ConversationError for a key that comes twice, of which json would keep the last."""
     names = [name for name, _ in pairs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConversationError(f"an object has the key {twice!r} twice")
@@ -247,6 +248,9 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _loaded(text: str, why: str, *path: int | str) -> object:
+    """The JSON value of a text; ConversationError, with a hint if Python printed it. why: the error's beginning. path:
+    keys and indices of the text within its row.
+    """
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except ConversationError as error:
@@ -261,7 +265,9 @@ def _loaded(text: str, why: str, *path: int | str) -> object:
 
 
 def turns_of(value: object, column: str) -> list[object]:
-    """The turns of a conversation in any form that `read_messages` takes, not yet read."""
+    """The turns of a conversation in any form that `read_messages` takes, not yet read; ConversationError for another
+    form.
+    """
     if isinstance(value, str):
         value = _loaded(value, "the conversation is text, and not the JSON of a list of turns", column)
         value = turns_in(value, column)  # JSON text of JSON text
@@ -335,7 +341,9 @@ def _within[T](key: str | None, read: Callable[..., T], *values: object) -> T:
 
 
 def _role(extra: Message) -> tuple[str, bool]:
-    """(Role, whether the content is calls); removes the speaker's key from `extra`."""
+    """(Role, whether the content is calls); removes the speaker's key from `extra`. ConversationError for an unknown
+    role.
+    """
     key = next((key for key in SPEAKER if key in extra), None)
     if key is None:
         raise ConversationError(f"a message has no role; it has {', '.join(map(str, extra)) or 'nothing'}")
@@ -351,7 +359,9 @@ def _role(extra: Message) -> tuple[str, bool]:
 
 
 def _content(value: object, role: str) -> tuple[str, str, list[Message]]:
-    """(Text, thought, calls) of text, a list of typed parts, or a tool's result."""
+    """(Text, thought, calls) of text, a list of typed parts, or a tool's result. ConversationError for a part that is
+    no text, such as an image.
+    """
     if isinstance(value, str):
         return value, "", []
     if role == "tool" and _is_data(value):
@@ -407,7 +417,9 @@ def _thoughts(extra: Message) -> list[str]:
 
 
 def _calls(value: object) -> tuple[str, list[Message]]:
-    """(Text before the calls, calls) of a call, a list, or their JSON text, also in <tool_call> marks."""
+    """(Text before the calls, calls) of a call, a list, or their JSON text, also in <tool_call> marks; text after a
+    mark is lost. ConversationError for another form.
+    """
     text = ""
     if isinstance(value, str):
         if "<tool_call>" in value:
@@ -425,7 +437,7 @@ def _calls(value: object) -> tuple[str, list[Message]]:
 
 
 def _several(text: str) -> object:
-    """The JSON value of a text, or a list of those that follow one another in it."""
+    """The JSON value of a text, or a list of those that follow one another in it; ConversationError for other text."""
     values, decoder, tail = [], json.JSONDecoder(object_pairs_hook=_unique), text.strip()
     while tail:
         try:
@@ -441,7 +453,9 @@ def _several(text: str) -> object:
 
 
 def _call(call: object) -> Message:
-    """A call in the templates' form: {"id" (if any), "type": "function", "function": {"name", "arguments"}}."""
+    """A call in the templates' form: {"id" (if any), "type": "function", "function": {"name", "arguments"}}.
+    ConversationError without a name.
+    """
     if isinstance(call, str):
         call = _loaded(call, "a tool call is not JSON")
     if not isinstance(call, Mapping):
@@ -458,7 +472,7 @@ def _call(call: object) -> Message:
 
 
 def _arguments(value: object, name: str) -> dict[str, object]:
-    """The arguments of a call, from an object, its JSON text, a list of pairs, or nothing."""
+    """The arguments of a call, from an object, its JSON text, a list of pairs, or nothing; else ConversationError."""
     for _ in range(2):  # JSON text of JSON text is written too
         if isinstance(value, str):
             value = _loaded(value, f"the arguments of the tool call {name} are not JSON") if value.strip() else None
@@ -496,7 +510,9 @@ def _schema(tool: object, column: str, index: int) -> Message:
 
 
 def _marks(extra: Message, message: Message) -> Message:
-    """The training marks of a turn as {"train", "train_detail"}, removed from `extra`."""
+    """The training marks of a turn as {"train", "train_detail"}, removed from `extra`. ConversationError if they
+    disagree, or an unknown key looks like one.
+    """
     truths: dict[str, bool] = {}
     details = None
     for key in list(extra):
@@ -602,7 +618,9 @@ def _continues(before: Message, message: Message) -> bool:
 
 
 def _one(run: list[Message]) -> Message:
-    """Neighbouring turns of the assistant as one message, with train_detail where their train flags differ."""
+    """Neighbouring turns of the assistant as one message, with train_detail where their train flags differ.
+    ConversationError if calls or thoughts would have to be left out alone.
+    """
     merged: Message = {"role": "assistant", "content": ""}
     spans: list[Message] = []
     marks = [message.get("train", True) for message in run]

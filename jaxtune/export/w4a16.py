@@ -130,6 +130,7 @@ def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, k
     """
 
     def cut(value: Any) -> tuple[np.ndarray, np.ndarray]:
+        """(codes, scales) of the matrix. ValueError if the model says that it is on the grid, and it is not."""
         weight = jnp.asarray(tensor.array_of(value))
         codes, scales, off = _encode(weight, group, dtype)
         if exact and off:

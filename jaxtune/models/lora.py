@@ -291,6 +291,7 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
         return None
 
     def common(setting, values):
+        """The one value of all adapters; ValueError if they differ."""
         if len(set(values)) > 1:
             raise ValueError(f"{setting} differs between adapters ({set(values)}); PEFT has one for all")
         return next(iter(values))

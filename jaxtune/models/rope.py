@@ -30,10 +30,11 @@ class RotaryFrequencies(NamedTuple):
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> RotaryFrequencies:
     """The angles of a rotary base, by the formulas of transformers' modeling_rope_utils: llama3 from Llama 3.1's
-    reference code, longrope from arXiv 2402.13753, yarn from arXiv 2309.00071.
+    reference code, longrope from arXiv 2402.13753, yarn from arXiv 2309.00071. ValueError for an unknown kind.
 
-      max_positions: max_position_embeddings, the original context if `rope` names none.
+      rope: kind and numbers of the rotary base.
       head_dim: numbers of a head, of which partial_rotary_factor are rotated.
+      max_positions: max_position_embeddings, the original context if `rope` names none.
     """
     if rope.kind == "proportional":
         turning = int(rope.partial_rotary_factor * head_dim // 2)

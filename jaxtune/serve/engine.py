@@ -310,7 +310,9 @@ class Engine:
         self._of_request.clear()
 
     def _failed(self, error: Exception) -> ApiError:
-        """Prints an unexpected error's traceback, sets `failure`, and makes the ApiError; the engine continues."""
+        """Prints an unexpected error's traceback, sets `failure`, and returns an ApiError for the caller to raise,
+        whose text, the error's first line, reaches the client; the engine continues.
+        """
         say("jaxtune: the engine failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
         self.failure = f"{type(error).__name__}: {error}".split("\n")[0]
         return ApiError(500, f"the engine failed: {self.failure}")

@@ -60,7 +60,9 @@ class _Choice:
         return self._text.calls
 
     def logprobs(self) -> dict[str, object] | None:
-        """OpenAI's `logprobs` of all tokens since the last call, at least -9999; None if they are not asked for."""
+        """OpenAI's `logprobs` of all tokens since the last call, which it then forgets; at least -9999. None if they
+        are not asked for.
+        """
         if not self._asked.logprobs:
             return None
         form = _chat_logprobs if self._asked.chat else self._completion_logprobs

@@ -61,6 +61,9 @@ class Writer:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
+        """Waits for all writes and raises their first error, unless the block raised one. The file is closed later, in
+        a thread.
+        """
         if kind is not None:
             self._failed.set()
         try:

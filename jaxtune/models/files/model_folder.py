@@ -102,6 +102,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def _in_folder(folder: Path) -> Path:
+    """The folder, or the one GGUF file in a folder without config.json; ValueError for several."""
     if (folder / "config.json").exists() or not (files := sorted(folder.glob("*.gguf"))):
         return folder
     if len(files) > 1:

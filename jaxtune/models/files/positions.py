@@ -39,7 +39,7 @@ def stretched(hf: Config, scaling: Config | None, positions: int | None) -> Fiel
 
 
 def _text(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
-    """`stretched` for a text model's config.json."""
+    """`stretched` for a text model's config.json, with its errors; `hf` is not changed."""
     config, stretched_config = config_from_hf(dict(hf)), dict(hf)
     nested = _by_type(stretched_config.get("rope_parameters"))
     first = config.rotary[0]
@@ -71,6 +71,7 @@ def _by_type(parameters: object) -> bool:
 
 
 def _scaled(hf: Fields, scaling: Fields, original: int, nested: bool) -> Fields:
+    """Sets the scaling in a config.json. Changes `hf` and `scaling`."""
     if scaling["rope_type"] in _BY_ORIGINAL:
         scaling.setdefault(ORIGINAL_POSITIONS, original)
         if hf.get(ORIGINAL_POSITIONS) is not None:  # which takes precedence

@@ -129,6 +129,9 @@ def _checked(load: Callable, name: str, entry: headers.TensorEntry) -> tuple:
 
 
 def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
+    """Raises ValueError for tensors with a value that is not finite. finite: {name: flags on the device}, for which it
+    waits.
+    """
     if broken := [name for name, flags in jax.device_get(finite).items() if not all(flags)]:
         files = sorted({entries[name].file.name for name in broken})
         raise ValueError(

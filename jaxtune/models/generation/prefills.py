@@ -217,6 +217,9 @@ class Prefills:
         return [r for r, end in zip(requests[:most], lengths, strict=False) if end <= size]
 
     def _pack(self, leaves, requests: Sequence[Request], width: int, size: int) -> device.States:
+        """The states after prompts that are packed in one row of `size` tokens, each without its last token. width: of
+        their caches.
+        """
         tokens = np.zeros((1, size), np.int32)
         room = 2 * size // _power(width)
         starts, lengths, totals = np.full(room, size, np.int32), *np.zeros((2, room), np.int32)
@@ -229,6 +232,7 @@ class Prefills:
         return self._programs.pack(self._structure, width, leaves, tokens, starts, lengths, totals)
 
     def _next_chunk(self, leaves, long: _Long) -> int:
+        """Dispatches the next chunk of a long prompt, whose states are donated. Returns its tokens."""
         tokens = np.array([long.request.tokens[long.done : long.done + self._chunk]], np.int32)
         start, totals = np.array([long.done], np.int32), np.array([len(long.request.tokens)], np.int32)
         long.states = self._programs.extend(self._structure, leaves, long.states, tokens, start, totals)

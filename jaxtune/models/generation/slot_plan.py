@@ -154,7 +154,9 @@ def _planned(
     length: int | None,
     most_slots: int,
 ) -> SlotPlan:
-    """plan_slots for `room` bytes, without converted weights."""
+    """plan_slots for `room` bytes, without converted weights. ValueError if not even one slot of the shortest length
+    fits.
+    """
 
     def fits(slots: int, length: int) -> bool:
         return bytes_of(slots, length) <= room
