@@ -118,8 +118,8 @@ def answer_file(
 def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
     """Drives a sampler to its end, and yields (index, token ids, finish reason) in the order of the indices.
 
-    numbers: {request number: index of its answer}; indices are consecutive from `first`.
     sampler: to which the requests were submitted.
+    numbers: {request number: index of its answer}; indices are consecutive from `first`.
     first: the lowest index.
     """
     ids: dict[int, list[int]] = {index: [] for index in numbers.values()}
@@ -192,10 +192,10 @@ def prompt_ids(
 
     A conversation loses a last message of the assistant; a text is a user's message. With `raw`, or without a chat
     template, a text is tokenised as it is, and a conversation is an error.
-      location: "FILE:LINE" or "--prompt", for errors.
-      template_arguments: further variables of the chat template, such as enable_thinking; None: none.
       row: of the prompts, with `messages` or `prompt`.
       tokenizer: of the model.
+      location: "FILE:LINE" or "--prompt", for errors.
+      template_arguments: further variables of the chat template, such as enable_thinking; None: none.
     """
     column = next(name for name in CONVERSATIONS if name in row)
     plain = raw or not tokenizer.chat_template
@@ -230,8 +230,8 @@ def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: in
     Line n (from 0) must be row n // num_answers with an answer. A last line that a killed process cut off must agree
     with its row as far as it goes, and is removed.
 
-      rows: of the prompts. name: of the file, for errors.
       file: the output, open for reading and writing; a cut last line is removed from it.
+      rows: of the prompts. name: of the file, for errors.
       num_answers: to each prompt.
     """
     file.seek(0)

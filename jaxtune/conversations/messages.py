@@ -109,6 +109,9 @@ def read_messages(value: object, column: str = "messages") -> list[Message]:
 def turns_in(value: object, column: str) -> object:
     """A prompt's or answer's cell with turns in JSON text decoded; other texts stay. Raises ConversationError for turns
     printed by Python.
+
+      value: the cell.
+      column: its name, for errors.
     """
     if not isinstance(value, str):
         return value
@@ -199,6 +202,9 @@ def _training_truth(name: str) -> bool | None:
 def template_for(templates: object, tools: object) -> str | None:
     """The template of a tokenizer's `chat_template`, of several by name the one for conversations with or without
     `tools`; None without one.
+
+      templates: a Jinja text, {name: text}, or None.
+      tools: of the conversation; only whether there are any matters.
     """
     if isinstance(templates, Mapping):
         names = ("tool_use", "default") if tools else ("default",)
@@ -267,6 +273,9 @@ def _loaded(text: str, why: str, *path: int | str) -> object:
 def turns_of(value: object, column: str) -> list[object]:
     """The turns of a conversation in any form that `read_messages` takes, not yet read; ConversationError for another
     form.
+
+      value: the cell.
+      column: its name, for errors.
     """
     if isinstance(value, str):
         value = _loaded(value, "the conversation is text, and not the JSON of a list of turns", column)

@@ -31,13 +31,13 @@ def prompt_tokens(
 
     Raises TemplateError if there is no template, it refuses the messages, or the text is not valid Unicode.
 
+      tokenizer: of the model.
       prompt: a text, taken as it is, or messages.
       template: Jinja text; None: the tokenizer's own, of several the one for `tools`.
+      tools: JSON schemas of the tools that the template names; None: none.
       arguments: further variables, such as {"enable_thinking": False}.
       begins_answer: end with the beginning of an answer.
       continues: the last message is continued; no answer begins.
-      tokenizer: of the model.
-      tools: JSON schemas of the tools that the template names; None: none.
     """
     text, cuts = (prompt, []) if isinstance(prompt, str) else ("", [])
     if not isinstance(prompt, str):

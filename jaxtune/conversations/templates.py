@@ -106,7 +106,11 @@ def guarded(messages: Sequence[Message], special: re.Pattern[str] | None) -> tup
 
 
 def unguarded(text: str, mark: str) -> tuple[str, list[int]]:
-    """The text without `guarded`'s marks, and their positions, which no token may span, or it would be special."""
+    """The text without marks, and their positions, which no token may span, or it would be special.
+
+    text: rendered from messages that `guarded` returned.
+    mark: what `guarded` put into them.
+    """
     if not mark:
         return text, []
     first, *later_pieces = text.split(mark)

@@ -93,8 +93,8 @@ def tokenize(tokenizer: Tokenizer, texts: list[str], max_tokens: int | None = No
     """The tokens of each text, without special tokens around it.
 
     tokenizer: a fast Hugging Face tokenizer.
-    max_tokens: a longer text stops after the window that reaches it, with `is_cut` True if text is left.
     texts: each is tokenised alone.
+    max_tokens: a longer text stops after the window that reaches it, with `is_cut` True if text is left.
     """
     short = iter(_at_once(tokenizer, [text for text in texts if len(text) <= WINDOW]))
     return [next(short) if len(text) <= WINDOW else _in_windows(tokenizer, text, max_tokens) for text in texts]
@@ -103,9 +103,9 @@ def tokenize(tokenizer: Tokenizer, texts: list[str], max_tokens: int | None = No
 def tokenize_pieces(tokenizer: Tokenizer, text: str, cuts: Sequence[int], max_tokens: int | None = None) -> Tokens:
     """The tokens of a text, none across a position in `cuts` (ascending character indices).
 
-    max_tokens: stops after the piece that reaches it, with `is_cut` True if text is left.
     tokenizer: a fast one.
     text: may contain special tokens, which are read as such.
+    max_tokens: stops after the piece that reaches it, with `is_cut` True if text is left.
     """
     pieces, count = [], 0
     for low, high in itertools.pairwise([0, *cuts, len(text)]):

@@ -28,6 +28,7 @@ def batch(recipe: Translation, rows_key: str, documents: str) -> None:
 
 
 def length_of_run(recipe: Translation, epochs_key: str) -> None:
+    """Sets steps or epochs. epochs_key: the other program's key for epochs, read if max_steps is not set."""
     steps = recipe["max_steps"]
     if steps and steps > 0:
         recipe.set("steps", steps)
@@ -36,7 +37,7 @@ def length_of_run(recipe: Translation, epochs_key: str) -> None:
 
 
 def schedule(recipe: Translation, name_key: str) -> None:
-    """The section `schedule`, without warm-up."""
+    """Sets the section `schedule`, without warm-up. name_key: the other program's key for the scheduler's name."""
     name, arguments = recipe[name_key], recipe["lr_scheduler_kwargs"] or {}
     if name is None:
         return
@@ -51,7 +52,10 @@ def schedule(recipe: Translation, name_key: str) -> None:
 
 
 def warmup(recipe: Translation, implied_ratio: float | None = None) -> None:
-    """Warm-up as in transformers, whose first step has a rate of 0. Steps below 1 are a share of all."""
+    """Sets the warm-up as in transformers, whose first step has a rate of 0. Steps below 1 are a share of all.
+
+    implied_ratio: the share that the other program takes if the config names none; None: no warm-up.
+    """
     steps, ratio = recipe["warmup_steps"], recipe["warmup_ratio"]
     if isinstance(steps, float) and 0 < steps < 1:
         steps, ratio = None, steps
@@ -124,9 +128,9 @@ def template(recipe: Translation, name: str, source_name: str) -> None:
 def plain_prompts(recipe: Translation, plain: Sequence[str], sets: int) -> None:
     """Removes data.template for rows whose prompts are plain text whatever template the config names.
 
+    recipe: loses the key.
     plain: names of these rows.
     sets: the number of all sets of rows.
-    recipe: loses the key.
     """
     current = recipe.get("data.template")
     if plain and current is not None:
@@ -151,7 +155,9 @@ def rows(recipe: Translation, key: str, names: Sequence[str]) -> None:
 
 
 def held_out(recipe: Translation, size_key: str) -> None:
-    """data.eval_rows without held-out rows, and when they are evaluated."""
+    """Sets data.eval_rows without held-out rows, and when they are evaluated. size_key: the other program's key for
+    their number or share.
+    """
     size = recipe[size_key]
     if size and recipe.get("data.eval") is None:
         if recipe.get("data.streaming"):
@@ -173,7 +179,9 @@ def held_out(recipe: Translation, size_key: str) -> None:
 
 
 def early_stop(recipe: Translation, patience_key: str) -> None:
-    """guards.patience with its metric, which also chooses the best checkpoint."""
+    """Sets guards.patience with its metric, which also chooses the best checkpoint. patience_key: the other program's
+    key; "": it has none.
+    """
     patience, metric = recipe[patience_key], str(recipe["metric_for_best_model"] or "loss")
     metric = metric if metric.startswith("eval_") else f"eval_{metric}"
     greatest = recipe["greater_is_better"]
@@ -234,7 +242,9 @@ _ROPE = ("rope_scaling", "rope_parameters")
 
 
 def model_options(recipe: Translation, key: str) -> None:
-    """What replaces keys of the model's config.json, and arguments of from_pretrained: positions are translated."""
+    """Sets what replaces keys of the model's config.json, and arguments of from_pretrained: positions are translated.
+    key: the other program's, of a mapping.
+    """
     options = recipe.config.get(key)
     if options and not isinstance(options, Mapping):
         recipe.lack(key, options, "a mapping")

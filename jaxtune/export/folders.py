@@ -52,13 +52,13 @@ def write_stored(
     the format without `qat` is not quantised further. If the header contains values of weights (double-quantised NF4),
     they are quantised twice, for header and data.
 
-      edit_config: changes the entry quantization_config.
-      input_scales: {linear: scale of activations} of NVFP4.
-      max_shard_bytes: of one file.
       format: the quantised format.
       weights: the model, adapters merged.
       folder: exists and is empty.
       tokenizer: a Hugging Face tokenizer; None: none is written.
+      max_shard_bytes: of one file.
+      edit_config: changes the entry quantization_config.
+      input_scales: {linear: scale of activations} of NVFP4.
 
     Raises ValueError for experts that readers do not support, no matrix of whole blocks, or weights that left QAT's
     grid, and as write_planned does.
@@ -120,11 +120,11 @@ def write_mxfp4(
     """Writes MXFP4 as compressed-tensors stores it, or gpt-oss as it is published, its linears unquantised. Returns
     notes.
 
-      activations: servers round activations, too.
-      max_shard_bytes: of one file.
       weights: the model, adapters merged.
       folder: exists and is empty.
       tokenizer: a Hugging Face tokenizer; None: none is written.
+      max_shard_bytes: of one file.
+      activations: servers round activations, too.
 
     Raises ValueError for gpt-oss with `activations`, or experts that left QAT's grid, and as write_stored does.
     """
@@ -172,13 +172,13 @@ def write_planned(
 ) -> list[str]:
     """Writes weights, config.json and tokenizer, and reads them back. Returns [].
 
-      planned: {tensor of the model: Group}; None: the weights as they are.
-      extra: entries that replace config.json's.
-      loads: whether jaxtune can load such a folder; else `extra` needs a quantization_config.
-      max_shard_bytes: of one file.
       weights: the model, adapters merged.
       folder: exists and is empty.
       tokenizer: a Hugging Face tokenizer; None: none is written.
+      max_shard_bytes: of one file.
+      planned: {tensor of the model: Group}; None: the weights as they are.
+      extra: entries that replace config.json's.
+      loads: whether jaxtune can load such a folder; else `extra` needs a quantization_config.
 
     Raises ValueError for a full disk or what hf.checkpoint_tensors cannot write, ArithmeticError for a difference.
     """
@@ -196,8 +196,8 @@ def verify(folder: Path, written: Mapping[str, shards.Written], config: DecoderC
     """Raises ArithmeticError unless a folder has the written config, names and bytes; no logits are computed.
 
     written: {tensor's name: what shards.write_file returned}.
-    loads: also compares names and shapes with config.json; else its quantization_config is ignored (KeyError without).
     config: that the folder must describe.
+    loads: also compares names and shapes with config.json; else its quantization_config is ignored (KeyError without).
     """
     try:
         config_json = text_config(read_config(folder))

@@ -86,11 +86,11 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
     """Encodes floats [..., columns] in runs of at most 2^26 numbers (2^24 in plain types), in the order of the file.
     Columns must be whole blocks.
 
+      name: of the tensor, for errors.
+      array: on the device or the host.
       kind: gguf's name of the type.
       grid: the dtype in which QAT rounded the values to this type (Q8_0 or Q4_0), which shortened the scales; they are
         encoded exactly. None: rounded here.
-      name: of the tensor, for errors.
-      array: on the device or the host.
 
     Yields functions that copy a run's bytes to the host, uint8[n]; threads may call them while the next run is encoded.
     They raise ArithmeticError for values that are not finite, too large for F16, or further off than rounding explains;

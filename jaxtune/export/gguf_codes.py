@@ -67,7 +67,9 @@ def _five_bits(high: jax.Array, low: jax.Array) -> jax.Array:
 
 
 def encode_q4_0(blocks: jax.Array, dtype: str = "float32") -> jax.Array:
-    """float32[n, 32] -> uint8[n, 18]: d in f16, then 32 codes of four bits. dtype: as for encode_q8_0."""
+    """float32[n, 32] -> uint8[n, 18]: d in f16, then 32 codes of four bits. dtype: in which QAT rounded the numbers to
+    Q4_0, to encode them exactly; "float32" also without QAT.
+    """
     scales, codes = signed_codes(blocks, 8, dtype)
     return jnp.concatenate([_bytes_of(scales), _halves(codes.astype(jnp.uint8))], -1)
 

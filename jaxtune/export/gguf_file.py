@@ -67,11 +67,11 @@ def write(
 ) -> dict[str, Stored]:
     """Writes a GGUF file: {tensor: what was written}. The device has what one Source makes and a few encoded runs.
 
+      file: new, or replaced.
+      architecture: gguf's name of it. outtype: the file's type; single tensors may differ (stored_types).
       fields: metadata; an int becomes uint32, a float float32, a list an array, whose ints are int32.
       sources: in the order of the file.
       ready: called with each tensor's name before it is made; may wait for its programs.
-      architecture: gguf's name of it. outtype: the file's type; single tensors may differ (stored_types).
-      file: new, or replaced.
 
     Raises ArithmeticError for a value that is not finite or not represented, another shape than planned, or a wrong
     merge; ValueError for one that left QAT's grid; OSError for a full disk.

@@ -53,7 +53,11 @@ def is_short(tensor: Tensor, outtype: str) -> bool:
 
 
 def not_trained(tensors: Sequence[Tensor], kinds: Mapping[str, str]) -> list[str]:
-    """Tensors that a file rounds although QAT, which rounded others to its type, did not."""
+    """Tensors that a file rounds although QAT, which rounded others to its type, did not.
+
+    tensors: of the file.
+    kinds: {tensor: gguf's name of its type}.
+    """
     if not any(tensor.grid for tensor in tensors):
         return []
     return [

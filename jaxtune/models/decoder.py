@@ -209,10 +209,10 @@ class Decoder(nnx.Module):
     ) -> list[dict[str, jax.Array]] | None:
         """The per-layer embeddings (Gemma 4), {name: [B, T, size]} for each layer; None for models without.
 
-        x: [B, T, hidden], the first layer's input, from which they are computed too.
-        per_layer_rows: [B, T, layers * size], the tokens' rows; ValueError if they are missing for a table on the host.
-        dropout_key: draws the adapter's dropout mask; None: no dropout.
         tokens: int32[B, T].
+        x: [B, T, hidden], the first layer's input, from which they are computed too.
+        dropout_key: draws the adapter's dropout mask; None: no dropout.
+        per_layer_rows: [B, T, layers * size], the tokens' rows; ValueError if they are missing for a table on the host.
         """
         if self.per_layer is None:
             return None

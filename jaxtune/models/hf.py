@@ -265,9 +265,9 @@ def load_base(
       adapter: a PEFT folder, which names the base.
       dtype: of weights and compute: "bfloat16", "float16" or "float32".
       load_in: the format to which linears and experts are quantised, such as "nf4"; "stored": none.
+      max_length: tokens of the longest row; more than the base's positions is refused. None: not checked.
       precision: {pattern over names: dtype or format} of modules stored and computed otherwise.
       rope_scaling, max_position_embeddings: in place of config.json's, for longer documents.
-      max_length: tokens of the longest row; more than the base's positions is refused. None: not checked.
 
     dtype, load_in and precision that are None, and rope_scaling and max_position_embeddings if both are, stand for what
     the folder records of the training, else for the base's own.
@@ -307,8 +307,8 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
     and adapters recognise it.
 
       config: a config.json (its path or folder), or its parsed content.
-      dtype: of the weights as stored.
       key: draws the weights.
+      dtype: of the weights as stored.
 
     Raises ValueError for an unsupported config, or one that asks for quantisation.
     """
@@ -407,9 +407,9 @@ def save_pretrained(
     transformers 4, because 5 has no 4-bit experts), FP8 as Qwen's or compressed-tensors'. Tensors are computed one at a
     time; host memory also has those that wait to be written (256 MiB, or one larger tensor).
 
+      path: the folder.
       tokenizer: saved with the model; None: none is.
       max_shard_bytes: larger weights are divided into several files with an index.
-      path: the folder.
 
     Raises ValueError for adapters that are not merged, a model prepared for QAT, weights or a config that files cannot
     express, a path in use, or too little space.
@@ -423,10 +423,10 @@ def save_weights(
     """save_pretrained for a model some of whose tensors are computed only when they are written (Weights), so that a
     model with merged adapters need not be in memory whole.
 
-      max_shard_bytes: of one file; a tensor that is larger has a file of its own.
       weights: the model, with functions that compute some of its tensors.
       path: the folder, new or empty before.
       tokenizer: a Hugging Face tokenizer, saved with the model; None: none is.
+      max_shard_bytes: of one file; a tensor that is larger has a file of its own.
     """
     planned = checkpoint_tensors(weights)
     require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
@@ -457,10 +457,10 @@ def write_checkpoint(
     """Writes weights, their index if there are several files, and config.json (`hf`), and shows progress. Returns
     {tensor's name in the files: shape, dtype and checksums}.
 
-      planned: from checkpoint_tensors; one tensor is computed at a time.
-      max_shard_bytes: of one file; a tensor that is larger has a file of its own.
       folder: exists, and has no weights yet.
+      planned: from checkpoint_tensors; one tensor is computed at a time.
       hf: the content of config.json.
+      max_shard_bytes: of one file; a tensor that is larger has a file of its own.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")

@@ -159,10 +159,10 @@ def merged_and_rounded(
     """The frozen weight [out, in] with the adapter merged in, rounded to the grid. The adapter gets the gradient where
     the merged weight is in the grid's range, whatever `clips` says; weight and x get none.
 
-      x: the activations that it multiplies. An optimization barrier ties the rounding to them; otherwise XLA would
-        round once for forward and recomputation, and keep the rounded weight between.
       spec: the grid. lora: None: the weight alone is rounded.
       weight: [out, in], an array or quantised.
+      x: the activations that it multiplies. An optimization barrier ties the rounding to them; otherwise XLA would
+        round once for forward and recomputation, and keep the rounded weight between.
     """
     weight, lora, _ = optimization_barrier((weight, lora, x))
     weight = dense(weight, spec.dtype)
@@ -229,6 +229,7 @@ class Linear(nnx.Module):
         return 0.0 if self.lora is None else float(self.lora.rank * itemsize)
 
     def only_adapted(self, dtype, drops: bool) -> bool:
+        """Whether the linear is `plain` and has an adapter. dtype: of x. drops: whether dropout masks are drawn."""
         return self.lora is not None and self.plain(dtype, drops)
 
     def plain(self, dtype, drops: bool) -> bool:
@@ -269,8 +270,8 @@ def apply_fused(
     one rounds x. A Normed x is normed within the operation if all linears are `plain` and multiply in FP8, otherwise
     before it.
 
-      key: draws the dropout mask that an operation's adapters share, with the largest of their rates; None: no dropout.
       linears: all read x; at least one.
+      key: draws the dropout mask that an operation's adapters share, with the largest of their rates; None: no dropout.
     """
     if isinstance(x, Normed):
         norm, unnormed = x.norm, x.x

@@ -84,8 +84,8 @@ def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]
     name or its end after a dot, and the first match decides.
 
       key: the config's key, for errors.
-      names: whole names of modules.
       patterns: {regular expression: value}, in the order of precedence.
+      names: whole names of modules.
 
     Raises ValueError for an expression that is invalid or backtracks for too long.
     """
@@ -108,9 +108,9 @@ def _ends(name: str) -> list[str]:
 def select_targets(names: Sequence[str], target_modules: str | Sequence[str], experts: Sequence[str] = ()) -> list[str]:
     """The names of linears that target_modules selects, in the order of `names`.
 
+      names: whole names of all linears of the model, with dots.
       target_modules: "all-linear"; a regular expression over whole names; or a list of names or their ends after a dot.
       experts: names of expert matrices, for the error.
-      names: whole names of all linears of the model, with dots.
 
     Raises ValueError for what is empty, invalid or matches nothing.
     """
@@ -207,6 +207,8 @@ def get_peft_model(
     """Adds LoRA adapters to a model and freezes its weights: a new model that shares every array of the base. Arguments
     mean what they do in PEFT's LoraConfig.
 
+      model: the base, without adapters.
+      r: the rank of the adapters, unless rank_pattern names another.
       lora_alpha: the adapters' output is multiplied by alpha / r, or alpha / sqrt(r) with use_rslora (arXiv
         2312.03732).
       target_modules: "all-linear"; a regular expression over whole names; or a list of names or last parts of names,
@@ -214,14 +216,12 @@ def get_peft_model(
       target_parameters: expert matrices, such as ["experts.gate_up_proj", "experts.down_proj"]; each expert gets rank
         r. Neither lora_dropout nor use_dora goes with them.
       lora_dropout: at least 0 and below 1; linears with the same input share one mask.
+      use_rslora: the scale is alpha / sqrt(r), not alpha / r.
       use_dora: the norms of the rows train too (arXiv 2402.09353).
       modules_to_save: of "embed_tokens" and "lm_head", which train whole in float32; tied heads stay tied. A head that
         is not a language model's always trains.
       rank_pattern, alpha_pattern: {regular expression over a whole name or its end after a dot: value}.
       seed: draws the initial A; B starts at zero.
-      model: the base, without adapters.
-      r: the rank of the adapters, unless rank_pattern names another.
-      use_rslora: the scale is alpha / sqrt(r), not alpha / r.
 
     Raises ValueError for what matches nothing, a value out of range, or a model with adapters.
     """

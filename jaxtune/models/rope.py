@@ -87,12 +87,12 @@ def rotary_table(
     """(cos, sin), each float32[B, T, rotary_dim / 2], times RotaryFrequencies.scale. With llama_4_scaling_beta a third
     array float32[B, T, 1], the factor on queries: 1 + beta * log(1 + floor(position / original context)).
 
+      rope: kind and numbers of the rotary base.
+      head_dim: numbers of a head.
+      max_positions: the original context if `rope` names none.
       positions: int32[B, T], each token's position in its document.
       lengths: int32 that broadcasts to [B, T], the length of each token's document, which selects longrope's long
         factors (transformers decides for a whole batch). None: a row is one document.
-      max_positions: the original context if `rope` names none.
-      rope: kind and numbers of the rotary base.
-      head_dim: numbers of a head.
     """
     short, long, scale = rotary_frequencies(rope, head_dim, max_positions)
     frequencies = jnp.asarray(short, jnp.float32)

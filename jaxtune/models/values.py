@@ -45,12 +45,12 @@ def _finite(value: Real) -> bool:
 
 
 def positive(key: str, value: Any) -> None:
-    """A finite number (no bool) above 0."""
+    """Raises ValueError, with the name `key`, unless a value is a finite number (no bool) above 0."""
     number(key, value, above=0)
 
 
 def not_negative(key: str, value: Any) -> None:
-    """A finite number (no bool) of at least 0."""
+    """Raises ValueError, with the name `key`, unless a value is a finite number (no bool) of at least 0."""
     number(key, value, least=0)
 
 
@@ -65,7 +65,7 @@ def text(key: str, value: Any) -> None:
 
 
 def mapping(key: str, value: Any) -> None:
-    """A mapping; its keys and values are not checked."""
+    """Raises ValueError, with the name `key`, unless a value is a mapping; its keys and values are not checked."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{key} = {_shown(value)}: must be an object with keys of its own")
 
@@ -83,7 +83,7 @@ def items(key: str, value: Any, check: Callable[[str, Any], None]) -> None:
 
 
 def texts(key: str, value: Any) -> None:
-    """A list or tuple of strings."""
+    """Raises ValueError, with the name `key`, unless a value is a list or tuple of strings."""
     items(key, value, text)
 
 

@@ -80,7 +80,9 @@ class Answers:
         return index, piece
 
     def put(self, index: int, piece: Piece | _Failed) -> None:
-        """Queues a row's tokens or its error, from the engine's thread; nothing happens after the event loop's end."""
+        """Queues a row's tokens or its error, from the engine's thread; nothing happens after the event loop's end.
+        index: the row's among those of the request.
+        """
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._made.put_nowait, (index, piece))
 

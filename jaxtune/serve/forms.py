@@ -159,7 +159,9 @@ class Answer:
         return [self._chunk({"index": c.index, "delta": begin, "finish_reason": None}) for c in self._choices]
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, object]]:
-        """What a stream sends for new tokens of a row. The first chunk has the log-probabilities since the last one."""
+        """What a stream sends for new tokens of a row. The first chunk has the log-probabilities since the last one.
+        index: the row's among those of the request.
+        """
         choice = self._choices[index]
         pieces, chunk_list = choice.add(piece, stream=True), []
 

@@ -220,9 +220,9 @@ def progress(description: str, total_bytes: int) -> Iterator[Callable[[int], Non
 @contextlib.contextmanager
 def counted(description: str, total: int, completed: int = 0) -> Iterator[Callable[[int], None]]:
     """As `progress`, for items, with a bar that stays; the function takes the number of items done since its last call.
-    completed: items done before.
-    total: items in all.
     description: before the bar.
+    total: items in all.
+    completed: items done before.
     """
     if _silent or not sys.stderr.isatty():
         yield lambda _: None

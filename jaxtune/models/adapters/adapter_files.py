@@ -132,9 +132,9 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
     """Writes the model's adapter as a PEFT folder that `peft.PeftModel.from_pretrained` loads, in float32. The folder,
     new or empty before, appears complete or not at all.
 
-      tokenizer: saved with its chat template; after training pass Trainer.tokenizer.
       model: has an adapter.
       path: the folder.
+      tokenizer: saved with its chat template; after training pass Trainer.tokenizer.
 
     Raises ValueError for an adapter that PEFT's config cannot express, other trainable tensors, a value that is not
     finite, or a path in use.

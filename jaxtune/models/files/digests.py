@@ -64,9 +64,9 @@ class Digest:
     ) -> Digest:
         """Digests a tensor that is not in memory, as `of` does.
 
+        name, dtype, shape: they enter the digest. size: bytes.
         read: (start, stop) -> these bytes, uint8.
         cached: its cached `whole` digest; then only the sampled blocks are read.
-        name, dtype, shape: they enter the digest. size: bytes.
         """
         label = f"{name} {dtype.name} {shape}"
         if cached is None:

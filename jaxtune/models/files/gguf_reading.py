@@ -134,9 +134,9 @@ def gguf_entries(
     """{Hugging Face's name: entry} of the model's tensors. Raises ValueError for tensors that are missing, not the
     model's, of another shape, or in a type that gguf does not decode.
 
-      shapes: {Hugging Face's name: shape} of the model's tensors.
       file: the GGUF file.
       config: of the model, from the same file.
+      shapes: {Hugging Face's name: shape} of the model's tensors.
     """
     parsed, arch = opened(file), ARCHITECTURES[config.family]
     names, used_names, missing = Names(arch, config.num_layers), {ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT}, []

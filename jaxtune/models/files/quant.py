@@ -285,10 +285,10 @@ def check_stored(
     """Raises ValueError if weights stay quantised in another format than load_in, or if none is in the format that
     quantization_config names and that is neither load_in, nor decoded on loading, nor a passthrough tensor's.
 
+      folder: for errors. hf: config.json. load_in: None: no format was asked for.
       formats: {weight that files store quantised: format}.
       packed: those that stay quantised in the model.
       passthrough_formats: formats of passthrough tensors.
-      folder: for errors. hf: config.json. load_in: None: no format was asked for.
     """
     stored = {formats[name] for name in packed}
     if load_in is not None and stored - {load_in}:

@@ -61,9 +61,9 @@ def entry_digest(
     """The digest of a tensor in files.
 
     name: the model's.
+    entry: its dtype, shape and size.
     read: (start, stop) -> these of the tensor's bytes, uint8.
     cached: its cached `Digest.whole`, trusted; None: every byte is read.
-    entry: its dtype, shape and size.
     """
     return Digest.read(name, STORED[entry.dtype], entry.shape, entry.size_bytes, read, cached)
 
@@ -117,8 +117,8 @@ def write_file(
 
       tensors: (name, shape, dtype), in file order.
       fetch: name -> that array, possibly divided over processes; called once each, in order.
-      advanced: called with numbers of written bytes, from any thread.
       metadata: texts by name, in the file's header.
+      advanced: called with numbers of written bytes, from any thread.
 
     Raises ValueError for another shape or dtype than planned, OSError for a failed write.
     """

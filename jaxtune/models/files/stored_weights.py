@@ -140,10 +140,10 @@ def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[i
     """Plans how a quantised weight is written; values are computed later, one weight at a time. Warns for experts if
     the layout has an expert_note.
 
+      name: the weight's in the model by Hugging Face's names; pieces of experts have their own.
       weight: may have jax.ShapeDtypeStructs.
       make: returns it with numbers; also called once for the header if that needs one (NF4).
       pieces: for experts [E, rows, in], as pieces_of returns them; None: a single matrix.
-      name: the weight's in the model by Hugging Face's names; pieces of experts have their own.
 
     Raises ValueError for blocks that cross from one piece into the next.
     """

@@ -148,11 +148,11 @@ class Prefills:
         """Dispatches one program: the next chunk of a long prompt, or the first waiting prompt and others alike.
         Returns its tokens with padding; 1 for a prompt of one token, which needs none.
 
+          leaves: the model's arrays, in the order of jax.tree.leaves.
           waiting: in the order of slots; the first is not ready.
           free: how many of them get a slot now, at least one.
           budget: tokens that may be prefilled before the next round.
           capacity: tokens of the slots' caches.
-          leaves: the model's arrays, in the order of jax.tree.leaves.
         """
         if self._long is not None:
             return self._next_chunk(leaves, self._long)

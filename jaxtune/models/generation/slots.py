@@ -121,8 +121,10 @@ def programs_of(deterministic: bool, slots: int) -> Programs:
 
 @functools.cache
 def programs(same_choices: bool, many_rows: bool) -> Programs:
-    """The sampler's jitted functions, one object for equal arguments, so that samplers share them. Arguments as of
-    sampler_options; with same_choices a row also has the same bits beside any other rows.
+    """The sampler's jitted functions, one object for equal arguments, so that samplers share them.
+
+    same_choices: every process computes the same bits, and a row has the same bits beside any other rows.
+    many_rows: the slots are more than few_rows' kernels multiply (MOST_ROWS).
     """
     jit = functools.partial(jax.jit, compiler_options=sampler_options(same_choices, many_rows))
     of_prompts = functools.partial(jax.jit, compiler_options=prompt_options(same_choices))

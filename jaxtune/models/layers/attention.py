@@ -284,8 +284,8 @@ class Attention(nnx.Module):
     def attended(self, context: Context, query: jax.Array, key: jax.Array, *value: jax.Array) -> tuple[jax.Array, ...]:
         """(query, key, value) as the attention kernels read them, normed and rotated.
 
-        query, key, value: residuals, or an earlier layer's key and value; no value is passed where it comes from `key`.
         context: its layout has the rotary tables.
+        query, key, value: residuals, or an earlier layer's key and value; no value is passed where it comes from `key`.
         """
         if not self._normed_late:
             return query, key, *value

@@ -119,9 +119,9 @@ class Block(nnx.Module):
     def added(self, part: str, x: jax.Array | None, out: jax.Array) -> jax.Array:
         """Adds a part's output, after its post-norm, to x; the output alone if x is None. All are [B, T, hidden].
 
+        part: its name, such as "mixer".
         x: the residual stream, or in a stage whose sum is normed the sum so far, None for its first part.
         out: the part's output, before its post-norm.
-        part: its name, such as "mixer".
         """
         connection = connections_of(self.stages)[0][part]
         out = out if connection.post_norm is None else getattr(self, connection.post_norm)(out)
@@ -164,7 +164,11 @@ class Block(nnx.Module):
         return {s.outputs[0]: s for name in self.parts for s in self.part_segments(name) if s.aux}
 
     def part_segments(self, part: str, apart: Collection[str] = ()) -> tuple[Segment, ...]:
-        """The segments of one part as segments of the block, with norms, additions and auxiliary values."""
+        """The segments of one part as segments of the block, with norms, additions and auxiliary values.
+
+        part: its name, such as "mixer".
+        apart: names of norms whose output is a value of the layer, which the caller computes.
+        """
         (segments, names), (connections, norms) = self._own_segments()[part], connections_of(self.stages)
         connection = connections[part]
         block_segments = tuple(
@@ -244,6 +248,8 @@ class Block(nnx.Module):
     def waiting_bytes(self, part: str, sizes: Sizes) -> float:
         """Bytes of a mixer's results that exist while the backward of a later feed-forward runs, before the mixer's
         own. sizes: of one micro-batch, residuals by the layer's names.
+
+          part: the mixer's name.
         """
         return self.parts[part].waiting_bytes(self.sizes_of(part, sizes))
 

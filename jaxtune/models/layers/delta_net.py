@@ -172,6 +172,8 @@ class DeltaNet(nnx.Module):
     def project(self, x: jax.Array, key: jax.Array | None = None):
         """x [B, T, hidden] -> (queries, keys and values, concatenated [B, T, 2 key_size + value_size]; gates [B, T,
         heads, value_dim]; rates b and a, concatenated [B, T, 2 heads]).
+
+          key: draws the adapters' dropout masks; None: no dropout.
         """
         shape = self.shape
         if not shape.fused:

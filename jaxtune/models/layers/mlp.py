@@ -53,7 +53,10 @@ class MLP(nnx.Module):
         self.down_proj = linear(keys[2], inner, hidden)
 
     def gate_up(self, x: jax.Array | Normed, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """x [B, T, hidden] -> (gate, up), each [B, T, intermediate], before the activation."""
+        """x [B, T, hidden] -> (gate, up), each [B, T, intermediate], before the activation.
+
+        key: draws the adapters' dropout masks; None: no dropout.
+        """
         if self.config.fused_gate_up:
             gate_and_up = self.gate_up_proj(x, key)
             half = self.config.intermediate_size
@@ -65,8 +68,8 @@ class MLP(nnx.Module):
         """down(activation(gate) * up), [B, T, hidden], with a derivative that needs little memory: gated_matmul's if
         down_proj has an adapter and nothing else that gated_matmul does not know, else that of `_down`.
 
-          key: draws the adapter's dropout mask; None: no dropout.
           gate, up: [B, T, intermediate].
+          key: draws the adapter's dropout mask; None: no dropout.
         """
         linear, activation = self.down_proj, self.config.activation
         if linear.only_adapted(gate.dtype, key is not None):

@@ -273,10 +273,10 @@ class Mixer(LayerPart, Protocol):
         rows decode; a long prompt is prefilled in chunks.
 
           x: [B, N, hidden], the part's input after the norm.
+          state: from first_state or an earlier step.
           positions: int32[B], the position of the first of them, also the number of tokens in the state; negative for a
             row that is not decoding, whose results are ignored.
           context: its layout has the rotary tables of these positions; `taken` what the layer takes.
-          state: from first_state or an earlier step.
         """
         ...
 
@@ -331,11 +331,11 @@ def multiplications(segment: Segment, module: nnx.Module, tokens: int, length: i
     """The duration of a segment, as the number of multiplications (not FLOPs) that large matrix products do in that
     time.
 
+      segment: of the layer, with the block's names.
+      module: the layer, which has the weights.
       tokens: of the whole micro-batch on this device.
       length: tokens of a row.
       backward: of the derivative, if the segment has a formula for it, else of the forward.
-      module: the layer, which has the weights.
-      segment: of the layer, with the block's names.
     """
     if segment.multiplications is not None:
         return segment.multiplications(tokens, length, backward)

@@ -126,9 +126,9 @@ def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any
     Nothing checks that arrays which the specs call whole are equal on all devices. Inside, take jax.grad of this
     device's share of a sum over devices: after a psum each gradient would count once a device (see `total`).
 
-      in_specs, out_specs: PartitionSpecs, or trees of them, as jax.shard_map takes them.
       function: of arrays; its results are arrays too.
       mesh: None: the function itself is returned.
+      in_specs, out_specs: PartitionSpecs, or trees of them, as jax.shard_map takes them.
     """
     if mesh is None or mesh.size == 1:
         return function

@@ -37,9 +37,9 @@ def int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     The scale max(max(w) / 7, -min(w) / 8) clips nothing; codes round to nearest even. These are the values of W4A16
     formats (GPTQ, compressed-tensors; torchao's SYMMETRIC_NO_CLIPPING_ERR).
 
+      weight: an array, not quantised.
       group_size: must divide `in`; not None.
       dtype: of scales and result.
-      weight: an array, not quantised.
     """
     assert group_size is not None
     groups = _blocks(weight, group_size)
@@ -63,10 +63,10 @@ def int4_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
 def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to symmetric int8, in the weight's shape: integers from -127 to 127 times a scale.
 
+    weight: an array, not quantised.
     group_size: None: the values of the declared format int8, one scale a row. Otherwise it must divide `in`; a scale is
       the group's largest magnitude / 127, rounded to `dtype`, and codes round to nearest even.
     dtype: of scales and result.
-    weight: an array, not quantised.
     """
     if group_size is None:
         return _as_declared("int8", weight, None, dtype)

@@ -47,9 +47,9 @@ def unclipped_gradients[A](spec: FakeQuant, merge: Callable[[A], jax.Array], lor
     """The gradient of an adapter through a merged weight that is rounded to the grid: it passes only where the merged
     weight is in the grid's range.
 
+      spec: the grid. lora: the adapter's arrays.
       merge: adapter -> merged weight float32[out, in], of one linear or one expert.
       dmerged: [out, in], the gradient of the rounded weight.
-      spec: the grid. lora: the adapter's arrays.
     """
     merged, pullback = jax.vjp(merge, lora)
     (dlora,) = pullback(jnp.where(spec.in_range(merged), dmerged, 0).astype(merged.dtype))

@@ -42,7 +42,10 @@ class NormsApart:
         return [self._stream.get(name, name) for name in segment.reads]
 
     def values(self, segment: Segment, values: Mapping) -> list:
-        """The arrays that the segment reads; the normed stream is computed anew."""
+        """The arrays that the segment reads; the normed stream is computed anew.
+
+        values: {name: value} of the layer; those that `saved` names are needed.
+        """
 
         def value(name: str):
             return (

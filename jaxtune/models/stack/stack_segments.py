@@ -60,8 +60,11 @@ def differentiated(segments: Sequence[Segment], saved: Mapping) -> tuple[Segment
 
 
 def without_gradient(segments: Sequence[Segment], back: Sequence[Segment]) -> set[str]:
-    """The names of values for which the backward computes no gradient: outputs of integers, and those for which
-    Segment.joined_with_previous stands.
+    """The names of values for which the backward computes no gradient: outputs of integers, and those of a segment that
+    a joined one stands for.
+
+      segments: of the layer, in order.
+      back: those that the backward differentiates (`differentiated`).
     """
     return {name for s in segments for name in s.outputs} - {name for s in back for name in s.outputs}
 

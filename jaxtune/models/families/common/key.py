@@ -145,9 +145,9 @@ def require_allowed(hf: Config, keys: Iterable[Key]) -> None:
 def completed(hf: Config, keys: Iterable[Key], defaults: Config) -> Fields:
     """The config.json with a value for every key: its default if missing, what null stands for if null.
 
+      hf: config.json of the text model.
       keys: in the order of declaration; of several with one name the first gives the default.
       defaults: the family's, before Key.default.
-      hf: config.json of the text model.
 
     Raises ValueError for a required key without a value.
     """
