@@ -50,7 +50,7 @@ class Translation:
         key: dotted, such as "optimizer.learning_rate".
         value: as in YAML.
         sources: the config's keys that say so. If it has none of them, the value is the program's default, and is
-        written only where it differs from ours. No sources: it is written.
+          written only where it differs from ours. No sources: it is written.
         """
         if sources and not self.sets(*sources):
             if key.startswith(_BESIDE) or _OURS().get(key) == _word(value):

@@ -116,7 +116,7 @@ def allowed(
       numpy: numpy or jax.numpy.
       steps: a step between codes is M / steps.
       worst: in steps: 0.5 for Q8_0; 1 for Q4_0 and Q5_0, which have no code for one of M and -M; 1 for Q5_1, whose
-      steps divide a range of up to 2 M.
+        steps divide a range of up to 2 M.
       f16: in 2^-11 M: 1 for a scale; 3 for Q5_1, whose scale is multiplied up to 2 M and which has m.
     """
     largest = numpy.abs(blocks).max(-1, keepdims=True)

@@ -269,7 +269,7 @@ class Decoder(nnx.Module):
           plan: where each layer's residuals are until the backward; None: all stay in device memory.
           dropout_key: draws the adapters' dropout masks; None: no dropout.
           gradient_sums: {layer's index: state like that of its `nnx.Param`s}, to which the backward adds gradients; its
-          cotangent is the new sums, and these `nnx.Param`s get none. None: gradients are returned as usual.
+            cotangent is the new sums, and these `nnx.Param`s get none. None: gradients are returned as usual.
           aux: names of values that layers compute beside their outputs, such as "router_sums".
           noise: (key, alpha) of NEFTune's noise on the embeddings; None: no noise.
           table_rows: {name in `tables`: the tokens' rows [B, T, size]} of tables on the host; None: no table is there.

@@ -151,7 +151,7 @@ def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Arra
     config: its `rotary` has the rotary bases.
     positions: int32[B, T], each token's position in its document.
     lengths: int32 that broadcasts to [B, T], the length of each token's document, for longrope; None: a row is one
-    document.
+      document.
     """
     limit = config.max_position_embeddings
     return tuple(

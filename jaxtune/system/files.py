@@ -39,7 +39,7 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
       data: a text is written as UTF-8.
       mode: permissions, less the umask.
       durable: wait until data and name are on disk. Without, a power failure may leave an incomplete file: for files
-      that are verified when read, or flushed with their folder.
+        that are verified when read, or flushed with their folder.
     """
     path = Path(path)
     data = data.encode() if isinstance(data, str) else data

@@ -24,7 +24,7 @@ def end_with(owner: object, end: Callable[..., object], *arguments: object) -> C
       owner: any object that can have weak references.
       end: the cleanup.
       arguments: of `end`. Neither they nor a bound `end` may refer to the owner, which would then live until Python
-      ends.
+        ends.
     """
     _ends[:] = [earlier for earlier in _ends if earlier.alive]
     finalizer = weakref.finalize(owner, end, *arguments)

@@ -35,7 +35,7 @@ def divide(
       entries: {name: entry} of all tensors in the folder.
       config: of the text model; its family decides which tensors pass through.
       hf, folder_config: config.json of the text part and of the folder, one object for a text model. Otherwise the
-      Passthrough also has `folder_config` and the configs of image and video processors.
+        Passthrough also has `folder_config` and the configs of image and video processors.
     """
     passthrough_entries = tuple(entry for name, entry in entries.items() if is_passthrough(name, config.family))
     if not passthrough_entries:

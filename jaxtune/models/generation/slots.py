@@ -145,8 +145,8 @@ def empty_states(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], r
     """Zeros as the states of rows (KV caches and the like), allocated at once.
 
     structure: the model without its arrays.
-    shapes: of the model's arrays, in the order of jax.tree.leaves(nnx.state(model)); a model of these shapes is
-    traced, not run, to learn the states' shapes.
+    shapes: of the model's arrays, in the order of jax.tree.leaves(nnx.state(model)); a model of these shapes is traced,
+      not run, to learn the states' shapes.
     rows: number of rows.
     capacity: tokens for which each has room.
     """

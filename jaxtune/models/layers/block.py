@@ -303,7 +303,7 @@ class Block(nnx.Module):
           layer_input: [B, N, hidden].
           state: {mixer's name: its state}, from first_state or an earlier step.
           positions: int32[B], the position of each row's first token, also the number of tokens in the state; negative
-          for a row that does not decode, whose results are ignored.
+            for a row that does not decode, whose results are ignored.
           context: its layout has the rotary tables of these positions.
           taken: {name: value} that the layer takes from outside for these tokens; None: nothing.
         """

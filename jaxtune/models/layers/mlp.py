@@ -129,7 +129,7 @@ class MLP(nnx.Module):
 
           x: [B, T, hidden].
           gate, up: [B, T, intermediate], which `gate_up` returned for x; the gradients go to x and the adapters, not to
-          them.
+            them.
         """
         linears = self.gate_proj, self.up_proj, self.down_proj
         weights = [weight for linear in linears if isinstance(weight := linear.stored_weight, Stored)]

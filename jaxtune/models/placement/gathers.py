@@ -26,7 +26,7 @@ def rows_of(variable: nnx.Variable, index: jax.Array, lookup: Callable[[jax.Arra
       variable: the table, [n, ...].
       index: int32[...] in [0, n), this device's.
       lookup: (table, index) -> table[index], with its derivative. Where rows are exchanged, it gets this device's part
-      and row numbers in it, int32[devices, ...].
+        and row numbers in it, int32[devices, ...].
     """
     value = variable.get_value()
     if not isinstance(value, Shard):

@@ -451,7 +451,7 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
     the first. All others are whole.
 
       opt_state: arrays or shapes. A part whose tree structure is that of `trainable` counts as having one for each
-      tensor.
+        tensor.
       trainable: the state of the tensors that train.
       mesh: of the devices.
     """

@@ -23,7 +23,7 @@ def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Ar
       spec: the grid.
       weight: [..., out, in].
       x: the activations that it multiplies. A barrier ties the rounding to them, so that forward and backward each
-      round; otherwise XLA would keep the rounded weight in memory.
+        round; otherwise XLA would keep the rounded weight in memory.
     """
     weight, _ = optimization_barrier((weight, x))
     return spec.round(weight).astype(weight.dtype)
@@ -129,7 +129,7 @@ def adapter_noise(
       a, b: the adapter's matrices, [r, in] and [out, r].
       scale: of the adapter, such as alpha / r.
       both_terms: True: a and b get the gradients of both terms, for clipped gradients; False: those of the term with
-      dropout.
+        dropout.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 

@@ -439,11 +439,11 @@ def run_stack(
       plan: where each layer's residuals are until the backward; None: everything is kept in device memory.
       dropout_key: draws the adapters' dropout masks; None: no dropout.
       gradient_sums: {layer's index: state like that of its `nnx.Param`s}, to which gradients are added layer by layer,
-      so that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s get
-      none. None: these get their gradients.
+        so that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s get
+        none. None: these get their gradients.
       aux: names of auxiliary values, such as router_sums.
       layer_inputs: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes); None:
-      nothing.
+        nothing.
 
     Raises ValueError for a plan that does not fit, tiles that do not divide the rows or go with dropout, a name in
     `aux` that no layer has, or a layer that takes what nothing gives.

@@ -97,7 +97,7 @@ def describe_layer(
       spec: its kind: parts, window and rotary base.
       plan: where its residuals are until the backward.
       tile: tokens of each row in a tile of tokenwise segments; without effect unless the plan recomputes every value
-      inside them. None: no tiles.
+        inside them. None: no tiles.
       decoder_names: names of what the decoder gives the layer; the others that it takes come from earlier layers.
 
     Raises ValueError for a placement that a residual cannot have.

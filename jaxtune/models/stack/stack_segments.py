@@ -32,7 +32,7 @@ def run_segment(
     values: one for each of the segment's reads.
     kept_low_rank: low-rank inputs of an earlier run; None: they are computed.
     factored_inputs: pairs of one of `values`, the very array, and its Factors (low_rank.py): the norm's input and
-    factors of which that value is the product.
+      factors of which that value is the product.
     """
     with scope_of(segment), low_rank.collected(kept_low_rank, factored_inputs) as low_rank_values:
         outputs = segment.run(block, context, *values)
