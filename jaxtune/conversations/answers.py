@@ -479,7 +479,11 @@ class Completions:
     def __call__(
         self, prompt: str | list[Message], prompt_ids: Sequence[int], ids: Sequence[int]
     ) -> str | list[Message]:
-        """The answer with the tokens `ids`, without its end token."""
+        """An answer in the form of its prompt.
+
+        prompt, prompt_ids: a text or messages, and its token ids.
+        ids: the answer's, without its end token.
+        """
         reader, is_text = self.reader, isinstance(prompt, str)
         if reader is None or not reader.thinks or (is_text and not (self.renders_texts and reader.marks_are_special)):
             return self.decode(ids)

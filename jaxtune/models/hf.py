@@ -66,11 +66,14 @@ _DTYPE = "bfloat16"  # the default
 
 class Pretrained:
     """A checkpoint folder whose config and weight headers have been read and checked, before any tensor is read. The
-    arguments and errors are those of from_pretrained, except:
+    errors are those of from_pretrained.
 
-      load_in: None: only `precision` quantises. Beside weights that stay quantised (`packed`) nothing else is
-        quantised.
-      precision: a precision map, which cannot name weights that are `packed`.
+      path: a folder, a hub name or a GGUF file; no PEFT folder.
+      dtype: of weights and compute: "bfloat16", "float16" or "float32".
+      load_in: the format to which linears and experts are quantised; None: only `precision` quantises. Beside weights
+        that stay quantised (`packed`) nothing else is quantised.
+      max_length: tokens of the longest row, which must have positions; None: not checked.
+      precision: {pattern over names: dtype or format}, which cannot name weights that are `packed`.
       positions: {"rope_scaling", "max_position_embeddings"} in place of the files' (files/positions.py).
 
     Attributes:

@@ -77,7 +77,7 @@ class Lora(nnx.Module):
     """The LoRA adapter of one linear: a [r, in] and b [out, r] (zero at the start), float32. It adds scale * b a x to
     the output. With DoRA a magnitude [out] is the norm to which each row of W + scale b a is scaled.
 
-      alpha: the scale is alpha / r, or alpha / sqrt(r) with rslora, as in PEFT.
+      alpha: the scale is alpha / r, or alpha / sqrt(r) with rslora, as in PEFT; r is `rank`.
       rate: of dropout on the adapter's input.
       dora: the magnitude starts at zero; get_peft_model sets it to the norms of the weight's rows.
     """

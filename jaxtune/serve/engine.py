@@ -55,6 +55,8 @@ class Answers:
     The request's handler awaits `next` until `left` is 0, and must `close` whatever happens, so that no slot decodes
     for a client that is gone.
 
+      model: its name in requests. count: rows of the request.
+
     Attributes:
       left: rows whose last tokens `next` has not returned.
       numbers: of the rows in the sampler; only the engine's thread uses them.

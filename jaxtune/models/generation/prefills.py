@@ -73,6 +73,7 @@ class Prefills:
     A program also takes prompts that get no slot yet, unless `one_at_a_time`: slots become free one at a time, and a
     program of few tokens takes about as long as one of several times as many.
 
+      structure, shapes: the model without its arrays, and their shapes in the order of jax.tree.leaves.
       one_at_a_time: each prompt is prefilled alone, so that its states do not depend on other prompts.
 
     Attributes:

@@ -51,6 +51,8 @@ class PartMatrix(NamedTuple):
 class Block(nnx.Module):
     """The modules of one layer: its mixers and feed-forwards (each the attribute that its Part names) and norms. Apart
     from arrays, it contains nothing that differs between layers of a kind, so that their programs are traced once.
+
+      spec: the layer's kind. config: the decoder's. key: draws the weights. dtype: of the weights as stored.
     """
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, key: jax.Array, dtype):

@@ -24,6 +24,9 @@ class NormsApart:
     tiles, no norm is taken out.
 
       x: like the residual stream; only shape and dtype matter.
+      tile: tokens of each row in a tile of tokenwise segments; None: no tiles.
+      aux: names of the auxiliary values that have gradients.
+      saved: {name: residual} that the backward has.
     """
 
     def __init__(self, block: Block, x: jax.Array, tile: int | None, aux: Collection[str], saved: Mapping):
