@@ -41,6 +41,7 @@ class Arguments:
         dtypes: the only dtype, or a tuple of names.
         stored: classes of quantised weights allowed instead; their dtype is not checked.
         name: of the argument, for the error. shape: names of its axes, such as "T k"; an axis of a known name must have
+        value: the argument itself; what is no array raises TypeError.
         the known size.
         """
         if isinstance(value, stored):
@@ -75,12 +76,19 @@ class Arguments:
                 self.sizes.setdefault(word, (size, f" (as {name} has)"))
 
     def is_a(self, name: str, value: Any, kind: type | tuple[type, ...], hint: str) -> None:
-        """Checks a class. hint: what it must be, in words."""
+        """Checks a class. hint: what it must be, in words.
+
+        name, value: the argument's name, for the error, and itself.
+        kind: the class, or several.
+        """
         if not isinstance(value, kind):
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {hint}")
 
     def sequence(self, name: str, value: Any, of: str, count: int | None = None) -> None:
-        """Checks a list or tuple of `count` entries (None: at least one), which `of` describes."""
+        """Checks a list or tuple of `count` entries (None: at least one), which `of` describes.
+
+        name, value: the argument's name, for the error, and itself. of: such as "two numbers".
+        """
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be a list or tuple of {of}")
         if len(value) != count if count is not None else not value:
@@ -100,6 +108,8 @@ class Arguments:
     ) -> None:
         """Checks a finite number, at least `least`, above `above`, below `below`, known while tracing; no bool. whole:
         an integer. optional: None is accepted, too.
+
+          name, value: the argument's name, for the error, and itself.
         """
         if optional and value is None:
             return
@@ -114,7 +124,10 @@ class Arguments:
             raise ValueError(f"{self.op}: {name} = {value}: must be {limits or 'finite'}")
 
     def choice(self, name: str, value: Any, choices: Sequence[str]) -> None:
-        """Checks one of several strings."""
+        """Checks one of several strings.
+
+        name, value: the argument's name, for the error, and itself. choices: the strings allowed.
+        """
         if not isinstance(value, str):
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {_either(choices)}")
         if value not in choices:

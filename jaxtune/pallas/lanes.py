@@ -82,7 +82,10 @@ def ir_scalar(array):
 
 
 def ir_address(ref, index, element):
-    """A pointer to element `index` (int32) of `ref`, taken as a flat array of the MLIR type `element`."""
+    """A pointer to element `index` (int32) of `ref`, taken as a flat array of the MLIR type `element`.
+
+    ref: an MLIR memref of Pallas' kernel.
+    """
     return utils.getelementptr(utils.memref_ptr(ref), [index], element)
 
 
@@ -101,7 +104,10 @@ def ir_product(a, b):
 
 
 def ir_narrow(low, high, dtype):
-    """float32 `low` and `high` rounded to bfloat16 or float16, as one int32 with `low` in the lower half."""
+    """float32 `low` and `high` rounded to bfloat16 or float16, as one int32 with `low` in the lower half.
+
+    dtype: jnp.bfloat16; any other means float16.
+    """
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
     return utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=ir_i32())
 
@@ -202,6 +208,7 @@ def fill_banks(table_ref, table_smem, warpgroups: int):
     reads its own memory bank. All threads of the program call it; a barrier of all must follow.
 
       warpgroups: of the program.
+      table_ref, table_smem: in global and shared memory.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
@@ -226,6 +233,7 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
       absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks, a multiple of 4], in global memory.
       nested_ref: float32, of each 256 consecutive numbers of absmax_ref, or None.
       first_row, rows: int32[]; the rows of a tile.
+      warpgroups: of the program.
 
     Returns ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None).
     """
@@ -274,6 +282,7 @@ def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
       nested_refs: (map float32[256], offset float32[1]) of double quantisation, in global memory, or empty.
       scales_smem: float32[rows of a tile, at least `blocks`].
       blocks: of a row, a multiple of 4.
+      warpgroups: of the program.
     """
     arrays = [array for array in share if array is not None]
     layouts = [plgpu.Layout.WG_STRIDED(array.shape, vector) for array, vector in zip(arrays, (4, 1), strict=False)]
@@ -632,7 +641,7 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
       slots: for each source a shared array of several slots, each for a chunk.
       sizes: bytes of a chunk of each source, multiples of 16.
       full_smem: barriers from `begin_barriers`, one a slot, complete when all chunks have arrived.
-      number, slot: int32[]; the slot's previous chunk must have been read.
+      number, slot: int32[], the chunk's number in the sources, and the slot, whose previous chunk must have been read.
     """
     refs = (*sources, *slots, full_smem)
 

@@ -35,6 +35,7 @@ def implementations(
       query: only shape and dtype are read.
       layout: only max_documents is read; it decides the order, what cuDNN and Triton can run, and Mosaic's blocks.
       kv_heads: heads of key and value.
+      window, soft_cap, sinks: as in `attention`; of sinks only whether there are any matters.
     """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
 
@@ -160,6 +161,9 @@ def attention_backward(
 
       out, lse: results of attention_forward, by whatever implementation.
       dout: [B, T, heads, D], gradient of out. It must be finite at padding, too (`attention` zeroes it there).
+      query, key, value: [B, T, heads or kv_heads, D], the forward's operands.
+      layout, scale, window, soft_cap, sinks: those of the forward; another one gives wrong gradients, unnoticed.
+      implementation: "cudnn", "mosaic", "triton", "reference", or None: the first that supports the call.
     """
     check = _checked("attention_backward", query, key, value, layout, scale, window, soft_cap, sinks)
     check.array("out", out, "B T heads D", query.dtype)
@@ -222,6 +226,10 @@ def attention(
       backward_implementation: of the gradients; None: `implementation`. One that refuses raises when gradients are
         taken.
       layout: of the rows (packed_layout). scale: multiplies the logits, such as 1 / sqrt(D).
+      query, key, value: [B, T, heads, D] and twice [B, T, kv_heads, D] of one float dtype.
+      window: a query sees itself and the window - 1 keys before it; None: all of its document.
+      soft_cap: scores s become soft_cap * tanh(s / soft_cap). sinks: float[heads], a logit per head without a value.
+      implementation: "cudnn", "mosaic", "triton", "reference", or None: the first that supports the call.
     """
     _checked("attention", query, key, value, layout, scale, window, soft_cap, sinks)
     static = (("scale", scale), ("window", window), ("soft_cap", soft_cap))

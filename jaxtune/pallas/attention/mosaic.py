@@ -89,7 +89,11 @@ def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blo
 
 
 def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict[str, Any]]:
-    """{operation of tuning.py: fields of its Blocks that are not defaults}, for the kernels of the call's head dim."""
+    """{operation of tuning.py: fields of its Blocks that are not defaults}, for the kernels of the call's head dim.
+
+    query: [B, T, heads, D], array or shape. layout: tells whether rows are single documents.
+    window: keys that a query sees, or None.
+    """
     query = jax.ShapeDtypeStruct((kernel_dim(query.shape[-1]),), query.dtype)
     return {
         f"attention {kernel}": _blocks(kernel, query, layout, window).as_dict()
@@ -99,7 +103,10 @@ def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Why these kernels cannot serve the call, or None."""
+    """Why these kernels cannot serve the call, or None.
+
+    query: [B, T, heads, D], array or shape. layout, window, soft_cap, sinks: never a reason.
+    """
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
@@ -267,7 +274,13 @@ def _pairs(query, key) -> bool:
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_forward; lse is 0 at padding, too. The same call gives the same bits."""
+    """As api.attention_forward; lse is 0 at padding, too. The same call gives the same bits.
+
+    query, key, value: [B, T, heads or kv_heads, D] of 16 bits.
+    layout: PackedLayout of the rows. scale: factor on query . key.
+    window: keys that a query sees, itself included; None: all of its document.
+    soft_cap: scores s become soft_cap * tanh(s / soft_cap). sinks: float[heads], a logit per head without a value.
+    """
     _, length, _, given_dim = query.shape
     lower, _ = _prepare(layout, window)
     query, key, value = (_operand(a) for a in (query, key, value))
@@ -454,7 +467,11 @@ def _sum_of_shares(gradient, shares: int):
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_backward. The same call gives the same bits."""
+    """As api.attention_backward. The same call gives the same bits.
+
+    query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D], finite at padding.
+    layout, scale, window, soft_cap, sinks: as in `forward`.
+    """
     _, length, _, given_dim = query.shape
     lower, upper = _prepare(layout, window)
     delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32))

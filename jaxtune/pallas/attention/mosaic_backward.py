@@ -78,8 +78,22 @@ def query_kernel(
     soft_cap,
     interpreted,
 ):
-    """Writes dq of tiles of queries for head dims of 64, 128 and 256, a warpgroup `blocks.own` queries of a head.
-    Common arguments: mosaic_parts.py.
+    """Writes dq of tiles of queries for head dims of 64, 128 and 256, a warpgroup `blocks.own` queries of a head. The
+    order of barriers is delicate: the buffer of queries is reused for dq, so the next item's queries are loaded after
+    its store.
+
+      q_ref, k_ref, v_ref, do_ref, dq_ref: [B, T, heads or kv_heads, D]; do: gradient of out. Global memory.
+      stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2; sum of out * dout, times scale.
+      lower_ref: int32[B, T], the first key that each query sees.
+      table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, blocks.
+      q_smem, do_smem, lower_smem: [buffers, own, ...], the warpgroups' own queries (later dq), dout and bounds.
+      numbers_smem: float32[4, own], stat of both warpgroups, then delta.
+      k_smem, v_smem: slots of blocks of keys and values.
+      own_full, k_full, v_full: barriers: an item's own operands, or a slot's block, have arrived.
+      k_free, v_free: both warpgroups have read a slot. turn_barrier: of Turns.
+      blocks: mosaic_parts.Blocks. pairs: the warpgroups take the same queries of two heads that share keys.
+      scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap); None: no cap.
+      interpreted: Pallas' interpreter runs the body and computes products in another way.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
@@ -174,6 +188,7 @@ def masked_keys(weights, *, base, upper, queries, lean):
     base, queries: index in the row of the first key, and of the first query.
     upper: int32[keys], the query after the last that sees each key.
     lean: one unsigned comparison in place of two.
+    weights: in registers.
     """
     shape = weights.shape
     if lean:
@@ -192,6 +207,7 @@ def bring_queries(items, group, width, operands, slots, full, free):
       group: query heads of a key head; width: queries of a block.
       operands: (query, dout, stat, delta); slots: (query's, dout's, numbers: stat of each slot, then delta).
       full, free: (query's, dout's) barriers; stat comes with query, delta with dout.
+      items: mosaic_parts.Items, whose lines are tiles of keys.
     """
     q_ref, do_ref, stat_ref, delta_ref = operands
     q_smem, do_smem, numbers_smem = slots
@@ -255,8 +271,18 @@ def key_kernel(
     interpreted,
 ):
     """Writes dk and dv of tiles of keys for head dims up to 128, a warpgroup `blocks.own` keys of a head. It visits the
-    query blocks that see a tile, for every query head in turn: sums in one fixed order without atomics. Common
-    arguments: mosaic_parts.py.
+    query blocks that see a tile, for every query head in turn: sums in one fixed order without atomics.
+
+      q_ref, k_ref, v_ref, do_ref, dk_ref, dv_ref: [B, T, heads or kv_heads, D]; do: gradient of out. Global memory.
+      stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2; sum of out * dout, times scale.
+      upper_ref: int32[B, T], the query after the last that sees each key.
+      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, blocks.
+      k_smem, v_smem, upper_smem: [4, own, ...], two buffers a warpgroup: keys (later dk), values (later dv), bounds.
+      q_smem, do_smem: slots of blocks of queries. numbers_smem: float32[2 slots, step], stat, then delta.
+      own_full, q_full, do_full: barriers: an item's own operands, or a slot's block, have arrived.
+      q_free, do_free: both warpgroups have read a slot. turn_barrier: of Turns.
+      blocks: mosaic_parts.Blocks. scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap), or None.
+      interpreted: Pallas' interpreter runs the body.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

@@ -58,12 +58,19 @@ def wide_key_kernel(
     interpreted,
 ):
     """Writes dk and dv of tiles of keys for heads of 256, visiting the query blocks that see a tile for every query
-    head in turn. Common arguments: mosaic_parts.py.
+    head in turn.
 
-      k_smem, v_smem: an item's keys, later its dv; its values, later its dk.
-      weights_smem: float32[2, keys, queries], what the first warpgroup passes to the second, with weights_full and
-        weights_free.
-      key_full: keys and bounds have arrived; value_full: values have.
+      q_ref, k_ref, v_ref, do_ref, dk_ref, dv_ref: [B, T, heads or kv_heads, 256]; do: gradient of out. Global memory.
+      stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2; sum of out * dout, times scale.
+      upper_ref: int32[B, T], the query after the last that sees each key.
+      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, blocks.
+      k_smem, v_smem: an item's keys, later its dv; its values, later its dk. upper_smem: its bounds.
+      weights_smem: float32[2, keys, queries], what the first warpgroup passes to the second.
+      q_smem, do_smem: slots of blocks of queries. numbers_smem: float32[2 slots, step], stat, then delta.
+      key_full: barrier: keys and bounds have arrived; value_full: values have.
+      q_full, do_full, weights_full: barriers: a slot is filled. q_free, do_free, weights_free: it was read.
+      blocks: mosaic_parts.Blocks. scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap), or None.
+      interpreted: Pallas' interpreter runs the body.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

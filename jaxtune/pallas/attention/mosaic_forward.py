@@ -52,6 +52,7 @@ class Softmax:
         is 0 once it sees one and removes their sums.
 
           mask: puts MASKED where a query does not see a key; it gets scores scaled and capped, or with `lean` unscaled.
+          state: of `start`, or of the step before.
         """
         top, total = state
         if not self.lean:
@@ -113,12 +114,21 @@ def forward_kernel(
     interpreted,
 ):
     """Writes out and lse (natural logarithm), both 0 at padding, for head dims of 64, 128 and 256; each computing
-    warpgroup has `blocks.own` queries of a head. Common arguments: mosaic_parts.py.
+    warpgroup has `blocks.own` queries of a head.
 
+      q_ref, k_ref, v_ref, out_ref: [B, T, heads or kv_heads, D] in global memory. lse_ref: float32[B, heads, T].
       sinks_ref: float[heads] or None.
-      qo_smem: queries, and later results.
-      own_full: with blocks.buffers = 1 the warpgroups share three buffers: one each, and one for the queries loaded
-        next.
+      lower_ref: int32[B, T], the first key that each query sees.
+      table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, blocks.
+      qo_smem: [buffers, own, D], queries, and later results. lower_smem, lse_smem: bounds and lse of these queries.
+      k_smem, v_smem: slots of blocks of keys and values.
+      own_full, k_full, v_full: barriers: queries and bounds, or a slot's block, have arrived. With blocks.buffers = 1
+      the
+        warpgroups share three buffers: one each, and one for the queries loaded next.
+      k_free, v_free: both warpgroups have read a slot. turn_barrier: of Turns.
+      blocks: mosaic_parts.Blocks. pairs: the warpgroups take the same queries of two heads that share keys.
+      scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap); None: no cap.
+      interpreted: Pallas' interpreter runs the body.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)

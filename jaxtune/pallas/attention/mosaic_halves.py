@@ -74,6 +74,7 @@ def multiply(acc, left_halves, first, ring, full, number, release=None):
       number: int32[], the block's number among those loaded into `ring`.
       release: frees a slot once its product is done; None: nothing is freed or waited for.
       full: barriers of `ring`, one for each slot.
+      acc: float32 accumulator of the tensor cores.
     """
     size = ring.shape[-1]
     pieces, before = 2 * HALF // size, None
@@ -97,6 +98,7 @@ def two_products(shape, weight_operands, score_operands, number, zero):
       weight_operands: (own operand, ring, full, free) of the gradients; score_operands: (own operand, ring, full).
       zero: unknown_zero of the step, the index of the first half in both sides.
       number: int32[], the block's number in both rings (blocks loaded before it).
+      shape: (own tokens, tokens of a block).
     """
     item_side, ring, full, free = weight_operands
     score_side, score_ring, score_full = score_operands
@@ -118,6 +120,8 @@ def two_products(shape, weight_operands, score_operands, number, zero):
 def slot_of(number, piece, ring):
     """Slot of `ring` that has piece `piece` of block `number`. `bring` computes the same by itself and must agree. An
     int where it is the same for every block, else int32[].
+
+      number, piece: int32[] or int; pieces of a block are numbered from 0. ring: [slots, tokens, columns].
     """
     stages, pieces = ring.shape[0], 2 * HALF // ring.shape[-1]
     if isinstance(piece, int) and pieces % stages == 0:
@@ -172,10 +176,18 @@ def half_forward_kernel(
     interpreted,
 ):
     """Writes out and lse (natural logarithm), both 0 at padding, for heads of 512. An item is one half, 256 columns, of
-    a tile's output. Common arguments: mosaic_parts.py.
+    a tile's output.
 
+      q_ref, k_ref, v_ref, out_ref: [B, T, heads or kv_heads, 512] in global memory. lse_ref: float32[B, heads, T].
       sinks_ref: float[heads] or None.
+      lower_ref: int32[B, T], the first key that each query sees.
+      table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, blocks.
       q_smem: both halves of each warpgroup's queries, later results; k_smem, v_smem: pieces of keys, halves of values.
+      lower_smem, lse_smem: bounds and lse of each warpgroup's queries.
+      own_full, k_full, v_full: barriers: an item's own operands, or a slot, have arrived. k_free, v_free: it was read.
+      blocks: mosaic_parts.Blocks. pairs: the warpgroups take the same queries of two heads that share keys.
+      scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap); None: no cap.
+      interpreted: Pallas' interpreter runs the body.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg, column_sections=2)
@@ -318,10 +330,20 @@ def half_query_kernel(
     interpreted,
 ):
     """Writes dq for heads of 512. Both warpgroups have the same queries; each makes half of dq's columns, and all
-    scores for it. Common arguments: mosaic_parts.py.
+    scores for it. The order of barriers is delicate: a slot of keys is read by both, and the queries' buffer becomes
+    dq's.
 
+      q_ref, k_ref, v_ref, do_ref, dq_ref: [B, T, heads or kv_heads, 512]; do: gradient of out. Global memory.
+      stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2; sum of out * dout, times scale.
+      lower_ref: int32[B, T], the first key that each query sees.
+      table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, blocks.
+      q_smem, do_smem: [2, own, 256], halves of an item's queries (later dq) and dout. lower_smem: its bounds.
+      numbers_smem: float32[2, own], stat and delta.
       k_smem, v_smem: halves of keys, pieces of values.
+      own_full, k_full, v_full: barriers: an item's own operands, or a slot, have arrived. k_free, v_free: it was read.
       meet: both warpgroups arrive when they no longer read an item's queries and dout.
+      blocks: mosaic_parts.Blocks. scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap), or None.
+      interpreted: Pallas' interpreter runs the body.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, False, wg, shared=True)

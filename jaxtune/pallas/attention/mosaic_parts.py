@@ -81,17 +81,22 @@ def rows_of(value, shape):
 
 
 def constant(shape, value, layout):
+    """`value` as a float32 tile of `shape` in registers of `layout`."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def ids(shape, axis, base):
-    """`base` + index along `axis`, int32 in registers: the index in the row of each token of a tile from `base` on."""
+    """`base` + index along `axis`, int32 in registers: the index in the row of each token of a tile from `base` on.
+
+    shape, axis: of the tile, and its axis of tokens.
+    """
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + base
 
 
 def capped(scores, scale, soft_cap):
     """(scores times `scale`, capped, in units of log2; derivative of the soft cap or None), float32 in registers.
     soft_cap: bounds scores by soft_cap * tanh(scores / soft_cap); None: no bound.
+    scores: raw products of queries and keys.
     """
     if soft_cap is None:
         return scores * (scale * LOG2E), None
@@ -117,6 +122,8 @@ def products(*pairs, shape, issued):
 def add_product(total, left, right, interpreted):
     """total + left right on the tensor cores, in place; left is in registers, right in shared memory. Pallas'
     interpreter has neither run_state nor such a wgmma.
+
+      total: float32 in registers. interpreted: Pallas' interpreter runs the kernel.
     """
     if interpreted:
         return total + lax.dot(left, right[...], preferred_element_type=jnp.float32)
@@ -156,6 +163,7 @@ def within_range(shape, axis, base, first, count):
     """bool of `shape`: whether base + index along `axis` is in first .. first + count - 1, by one unsigned comparison.
 
     first, count: int32 in registers, a number for each index of the other axis; count is at least 0.
+    base: int32[], the index of the tile's first token along `axis`.
     """
     offset = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
     offset = offset - lax.broadcast_in_dim(first - base, shape, [1 - axis])
@@ -313,6 +321,7 @@ class QuerySide:
 
           lower: int32[own] in registers, the first key that each query sees; last_lower: the last query's, the largest.
           i: int32[], the step of the item, one block of keys.
+          item: [head number, row, first query, first block of keys, number of blocks], int32[] each.
         """
         base, keys, shape = self.queries_of(item)[2], (item[3] + i) * self.blocks.step, values.shape
 
@@ -333,6 +342,7 @@ class QuerySide:
         far ahead as slots allow.
 
           k_smem, v_smem: rings of slots. k_full, k_free, v_full, v_free: their barriers, one for each slot.
+          k_ref, v_ref: [B, T, kv_heads, D] in global memory.
         """
 
         def work(turn, steps_before, item, following):
