@@ -98,7 +98,13 @@ def convolution_kernel(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Writes the parts of the result, forward along TOKENS tokens."""
+    """Writes the parts of the result, forward along TOKENS tokens. Grid: (CHANNELS / WIDTH, LENGTH / TOKENS rounded up,
+    B).
+
+      x, weight: [B, LENGTH, CHANNELS], [CHANNELS, 4], the token's own weight last.
+      doc_start, doc_end: int32[B, LENGTH], bounds of each token's document.
+      first_out, second_out, third_out: [B, LENGTH, FIRST], [.., SECOND], [.., the other channels]; WIDTH divides each.
+    """
     THIRD: tl.constexpr = CHANNELS - FIRST - SECOND
     begin = tl.program_id(0) * WIDTH
     first = tl.program_id(1) * TOKENS
@@ -159,7 +165,11 @@ def convolution_gradient_kernel(
     WIDTH: tl.constexpr,
 ):
     """Writes dx, backward along TOKENS tokens. A program begins with the four tokens after its own, from which its last
-    ones have a share of their gradients.
+    ones have a share of their gradients. Grid: (CHANNELS / WIDTH, LENGTH / TOKENS rounded up, B).
+
+      x, dx, weight: [B, LENGTH, CHANNELS] twice, [CHANNELS, 4], the token's own weight last.
+      doc_start, doc_end: int32[B, LENGTH], bounds of each token's document.
+      dfirst, dsecond, dthird: gradients of the parts, [B, LENGTH, FIRST], [.., SECOND], [.., the other channels].
     """
     THIRD: tl.constexpr = CHANNELS - FIRST - SECOND
     begin = tl.program_id(0) * WIDTH

@@ -57,7 +57,7 @@ def _tile(kernel: str) -> tuple[int, int, int]:
 
 def refusal(key, value) -> str | None:
     """Why these kernels cannot compute a call, or None; it may run their check at first use. Only shapes and dtypes are
-    read.
+    read; of the dtypes key's, which value and query must have.
     """
     reason = compat.triton_refusal()
     if reason is not None:
@@ -98,7 +98,11 @@ def _first_use(dtype, group: int) -> str | None:
 
 
 def forward(query, key, value, decay, beta, layout: PackedLayout):
-    """As api.gated_delta_rule, by the kernels."""
+    """As api.gated_delta_rule, by the kernels.
+
+    query, key, value: [B, T, key_heads, 128] twice, [B, T, heads, 128], of 16 bits. layout: of the rows.
+    decay, beta: float32[B, T, heads], logarithms at most 0, and shares in [0, 1].
+    """
     return _rule(query, key, value, decay, beta, layout)
 
 

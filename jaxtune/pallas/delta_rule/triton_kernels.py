@@ -184,6 +184,12 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
     """ChunkFactors' numbers of a chunk's tokens, for all value heads of a key head. They have a kernel of their own,
     because in a kernel with matrix products a thread would compute each number 16 times. Decays below -100 count as
     -100. Grid: (key_heads, chunks, B).
+
+      query, key: [B, LENGTH, KEY_HEADS, KEY_DIM]. decay, beta: float32[B, LENGTH, HEADS].
+      starts, ends: int32[B, LENGTH], bounds of each token's document.
+      total, share, unit_q, unit_k, kept, read, written, reach: written, float32[B, HEADS, CHUNKS * CHUNK]; faded: [B,
+      HEADS, CHUNKS]. triton.ChunkFactors says what they are.
+      SCALE: 1 / sqrt(KEY_DIM). VALUE_DIM, WIDTH: not used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -259,8 +265,13 @@ def chunk_kernel(
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """ChunkFactors' matrices `inverse` and `weights` of a chunk of a value head, in key's dtype. Grid:
-    (heads, chunks, B).
+    """ChunkFactors' matrices `inverse` and `weights` of a chunk of a value head, in key's dtype. Grid: (heads, chunks,
+    B).
+
+      query, key: [B, LENGTH, KEY_HEADS, KEY_DIM]. starts, ends: int32[B, LENGTH], bounds of documents.
+      total, share, unit_q, unit_k: from numbers_kernel.
+      inverse, weights: written, [B, HEADS, CHUNKS, CHUNK, CHUNK].
+      VALUE_DIM, SCALE, WIDTH: not used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -320,6 +331,9 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
 
       SAVE: also stores `error` (z, before the factor beta, in value's shape and dtype) and `states` (before each chunk,
         in key's dtype); otherwise these are not written.
+      query, key, value, out: [B, LENGTH, KEY_HEADS, KEY_DIM] twice, [B, LENGTH, HEADS, VALUE_DIM] twice.
+      inverse, weights, kept, read, written, faded: ChunkFactors, of chunk_kernel and numbers_kernel.
+      LENGTH, CHUNKS, CHUNK: tokens of a row, its chunks, tokens of one. SCALE: not used.
     """
     first_column, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     state = tl.zeros([WIDTH, KEY_DIM], tl.float32)
@@ -358,6 +372,10 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
     """dvalue, and dstates, the gradients of the states after each chunk, in key's dtype, from the row's end back, WIDTH
     columns of a value head. Reads the arrays of forward_kernel (triton.ChunkFactors); dvalue and dstates are written.
     Grid: (VALUE_DIM / WIDTH, heads, B).
+
+      query, key: [B, LENGTH, KEY_HEADS, KEY_DIM]. dout, dvalue: [B, LENGTH, HEADS, VALUE_DIM]; dout is 0 at padding.
+      inverse, weights, kept, read, written, faded: ChunkFactors. SCALE: not used.
+      dstates: [B, HEADS, CHUNKS, VALUE_DIM, KEY_DIM]. LENGTH, CHUNKS, CHUNK: tokens, chunks, tokens of one.
     """
     first_column, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     dstate = tl.zeros([WIDTH, KEY_DIM], tl.float32)
@@ -396,6 +414,9 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
         with keys, as they are in memory.
       flow: contribution to ddecay, before its sum over the token and the later ones; dbeta: to dbeta.
       error, dvalue: of forward_kernel and reverse_kernel.
+      query, key: [B, LENGTH, KEY_HEADS, KEY_DIM]. starts, ends: int32[B, LENGTH], bounds of documents.
+      dout: gradient of the output, [B, LENGTH, HEADS, VALUE_DIM].
+      total, share, unit_q, unit_k: ChunkFactors. WIDTH: columns of a step. SCALE: not used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -465,6 +486,9 @@ def dquery_kernel(
     rows of a product's result, so that its operands are used as they are in memory. Grid: (key_heads, chunks, B).
 
       query_flow: for each token and value head, the query times the gradient that it gets from reading the states.
+      query, key, dquery: [B, LENGTH, KEY_HEADS, KEY_DIM]. dout: [B, LENGTH, HEADS, VALUE_DIM].
+      states: of forward_kernel. read: of ChunkFactors. to_weights: of pairs_kernel.
+      WIDTH: columns of a step. SCALE: not used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -510,6 +534,9 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
       lost, gained: for each token, its key times the state before the chunk times dvalue, and times dstates times
         error.
       fading: float32[B, heads, CHUNKS], inner product of the state before a chunk with dstates.
+      query, key, dkey: [B, LENGTH, KEY_HEADS, KEY_DIM].
+      error, dvalue, states, dstates: of forward_kernel and reverse_kernel. kept, written: of ChunkFactors.
+      to_weights, to_system: of pairs_kernel. WIDTH: columns of a step. SCALE: not used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -575,6 +602,10 @@ def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, 
     ddecay sums over a token and the later ones of its document and chunk: reading queries' and keys' inner products
     with their own gradients, minus those of writing keys. What goes through the state into later chunks is added at the
     chunk's last token.
+
+      share, kept, faded, reach: of ChunkFactors. starts, ends: int32[B, LENGTH], bounds of documents.
+      flow, dbeta_of_pairs: `flow` and `dbeta` of pairs_kernel. query_flow: of dquery_kernel.
+      lost, gained, fading: of dkey_kernel. KEY_HEADS, KEY_DIM, VALUE_DIM, SCALE, WIDTH: not used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)

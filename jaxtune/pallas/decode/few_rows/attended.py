@@ -65,6 +65,12 @@ def attended(
         it is large.
       implementation: "triton" (one kernel; 16-bit caches of at most 1,024 keys, or 3,072 in Gluon with a large N; D of
         64, 128, 256 or 512), "apart" (`placed` and decode_attention), or None: the first that supports the call.
+      partial_sums: [splits, N, (heads + 2 kv_heads) D], partial sums of query, key and value side by side.
+      keys, values: caches [N, kv_heads, capacity, D], rings. positions: int32[N]; negative: no token.
+      table: (cos, sin) float32[N, D / 2], or None: no rotation. norms: two weights [D], or None: no norms.
+      scale: factor on query . key. window: the token sees itself and the window - 1 before it; None: all.
+      soft_cap: scores s become cap * tanh(s / cap). sinks: float[heads], a logit per head without a value.
+      eps, offset, float32: of the norms, as in `added_norm`.
     """
     check = Arguments("attended")
     check.array("partial_sums", partial_sums, "splits N width", FLOATS)
@@ -102,7 +108,11 @@ def attended(
 
 
 def refusal(partial_sums, keys, batch_invariant: bool) -> str | None:
-    """Why the kernels of `attended` do not support a call on this GPU, or None."""
+    """Why the kernels of `attended` do not support a call on this GPU, or None.
+
+    partial_sums: [splits, N, (heads + 2 kv_heads) D]. keys: the cache [N, kv_heads, capacity, D].
+    batch_invariant: True: single warps (attended_gluon.py) are not considered.
+    """
     reason = placed_refusal(keys)
     if reason is not None:
         return reason
@@ -154,8 +164,9 @@ def _has_gluon() -> bool:
 
 
 def _shares(keys, tile: Tile) -> int:
-    """Programs that share the keys of each key/value head of each row: with _FEW_TILES as many as tiles, all at most as
-    many as multiprocessors; else one.
+    """Programs that share the keys of each key/value head of each row: with a tile of _FEW_TILES as many as tiles, all
+    at most as many as multiprocessors (at least one: `_tile` gives such a tile only where there are no more heads);
+    else one.
     """
     rows, kv_heads, capacity, _ = keys.shape
     return min(capacity // tile.step, _CORES // (rows * kv_heads)) if tile in _FEW_TILES.values() else 1

@@ -209,12 +209,22 @@ def many_kernel(
     STEP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """attended_kernel for head dim 128 and at most 8 query heads a key/value head, with its arguments. A program is one
-    warp. Grid: (KV_HEADS, COUNT).
+    """attended_kernel for head dim 128 and at most 8 query heads a key/value head. A program is one warp. Grid:
+    (KV_HEADS, COUNT).
 
     Keys and values are the left operands, queries and weights the right ones: a tensor core multiplies at least 16 rows
     on the left, but 8 columns on the right. The last tile has the new token, whose key and value are written before its
     copy starts; only this tile needs masks, unless there is a window.
+
+      partial_sums: [SPLITS, COUNT, HEADS + 2 KV_HEADS, 128], of the new tokens' queries, keys and values.
+      q_weight, k_weight: [128], the norms' weights, if NORMS. turns: float32[COUNT, 128], cos then sin, if ROTATES.
+      positions: int32[COUNT], of the new token; negative: none, and the row gets 0.
+      sinks: float32[HEADS] in log2, or None. out: [COUNT, HEADS, 128], the attention.
+      keys, values: the caches [COUNT, KV_HEADS, CAPACITY, 128], token t at t % CAPACITY. old_keys, old_values: the same
+      memory as inputs, not read.
+      EPS, OFFSET, FLOAT32: of the norms; FLOAT32: OFFSET is added to the weight, and only the product is rounded.
+      WINDOW: tokens that the new one sees; 0: all. SCALE, CAP: factor on scores, soft cap (0: none).
+      STEP, STAGES: keys of a tile, and tiles in shared memory, of which one is multiplied.
     """
     DTYPE: gl.constexpr = out.dtype.element_ty
     OWN: gl.constexpr = HEADS // KV_HEADS

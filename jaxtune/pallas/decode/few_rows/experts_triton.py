@@ -26,6 +26,8 @@ _GATED, _DOWN, _DOWN_FEW = Tile(64, 64, 4, 4), Tile(128, 64, 4, 3), Tile(64, 64,
 def gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora | None) -> str | None:
     """Why the kernel of `experts_gated` does not support a call, or None. gate_up is [E, 2 * inner, hidden]. choices:
     experts of a token.
+
+      x: [N, hidden]. activation: a key of gated.ACTIVATIONS. lora: adapters of gate and up, or None.
     """
     if activation not in ACTIVATIONS:
         return f"activation {activation}"
@@ -35,6 +37,8 @@ def gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora |
 def down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | None) -> str | None:
     """Why the kernel of `experts_down` does not support a call of `count` tokens, or None. down is [E, hidden,
     inner]. choices: experts of a token.
+
+      dtype: of the rows. lora: adapters, or None.
     """
     return _refusal(count, dtype, down, choices, down.shape[1], lora)
 
@@ -72,6 +76,7 @@ def multiplied(x, weight, choice, factors, tile: Tile, at_once: int, activation:
     tile: with an activation programs have its rows of gate and of up.
     at_once: tokens multiplied at once, a power of two of at least 16.
     activation: 0: none, result float32[k, N, out]; 1 (silu) or 2 (gelu_tanh): [N * k, out] in x's dtype.
+    lora: adapters of `weight`, or None; arrays in another dtype are cast in each call.
     """
     from jaxtune.pallas.decode.few_rows import experts_kernels
 
@@ -125,14 +130,21 @@ def _with(lora: GroupedLora | None, tile: Tile, at_once: int) -> Tile:
 
 
 def experts_gated(x, gate_up, choice, weights, activation, lora):
-    """As experts.experts_gated, by expert_kernel. Only if `gated_refusal` is None."""
+    """As experts.experts_gated, by expert_kernel. Only if `gated_refusal` is None.
+
+    x: [N, hidden] of 16 bits. gate_up: [E, 2 * inner, hidden] in its dtype. lora: its adapters, or None.
+    choice: int32[N, k]. weights: float32[N, k], the router's. activation: "silu" or "gelu_tanh".
+    """
     slot_count = slots(choice, len(gate_up))
     tile = _with(lora, _GATED, slot_count)
     return multiplied(x, gate_up, choice, weights, tile, slot_count, ACTIVATIONS[activation], lora)
 
 
 def experts_down(h, down, choice, lora):
-    """As experts.experts_down, by expert_kernel. Only if `down_refusal` is None."""
+    """As experts.experts_down, by expert_kernel. Only if `down_refusal` is None.
+
+    h: [N * k, inner] of 16 bits. down: [E, hidden, inner]. choice: int32[N, k]. lora: adapters, or None.
+    """
     slot_count = slots(choice, len(down))
     tile = _with(lora, down_tile(down.shape[1]), slot_count)
     return multiplied(h, down, choice, choice, tile, slot_count, 0, lora)

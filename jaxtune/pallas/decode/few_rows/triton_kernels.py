@@ -86,17 +86,20 @@ def product_kernel(
     float32[SPLITS, COUNT, FIRST + SECOND + THIRD], or x's dtype for one split. Grid: (rows of W / ROWS, SPLITS, COUNT /
     TOKENS rounded up).
 
-    ACTIVATION not 0: out [1, COUNT, FIRST] is activation(gate) * up, with first and second as gate's and up's weights;
-    both, and each step of the activation, are rounded to x's dtype.
+    ACTIVATION 1 (silu) or 2 (gelu_tanh): out [1, COUNT, FIRST] is activation(gate) * up, with first and second as
+    gate's and up's weights; both, and each step of the activation, are rounded to x's dtype.
 
     RANK not 0: W + scale B A in place of each W. Each program multiplies its columns of x by those of A too, so every
     partial sum has its share of the adapter. x A^T is rounded to x's dtype before and after its scale, as in training;
     so is its product with B, unless in splits or a gated product, for which the registers do not suffice.
 
-      first_a, first_b, ...: [its rank, INNER] and [rows, its rank] in x's dtype; None if RANK is 0.
-      INNER: summed columns, a multiple of DEPTH (columns of a step) * SPLITS.
+      x: [COUNT, INNER] of 16 bits.
+      first_a, first_b, second_a, second_b, third_a, third_b: [its rank, INNER] and [rows, its rank] in x's dtype; None
+      if RANK is 0.
+      INNER: summed columns, a multiple of DEPTH (columns of a step) * SPLITS. STAGES: steps in flight.
       ROWS, TOKENS: rows of W, and of x (a power of two of at least 16), of a program.
-      RANK: the largest rank as a power of two of at least 16. FIRST_RANK, ...: 0: no adapter.
+      RANK: the largest rank as a power of two of at least 16.
+      FIRST_RANK, SECOND_RANK, THIRD_RANK: 0: no adapter. FIRST_SCALE, SECOND_SCALE, THIRD_SCALE: the adapters' factors.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
@@ -165,7 +168,10 @@ def product_kernel(
 
 @triton.jit
 def activated_kernel(gate, up, out, BLOCK: tl.constexpr, SIZE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Writes activation(gate) * up, SIZE numbers, BLOCK a program, rounded as product_kernel rounds."""
+    """Writes activation(gate) * up, SIZE numbers, BLOCK a program, rounded as product_kernel rounds.
+
+    gate, up, out: flat, SIZE numbers of 16 bits. ACTIVATION: 1: silu; 2: tanh approximation of gelu.
+    """
     DTYPE: tl.constexpr = out.dtype.element_ty
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = offsets < SIZE
@@ -251,7 +257,10 @@ def added_norm_kernel(
 ):
     """added = x + the sum of partial_sums, which is rounded first; normed = the RMS norm of added as rounded. Grid:
     (COUNT,).
-    WIDTH: SIZE as a power of two.
+
+      x, added, normed: [COUNT, SIZE]. partial_sums: [SPLITS, COUNT, SIZE]. weight: [SIZE], the norm's.
+      WIDTH: SIZE as a power of two. EPS: added to the mean square.
+      FLOAT32: 1: OFFSET is added to the weight, and only the product is rounded; 0: the normed numbers are, too.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0)
@@ -302,6 +311,8 @@ def placed_kernel(
       q_weight, k_weight: [DIM], if NORMS. cos, sin: float32[COUNT, DIM / 2], if ROTATES.
       positions: int32[COUNT]; nothing is written to the caches for a negative one.
       old_keys, old_values: the caches as inputs, in the same memory; not read.
+      EPS: added to the mean square of a head.
+      FLOAT32: 1: OFFSET is added to the weight, and only the product is rounded; 0: the normed numbers are, too.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
