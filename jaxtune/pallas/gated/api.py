@@ -49,6 +49,8 @@ def gated_backward(
 def implementations(dtype, size: int, activation: str) -> dispatch.Table:
     """{name: why it refuses a call, or None}, in the order of trial. "mosaic" may first compare its kernel with the
     reference on this GPU, which takes seconds. size: elements of an array. dtype: of gate and up.
+
+      activation: a key of ACTIVATIONS.
     """
 
     def refusal():

@@ -100,6 +100,7 @@ def implementations(
 
       weight: a quantised weight that may be decoded while it is multiplied; None: no "mosaic_ahead", unless requested.
       implementation: the requested name, or None.
+      dtype, in_size, out_size: of the rows, and sizes of the weights [E, out, in]. groups: gives rows and experts.
     """
 
     refused = functools.partial(mosaic.refusal, dtype, in_size, out_size, groups.tile_rows)
@@ -175,6 +176,9 @@ def _thin(x, weight, groups, contract, implementation, tokens):
 def contracted(thin, wide, groups, rank, implementation, tokens):
     """The gradient of an adapter's A, or of B transposed: float32[E, rank, n], thin^T wide summed over each expert's
     rows. thin: [rows, at least rank], scaled already; wide: [rows, n], or [T, n] with `tokens`.
+
+      groups: Groups of the rows. rank: columns of thin that count.
+      implementation: of Static. tokens: int32[rows], each row's token, or None.
     """
     if implementation in _MOSAIC and mosaic_contract.refusal(wide.dtype) is None:
         return mosaic_contract.contract_rows(mosaic.padded_rank_axis(thin, 1), wide, groups, rank, tokens)
@@ -221,6 +225,7 @@ def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None, inn
     bias: [E, out]. Empty rows get it or not.
     inner: the low-rank input x A^T, [rows, r], of an earlier call; None: it is computed.
     lora: (a, b) or None. static: all from `prepared`.
+    x: [rows, in] or with `tokens` [T, in]. weight: array or Stored. groups: Groups of the rows.
     """
     contract = 1 if static.transposed else 2
     extra = None
@@ -274,6 +279,9 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
 def adapter_gradients(static: Static, b, inner, groups, dout, dout_tokens=None):
     """(the gradient of `inner` [rows, at least r], padded by a Mosaic implementation; of B, float32[E, out, r]). b: [E,
     out, r]. dout, dout_tokens: as in `backward`.
+
+      static: from `prepared`. groups: Groups of the rows. inner: the unscaled low-rank input.
+      dout: [rows, out], or [T, out] with `dout_tokens`, int32[rows], the token of each sorted row.
     """
     inner = scaled(inner, static.scale)
     dinner, db = _thin_pair(dout, b, inner, groups, static.implementation, dout_tokens)
@@ -284,6 +292,9 @@ def adapter_gradients(static: Static, b, inner, groups, dout, dout_tokens=None):
 def rows_gradient(static: Static, weight, lora, dinner, groups, dout, dout_tokens=None):
     """The gradient of the sorted rows, [rows, in]: dout times the weight, plus the adapter's part, dinner A. lora: (a,
     b) or None. dinner: [rows, at least r], or None without an adapter.
+
+      static, weight: from `prepared`. groups: Groups of the rows.
+      dout: [rows, out], or [T, out] with `dout_tokens`, int32[rows], the token of each sorted row.
     """
     extra = None
     if lora is not None:
@@ -303,7 +314,10 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
 def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None:
-    """Checks that the argument `name` is a Groups whose arrays fit each other; `check` then knows E."""
+    """Checks that the argument `name` is a Groups whose arrays fit each other; `check` then knows E.
+
+    groups: what must be one.
+    """
     check.is_a(name, groups, Groups, "a Groups: that of a Routing, as route makes")
     for field, shape in (("tile_expert", "tiles"), ("count", ""), ("tile_sizes", "tiles"), ("sizes", "E")):
         check.array(f"{name}.{field}", getattr(groups, field), shape, jnp.int32)
@@ -316,6 +330,7 @@ def checked(
     the Routing with the groups, whose arrays are checked too; None: the product takes groups.
 
       name, shape: of the argument x, such as "[rows, in]". transposed: weight is [E, in, out].
+      lora: GroupedLora or None. groups: Groups of the rows.
     """
     check = Arguments(op)
     check_groups(check, groups, "groups" if routing is None else "routing.groups")
@@ -353,6 +368,8 @@ def prepared(
       derivative_follows: decode a quantised weight once, here, for the forward and x's gradient, and compute the
       adapter's gradients first.
       transposed: weight is [E, in, out]. weight_trains: its gradient is needed.
+      x: [rows, in] or tokens [T, in]. weight: array or Stored. lora: GroupedLora or None.
+      fp8: multiply an FP8 weight undecoded. implementation: the requested name, or None.
     """
     if isinstance(weight, Stored) and weight.swapped:
         weight, transposed = weight.unswapped, not transposed
@@ -397,6 +414,7 @@ def grouped_matmul(
       unrounded.
       weight_trains: False: the weight's gradient is zero, and no kernel of it is compiled.
       implementation: "mosaic", "mosaic_ahead" (decodes four bits while it multiplies; on several devices only on
+      lora: adapters, or None.
       request; not for fp8), "triton", "reference", or None for the first that supports the call.
     """
     checked("grouped_matmul", "x", x, "rows in", weight, groups, lora, transposed)
@@ -412,6 +430,8 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
 
     Empty rows get a bias too, and their gradients must be zero: the bias's gradient is the sum over all rows of the
     expert's tiles.
+
+      groups: Groups of the rows.
     """
     check = Arguments("grouped_bias")
     check_groups(check, groups)
@@ -438,7 +458,10 @@ def _bias_bwd(residuals, drows):
 
 
 def bias_gradient(drows, bias, groups):
-    """The sums of drows [rows, out] over each expert's rows, in a fixed order: [E, out] in the bias's dtype."""
+    """The sums of drows [rows, out] over each expert's rows, in a fixed order: [E, out] in the bias's dtype.
+
+    groups: Groups of the rows.
+    """
     wide = reference.tiled(drows, groups).astype(jnp.float32)
     return reference.per_expert(wide.sum(1), groups).astype(bias.dtype)
 

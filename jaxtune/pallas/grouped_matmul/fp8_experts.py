@@ -43,6 +43,8 @@ def product(
     x: sorted rows [rows, K], or [T, K] with `tokens`.
     plain: as reference.product; multiplies if no FP8 kernel does.
     implementation: "mosaic", "triton", "reference" (ValueError if it refuses) or None.
+    weight: FP8 [E, A, B]. groups: Groups of the rows, in tiles of 128. contract: the summed axis, 1 or 2.
+    extra: None, or an adapter's (u [rows, r], its B or A). tokens: int32[rows], each row's token, or None.
     """
     blocks, sizes = fp8_product.in_blocks(weight), (weight.shape[contract], weight.shape[3 - contract])
     rank = 0 if extra is None else extra[1].shape[contract]

@@ -52,6 +52,8 @@ def _layout(rows: int):
 def numbers(tokens_ref, first, rows: int, interpreted: bool):
     """Loads tokens_ref[first : first + rows] into the calling warpgroup's registers, as `start_copy` takes them;
     separate, so that indices can be loaded while earlier rows are copied. `rows` is a multiple of 16.
+
+      interpreted: Pallas' interpreter runs the kernel.
     """
     if interpreted:
         return tokens_ref[pl.ds(first, rows)]
@@ -82,6 +84,7 @@ def start_copy(x_ref, tokens, target, first_column, transforms, interpreted: boo
       tokens: from `numbers`; the index T copies zeros.
       target: [rows, columns] in shared memory, columns a multiple of 64, tiles of (8, 64) swizzled by 128 bytes.
       first_column: int32[], a multiple of 8.
+      transforms: of `target`. interpreted: Pallas' interpreter runs the kernel.
     """
     rows, columns = target.shape
     if interpreted:
@@ -154,6 +157,8 @@ def init_barriers(barriers_ref, interpreted: bool):
 def signal_arrival(barriers_ref, slot, interpreted: bool):
     """Makes each lane of the loading warpgroup arrive at barrier `slot` once everything that it has copied so far has
     arrived; returns at once.
+
+      barriers_ref: in shared memory, one for each slot.
     """
     if interpreted:
         return
@@ -169,6 +174,8 @@ def signal_arrival(barriers_ref, slot, interpreted: bool):
 def wait(barriers_ref, slot, parity, interpreted: bool):
     """Makes a multiplying warpgroup wait until everything announced at barrier `slot` is in shared memory and visible
     to wgmma. parity: 0 for the first, third, ... wait at this barrier, 1 for the others.
+
+      barriers_ref, slot: barriers in shared memory, and which, int32[].
     """
     if interpreted:
         plgpu.commit_smem()  # the fence below

@@ -81,6 +81,7 @@ class Decoder:
 
           operands: Chunks.operands in global memory.
           ready: semaphores, one for each expert.
+          program, programs: its number, int32[], and how many there are.
         """
 
         def load(number):

@@ -70,6 +70,10 @@ def product_kernel(
     `count` points to the number of tiles of Groups with tokens; the tiles after them get zeros. Each is divided into
     GROUP_TILES tiles of ROWS rows. Programs are numbered in bands of BAND tiles of rows. The grid has ROW_TILES times
     ceil(OUTER / COLUMNS) programs.
+
+      x, u: [rows, INNER], [rows, RANK]. tile_expert: int32[tiles], of Groups.
+      RANK_STEP: RANK as a power of two of at least 16. STEP: summed columns at a time.
+      ROWS, COLUMNS: of a program's tile.
     """
     COLUMN_TILES: tl.constexpr = (OUTER + COLUMNS - 1) // COLUMNS
     item = tl.program_id(0)
@@ -131,6 +135,8 @@ def thin_pair_kernel(
       dinner: float32[blocks of columns, ROWS, RANK], what each block adds to dout b; only experts' rows.
       db: float32[RANGES, EXPERTS, OUT, RANK], what each range adds to dout^T inner.
       WIDTH: a power of two, at least 16 and RANK.
+      dout, b: [ROWS, OUT] of 16 bits, [EXPERTS, OUT, RANK].
+      starts, sizes: int32[EXPERTS], each expert's first row, and its rows that are not empty.
     """
     DTYPE: tl.constexpr = dout.dtype.element_ty
     expert = tl.load(order + tl.program_id(1) // RANGES).to(tl.int64)

@@ -145,6 +145,9 @@ def linear_top_k_divergence(
       teacher_ids: int32[B, T, k], distinct; -1 where unused.
       teacher_log_probs: float32[B, T, k], in nats, finite, at the temperature.
       chunk_tokens: a second array of logits' size, the bucket's, exists beside the logits.
+      hidden: [B, T, D]. head: [V, D]. weights: float[B, T], 0 where a token does not count.
+      beta: 0: KL(teacher || student), 1: KL(student || teacher). temperature: divides the student's logits.
+      soft_cap: s * tanh(logits / s), or None. logit_scale: factor. head_gradient: False for a frozen head.
     """
     check = Arguments("linear_top_k_divergence")
     check.array("hidden", hidden, "B T D", FLOATS)
@@ -182,6 +185,7 @@ def linear_top_k(
     Other arguments and errors are those of linear_log_probs; k is from 1 to V.
 
       chunk_tokens: about how many tokens of all rows have logits at a time; None: 2^26 logits.
+      hidden: [B, T, D]. head: [V, D]. soft_cap: s * tanh(logits / s), or None. logit_scale: factor before it.
     """
     check = Arguments("linear_top_k")
     check.array("hidden", hidden, "B T D", FLOATS)

@@ -26,8 +26,9 @@ FORWARD, BACKWARD = Tile(2048, 4, 1), Tile(1024, 2, 8)
 
 
 def refusal(x, weight, table) -> str | None:
-    """Why the kernels cannot compute a call, or None; it may run their check at first use. Arguments: as of
-    api.normed_heads.
+    """Why the kernels cannot compute a call, or None; it may run their check at first use. Arguments may be shapes.
+
+    x: [B, T, heads, D]. weight: [D]. table: (cos, sin), [B, T, rotary_dim / 2].
     """
     reason = compat.triton_refusal()
     if reason is not None:
@@ -71,7 +72,10 @@ def _first_use(dtype, weight_dtype, dim: int) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def normed_heads(x, weight, cos, sin, eps: float, offset: float, float32: bool):
-    """As api.normed_heads, with cos and sin float32[B, T, D / 2]. eps, offset, float32: as in reference.normed."""
+    """As api.normed_heads, with cos and sin float32[B, T, D / 2]. eps, offset, float32: as in reference.normed.
+
+    x, weight: [B, T, heads, D] of 16 bits, [D].
+    """
     norm = eps, offset, float32
 
     def run(x, cos, sin, weight):

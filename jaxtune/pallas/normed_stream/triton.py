@@ -74,6 +74,8 @@ def _first_use(dtype, weight_dtype, size: int) -> str | None:
 def normed_stream(x, weight, eps: float, offset: float, float32: bool):
     """As api.normed_stream: (x, the normed x). eps, offset, float32: as in normed_heads.reference.normed, which defines
     the norm.
+
+      x, weight: [..., size] of 16 bits, [size].
     """
     return x, normed(x, weight, eps, offset, float32)
 
@@ -113,6 +115,7 @@ def gradient(x, dnormed, stream_gradient, weight, eps, offset, float32, trained:
 
     stream_gradient: like x, added to its gradient, or None.
     dnormed: gradient of the normed x. eps, offset, float32: as in normed_stream.
+    x, weight: [..., size] of 16 bits, [size].
     """
     from jaxtune.pallas.normed_stream import kernels
 
