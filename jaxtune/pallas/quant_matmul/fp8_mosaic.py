@@ -48,6 +48,8 @@ class Blocks:
 def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Blocks:
     """The widest tile whose columns divide out_size, and as many steps ahead as shared memory has room for. rank:
     padded.
+
+      in_size: summed. in_blocks: each 128 numbers have a scale.
     """
     columns = next(size for size in _COLUMNS if out_size % size == 0 and not (in_blocks and size % STEP))
     step = STEP if in_size % STEP == 0 else _HALF_STEP
@@ -303,6 +305,7 @@ def product(
     extra: None, or an adapter's bfloat16 u [M, R] and l [N, R], R from `padded_rank`. Without `in_blocks` the scales
     multiply their product too, so divide u and l by them.
     tiles: None, or of rows sorted by expert int32[M / 128] twice: each 128 rows' expert, and how many of them, the
+    dtype: of the result. in_blocks: each 128 numbers have a scale, not each row.
     first ones, are not empty. w (one array), w_scale and l then have a leading axis of experts.
     """
     if tiles is None:

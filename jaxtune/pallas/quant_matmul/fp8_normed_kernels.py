@@ -45,6 +45,8 @@ def normed_to_fp8_kernel(
       a: bfloat16[RANK, SIZE], with `factors` in it; not read if WIDTH is 0.
       scales: float32[ROWS], or with BLOCKS [SIZE / 128, ROWS] (COLUMNS is then 128).
       WIDTH: a power of two of at least 16 and RANK, or 0.
+      x, factors, codes: bfloat16[ROWS, SIZE], float32[SIZE], e4m3[ROWS, SIZE]. EPS: added to the mean square.
+      inner, inverses: [ROWS, RANK], and float32[ROWS], inverse root mean squares.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     real_rows = rows < ROWS

@@ -24,6 +24,7 @@ def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
 def by_rows(codes, scale, side, side_scale, dtype):
     """codes [n, k] side [columns, k]^T times scales of rows float32[n, 1] and columns float32[columns] (or None).
     dtype: of the result; sums are float32.
+    scale, side_scale: of rows and of columns.
     """
     # The product's result is scaled in a separate pass, which takes half the time in bfloat16; another rounding is
     # negligible beside those to e4m3. float16 would overflow.
@@ -32,8 +33,9 @@ def by_rows(codes, scale, side, side_scale, dtype):
 
 
 def by_blocks(codes, scale, side, side_scale, dtype):
-    """codes [n, k] side [columns, k]^T, each block of 128 along k times its scales, float32[n, ceil(k / 128)] and
-    [ceil(columns / 128), ceil(k / 128)].
+    """codes [n, k] side [columns, k]^T in `dtype`, each block of 128 along k times its scales, summed in float32.
+
+    scale, side_scale: float32[n, ceil(k / 128)] and [ceil(columns / 128), ceil(k / 128)].
     """
     codes, side = whole_blocks(codes, 1), whole_blocks(side, 1)
     columns = side.shape[0]

@@ -83,6 +83,7 @@ def to_fp8_rows_kernel(
       experts: if GROUPED, int32[ROWS / TILE_ROWS]; a program has rows of one expert.
       tokens: if GATHERED, int32[ROWS]; SOURCES for zeros.
       PIECES: of each WIDTH columns (array, first column in it, first column of the result, columns that the array has
+      codes, scales: e4m3[ROWS, TOTAL], float32[ROWS].
       from there).
     """
     arrays = (a, b, c, d)
@@ -180,6 +181,8 @@ def to_fp8_blocks_kernel(
 
       codes, scales: e4m3[ROWS, TOTAL], float32[TOTAL / 128, ROWS].
       PLACES: each array's first column in the result, a multiple of 128.
+      a, b, c, d: [SOURCES, width] each, as many as WIDTHS.
+      tokens: if GATHERED, int32[ROWS], each row's source; SOURCES for zeros.
     """
     arrays = (a, b, c, d)
     program = tl.program_id(0)

@@ -82,7 +82,10 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """As `small_refusal`, for more than 16 tokens. dtype: of x."""
+    """As `small_refusal`, for more than 16 tokens. dtype: of x.
+
+    weight: only NF4 is supported.
+    """
     reason = triton.few_refusal(weight, dtype, tokens)
     if reason is not None:
         return reason
@@ -330,6 +333,8 @@ def small_bucket(weight: FourBit, tokens: int) -> str:
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
     """line_matmul's tile if it was measured to be the fastest kernel for such products and can run; else None. dtype:
     of x.
+
+      weight, tokens: [out, in], and 1 to 16.
     """
     measured = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
     if not measured or line_refusal(tile := line_matmul.Tile(**measured), weight, dtype, tokens) is not None:
@@ -338,7 +343,10 @@ def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
 
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
-    """The reason why line_matmul with this tile cannot multiply 1 to 16 tokens, or None."""
+    """The reason why line_matmul with this tile cannot multiply 1 to 16 tokens, or None.
+
+    weight: [out, in]. dtype: of x.
+    """
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or gpu_kernel.interpreter() is not None:

@@ -221,8 +221,10 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, inter
 
       codes: uint8[out x in / 2], in any shape.
       absmax: uint8 (double quantisation) or float32[out x in / 64], in any shape.
-      nested, pairs, kernel, interpret: as of line_matmul.matmul.
       programs: of the grid.
+      nested: [map float32[256], nested absmax, offset float32[1]] of a uint8 absmax; else empty.
+      pairs: x's dtype [256, 2], the two elements of each byte. rows: out.
+      kernel, interpret: mosaic._kernel, and the interpreter's parameters or None.
     """
     sizes = plan(rows, x.shape[1], programs)
     assert sizes is not None, (rows, x.shape)

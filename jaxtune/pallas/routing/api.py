@@ -179,7 +179,7 @@ def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None
     Gradients of empty rows must be zero. A token's gradient is the sum of its rows', in float32 in the order of its
     choices. Models use matmul_of_tokens, which includes the copy.
 
-      routing: of these tokens. implementation: None: the first that supports the call.
+      routing: of these tokens. implementation: "mosaic", "reference", or None: the first that supports the call.
     """
     check_routing("permute", routing).array("x", x, "T H", FLOATS)
     return _permute(x, routing, implementation)
@@ -207,8 +207,8 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
     """Sums each token's rows: [rows, H] -> [T, H] in the rows' dtype, in float32 in the order of the token's choices.
     Empty rows must be zero; a token without an expert gets zeros. Models use matmul_to_tokens, which includes the sum.
 
-      implementation: of the backward's copy of gradients to rows, which checks it.
       routing: by which the rows were made.
+      implementation: "mosaic", "reference" or None, of the backward's copy of gradients to rows, which checks it.
     """
     check_routing("unpermute", routing).array("rows", rows, "rows H", FLOATS)
     return _unpermute(rows, routing, implementation)
@@ -222,6 +222,8 @@ def _row_tokens(routing):
 def as_rows(x, routing, static):
     """Tokens x [T, n] in the form in which the product takes sorted rows: (x, the token of each row int32[rows]) if its
     implementation gathers rows while it multiplies, else (the rows [rows, n], None).
+
+      routing: of the tokens. static: of the product.
     """
     if grouped.gathers(static.implementation):
         return x, _row_tokens(routing)
@@ -275,6 +277,10 @@ def matmul_of_tokens(
 
       x: bfloat16, float16 or float32.
       bias: [E, out]. A Mosaic implementation adds it in the adapter's product, where its rank is padded, before the sum
+      weight: [E, out, in], or [E, in, out] if `transposed`; an array or quantised. lora: adapters, or None.
+      derivative_follows: a quantised weight is decoded once for the forward and x's gradient, and x freed early.
+      fp8: multiply an FP8 weight undecoded, by rows rounded to e4m3. weight_trains: False: no gradient of it.
+      implementation: of grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" or None.
       is rounded; else it is added to the rounded product.
       weight and the others: as of grouped_matmul.
     """
@@ -330,6 +336,9 @@ def matmul_to_tokens(
     and the adapter; gradients of empty rows are zero.
 
       rows: bfloat16, float16 or float32; empty rows are zero.
+      weight: [E, out, in], or [E, in, out] if `transposed`; an array or quantised. lora: adapters, or None.
+      fp8: multiply an FP8 weight undecoded, by rows rounded to e4m3. weight_trains: False: no gradient of it.
+      implementation: of grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" or None.
       weight and the others: as of grouped_matmul.
     """
     check_routing("matmul_to_tokens", routing)

@@ -42,7 +42,10 @@ def chosen_values(values: jax.Array, choice: jax.Array) -> jax.Array:
 
 
 def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Array:
-    """The transpose of `chosen_values`: values [T, k], choice int32[T, k] -> [T, E], 0 for experts not chosen."""
+    """The transpose of `chosen_values`: values [T, k], choice int32[T, k] -> [T, E], 0 for experts not chosen.
+
+    num_experts: E.
+    """
     index = jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, :, None], 0).sum(1)
 
@@ -50,6 +53,7 @@ def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Arr
 def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.Array:
     """Pairs that go to each expert, float32[E]. choice: int32[N, k]; a number other than 0 to E - 1 is not counted.
     mask: float32[N], what each pair of a token adds: 1, or 0.
+    num_experts: E.
     """
     index = jnp.arange(num_experts, dtype=jnp.int32)
     columns = [jnp.where(column[:, None] == index, mask[:, None], 0.0).sum(0) for column in choice.T]
@@ -79,6 +83,7 @@ def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Pass
     """Sorts pairs by expert, stably, into rows; each expert's rows are padded to a multiple of tile_rows.
 
       expert: int32[pairs]; a number other than 0 to E - 1 means no expert.
+      num_experts: E. passes: the two passes of the sort.
     Returns:
       (slots int32[pairs], the row of each pair, or the number of rows for no expert; source int32[rows], the pair of
       each row, or the number of pairs for an empty row; the Groups of the rows)
