@@ -360,7 +360,7 @@ def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, opti
 def _query_gradient(operands, lower, blocks: Blocks, layout, options):
     """dq, in query's shape. All arrays are padded.
 
-    operands: (query, key, value, dout, stat, delta), the last two as in mosaic_parts.py.
+    operands: (query, key, value, dout, stat, delta): log-sum-exp in log2, and the sum of out * dout times scale.
     """
     query, key = operands[:2]
     if query.shape[-1] == HALVED:

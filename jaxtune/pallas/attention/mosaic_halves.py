@@ -4,8 +4,7 @@ a float32 accumulator of 64 rows and 512 columns takes 256 registers of every th
 Every result is made in two halves of 256 columns, and each half computes all its scores. In the forward an item is one
 half of a tile's output, which both warpgroups make, each for its own queries. In dq, dk and dv both have the same 64
 queries or keys, and each makes one half. A block needed for scores alone comes in pieces of 128 columns, whose slots
-are free as soon as their products are done. dk and dv are in mosaic_halves_keys.py; items and common arguments:
-mosaic_parts.py.
+are free as soon as their products are done.
 """
 
 from __future__ import annotations

@@ -5,17 +5,6 @@ items: tiles of queries of two heads (or two tiles of one head, if a key head ha
 tile of keys of one key head. In each step the computing warpgroups process one block of the other side. The loading
 warpgroup runs ahead across items, so that their starts and ends overlap with their neighbours' work: on packed rows an
 item often has two to ten steps.
-
-Common arguments of the kernels' bodies:
-
-  q_ref, k_ref, v_ref, do_ref: query, key, value, dout [B, T, heads or kv_heads, D]; all refs are in global memory.
-  stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2, and the sum of out * dout times scale.
-  lower_ref, upper_ref: int32[B, T], the first key that a query sees, and the query after the last that sees a key.
-  table_ref: int32[lines, 4], the work, a tile a line: row, first token, first block visited, number of blocks.
-  *_smem: the same in shared memory; numbers_smem: stat and delta.
-  own_full: barriers: an item's own operands have arrived. X_full: a block of X has; X_free: all have read its slot.
-  pairs: the warpgroups take the same queries of two heads that share keys, not neighbouring queries of one head.
-  interpreted: Pallas' interpreter runs the body and computes products in another way.
 """
 
 from __future__ import annotations

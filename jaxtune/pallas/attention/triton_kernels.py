@@ -1,9 +1,5 @@
-"""Bodies of the Triton attention kernels.
-
-Arrays are [B, T, heads, DIM], contiguous; `starts` and `ends` int32[B, T] are document bounds. Scores are in units of
-log2. SCALE is the factor on scores; CAP (soft cap) or WINDOW (keys that a query sees) of 0 means none. Blocks have
-WIDTH columns, the next power of two of DIM, zeros from DIM on. MASKED: a bound may cross the blocks; otherwise every
-key is visible to every query.
+"""Bodies of the Triton attention kernels. Arrays are contiguous; scores are in units of log2; blocks have WIDTH
+columns, zeros from DIM on. MASKED: a bound may cross the blocks; otherwise every key is visible to every query.
 """
 
 import triton

@@ -1,14 +1,8 @@
 """Public functions of the gated delta rule, a linear attention, and of the short convolution before it.
 
-Common arguments of the rule:
-
-  query, key: [B, T, key_heads, K] bfloat16, float16 or float32; normalised to unit vectors first.
-  value: [B, T, heads, V] in key's dtype; heads / key_heads neighbouring heads share a key head.
-  decay: float32[B, T, heads], logarithm of the factor on the state, finite, at most 0; below -104 the factor is 0.
-  beta: float32[B, T, heads], in [0, 1], the share of what the state stores at the key that the value replaces.
-
-All raise TypeError or ValueError for wrong shapes and dtypes; numbers are not checked. Outputs are divided by sqrt(K);
-decays, states and sums are float32.
+Neighbouring heads / key_heads value heads share a key head. All functions raise TypeError or ValueError for wrong
+shapes and dtypes; numbers are not checked. Outputs are divided by sqrt(K); decays below -104 make the state 0; decays,
+states and sums are float32.
 """
 
 from __future__ import annotations

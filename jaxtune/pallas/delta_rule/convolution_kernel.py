@@ -1,8 +1,5 @@
-"""Triton kernels of the short convolution, and of the gradient of its input.
-
-A program walks along tokens of a row for some channels, four at a time, and keeps in registers what it needs of the
-three tokens before or after. x and dx are [B, LENGTH, CHANNELS], weight [CHANNELS, 4], doc_start and doc_end int32[B,
-LENGTH]. The result and its gradient are in three parts of FIRST, SECOND and the remaining channels.
+"""Triton kernels of the short convolution, and of the gradient of its input. A program walks along tokens of a row for
+some channels, four at a time, and keeps in registers what it needs of the three tokens before or after.
 """
 
 import triton

@@ -1,6 +1,5 @@
 """Triton kernels of gated activations that multiply what they compute by thin arrays before it leaves the
-multiprocessor. Thin arrays are multiplied with WIDTH columns, a power of two of at least 16 and RANK. A program has
-STEPS tiles of BLOCK rows.
+multiprocessor. A program has STEPS tiles of BLOCK rows.
 """
 
 import triton

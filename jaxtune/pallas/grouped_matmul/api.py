@@ -1,9 +1,8 @@
 """Products of rows sorted by expert with the experts' weights, adapters and biases: the public functions, their
 derivatives, and the choice of an implementation.
 
-In all functions `groups` says which expert each tile of sorted rows belongs to; `contract` is the axis of a weight that
-is summed over; `tokens`, int32[rows], gives the row of x [T, ...] for each sorted row, T for an empty one, and None
-means that x is sorted. The contents of arrays are not checked.
+`contract` is the axis of a weight that is summed over; `tokens`, int32[rows], gives the row of x [T, ...] for each
+sorted row, T for an empty one; None: x is sorted. The contents of arrays are not checked.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ TMA copies boxes, and on Hopper it cannot gather rows. Here the 128 lanes of a w
 (cp.async), eight of them the 128 bytes of a row, to the addresses where TMA would put them: tiles of 8 rows of 128
 bytes, swizzled. A lane has every 16th row.
 
-The loading warpgroup calls `numbers`, `start_copy` and `signal_arrival`; only the multiplying ones `wait`. It is as
-fast as TMA over consecutive rows, if the fence before wgmma names shared memory: without `.shared::cta` it waits for
-all traffic, 450 cycles a step. `interpreted`: Pallas' interpreter runs the kernel, whose copies are synchronous.
+It is as fast as TMA over consecutive rows, if the fence before wgmma names shared memory: without `.shared::cta` it
+waits for all traffic, 450 cycles a step. In Pallas' interpreter copies are synchronous.
 """
 
 from __future__ import annotations

@@ -8,14 +8,11 @@ All programs must run at the same time, because a program spins until every prog
 one program per multiprocessor, and a program takes all of its registers, so on a device where nothing else runs all
 programs are resident. CUDA guarantees this only for cooperative launches, and Mosaic's launch is not one.
 
-Beside NCCL's kernels, which spin for another device's, there is no proof that both end. If a collective is partly
-resident beside this kernel, its other blocks wait for multiprocessors that our programs occupy, and these spin for
-programs that wait for the collective's multiprocessors. NCCL's blocks on Hopper come in clusters, which need several
-free multiprocessors of one neighbourhood, and which of two waiting kernels gets a free one is not documented. So both
-may wait for ever; so would two of these kernels at once on one device, but XLA runs products on one stream.
-
-Therefore a mesh of several devices decodes first by default (`NOT_PROVED`). Programs for all multiprocessors minus
-NCCL's blocks would be safe, or a cooperative launch after the collectives.
+Beside NCCL's kernels, which spin for another device's, there is no proof that both end: a collective that is partly
+resident may wait for multiprocessors that our programs occupy, while these spin for programs that wait for the
+collective's. So would two of these kernels at once on one device, but XLA runs products on one stream. Therefore a mesh
+of several devices decodes first by default (`NOT_PROVED`). Programs for all multiprocessors minus NCCL's blocks would
+be safe, or a cooperative launch after the collectives.
 """
 
 from __future__ import annotations

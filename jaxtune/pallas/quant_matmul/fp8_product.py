@@ -8,9 +8,7 @@ The backward multiplies the gradients of all weights that share x, side by side,
 sum takes no pass over memory. Tensor cores accept e4m3 with the summed axis contiguous only: each step copies the codes
 transposed (about 6 ms of an 8B step on an H200), unless the weights have them (FP8.transposed, another 7 GB).
 
-In all functions `blocks` says that each 128 numbers have a scale, not each row; `adapter` is None, or an adapter's
-operands (u [n, r], side [columns, r]), whose product u side^T is added; a requested `implementation` that refuses
-raises ValueError.
+`blocks`: each 128 numbers have a scale, not each row.
 """
 
 from __future__ import annotations

@@ -4,10 +4,6 @@ float32.
 The backward is written such that every sum is the `c` of a GEMM (a b + c): dx = dz A, + dy_1 W_1, + dy_2 W_2, ...
 Autodiff would add the products pairwise, and XLA then spends a pass over memory on each addition. No decoded weight is
 a residual.
-
-In all functions `kernels` is the module that decodes weights and multiplies few tokens, this one, mosaic.py or
-triton.py; `loras` has a pair (a [r, in], b [out_i, r]) for each adapter; and `inner` is the low-rank input of all,
-[tokens, sum of ranks].
 """
 
 from __future__ import annotations

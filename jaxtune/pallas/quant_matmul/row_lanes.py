@@ -2,8 +2,8 @@
 threads of a warpgroup call each of them.
 
 A pair is two neighbouring rows, a chunk the pairs that one bulk copy loads, a slice 1,024 neighbouring columns; each
-warp multiplies one slice of one pair. A block is 64 numbers of a row with one absmax. `wg`, int32[], is the warpgroup's
-number among those that multiply; `pairs` counts those of a chunk, `slices` those of a row.
+warp multiplies one slice of one pair. A block is 64 numbers of a row with one absmax. `wg` is the warpgroup's number
+among those that multiply.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Triton kernels for weights in NF4 and FP4, in bitsandbytes' bytes: 32 bytes of codes, the first of two in the high
 four bits, share an absmax. With NESTED a stored absmax is an index into a map, whose value is multiplied by a scale
 that 256 of them share and shifted by an offset; dequantise_kernel rounds in between, as bitsandbytes does.
-
-All kernels take six arrays: codes uint8, absmax uint8 or float32, nested absmax, map float32[256], offset, and table
-float32[16]. Only with NESTED are the three before the table read.
 """
 
 import triton

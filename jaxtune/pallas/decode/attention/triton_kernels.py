@@ -1,10 +1,4 @@
-"""Bodies of the Triton kernels of decode attention, and of insert_kernel.
-
-Caches are [B, KV_HEADS, CAPACITY, DIM]; token t of a row is at index t % CAPACITY, and `lengths` int32[B] are the rows'
-tokens, the newest included. Scores are in units of log2. SCALE is the factor on them, CAP the soft cap, WINDOW the
-sliding window (0: none). Tiles have STEP keys. GROUP and WIDTH are the query heads of a KV head and DIM as powers of
-two, at least 16 and 64.
-"""
+"""Bodies of the Triton kernels of decode attention, and of insert_kernel. Scores are in units of log2."""
 
 import triton
 import triton.language as tl

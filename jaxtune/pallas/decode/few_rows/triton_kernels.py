@@ -1,8 +1,5 @@
-"""Bodies of the Triton kernels of a decoding step.
-
-A product is partial sums float32[SPLITS, COUNT, ...], or in the compute dtype for one split; its reader adds the splits
-in ascending order and rounds. FLOAT32 1: a norm rounds only after the product with its weight, to which OFFSET is
-added; 0: before and after it. ACTIVATION: 0 none, 1 silu, 2 the tanh approximation of gelu.
+"""Bodies of the Triton kernels of a decoding step. A product is partial sums float32[SPLITS, COUNT, ...], or in the
+compute dtype for one split; its reader adds the splits in ascending order and rounds.
 """
 
 import triton
