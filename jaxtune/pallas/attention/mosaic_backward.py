@@ -92,8 +92,8 @@ def query_kernel(
       own_full, k_full, v_full: barriers: an item's own operands, or a slot's block, have arrived.
       k_free, v_free: both warpgroups have read a slot. turn_barrier: of Turns.
       blocks: mosaic_parts.Blocks. pairs: the warpgroups take the same queries of two heads that share keys.
-      scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap); None: no cap.
-      interpreted: Pallas' interpreter runs the body and computes products in another way.
+      scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
+      interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
@@ -281,8 +281,8 @@ def key_kernel(
       q_smem, do_smem: slots of blocks of queries. numbers_smem: float32[2 slots, step], stat, then delta.
       own_full, q_full, do_full: barriers: an item's own operands, or a slot's block, have arrived.
       q_free, do_free: both warpgroups have read a slot. turn_barrier: of Turns.
-      blocks: mosaic_parts.Blocks. scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap), or None.
-      interpreted: Pallas' interpreter runs the body.
+      blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
+      interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

@@ -69,8 +69,8 @@ def wide_key_kernel(
       q_smem, do_smem: slots of blocks of queries. numbers_smem: float32[2 slots, step], stat, then delta.
       key_full: barrier: keys and bounds have arrived; value_full: values have.
       q_full, do_full, weights_full: barriers: a slot is filled. q_free, do_free, weights_free: it was read.
-      blocks: mosaic_parts.Blocks. scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap), or None.
-      interpreted: Pallas' interpreter runs the body.
+      blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
+      interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

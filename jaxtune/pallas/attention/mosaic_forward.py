@@ -127,8 +127,8 @@ def forward_kernel(
         warpgroups share three buffers: one each, and one for the queries loaded next.
       k_free, v_free: both warpgroups have read a slot. turn_barrier: of Turns.
       blocks: mosaic_parts.Blocks. pairs: the warpgroups take the same queries of two heads that share keys.
-      scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap); None: no cap.
-      interpreted: Pallas' interpreter runs the body.
+      scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
+      interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)

@@ -185,8 +185,8 @@ def half_forward_kernel(
       lower_smem, lse_smem: bounds and lse of each warpgroup's queries.
       own_full, k_full, v_full: barriers: an item's own operands, or a slot, have arrived. k_free, v_free: it was read.
       blocks: mosaic_parts.Blocks. pairs: the warpgroups take the same queries of two heads that share keys.
-      scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap); None: no cap.
-      interpreted: Pallas' interpreter runs the body.
+      scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
+      interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg, column_sections=2)
@@ -341,8 +341,8 @@ def half_query_kernel(
       k_smem, v_smem: halves of keys, pieces of values.
       own_full, k_full, v_full: barriers: an item's own operands, or a slot, have arrived. k_free, v_free: it was read.
       meet: both warpgroups arrive when they no longer read an item's queries and dout.
-      blocks: mosaic_parts.Blocks. scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap), or None.
-      interpreted: Pallas' interpreter runs the body.
+      blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
+      interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, False, wg, shared=True)

@@ -124,8 +124,8 @@ def half_key_kernel(
       own_full, q_full, do_full: barriers: an item's own operands, or a slot, have arrived. q_free, do_free: it was
       read.
       meet: both warpgroups arrive when they no longer read an item's keys and values.
-      blocks: mosaic_parts.Blocks. scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap), or None.
-      interpreted: Pallas' interpreter runs the body.
+      blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
+      interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     side = _KeySide(q_ref, k_ref, table_ref, blocks)
@@ -252,8 +252,8 @@ def half_value_kernel(
     own_full, q_full, do_full: barriers: an item's own operands, or a slot, have arrived. q_free, do_free: it was
     read.
     meet: both warpgroups arrive when they no longer read an item's keys.
-    blocks: mosaic_parts.Blocks. scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap), or None.
-    interpreted: Pallas' interpreter runs the body.
+    blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
+    interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     side = _KeySide(q_ref, k_ref, table_ref, blocks)

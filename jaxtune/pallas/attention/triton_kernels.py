@@ -178,7 +178,7 @@ def forward_kernel(
       starts, ends: int32[B, LENGTH], bounds of each token's document; empty at padding.
       sinks: float32[HEADS], a logit without a value; -inf for none.
       WIDTH: DIM as a power of two. KEYS: keys visited at a time.
-      SCALE, CAP: scores s = SCALE q . k become CAP tanh(s / CAP); CAP 0: no cap. SCALE must be above 0.
+      SCALE, CAP: factor on scores s, and c of the soft cap c tanh(s / c); 0: none. SCALE must be above 0.
       WINDOW: keys that a query sees, itself included; 0: all of its document.
     """
     head = tl.program_id(0)
@@ -282,7 +282,7 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
       lse, delta: float32[B, HEADS, LENGTH]; lse is the forward's, in the natural logarithm.
       starts, ends: int32[B, LENGTH], bounds of each token's document; empty at padding.
       WIDTH: DIM as a power of two. KEYS: keys visited at a time.
-      SCALE, CAP: scores s = SCALE q . k become CAP tanh(s / CAP); CAP 0: no cap.
+      SCALE, CAP: factor on scores s, and c of the soft cap c tanh(s / c); 0: none.
       WINDOW: keys that a query sees, itself included; 0: all of its document.
     """
     head = tl.program_id(0)
@@ -383,7 +383,7 @@ def key_kernel(
       lse, delta: float32[B, HEADS, LENGTH], of the forward (natural logarithm) and of query_kernel.
       ends: int32[B, LENGTH], the end of each token's document; its own index at padding.
       WIDTH: DIM as a power of two. QUERIES: queries visited at a time.
-      SCALE, CAP: scores s = SCALE q . k become CAP tanh(s / CAP); CAP 0: no cap.
+      SCALE, CAP: factor on scores s, and c of the soft cap c tanh(s / c); 0: none.
       WINDOW: keys that a query sees, itself included; 0: all of its document.
     """
     kv_head = tl.program_id(0)

@@ -447,7 +447,7 @@ class BitsAndBytes(Layout):
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """As Layout.config; the first weight decides the type that the entry names and whether absmax are quantised.
 
-        weights: all in this format. plain: names of the linears that are not quantised. dtype: the compute dtype.
+        weights: all in this format. plain: names of unquantised linears. dtype: the compute dtype.
         """
         first = weights[0]
         assert isinstance(first, FourBit)

@@ -307,7 +307,7 @@ class FP8Files(Layout):
         """As Layout.config: the entry of `quant_method: fp8` if the first weight's scales are for 128 x 128 numbers,
         else of compressed-tensors.
 
-          weights: all in this format. plain: names of the linears that are not quantised. dtype: not used.
+          weights: all in this format. plain: names of unquantised linears. dtype: not used.
         """
         first = weights[0]
         assert isinstance(first, FP8)

@@ -343,7 +343,7 @@ class CompressedTensors(Layout):
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """As Layout.config, with activations in 16 bits; `rounding_activations` changes that.
 
-        plain: names of the linears that are not quantised. weights, dtype: see Layout.config.
+        plain: names of unquantised linears. weights, dtype: see Layout.config.
         """
         group = {
             "targets": ["Linear"],

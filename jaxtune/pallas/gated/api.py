@@ -82,7 +82,6 @@ def gated_rows_backward(
       weights: float32[rows], the router's.
       dgated: [rows, I] in gate_up's dtype, gradient of the weighted inner rows.
       implementation: "triton" (16 bits, "silu", "gelu_tanh" or clipped), "reference", or None.
-      gate: the activation, its clipping, and how gate and up lie in gate_up.
     """
     check = Arguments("gated_rows_backward")
     check.array("dgated", dgated, "rows I", FLOATS)

@@ -80,7 +80,7 @@ class RowGate:
 
 def gated_rows(gate_up: jax.Array, weights: jax.Array, gate: RowGate) -> jax.Array:
     """Experts' inner rows times their router's weights: [rows, I] in gate_up's dtype, computed in float32, rounded
-    once. gate: the activation, its clipping, and how gate and up lie in gate_up.
+    once.
 
       gate_up: [rows, 2 I]. weights: float32[rows].
     """
@@ -91,7 +91,6 @@ def gated_rows_backward(gate_up, weights, dgated, gate: RowGate):
     """As api.gated_rows_backward, in plain JAX.
 
     gate_up: [rows, 2 I]. weights: float32[rows], the router's. dgated: [rows, I], of the weighted inner rows.
-    gate: the activation, its clipping, and how gate and up lie in gate_up.
     """
     gated, pullback = jax.vjp(lambda gate_up, weights: gated_rows(gate_up, weights, gate), gate_up, weights)
     return gated, *pullback(dgated)

@@ -65,7 +65,6 @@ def gated_rows_backward(gate_up, weights, dgated, gate: RowGate):
     memory; XLA copies these first if something else reads them.
 
       gate_up: [rows, 2 I] of 16 bits. weights: float32[rows]. dgated: [rows, I], of the weighted inner rows.
-      gate: the activation, its clipping, and how gate and up lie in gate_up.
     """
     from jaxtune.pallas.gated import kernels
 

@@ -329,7 +329,7 @@ def checked(
     the Routing with the groups, whose arrays are checked too; None: the product takes groups.
 
       name, shape: of the argument x, such as "[rows, in]". transposed: weight is [E, in, out].
-      lora: GroupedLora or None. groups: Groups of the rows.
+      lora: GroupedLora or None.
     """
     check = Arguments(op)
     check_groups(check, groups, "groups" if routing is None else "routing.groups")
@@ -429,8 +429,6 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
 
     Empty rows get a bias too, and their gradients must be zero: the bias's gradient is the sum over all rows of the
     expert's tiles.
-
-      groups: Groups of the rows.
     """
     check = Arguments("grouped_bias")
     check_groups(check, groups)

@@ -39,8 +39,6 @@ _INTERLEAVED = Tile(rows=32, columns=32, warps=2, stages=4)  # of the backward, 
 def refusal(gate_up, rank: int, gate: RowGate) -> str | None:
     """The reason why the kernels cannot compute a call (gate_up [rows, 2 I]), or differ from plain JAX; None if they
     can. rank: of the adapter.
-
-      gate: the activation, its clipping, and how gate and up lie in gate_up.
     """
     reason = compat.triton_refusal()
     if reason is not None:
@@ -130,7 +128,6 @@ def gated_rows_thin(
       weights: float32[rows], the router's.
       a: [E, r, I].
       thin_alone: the first result means nothing.
-      groups: Groups of the rows. gate: the activation, its clipping, and how gate and up lie in gate_up.
     """
     from jaxtune.pallas.grouped_matmul import gated_kernels
 
@@ -170,8 +167,7 @@ def gated_rows_thin_backward(
 
       dgated: [rows, I], the gradient of the inner rows times their weights.
       dinner: [rows, at least r], the gradient of the low-rank input.
-      gate_up, weights: the forward's. rank: r. groups: Groups of the rows.
-      gate: the activation, its clipping, and how gate and up lie in gate_up.
+      gate_up, weights: the forward's. rank: r.
     """
     from jaxtune.pallas.grouped_matmul import gated_kernels
 

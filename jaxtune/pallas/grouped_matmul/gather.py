@@ -52,7 +52,7 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
     """Loads tokens_ref[first : first + rows] into the calling warpgroup's registers, as `start_copy` takes them;
     separate, so that indices can be loaded while earlier rows are copied. `rows` is a multiple of 16.
 
-      interpreted: Pallas' interpreter runs the kernel.
+      interpreted: by Pallas' interpreter.
     """
     if interpreted:
         return tokens_ref[pl.ds(first, rows)]
@@ -83,7 +83,7 @@ def start_copy(x_ref, tokens, target, first_column, transforms, interpreted: boo
       tokens: from `numbers`; the index T copies zeros.
       target: [rows, columns] in shared memory, columns a multiple of 64, tiles of (8, 64) swizzled by 128 bytes.
       first_column: int32[], a multiple of 8.
-      transforms: of `target`. interpreted: Pallas' interpreter runs the kernel.
+      transforms: of `target`. interpreted: by Pallas' interpreter.
     """
     rows, columns = target.shape
     if interpreted:

@@ -348,7 +348,7 @@ def thin(x, weight, groups: Groups, contract: int, tokens=None):
     """`reference.thin` by the kernel, padded with zero columns to a multiple of 64, as the u of `product`'s `extra`. x
     is [T, K] with `tokens`.
 
-      weight: [E, n, K] (contract = 2) or [E, K, n] (1). groups: Groups of the rows.
+      weight: [E, n, K] (contract = 2) or [E, K, n] (1).
       tokens: int32[rows], the row of x for each sorted row; None: x is sorted.
     """
     return product(x, padded_rank_axis(weight.astype(x.dtype), 3 - contract), groups, contract, tokens=tokens)
@@ -360,7 +360,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
     x: sorted rows [rows, K], or [T, K] with `tokens`.
     weight: an array in x's dtype; or in four bits, without `tokens` (else ValueError).
     tokens: int32[rows], the row of x for each sorted row; T for an empty row.
-    groups: Groups of the rows. contract: the weight's summed axis, 2 for [E, n, K], 1 for [E, K, n].
+    contract: the weight's summed axis, 2 for [E, n, K], 1 for [E, K, n].
     extra: None, or an adapter's (u [rows, r], [E, n, r] or [E, r, n]); the rank is padded here.
     blocks: None: `blocks_for`.
     """

@@ -159,7 +159,7 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
 
       thin: [rows, R], R a multiple of 64, at least `rank`.
       wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`, T for zeros; both bfloat16 or both float16. Empty
-      groups: Groups of the rows. tokens: int32[rows], the row of `wide` for each sorted row, or None.
+      tokens: int32[rows], the row of `wide` for each sorted row, or None.
       rows must be zero in one and finite in the other.
     """
     experts, size = groups.num_experts, wide.shape[1]
@@ -327,7 +327,6 @@ def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) ->
     once to `dtype`; otherwise as contract_rows. Only if `weight_refusal` is None.
 
       left, right: [rows, p] and [rows, q], p and q multiples of 64.
-      groups: Groups of the rows.
     """
     columns = _weight_columns(right.shape[1], dtype)
     stages = _WEIGHT_STAGES[jnp.dtype(dtype).itemsize][columns]

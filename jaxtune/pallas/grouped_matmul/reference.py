@@ -49,7 +49,6 @@ def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.
 
       x: [rows, K], sorted by expert.
       weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1); cast to x's dtype.
-      groups: Groups of the rows.
     """
     weight = per_tile(weight.astype(x.dtype), groups)
     out = jax.lax.dot_general(
@@ -69,7 +68,7 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
     weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), in x's dtype. Of [E, out, in] contract is 2 in the
     forward, 1 for x's gradient; of [E, in, out] the reverse.
     extra: None, or an adapter's u [rows, r] and [E, n, r] or [E, r, n], whose product, rounded to x's dtype, is
-    groups: Groups of the rows. contract: the weight's summed axis.
+    contract: the weight's summed axis.
     added: in the forward scale x A^T and B, for x's gradient scale dy B and A.
     """
 
@@ -96,7 +95,6 @@ def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums
 
       left, right: sorted by expert. Rows without a token must be zero in one and finite in the other.
       sums: adds up tiles by expert, as `per_expert` does; called if p or q is at most 256, otherwise single tiles'
-      groups: Groups of the rows.
       products are added one by one.
     """
     left, right = tiled(left, groups), tiled(right, groups)

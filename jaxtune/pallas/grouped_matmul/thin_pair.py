@@ -70,7 +70,6 @@ def thin_pair(dout, b, inner, groups: Groups) -> tuple[jax.Array, jax.Array]:
       dout: [rows, out], of 16 bits, sorted by expert.
       b: [E, out, r].
       inner: [rows, at least r] in dout's dtype, rows times A.
-      groups: Groups of the rows.
     """
     from jaxtune.pallas.grouped_matmul import triton_kernels
 

@@ -62,7 +62,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, tile_sizes:
     `refusal` is None.
 
       x: [rows, K], sorted by expert. weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), in x's dtype.
-      groups: Groups of the rows. extra: None, or an adapter's (u [rows, r], [E, n, r] or [E, r, n]).
+      extra: None, or an adapter's (u [rows, r], [E, n, r] or [E, r, n]).
       tile_sizes: the sizes of tiles; None: `tile()`.
     """
     from jaxtune.pallas.grouped_matmul import triton_kernels

@@ -45,7 +45,7 @@ def gated_to_tokens(
       row_weights: float32[rows], the router's weight of each row; 0 for empty rows.
       weight: [E, out, in], or [E, in, out] if `transposed`; an array, or quantised.
       transposed, fp8, implementation: as of matmul_to_tokens.
-      gate: the activation, its clipping, and how gate and up lie in gate_up. routing: of the rows. lora: adapters.
+      routing: of the rows. lora: adapters.
       fp8: multiply an FP8 weight undecoded. implementation: of grouped_matmul, or None.
     """
     check_routing("gated_to_tokens", routing)

@@ -46,8 +46,8 @@ def split_kernel(
       out_ref, lse_ref: float32[B, kv_heads, splits, heads, D], normalised by the split's own sum of weights, and
         without D, in log2.
       k_smem, v_smem: slots [workers * stages, step, D], each with a barrier of k_full, v_full.
-      blocks: mosaic.Blocks. scale, soft_cap: scores s = scale q . k become soft_cap tanh(s / soft_cap), or None.
-      interpreted: Pallas' interpreter runs the body.
+      blocks: mosaic.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
+      interpreted: by Pallas' interpreter.
     """
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     kv_heads, capacity, heads, dim = *k_ref.shape[1:3], *q_ref.shape[2:]
