@@ -61,7 +61,7 @@ def query_kernel(
     dq_ref,
     q_smem,
     do_smem,
-    numbers_smem,
+    stat_delta_smem,
     lower_smem,
     k_smem,
     v_smem,
@@ -70,7 +70,7 @@ def query_kernel(
     v_full,
     k_free,
     v_free,
-    turn_barrier,
+    swap_barrier,
     *,
     blocks,
     pairs,
@@ -87,10 +87,10 @@ def query_kernel(
       lower_ref: int32[B, T], the first key that each query sees.
       table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, blocks.
       q_smem, do_smem, lower_smem: [buffers, own, ...], the warpgroups' own queries (later dq), dout and bounds.
-      numbers_smem: float32[4, own], stat of both warpgroups, then delta.
+      stat_delta_smem: float32[4, own], stat of both warpgroups, then delta.
       k_smem, v_smem: slots of blocks of keys and values.
       own_full, k_full, v_full: barriers: an item's own operands, or a slot's block, have arrived.
-      k_free, v_free: both warpgroups have read a slot. turn_barrier: of Turns.
+      k_free, v_free: both warpgroups have read a slot. swap_barrier: of Turns.
       blocks: mosaic_parts.Blocks. pairs: the warpgroups take the same queries of two heads that share keys.
       scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
       interpreted: by Pallas' interpreter.
@@ -107,7 +107,7 @@ def query_kernel(
 
     @computing(wg)
     def _():
-        turns = Turns(turn_barrier, wg, blocks.turns)
+        turns = Turns(swap_barrier, wg, blocks.turns)
 
         def buffer(turn):
             return wg * blocks.buffers + lax.rem(turn, jnp.int32(blocks.buffers))
@@ -117,8 +117,8 @@ def query_kernel(
             token_slice, full = pl.ds(base, own_tokens), own_full.at[buffer(turn)]
             plgpu.copy_gmem_to_smem(q_ref.at[row, token_slice, head], q_smem.at[buffer(turn)], full)
             plgpu.copy_gmem_to_smem(do_ref.at[row, token_slice, head], do_smem.at[buffer(turn)], full)
-            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], numbers_smem.at[wg], full)
-            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, token_slice], numbers_smem.at[WARPGROUPS + wg], full)
+            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], stat_delta_smem.at[wg], full)
+            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, token_slice], stat_delta_smem.at[WARPGROUPS + wg], full)
             plgpu.copy_gmem_to_smem(lower_ref.at[row, token_slice], lower_smem.at[buffer(turn)], full)
 
         def work(turn, steps_before, item, following):
@@ -128,10 +128,10 @@ def query_kernel(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left the buffer
                 fetch(turn, item)
             plgpu.barrier_wait(own_full.at[buffer(turn)])
-            stat = plgpu.load(numbers_smem.at[wg], layout=rows)
-            delta = plgpu.load(numbers_smem.at[WARPGROUPS + wg], layout=rows)
-            lower = plgpu.load(lower_smem.at[buffer(turn)], layout=rows)
-            last_lower = lower_smem[buffer(turn), own_tokens - 1]
+            stat = plgpu.load(stat_delta_smem.at[wg], layout=rows)
+            delta = plgpu.load(stat_delta_smem.at[WARPGROUPS + wg], layout=rows)
+            first_keys = plgpu.load(lower_smem.at[buffer(turn)], layout=rows)
+            largest_first_key = lower_smem[buffer(turn), own_tokens - 1]
             plgpu.commit_smem()  # every warp has read them: the next item's may come
 
             def step(i, acc):
@@ -147,7 +147,7 @@ def query_kernel(
                     (do_smem.at[operand_buffer], v_smem.at[value_slot].transpose((1, 0))),
                     shape,
                     rows_of(stat, shape),
-                    lambda weights: side.masked(weights, item, i, lower, last_lower, 0.0),
+                    lambda weights: side.masked(weights, item, i, first_keys, largest_first_key, 0.0),
                     lambda: plgpu.barrier_wait(v_full.at[value_slot]),
                     turns.swap,
                     scale,
@@ -210,7 +210,7 @@ def bring_queries(items, group, width, operands, slots, full, free):
       items: mosaic_parts.Items, whose lines are tiles of keys.
     """
     q_ref, do_ref, stat_ref, delta_ref = operands
-    q_smem, do_smem, numbers_smem = slots
+    q_smem, do_smem, stat_delta_smem = slots
     (q_full, do_full), (q_free, do_free) = full, free
     stages = jnp.int32(q_smem.shape[0])
 
@@ -229,9 +229,9 @@ def bring_queries(items, group, width, operands, slots, full, free):
                 ),
             )
             # These have the same slots as q and do, which are free at the same time.
-            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], numbers_smem.at[slot], q_full.at[slot])
+            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], stat_delta_smem.at[slot], q_full.at[slot])
             plgpu.copy_gmem_to_smem(
-                delta_ref.at[row, head, token_slice], numbers_smem.at[stages + slot], do_full.at[slot]
+                delta_ref.at[row, head, token_slice], stat_delta_smem.at[stages + slot], do_full.at[slot]
             )
             return ()
 
@@ -257,13 +257,13 @@ def key_kernel(
     upper_smem,
     q_smem,
     do_smem,
-    numbers_smem,
+    stat_delta_smem,
     own_full,
     q_full,
     do_full,
     q_free,
     do_free,
-    turn_barrier,
+    swap_barrier,
     *,
     blocks,
     scale,
@@ -278,9 +278,9 @@ def key_kernel(
       upper_ref: int32[B, T], the query after the last that sees each key.
       table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, blocks.
       k_smem, v_smem, upper_smem: [4, own, ...], two buffers a warpgroup: keys (later dk), values (later dv), bounds.
-      q_smem, do_smem: slots of blocks of queries. numbers_smem: float32[2 slots, step], stat, then delta.
+      q_smem, do_smem: slots of blocks of queries. stat_delta_smem: float32[2 slots, step], stat, then delta.
       own_full, q_full, do_full: barriers: an item's own operands, or a slot's block, have arrived.
-      q_free, do_free: both warpgroups have read a slot. turn_barrier: of Turns.
+      q_free, do_free: both warpgroups have read a slot. swap_barrier: of Turns.
       blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
       interpreted: by Pallas' interpreter.
     """
@@ -293,12 +293,12 @@ def key_kernel(
 
     @bringing(wg)
     def _():
-        operands, slots = (q_ref, do_ref, stat_ref, delta_ref), (q_smem, do_smem, numbers_smem)
+        operands, slots = (q_ref, do_ref, stat_ref, delta_ref), (q_smem, do_smem, stat_delta_smem)
         bring_queries(items, group, width, operands, slots, (q_full, do_full), (q_free, do_free))
 
     @computing(wg)
     def _():
-        turns = Turns(turn_barrier, wg, blocks.turns)
+        turns = Turns(swap_barrier, wg, blocks.turns)
 
         def buffer(turn):
             return wg * 2 + lax.rem(turn, jnp.int32(2))
@@ -354,10 +354,10 @@ def key_kernel(
                 masked = functools.partial(masked_keys, base=base, upper=upper, queries=queries, lean=blocks.lean)
                 crossed = (queries < base + own_tokens - 1) | (queries + width > first_upper)
                 scores, slope = capped(scores, scale, soft_cap)
-                stat = plgpu.load(numbers_smem.at[slot], layout=columns)
+                stat = plgpu.load(stat_delta_smem.at[slot], layout=columns)
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(stat, shape, [1]))
                 weights = lax.cond(crossed, masked, lambda weights: weights, weights)
-                delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
+                delta = plgpu.load(stat_delta_smem.at[stages + slot], layout=columns)
                 # delta comes times scale
                 dscores = weights * (dweights * scale - lax.broadcast_in_dim(delta, shape, [1]))
                 if slope is not None:

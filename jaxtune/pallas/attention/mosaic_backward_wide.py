@@ -42,7 +42,7 @@ def wide_key_kernel(
     weights_smem,
     q_smem,
     do_smem,
-    numbers_smem,
+    stat_delta_smem,
     key_full,
     value_full,
     q_full,
@@ -66,7 +66,7 @@ def wide_key_kernel(
       table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, blocks.
       k_smem, v_smem: an item's keys, later its dv; its values, later its dk. upper_smem: its bounds.
       weights_smem: float32[2, keys, queries], what the first warpgroup passes to the second.
-      q_smem, do_smem: slots of blocks of queries. numbers_smem: float32[2 slots, step], stat, then delta.
+      q_smem, do_smem: slots of blocks of queries. stat_delta_smem: float32[2 slots, step], stat, then delta.
       key_full: barrier: keys and bounds have arrived; value_full: values have.
       q_full, do_full, weights_full: barriers: a slot is filled. q_free, do_free, weights_free: it was read.
       blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
@@ -82,7 +82,7 @@ def wide_key_kernel(
 
     @bringing(wg)
     def _():
-        operands, slots = (q_ref, do_ref, stat_ref, delta_ref), (q_smem, do_smem, numbers_smem)
+        operands, slots = (q_ref, do_ref, stat_ref, delta_ref), (q_smem, do_smem, stat_delta_smem)
         bring_queries(items, group, width, operands, slots, (q_full, do_full), (q_free, do_free))
 
     def keys_of(item):
@@ -110,7 +110,7 @@ def wide_key_kernel(
                 masked = functools.partial(masked_keys, base=base, upper=upper, queries=queries, lean=blocks.lean)
                 crossed = (queries < base + own_tokens - 1) | (queries + width > first_upper)
                 scores, slope = capped(scores, scale, soft_cap)
-                stat = plgpu.load(numbers_smem.at[slot], layout=columns)
+                stat = plgpu.load(stat_delta_smem.at[slot], layout=columns)
                 plgpu.barrier_arrive(q_free.at[slot])
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(stat, shape, [1]))
                 weights = lax.cond(crossed, masked, lambda weights: weights, weights)
@@ -151,7 +151,7 @@ def wide_key_kernel(
                 slot, weight_slot = lax.rem(number, stages), lax.rem(number, weight_slots)
                 plgpu.barrier_wait(do_full.at[slot])
                 (dweights,) = products((v_smem, do_smem.at[slot].transpose((1, 0))), shape=shape, issued=lambda: None)
-                delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
+                delta = plgpu.load(stat_delta_smem.at[stages + slot], layout=columns)
                 plgpu.barrier_arrive(do_free.at[slot])
                 dscores = dweights * scale - lax.broadcast_in_dim(delta, shape, [1])
                 plgpu.barrier_wait(weights_full.at[weight_slot])

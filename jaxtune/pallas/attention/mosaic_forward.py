@@ -105,7 +105,7 @@ def forward_kernel(
     v_full,
     k_free,
     v_free,
-    turn_barrier,
+    swap_barrier,
     *,
     blocks,
     pairs,
@@ -125,7 +125,7 @@ def forward_kernel(
       own_full, k_full, v_full: barriers: queries and bounds, or a slot's block, have arrived. With blocks.buffers = 1
       the
         warpgroups share three buffers: one each, and one for the queries loaded next.
-      k_free, v_free: both warpgroups have read a slot. turn_barrier: of Turns.
+      k_free, v_free: both warpgroups have read a slot. swap_barrier: of Turns.
       blocks: mosaic_parts.Blocks. pairs: the warpgroups take the same queries of two heads that share keys.
       scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
       interpreted: by Pallas' interpreter.
@@ -142,10 +142,10 @@ def forward_kernel(
 
     @computing(wg)
     def _():
-        turns = Turns(turn_barrier, wg, blocks.turns)
+        turns = Turns(swap_barrier, wg, blocks.turns)
         single = blocks.buffers == 1
 
-        def room(warpgroup, turn):
+        def buffer_of(warpgroup, turn):
             """(buffer, its barrier) of a warpgroup's queries. With three buffers, the one that a warpgroup's results
             have left is the other's next.
             """
@@ -157,18 +157,18 @@ def forward_kernel(
 
         def fetch(turn, item, warpgroup: jax.Array | int = wg):
             row, head, base = side.queries_of(item, warpgroup)
-            buffer, barrier = room(warpgroup, turn)
+            buffer, barrier = buffer_of(warpgroup, turn)
             token_slice, full = pl.ds(base, own_tokens), own_full.at[barrier]
             plgpu.copy_gmem_to_smem(q_ref.at[row, token_slice, head], qo_smem.at[buffer], full)
             plgpu.copy_gmem_to_smem(lower_ref.at[row, token_slice], lower_smem.at[buffer], full)
 
         def work(turn, steps_before, item, following):
             row, head, base = side.queries_of(item)
-            buffer, barrier = room(wg, turn)
+            buffer, barrier = buffer_of(wg, turn)
             qo = qo_smem.at[buffer]
             plgpu.barrier_wait(own_full.at[barrier])
-            lower = plgpu.load(lower_smem.at[buffer], layout=rows)
-            last_lower = lower_smem[buffer, own_tokens - 1]
+            first_keys = plgpu.load(lower_smem.at[buffer], layout=rows)
+            largest_first_key = lower_smem[buffer, own_tokens - 1]
             sink = None if sinks_ref is None else sinks_ref[head].astype(jnp.float32) * LOG2E
 
             def fetch_following():
@@ -196,7 +196,7 @@ def forward_kernel(
                 (scores,) = products((qo, key_of(slot)), shape=shape, issued=issued)
                 plgpu.barrier_arrive(k_free.at[slot])
                 weights, fade, state = softmax.step(
-                    scores, state, lambda scores: side.masked(scores, item, i, lower, last_lower, MASKED)
+                    scores, state, lambda scores: side.masked(scores, item, i, first_keys, largest_first_key, MASKED)
                 )
                 acc = acc * rows_of(fade, acc.shape)
                 weights16 = weights.astype(v_ref.dtype)
@@ -213,7 +213,7 @@ def forward_kernel(
                 fetch_following()
             acc, state = lax.fori_loop(1, item[4], step, start)
             # Padding saw nothing: what stands there is dropped.
-            real = lower <= plgpu.broadcasted_iota(jnp.int32, (own_tokens,), 0, layout=rows) + base
+            real = first_keys <= plgpu.broadcasted_iota(jnp.int32, (own_tokens,), 0, layout=rows) + base
             inverse, lse = softmax.end(state, sink)
             inverse, lse = jnp.where(real, inverse, 0.0), jnp.where(real, lse, 0.0)
             qo[...] = (acc * rows_of(inverse, (own_tokens, dim))).astype(q_ref.dtype)

@@ -304,11 +304,11 @@ class QuerySide:
         first = (item[3] + i) * self.blocks.step
         return item[1], pl.ds(first, self.blocks.step), lax.div(head, jnp.int32(self.group))
 
-    def masked(self, values, item, i, lower, last_lower, fill):
+    def masked(self, values, item, i, first_keys, largest_first_key, fill):
         """`values` float32[own, step] with `fill` where a query does not see a key; no mask is computed if no bound
         crosses the block.
 
-          lower: int32[own] in registers, the first key that each query sees; last_lower: the last query's, the largest.
+          first_keys: int32[own] in registers, the first key that each query sees; largest_first_key: the last query's.
           i: int32[], the step of the item, one block of keys.
           item: [head number, row, first query, first block of keys, number of blocks], int32[] each.
         """
@@ -317,13 +317,13 @@ class QuerySide:
         def mask(values):
             if self.blocks.lean:
                 query_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + base
-                visible = within_range(shape, 1, keys, lower, query_ids + 1 - lower)
+                visible = within_range(shape, 1, keys, first_keys, query_ids + 1 - first_keys)
             else:
                 key_ids = ids(shape, 1, keys)
-                visible = (key_ids <= ids(shape, 0, base)) & (key_ids >= rows_of(lower, shape))
+                visible = (key_ids <= ids(shape, 0, base)) & (key_ids >= rows_of(first_keys, shape))
             return jnp.where(visible, values, fill)
 
-        crossed = (keys + self.blocks.step > base + 1) | (keys < last_lower)
+        crossed = (keys + self.blocks.step > base + 1) | (keys < largest_first_key)
         return lax.cond(crossed, mask, lambda values: values, values)
 
     def bring_keys(self, k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free):

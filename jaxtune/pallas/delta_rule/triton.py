@@ -282,12 +282,12 @@ def _backward(query, key, dout, error, states, layout, factors: ChunkFactors):
     bounds = layout.doc_start, layout.doc_end
     matrices = jax.ShapeDtypeStruct(factors.inverse.shape, factors.inverse.dtype)
     numbers = jax.ShapeDtypeStruct(factors.total.shape, factors.total.dtype)
-    fading = jax.ShapeDtypeStruct(factors.faded.shape, factors.faded.dtype)
+    carry_terms = jax.ShapeDtypeStruct(factors.faded.shape, factors.faded.dtype)
     like_query = jax.ShapeDtypeStruct(query.shape, query.dtype)
     rows, length, heads = dout.shape[:3]
     rates = jax.ShapeDtypeStruct((rows, length, heads), jnp.float32)
     chunks, key_heads = math.ceil(length / CHUNK), key.shape[2]
-    to_weights, to_system, flow, dbeta = _call(
+    to_weights, to_system, pair_terms, dbeta = _call(
         "pairs",
         (query, key, *bounds, error, dvalue, dout, factors.total, factors.share, factors.unit_q, factors.unit_k),
         (matrices, matrices, numbers, numbers),
@@ -295,7 +295,7 @@ def _backward(query, key, dout, error, states, layout, factors: ChunkFactors):
         key,
         dout,
     )
-    dquery, query_flow = _call(
+    dquery, query_terms = _call(
         "dquery",
         (query, key, dout, states, factors.read, to_weights),
         (like_query, numbers),
@@ -303,17 +303,27 @@ def _backward(query, key, dout, error, states, layout, factors: ChunkFactors):
         key,
         dout,
     )
-    dkey, *state_flows = _call(
+    dkey, *state_terms = _call(
         "dkey",
         (query, key, error, dvalue, states, dstates, factors.kept, factors.written, to_weights, to_system),
-        (like_query, numbers, numbers, fading),
+        (like_query, numbers, numbers, carry_terms),
         (key_heads, chunks, rows),
         key,
         dout,
     )
     ddecay, dbeta = _call(
         "rates",
-        (factors.share, *bounds, factors.kept, factors.faded, factors.reach, flow, dbeta, query_flow, *state_flows),
+        (
+            factors.share,
+            *bounds,
+            factors.kept,
+            factors.faded,
+            factors.reach,
+            pair_terms,
+            dbeta,
+            query_terms,
+            *state_terms,
+        ),
         (rates, rates),
         (heads, chunks, rows),
         key,

@@ -89,7 +89,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, tile_sizes:
         OUTER=columns,
         RANK=rank,
         RANK_STEP=max(16, 1 << (rank - 1).bit_length()) if rank else 16,
-        FAST=int(contract == 2),
+        INNER_LAST=int(contract == 2),
         ROWS=tile_sizes.rows,
         COLUMNS=tile_sizes.columns,
         STEP=tile_sizes.step,

@@ -5,23 +5,23 @@ import triton.language as tl
 
 
 @triton.jit
-def _side(
+def _right_block(
     weight,
     expert,
     columns,
     along,
     INNER: tl.constexpr,
     OUTER: tl.constexpr,
-    FAST: tl.constexpr,
+    INNER_LAST: tl.constexpr,
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A block [STEP, COLUMNS] of one expert's weight or side of an adapter, [OUTER, INNER] if FAST, else [INNER,
+    """A block [STEP, COLUMNS] of one expert's weight or side of an adapter, [OUTER, INNER] if INNER_LAST, else [INNER,
     OUTER]; zeros outside. `along` int32[STEP] and `columns` int32[COLUMNS] are runs that begin at a multiple of their
     length.
     """
     weight += expert.to(tl.int64) * (INNER * OUTER)
-    if FAST:
+    if INNER_LAST:
         offsets = columns[None, :] * INNER + along[:, None]
     else:
         offsets = along[:, None] * OUTER + columns[None, :]
@@ -58,14 +58,14 @@ def product_kernel(
     OUTER: tl.constexpr,
     RANK: tl.constexpr,
     RANK_STEP: tl.constexpr,
-    FAST: tl.constexpr,
+    INNER_LAST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
     BAND: tl.constexpr,
 ):
     """One tile of out [rows, OUTER] = x [rows, INNER] weight[expert] + u [rows, RANK] side[expert]. Each expert's
-    weight is [OUTER, INNER] if FAST is 1, else [INNER, OUTER], and its side likewise. RANK 0: no adapter.
+    weight is [OUTER, INNER] if INNER_LAST is 1, else [INNER, OUTER], and its side likewise. RANK 0: no adapter.
 
     `count` points to the number of tiles of Groups with tokens; the tiles after them get zeros. Each is divided into
     GROUP_TILES tiles of ROWS rows. Programs are numbered in bands of BAND tiles of rows. The grid has ROW_TILES times
@@ -91,12 +91,12 @@ def product_kernel(
         for first in range(0, INNER, STEP):
             along = first + tl.arange(0, STEP)
             left = _rows(x, rows, along, INNER, STEP)
-            right = _side(weight, expert, columns, along, INNER, OUTER, FAST, STEP, COLUMNS)
+            right = _right_block(weight, expert, columns, along, INNER, OUTER, INNER_LAST, STEP, COLUMNS)
             total = tl.dot(left, right, total)
         if RANK > 0:
             along = tl.arange(0, RANK_STEP)
             left = _rows(u, rows, along, RANK, RANK_STEP)
-            right = _side(side, expert, columns, along, RANK, OUTER, FAST, RANK_STEP, COLUMNS)
+            right = _right_block(side, expert, columns, along, RANK, OUTER, INNER_LAST, RANK_STEP, COLUMNS)
             total = tl.dot(left, right, total)
     values = total.to(out.dtype.element_ty)
     offsets = rows.to(tl.int64)[:, None] * OUTER + columns[None, :]

@@ -17,7 +17,7 @@ from jaxtune.pallas.normed_heads import reference
 class Tile(NamedTuple):
     """How a kernel divides its work."""
 
-    numbers: int  # of x in a tile
+    elements: int  # of x in a tile
     warps: int  # of a program
     steps: int  # tiles of a program; the backward writes one row of gradients of the weight for them
 
@@ -108,7 +108,7 @@ normed_heads.defvjp(_normed_heads_fwd, _normed_heads_bwd)
 
 
 def _block(x, tile: Tile) -> int:
-    return max(1, tile.numbers // x.shape[-1])
+    return max(1, tile.elements // x.shape[-1])
 
 
 def _programs(x, tile: Tile) -> int:

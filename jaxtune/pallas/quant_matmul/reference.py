@@ -102,26 +102,27 @@ def decoded(weight, x, kernels: ModuleType):
     return weight, x
 
 
-def _times(x, weight, contract, kernels: ModuleType, adapter=None, bias=None):
+def _product_and_adapter(x, weight, contract, kernels: ModuleType, thin_operands=None, bias=None):
     """x times one weight, plus an adapter's product and a bias, in x's dtype: [tokens, out] for contract (1, 1), the
     forward, and [tokens, in] for (1, 0), the backward.
 
-      adapter: None, or two thin operands: in the forward (u [tokens, r], b [out, r]); in the backward those of all
+      thin_operands: None, or two thin operands: in the forward (u [tokens, r], b [out, r]); in the backward those of
+      all
       adapters, (u [tokens, sum of ranks], a [sum of ranks, in]).
     """
     call = (weight, x.dtype, x.shape[0])
     if isinstance(weight, Stored) and contract == (1, 1) and kernels.small_refusal(*call) is None:
         out = kernels.small_matmul(x, weight)
     else:
-        if adapter is not None:
+        if thin_operands is not None:
             # Otherwise XLA may make one GEMM of several small weights that share x, and add its parts to the thin
             # products: the output is then rounded before the adapter's part is added, and most of that part is lost.
             weight, x = optimization_barrier((weight, x))
         weight, x = decoded(weight, x, kernels)
         out = _product(x, weight, contract)
-    if adapter is not None:
+    if thin_operands is not None:
         # The order matters: XLA makes the right operand the c of the left GEMM.
-        u, side = adapter
+        u, side = thin_operands
         out = out + _product(u, side, contract)
     return out if bias is None else out + bias.astype(out.dtype)
 
@@ -195,7 +196,7 @@ def outputs(x, weights, loras, biases, inner, static: Static, coded: dict | None
             out = stored.forward(coded[stored, kind], weight, adapter, x.dtype, static.as_stored[0])
             results.append(out if bias is None else out + bias.astype(out.dtype))
         else:
-            results.append(_times(x, weight, (1, 1), static.kernels, adapter, bias))
+            results.append(_product_and_adapter(x, weight, (1, 1), static.kernels, adapter, bias))
     return tuple(results)
 
 
@@ -299,7 +300,7 @@ def input_gradient(doutputs, weights, adapters, dtype, static: Static, coded=Non
     for (stored, _), pairs in groups.items():
         if stored is None:
             for dout, weight in pairs:
-                term = _times(dout, weight, (1, 0), static.kernels, adapters)
+                term = _product_and_adapter(dout, weight, (1, 0), static.kernels, adapters)
                 dx = term if dx is None else term + dx  # the order matters: XLA makes the right operand the left's c
                 adapters = None
         else:

@@ -96,11 +96,11 @@ def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Pass
     ends = jnp.cumsum(counts, axis=0)
     groups = groups_of(ends[-1], pairs, tile_rows)
     firsts = groups.starts() + ends - counts  # the row of each block's first pair of each expert
-    rows = passes.slots(blocks, firsts)
-    rows = jnp.where(blocks < num_experts, rows, groups.rows).reshape(-1)[:pairs]
+    pair_slots = passes.slots(blocks, firsts)
+    pair_slots = jnp.where(blocks < num_experts, pair_slots, groups.rows).reshape(-1)[:pairs]
     numbers = jnp.arange(pairs, dtype=jnp.int32)
-    source = jnp.full(groups.rows, pairs, jnp.int32).at[rows].set(numbers, mode="drop", unique_indices=True)
-    return rows, source, groups
+    source = jnp.full(groups.rows, pairs, jnp.int32).at[pair_slots].set(numbers, mode="drop", unique_indices=True)
+    return pair_slots, source, groups
 
 
 def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ MOST_RANK = 64  # of an adapter: with a larger one the kernels' sums do not fit 
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # the numbers of the kernels for activations
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _SHARED_BYTES = 227 * 1024  # of a program's shared memory on Hopper
-_CORES = 132  # multiprocessors of a Hopper GPU
+_MULTIPROCESSORS = 132  # multiprocessors of a Hopper GPU
 _BLOCK = 2048  # numbers of gate and up that a program of `activated` reads
 _ENOUGH = 96  # programs that occupy them well enough: fewer splits are less to add
 
@@ -78,8 +78,8 @@ def most_rows(weights: Sequence, loras: Sequence) -> int:
     return MOST_ROWS_OF_OTHERS if several_or_small and not padded_rank(loras) else MOST_ROWS
 
 
-def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int = MOST_ROWS) -> str | None:
-    """Why no kernel of a product supports `count` rows and these weights' dtypes, or None. least, most: rows that the
+def rows_refusal(count: int, dtype, weights: Sequence, fewest: int = 1, most: int = MOST_ROWS) -> str | None:
+    """Why no kernel of a product supports `count` rows and these weights' dtypes, or None. fewest, most: rows that the
     kernel takes.
 
       dtype: of x.
@@ -91,8 +91,8 @@ def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int
         return "measured on Hopper alone (compute capability 9.0)"
     if dtype not in _DTYPES or any(weight.dtype != dtype for weight in weights):
         return f"x in {dtype}, weights in {', '.join(str(weight.dtype) for weight in weights)}; one of 16 bits"
-    if not least <= count <= most:
-        return f"{count} rows; from {least} to {most}"
+    if not fewest <= count <= most:
+        return f"{count} rows; from {fewest} to {most}"
     return None
 
 
@@ -206,7 +206,7 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
     if padded(count) > 16:
         return _AHEAD
     programs = sum(weight.shape[0] for weight in weights) // _PLAIN.rows
-    return _FAR_AHEAD if _ENOUGH <= programs <= _CORES and not padded_rank(loras) else _PLAIN
+    return _FAR_AHEAD if _ENOUGH <= programs <= _MULTIPROCESSORS and not padded_rank(loras) else _PLAIN
 
 
 def products(x, weights, loras=()):

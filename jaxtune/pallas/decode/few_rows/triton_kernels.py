@@ -200,12 +200,12 @@ def _times_weight(wide, weight, OFFSET: tl.constexpr, FLOAT32: tl.constexpr, DTY
 
 
 @triton.jit
-def _turned(
+def _normed_and_rotated(
     low,
     high,
     inverse,
     weights,
-    turn,
+    rotation,
     NORMS: tl.constexpr,
     ROTATES: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -216,14 +216,14 @@ def _turned(
 
     low, high: [HALF] or [heads, HALF], float32.
     inverse: reciprocal root of the mean square.
-    weights: halves of the norm's weight, if NORMS. turn: (cos, sin) in the heads' shape, if ROTATES.
+    weights: halves of the norm's weight, if NORMS. rotation: (cos, sin) in the heads' shape, if ROTATES.
     """
     if NORMS:
         low = _times_weight(low * inverse, weights[0], OFFSET, FLOAT32, DTYPE)
         high = _times_weight(high * inverse, weights[1], OFFSET, FLOAT32, DTYPE)
     if ROTATES:
-        rotated_low = low * turn[0] - high * turn[1]
-        high = high * turn[0] + low * turn[1]
+        rotated_low = low * rotation[0] - high * rotation[1]
+        high = high * rotation[0] + low * rotation[1]
         low = rotated_low
     return low, high
 
@@ -283,8 +283,8 @@ def placed_kernel(
     cos,
     sin,
     positions,
-    old_keys,
-    old_values,
+    input_keys,
+    input_values,
     query,
     keys,
     values,
@@ -307,7 +307,7 @@ def placed_kernel(
       partial_sums: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM].
       q_weight, k_weight: [DIM], if NORMS. cos, sin: float32[COUNT, DIM / 2], if ROTATES.
       positions: int32[COUNT]; nothing is written to the caches for a negative one.
-      old_keys, old_values: the caches as inputs, in the same memory; not read.
+      input_keys, input_values: the caches as inputs, in the same memory; not read.
       EPS: added to the mean square of a head.
       FLOAT32: 1: OFFSET is added to the weight, and only the product is rounded; 0: the normed numbers are, too.
     """
@@ -326,8 +326,8 @@ def placed_kernel(
         if head >= HEADS:
             weight = k_weight
         weights = _loaded(weight, weight + HALF, columns, NORMS)
-        turn = _loaded(cos, sin, row * HALF + columns, ROTATES)
-        low, high = _turned(low, high, inverse, weights, turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
+        rotation = _loaded(cos, sin, row * HALF + columns, ROTATES)
+        low, high = _normed_and_rotated(low, high, inverse, weights, rotation, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
     if head < HEADS:
         target = query + (row * HEADS + head) * DIM + columns
         tl.store(target, low.to(DTYPE))
