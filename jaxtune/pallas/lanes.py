@@ -126,6 +126,7 @@ def _signed(word: int) -> int:
 def _entries(table: bytes, word):
     """Looks up eight 4-bit codes of an int32 in 16 float32 values (`table`, their bytes), lowest bits first, by byte
     permutations alone: for each byte of an entry and both halves of the table, one looks up four codes in eight bytes.
+    A byte that is 0 in all entries, as of tables in bfloat16, costs nothing.
     """
     values = np.frombuffer(table, np.float32).view(np.uint32)
     planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]

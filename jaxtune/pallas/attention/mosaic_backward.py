@@ -172,7 +172,7 @@ def query_kernel(
             query[...] = acc.astype(q_ref.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(query, dq_ref.at[row, pl.ds(base, own_tokens), head])
-            return item[4]
+            return item[4]  # steps: blocks of keys
 
         if blocks.buffers == 2:
             pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.item_at(jnp.int32(0))))
@@ -185,10 +185,10 @@ def query_kernel(
 def masked_keys(weights, *, base, upper, queries, lean):
     """`weights` float32[keys, queries] with 0 where a query does not see a key.
 
-    base, queries: index in the row of the first key, and of the first query.
     upper: int32[keys], the query after the last that sees each key.
     lean: one unsigned comparison in place of two.
     weights: in registers.
+    base, queries: int32[], index in the row of the first key, and of the first query.
     """
     shape = weights.shape
     if lean:

@@ -141,7 +141,7 @@ def wide_key_kernel(
     def _():
         def work(turn, steps_before, item, following):
             row, token_slice, kv_head = keys_of(item)
-            steps = item[4] * group
+            steps = item[4] * group  # blocks of queries, for each query head
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's dk has left the buffer
             plgpu.copy_gmem_to_smem(v_ref.at[row, token_slice, kv_head], v_smem, value_full)
             plgpu.barrier_wait(value_full)

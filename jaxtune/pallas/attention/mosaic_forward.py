@@ -222,7 +222,7 @@ def forward_kernel(
             token_slice = pl.ds(base, own_tokens)
             plgpu.copy_smem_to_gmem(qo, out_ref.at[row, token_slice, head])
             plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[row, head, token_slice])
-            return item[4]
+            return item[4]  # steps: blocks of keys
 
         pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.item_at(jnp.int32(0))))
         if single:

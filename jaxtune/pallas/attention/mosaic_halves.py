@@ -205,7 +205,7 @@ def half_forward_kernel(
                 return ()
 
             lax.fori_loop(0, item[4], step, ())
-            return item[4]
+            return item[4]  # steps: blocks of keys
 
         total_steps = side.items.for_each(work)
         drain(total_steps * (2 * HALF // PIECE), (k_smem, k_free))
@@ -287,7 +287,7 @@ def half_forward_kernel(
             pl.when(half == 0)(lambda: plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[row, head, token_slice]))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             pl.when(has_next)(lambda: fetch(following, half))
-            return item[4]
+            return item[4]  # steps: blocks of keys
 
         @pl.when(side.items.rounds > 0)
         def _():
@@ -361,7 +361,7 @@ def half_query_kernel(
                 return ()
 
             lax.fori_loop(0, item[4], step, ())
-            return item[4]
+            return item[4]  # steps: blocks of keys
 
         total_steps = side.items.for_each(work)
         drain(total_steps * (2 * HALF // PIECE), (v_smem, v_free))
@@ -422,7 +422,7 @@ def half_query_kernel(
             plgpu.copy_smem_to_gmem(dq, dq_ref.at[row, pl.ds(base, own_tokens), head, columns_of(wg, HALF)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             pl.when(has_next)(lambda: fetch(following, q_ref, q_smem))
-            return item[4]
+            return item[4]  # steps: blocks of keys
 
         @pl.when(side.items.rounds > 0)
         def _():

@@ -167,7 +167,7 @@ def half_key_kernel(
 
         def work(turn, steps_before, item, following):
             row, token_slice, kv_head = side.keys_of(item)
-            steps = item[4] * side.group
+            steps = item[4] * side.group  # blocks of queries, for each query head
             plgpu.barrier_wait(own_full.at[0])
             upper = plgpu.load(upper_smem, layout=rows)
             first_upper = upper_smem[0]
@@ -288,7 +288,7 @@ def half_value_kernel(
 
         def work(turn, steps_before, item, following):
             row, token_slice, kv_head = side.keys_of(item)
-            steps = item[4] * side.group
+            steps = item[4] * side.group  # blocks of queries, for each query head
             plgpu.barrier_wait(own_full.at[0])
             upper = plgpu.load(upper_smem, layout=rows)
             first_upper = upper_smem[0]

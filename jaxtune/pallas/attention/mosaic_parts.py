@@ -345,6 +345,6 @@ class QuerySide:
                 return ()
 
             lax.fori_loop(0, item[4], step, ())
-            return item[4]
+            return item[4]  # steps: blocks of keys
 
         drain(self.items.for_each(work), (k_smem, k_free), (v_smem, v_free))

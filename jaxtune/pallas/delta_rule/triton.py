@@ -249,8 +249,8 @@ def _states(query, key, value, factors: ChunkFactors, *, save: bool):
 
 
 def _reverse(query, key, dout, factors: ChunkFactors):
-    """(dvalue [B, T, heads, V], gradients of the states after each chunk, [B, heads, chunks, V, K] in key's dtype);
-    dout is 0 at padding.
+    """(dvalue [B, T, heads, V], gradients of the states after each chunk, [B, heads, chunks, V, K] in key's dtype).
+    dout must be 0 at padding, where it would enter the states' gradients.
     """
     rows, length, heads, value_dim = dout.shape
     states = (rows, heads, math.ceil(length / CHUNK), value_dim, key.shape[-1])

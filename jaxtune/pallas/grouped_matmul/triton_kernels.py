@@ -17,8 +17,9 @@ def _right_block(
     COLUMNS: tl.constexpr,
 ):
     """A block [STEP, COLUMNS] of one expert's weight or side of an adapter, [OUTER, INNER] if INNER_LAST, else [INNER,
-    OUTER]; zeros outside. `along` int32[STEP] and `columns` int32[COLUMNS] are runs that begin at a multiple of their
-    length.
+    OUTER]; zeros outside. Unmasked if STEP and COLUMNS divide the sizes: then nothing may be outside.
+
+      along, columns: int32[STEP], int32[COLUMNS], runs that begin at a multiple of their length.
     """
     weight += expert.to(tl.int64) * (INNER * OUTER)
     if INNER_LAST:

@@ -22,9 +22,10 @@ def _dot(codes: jax.Array, right: jax.Array, dtype) -> jax.Array:
 
 
 def by_rows(codes, scale, right, right_scale, dtype):
-    """codes [n, k] right [columns, k]^T times scales of rows float32[n, 1] and columns float32[columns] (or None).
-    dtype: of the result; sums are float32.
-    scale, right_scale: of rows and of columns.
+    """codes [n, k] right [columns, k]^T times scales of rows float32[n, 1] and columns float32[columns] (or None), in
+    `dtype`. For bfloat16 the unscaled sums are rounded to it first.
+
+      scale, right_scale: of rows and of columns.
     """
     # The product's result is scaled in a separate pass, which takes half the time in bfloat16; another rounding is
     # negligible beside those to e4m3. float16 would overflow.

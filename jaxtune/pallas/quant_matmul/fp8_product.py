@@ -168,7 +168,9 @@ def gated_gradients(
 def _rounds_gated(
     op: str, first_use: Callable, gate, rank: int, activation: str, blocks: bool, implementation: str | None
 ) -> bool:
-    """Whether a kernel of pallas/gated/thin_triton.py rounds what it computes to e4m3."""
+    """Whether a kernel of pallas/gated/thin_triton.py rounds what it computes to e4m3. It may run the kernel's check on
+    the GPU, which takes seconds.
+    """
     if not blocks or implementation == "reference" or not thin.is_large(*gate.shape):
         return False
 

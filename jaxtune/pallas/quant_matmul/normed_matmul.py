@@ -140,6 +140,7 @@ def _normed_fwd(rounding: NormRounding, x, norm_weight, weights, loras, biases, 
 
 
 def _normed_bwd(rounding: NormRounding, residuals, gradients):
+    """The norm's weight gets a gradient only if `trained` is not None. The second output's cotangent is ignored."""
     pullback, trained = residuals
     douts, _ = gradients
     douts = tuple(map(_as_array, douts))

@@ -104,11 +104,10 @@ def decoded(weight, x, kernels: ModuleType):
 
 def _product_and_adapter(x, weight, contract, kernels: ModuleType, thin_operands=None, bias=None):
     """x times one weight, plus an adapter's product and a bias, in x's dtype: [tokens, out] for contract (1, 1), the
-    forward, and [tokens, in] for (1, 0), the backward.
+    forward, and [tokens, in] for (1, 0), the backward. Without the barrier most of the adapter's part may be lost.
 
-      thin_operands: None, or two thin operands: in the forward (u [tokens, r], b [out, r]); in the backward those of
-      all
-      adapters, (u [tokens, sum of ranks], a [sum of ranks, in]).
+      thin_operands: None, or in the forward one adapter's (u [tokens, r], b [out, r]); in the backward all adapters' (u
+      [tokens, sum of ranks], a [sum of ranks, in]).
     """
     call = (weight, x.dtype, x.shape[0])
     if isinstance(weight, Stored) and contract == (1, 1) and kernels.small_refusal(*call) is None:

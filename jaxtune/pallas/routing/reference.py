@@ -80,13 +80,12 @@ def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
 
 
 def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Passes):
-    """Sorts pairs by expert, stably, into rows; each expert's rows are padded to a multiple of tile_rows.
+    """Sorts pairs by expert, stably, into rows; each expert's rows are padded to a multiple of tile_rows. Returns
+    (slots int32[pairs], the row of each pair, or the number of rows for no expert, which a gather must drop; source
+    int32[rows], the pair of each row, or the number of pairs for an empty row; the Groups of the rows).
 
-      expert: int32[pairs]; a number other than 0 to E - 1 means no expert.
-      num_experts: E. passes: the two passes of the sort.
-    Returns:
-      (slots int32[pairs], the row of each pair, or the number of rows for no expert; source int32[rows], the pair of
-      each row, or the number of pairs for an empty row; the Groups of the rows)
+      expert: int32[pairs]; a number other than 0 to num_experts - 1 means no expert.
+      passes: the two passes of the sort.
     """
     pairs = expert.shape[0]
     padding = -pairs % passes.block
