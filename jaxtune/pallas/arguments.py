@@ -24,7 +24,8 @@ class Parted(Protocol):
 
 
 class Arguments:
-    """Checks the arguments of one call of the operation `op`; raises TypeError or ValueError that names both.
+    """Checks the arguments of one call of the operation `op`; raises TypeError or ValueError that names both. Methods
+    get an argument's name, for the error, and its value.
 
     A shape is written as words: "B T heads D". The first array that has a word binds its size. A number stands for
     itself, a leading "..." for any axes. `sizes` is {word: (size, text on where it is from)}; operations may add words.
@@ -76,19 +77,12 @@ class Arguments:
                 self.sizes.setdefault(word, (size, f" (as {name} has)"))
 
     def is_a(self, name: str, value: Any, kind: type | tuple[type, ...], hint: str) -> None:
-        """Checks a class. hint: what it must be, in words.
-
-        name, value: the argument's name, for the error, and itself.
-        kind: the class, or several.
-        """
+        """Checks a class, or one of several. hint: what it must be, in words."""
         if not isinstance(value, kind):
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {hint}")
 
     def sequence(self, name: str, value: Any, of: str, count: int | None = None) -> None:
-        """Checks a list or tuple of `count` entries (None: at least one), which `of` describes.
-
-        name, value: the argument's name, for the error, and itself. of: such as "two numbers".
-        """
+        """Checks a list or tuple of `count` entries (None: at least one), which `of` describes."""
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be a list or tuple of {of}")
         if len(value) != count if count is not None else not value:
@@ -108,8 +102,6 @@ class Arguments:
     ) -> None:
         """Checks a finite number, at least `least`, above `above`, below `below`, known while tracing; no bool. whole:
         an integer. optional: None is accepted, too.
-
-          name, value: the argument's name, for the error, and itself.
         """
         if optional and value is None:
             return
@@ -124,10 +116,7 @@ class Arguments:
             raise ValueError(f"{self.op}: {name} = {value}: must be {limits or 'finite'}")
 
     def choice(self, name: str, value: Any, choices: Sequence[str]) -> None:
-        """Checks one of several strings.
-
-        name, value: the argument's name, for the error, and itself. choices: the strings allowed.
-        """
+        """Checks that the value is one of the strings `choices`."""
         if not isinstance(value, str):
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {_either(choices)}")
         if value not in choices:

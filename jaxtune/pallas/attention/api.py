@@ -30,12 +30,12 @@ def implementations(
     """{name: function that returns why it refuses the call (gradients included), or None}, in the order of trial.
 
     "reference" refuses nothing. A function may first compare its kernel with the reference on this GPU, which takes
-    seconds. Arguments are those of `attention`.
+    seconds.
 
       query: only shape and dtype are read.
       layout: only max_documents is read; it decides the order, what cuDNN and Triton can run, and Mosaic's blocks.
       kv_heads: heads of key and value.
-      window, soft_cap, sinks: as in `attention`; of sinks only whether there are any matters.
+      window: keys that a query sees, or None. soft_cap: of the scores, or None. sinks: any array, or None.
     """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
 
@@ -157,7 +157,7 @@ def attention_backward(
     """Gradients of attention from its saved output and log-sum-exp: (dquery, dkey, dvalue, dsinks) in the operands'
     shapes and dtypes, 0 at padding. dsinks is None without sinks.
 
-    Operands and options are those of attention_forward; the implementation may differ from the forward's.
+    The implementation may differ from the forward's.
 
       out, lse: results of attention_forward, by whatever implementation.
       dout: [B, T, heads, D], gradient of out. It must be finite at padding, too (`attention` zeroes it there).

@@ -19,7 +19,7 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
     """Why cuDNN cannot compute this call exactly, or None. The window is never a reason.
 
     query: [B, T, heads, D], array or shape. layout: must guarantee max_documents.
-    window, soft_cap, sinks: as in `forward`.
+    soft_cap, sinks: must be None.
     """
     from jaxtune.pallas.dispatch import compute_capability
 
@@ -130,7 +130,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     """As api.attention_backward; soft_cap and sinks must be None, and dout counts as 0 at padding.
 
     query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D].
-    layout, scale, window: as in `forward`.
+    layout, scale: the forward's. window: keys that a query sees, itself included; None: all.
     """
     arrays, static = _call_arguments(layout, query, scale, window)
     if layout.max_documents == 1:

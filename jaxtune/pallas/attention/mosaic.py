@@ -457,9 +457,7 @@ def _head_shares(query, key, blocks: Blocks, window: int | None) -> int:
 
 
 def _sum_of_shares(gradient, shares: int):
-    """Adds the gradients of a key head's shares in float32, in order: [B, T, kv_heads * shares, D] -> [B, T, kv_heads,
-    D].
-    """
+    """[B, T, kv_heads * shares, D] -> [B, T, kv_heads, D], added in float32, in order."""
     if shares == 1:
         return gradient
     share_gradients = gradient.reshape(*gradient.shape[:2], -1, shares, gradient.shape[-1])
@@ -470,7 +468,8 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     """As api.attention_backward. The same call gives the same bits.
 
     query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D], finite at padding.
-    layout, scale, window, soft_cap, sinks: as in `forward`.
+    layout, scale: the forward's. window: keys that a query sees, itself included; None: all.
+    soft_cap: c of c tanh(s / c), or None. sinks: float[heads], or None.
     """
     _, length, _, given_dim = query.shape
     lower, upper = _prepare(layout, window)

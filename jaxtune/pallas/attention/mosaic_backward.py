@@ -85,7 +85,7 @@ def query_kernel(
       q_ref, k_ref, v_ref, do_ref, dq_ref: [B, T, heads or kv_heads, D]; do: gradient of out. Global memory.
       stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2; sum of out * dout, times scale.
       lower_ref: int32[B, T], the first key that each query sees.
-      table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, blocks.
+      table_ref: int32[tiles of queries, 4]: row, first query, first block of keys, blocks.
       q_smem, do_smem, lower_smem: [buffers, own, ...], the warpgroups' own queries (later dq), dout and bounds.
       stat_delta_smem: float32[4, own], stat of both warpgroups, then delta.
       k_smem, v_smem: slots of blocks of keys and values.
@@ -276,7 +276,7 @@ def key_kernel(
       q_ref, k_ref, v_ref, do_ref, dk_ref, dv_ref: [B, T, heads or kv_heads, D]; do: gradient of out. Global memory.
       stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2; sum of out * dout, times scale.
       upper_ref: int32[B, T], the query after the last that sees each key.
-      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, blocks.
+      table_ref: int32[tiles of keys, 4]: row, first key, first block of queries, blocks.
       k_smem, v_smem, upper_smem: [4, own, ...], two buffers a warpgroup: keys (later dk), values (later dv), bounds.
       q_smem, do_smem: slots of blocks of queries. stat_delta_smem: float32[2 slots, step], stat, then delta.
       own_full, q_full, do_full: barriers: an item's own operands, or a slot's block, have arrived.

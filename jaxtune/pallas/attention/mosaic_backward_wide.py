@@ -63,7 +63,7 @@ def wide_key_kernel(
       q_ref, k_ref, v_ref, do_ref, dk_ref, dv_ref: [B, T, heads or kv_heads, 256]; do: gradient of out. Global memory.
       stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2; sum of out * dout, times scale.
       upper_ref: int32[B, T], the query after the last that sees each key.
-      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, blocks.
+      table_ref: int32[tiles of keys, 4]: row, first key, first block of queries, blocks.
       k_smem, v_smem: an item's keys, later its dv; its values, later its dk. upper_smem: its bounds.
       weights_smem: float32[2, keys, queries], what the first warpgroup passes to the second.
       q_smem, do_smem: slots of blocks of queries. stat_delta_smem: float32[2 slots, step], stat, then delta.

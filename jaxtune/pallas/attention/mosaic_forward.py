@@ -119,7 +119,7 @@ def forward_kernel(
       q_ref, k_ref, v_ref, out_ref: [B, T, heads or kv_heads, D] in global memory. lse_ref: float32[B, heads, T].
       sinks_ref: float[heads] or None.
       lower_ref: int32[B, T], the first key that each query sees.
-      table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, blocks.
+      table_ref: int32[tiles of queries, 4]: row, first query, first block of keys, blocks.
       qo_smem: [buffers, own, D], queries, and later results. lower_smem, lse_smem: bounds and lse of these queries.
       k_smem, v_smem: slots of blocks of keys and values.
       own_full, k_full, v_full: barriers: queries and bounds, or a slot's block, have arrived. With blocks.buffers = 1

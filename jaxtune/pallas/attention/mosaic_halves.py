@@ -180,7 +180,7 @@ def half_forward_kernel(
       q_ref, k_ref, v_ref, out_ref: [B, T, heads or kv_heads, 512] in global memory. lse_ref: float32[B, heads, T].
       sinks_ref: float[heads] or None.
       lower_ref: int32[B, T], the first key that each query sees.
-      table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, blocks.
+      table_ref: int32[tiles of queries, 4]: row, first query, first block of keys, blocks.
       q_smem: both halves of each warpgroup's queries, later results; k_smem, v_smem: pieces of keys, halves of values.
       lower_smem, lse_smem: bounds and lse of each warpgroup's queries.
       own_full, k_full, v_full: barriers: an item's own operands, or a slot, have arrived. k_free, v_free: it was read.
@@ -335,7 +335,7 @@ def half_query_kernel(
       q_ref, k_ref, v_ref, do_ref, dq_ref: [B, T, heads or kv_heads, 512]; do: gradient of out. Global memory.
       stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2; sum of out * dout, times scale.
       lower_ref: int32[B, T], the first key that each query sees.
-      table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, blocks.
+      table_ref: int32[tiles of queries, 4]: row, first query, first block of keys, blocks.
       q_smem, do_smem: [2, own, 256], halves of an item's queries (later dq) and dout. lower_smem: its bounds.
       stat_delta_smem: float32[2, own], stat and delta.
       k_smem, v_smem: halves of keys, pieces of values.

@@ -118,7 +118,7 @@ def half_key_kernel(
       q_ref, k_ref, v_ref, do_ref, dk_ref: [B, T, heads or kv_heads, 512]; do: gradient of out. Global memory.
       stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2; sum of out * dout, times scale.
       upper_ref: int32[B, T], the query after the last that sees each key.
-      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, blocks.
+      table_ref: int32[tiles of keys, 4]: row, first key, first block of queries, blocks.
       k_smem, v_smem: [2, own, 256], halves of an item's keys (later dk) and values. upper_smem: its bounds.
       q_smem, do_smem, stat_delta_smem: halves of queries, pieces of dout, stat and delta with each half of the queries.
       own_full, q_full, do_full: barriers: an item's own operands, or a slot, have arrived. q_free, do_free: it was
@@ -245,7 +245,7 @@ def half_value_kernel(
     q_ref, k_ref, do_ref, dv_ref: [B, T, heads or kv_heads, 512]; do: gradient of out. Global memory.
     stat_ref: float32[B, heads, T], log-sum-exp in log2.
     upper_ref: int32[B, T], the query after the last that sees each key.
-    table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, blocks.
+    table_ref: int32[tiles of keys, 4]: row, first key, first block of queries, blocks.
     k_smem, upper_smem: halves of an item's keys (later dv), and its bounds.
     q_smem, do_smem, stat_delta_smem: pieces of queries, halves of dout, stat with each half of dout. One warpgroup
     reads and frees each half.

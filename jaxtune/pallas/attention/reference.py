@@ -127,7 +127,8 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     """As api.attention_backward; dout counts as 0 at padding.
 
     query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D].
-    layout, scale, window, soft_cap, sinks: as in `forward`.
+    layout, scale: the forward's. window: keys that a query sees, itself included; None: all.
+    soft_cap: c of c tanh(s / c), or None. sinks: float[heads], or None.
     """
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]

@@ -165,7 +165,8 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     """As api.attention_backward. ValueError unless scale is above 0.
 
     query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D], finite at padding.
-    layout, scale, window, soft_cap, sinks: as in `forward`.
+    layout, scale: the forward's. window: keys that a query sees, itself included; None: all.
+    soft_cap: c of c tanh(s / c), or None. sinks: float[heads], or None.
     """
     from jaxtune.pallas.attention import triton_kernels
 

@@ -162,7 +162,6 @@ def short_convolution_parts(
 
       implementation: "triton" (16 bits, four taps, three parts), "reference", or None: the first that supports the
         call.
-      x, weight, layout: as for short_convolution.
       x: [B, T, C] in a float dtype, finite at padding, too. weight: float[C, k], the token's own column last.
       layout: of the rows (packed_layout), whose documents the convolution does not cross.
     """
@@ -185,7 +184,7 @@ def short_convolution_parts(
 def short_convolution_step(x: jax.Array, weight: jax.Array, window: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(short_convolution of one more token x [B, 1, C] of each row, the next window).
 
-    weight: float[C, k], as in short_convolution.
+    weight: float[C, k], the token's own column last.
     window: [B, k - 1, C] in x's dtype, the tokens before this one in order, 0 where there were none.
     """
     check = Arguments("short_convolution_step", T=1)

@@ -62,7 +62,6 @@ def refusal(x, weight, part_sizes) -> str | None:
 
 
 def _first_use(dtype) -> str | None:
-    """Why this GPU must not run the kernels for `dtype`, or None: parts and gradients are compared with plain JAX."""
 
     def compare():
         runs = ((1, 70), (0, 5), (2, 1), (3, 2), (4, 64), (0, 3))

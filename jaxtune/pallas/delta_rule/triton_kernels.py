@@ -628,8 +628,8 @@ def rates_kernel(share, starts, ends, kept, faded, reach, pair_terms, dbeta_of_p
         - tl.load(recall_terms + offsets) * tl.load(kept + offsets)
         - state_write * b
     )
-    carried = tl.sum(state_write * b, 0) + tl.load(carry_terms + line) * tl.load(faded + line)
-    token_terms += tl.where(positions == first + CHUNK - 1, carried, 0.0)
+    state_term = tl.sum(state_write * b, 0) + tl.load(carry_terms + line) * tl.load(faded + line)
+    token_terms += tl.where(positions == first + CHUNK - 1, state_term, 0.0)
     following, _ = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first + 1, LENGTH, CHUNK)
     later, _ = tl.associative_scan((token_terms, (following > positions).to(tl.int32)), 0, _sum_to_end, reverse=True)
     tl.store(ddecay + tokens, tl.where(real, later, 0.0), mask=positions < LENGTH)

@@ -379,7 +379,7 @@ class BitsAndBytes(Layout):
         """As Layout.read; dtype_name is not used, because quant_state has the dtype. ValueError if quant_map is not the
         type's table.
 
-          weight: from `describe`. arrays: {key: array}.
+          arrays: {key: array}.
         """
         state = weight.details
         assert isinstance(state, _State)
@@ -447,7 +447,7 @@ class BitsAndBytes(Layout):
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """As Layout.config; the first weight decides the type that the entry names and whether absmax are quantised.
 
-        weights: all in this format. plain: names of unquantised linears. dtype: the compute dtype.
+        plain: names of unquantised linears. dtype: the compute dtype.
         """
         first = weights[0]
         assert isinstance(first, FourBit)

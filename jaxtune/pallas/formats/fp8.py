@@ -268,7 +268,7 @@ class FP8Files(Layout):
     def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> FP8:
         """As Layout.read. ValueError for a scale that is out of range in `dtype_name` (`_check_scales`).
 
-        weight: from `describe`. arrays: {key: array}. dtype_name: the compute dtype.
+        arrays: {key: array}. dtype_name: the compute dtype.
         """
         codes, (key,) = arrays[self.codes], [key for key in self.scale_keys if key in arrays]
         block: Any = weight.details
@@ -307,7 +307,7 @@ class FP8Files(Layout):
         """As Layout.config: the entry of `quant_method: fp8` if the first weight's scales are for 128 x 128 numbers,
         else of compressed-tensors.
 
-          weights: all in this format. plain: names of unquantised linears. dtype: not used.
+          plain: names of unquantised linears. dtype: not used.
         """
         first = weights[0]
         assert isinstance(first, FP8)

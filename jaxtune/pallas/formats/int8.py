@@ -149,7 +149,7 @@ class LLMInt8(Layout):
     def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> Int8:
         """As Layout.read. ValueError for a negative absmax.
 
-        weight: from `describe`. arrays: {key: array}. dtype_name: to which the weight is decoded by default.
+        arrays: {key: array}. dtype_name: to which the weight is decoded by default.
         """
         absmax = arrays[".SCB"]
         if (absmax < 0).any():

@@ -242,7 +242,7 @@ class Published(Layout):
     def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> MXFP4:
         """As Layout.read: the result is `swapped`. ValueError for a scale of 255, NaN in e8m0.
 
-        weight: from `describe`. arrays: {key: array}. dtype_name: to which the weight is decoded by default.
+        arrays: {key: array}. dtype_name: to which the weight is decoded by default.
         """
         scales = _checked_scales(weight, "_scales", arrays)
         leaves: list = [arrays["_blocks"].reshape(*scales.shape[:-1], -1), scales]
@@ -328,7 +328,7 @@ class CompressedTensors(Layout):
     def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> MXFP4:
         """As Layout.read. ValueError for a scale of 255, NaN in e8m0.
 
-        weight: from `describe`. arrays: {key: array}. dtype_name: to which the weight is decoded by default.
+        arrays: {key: array}. dtype_name: to which the weight is decoded by default.
         """
         leaves: list = [arrays[self.codes], _checked_scales(weight, ".weight_scale", arrays)]
         return MXFP4(*leaves, dtype_name=dtype_name)

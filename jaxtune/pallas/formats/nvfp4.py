@@ -340,7 +340,7 @@ class CompressedTensors(_Files):
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """As Layout.config; activations are quantised if every weight has a scale of activations.
 
-        weights: all in this format. plain: names of unquantised linears. dtype: the compute dtype.
+        plain: names of unquantised linears. dtype: the compute dtype.
         """
         number = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": BLOCK}
         number |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
@@ -388,7 +388,7 @@ class ModelOpt(_Files):
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """As Layout.config; quant_algo says that activations are quantised if every weight has a scale of them.
 
-        weights: all in this format. plain: names of unquantised linears. dtype: the compute dtype.
+        plain: names of unquantised linears. dtype: the compute dtype.
         """
         number = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
         inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)

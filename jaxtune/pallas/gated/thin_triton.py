@@ -77,7 +77,6 @@ def width_of(rank: int) -> int:
 
 
 def _first_use(dtype, width: int, activation: str) -> str | None:
-    """Why this GPU must not run the kernels, or None: both are compared with plain JAX."""
     from jaxtune.pallas.gated import reference
 
     def compare():

@@ -276,11 +276,10 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
 
 
 def adapter_gradients(static: Static, b, inner, groups, dout, dout_tokens=None):
-    """(the gradient of `inner` [rows, at least r], padded by a Mosaic implementation; of B, float32[E, out, r]). b: [E,
-    out, r]. dout, dout_tokens: as in `backward`.
+    """(the gradient of `inner` [rows, at least r], padded by a Mosaic implementation; of B, float32[E, out, r]).
 
-      static: from `prepared`. groups: Groups of the rows. inner: the unscaled low-rank input.
-      dout: [rows, out], or [T, out] with `dout_tokens`, int32[rows], the token of each sorted row.
+    static: from `prepared`. groups: Groups of the rows. b: [E, out, r]. inner: the unscaled low-rank input.
+    dout: [rows, out], or [T, out] with `dout_tokens`, int32[rows], the token of each sorted row.
     """
     inner = scaled(inner, static.scale)
     dinner, db = _thin_pair(dout, b, inner, groups, static.implementation, dout_tokens)

@@ -216,15 +216,14 @@ def linear_log_probs(
     chunk_tokens: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(log-probability of each target, entropy of each distribution), float32[B, T] each in nats, under softmax(logits
-    / temperature): the distribution of a sampler without filters such as top-p. Other arguments, logits and errors are
-    those of linear_cross_entropy.
+    / temperature): the distribution of a sampler without filters such as top-p. Errors are those of
+    linear_cross_entropy.
 
-      targets: int[B, T] in [0, V), at padding, too.
+      hidden: [B, T, D], finite. head: [V, D], cast to hidden's dtype. targets: int[B, T] in [0, V), at padding, too.
       temperature: above 0; divides the logits after scale and soft cap.
-      entropy_gradient: True: the entropies are differentiable, and the backward computes the logits once more. False:
-        their gradient is zero, and with a frozen head logits are computed only once.
-      hidden: [B, T, D], finite. head: [V, D], cast to hidden's dtype.
       soft_cap, logit_scale: logits are soft_cap * tanh(logit_scale * hidden head^T / soft_cap); None: no cap.
+      entropy_gradient: True: the entropies are differentiable, and the backward computes the logits once more. False:
+      their gradient is zero, and with a frozen head logits are computed only once.
       head_gradient: False for a frozen head. chunk_tokens: most tokens with logits at a time; None: 2^27 logits.
     """
     options = (soft_cap, logit_scale, 0.0, 0.0, head_gradient, chunk_tokens, temperature)

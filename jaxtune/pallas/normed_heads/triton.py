@@ -44,7 +44,6 @@ def refusal(x, weight, table) -> str | None:
 
 
 def _first_use(dtype, weight_dtype, dim: int) -> str | None:
-    """Why this GPU must not run the kernels, or None: output and gradients are compared with plain JAX."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)
@@ -72,9 +71,10 @@ def _first_use(dtype, weight_dtype, dim: int) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def normed_heads(x, weight, cos, sin, eps: float, offset: float, float32: bool):
-    """As api.normed_heads, with cos and sin float32[B, T, D / 2]. eps, offset, float32: as in reference.normed.
+    """As api.normed_heads, with cos and sin float32[B, T, D / 2].
 
     x, weight: [B, T, heads, D] of 16 bits, [D].
+    eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
     """
     norm = eps, offset, float32
 

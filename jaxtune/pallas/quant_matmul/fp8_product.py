@@ -370,11 +370,13 @@ def by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str,
     become bfloat16, padded to 16, 32 or 64 columns and, without `blocks`, divided by the scales that multiply
     everything at the end.
 
-      sides: one for "triton" and with `tiles`.
+      codes, scale: e4m3[n, k], float32[n, 1], or with `blocks` [n, ceil(k / 128)].
       u, add: [n, r] and [columns, r], r at most 64, or None.
-      tiles: as of fp8_mosaic.product; add, sides and side_scale then have a leading axis of experts.
-      codes, scale, side_scale: as of `multiply`. dtype: of the result. blocks: each 128 numbers have a scale.
-      name: "mosaic" or "triton".
+      sides: e4m3[columns, k_i] each, side by side along k; one for "triton" and with `tiles`.
+      side_scale: float32[columns] or None; with `blocks` [ceil(columns / 128), ceil(k / 128)].
+      dtype: of the result. blocks: each 128 numbers have a scale. name: "mosaic" or "triton".
+      tiles: None, or int32[n / 128] twice: each 128 rows' expert, and its rows that are not empty; add, sides and
+      side_scale then have a leading axis of experts.
     """
     if blocks:
         scale = scale.T

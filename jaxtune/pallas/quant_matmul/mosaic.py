@@ -407,7 +407,6 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.Array:
-    """row_matmul, jitted so that a program compiles it once for all weights of a shape."""
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = absmax_operands(weight)
     return row_matmul.matmul(x, weight.codes, absmax, nested, pairs, weight.shape[0], _kernel, interpret, programs)
@@ -415,9 +414,7 @@ def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, interpret) -> jax.Array:
-    """line_matmul, or without a tile this module's kernel, jitted so that a program compiles it once for all weights of
-    a shape.
-    """
+    """line_matmul, or without a tile this module's kernel."""
     tokens, columns = x.shape
     rows = weight.shape[0]
     plan = _plan(rows, columns, tokens)

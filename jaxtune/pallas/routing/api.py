@@ -282,7 +282,6 @@ def matmul_of_tokens(
       fp8: multiply an FP8 weight undecoded, by rows rounded to e4m3. weight_trains: False: no gradient of it.
       implementation: of grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" or None.
       is rounded; else it is added to the rounded product.
-      weight and the others: as of grouped_matmul.
     """
     check_routing("matmul_of_tokens", routing)
     check = grouped.checked("matmul_of_tokens", "x", x, "T in", weight, routing.groups, lora, transposed, routing)
@@ -339,7 +338,6 @@ def matmul_to_tokens(
       weight: [E, out, in], or [E, in, out] if `transposed`; an array or quantised. lora: adapters, or None.
       fp8: multiply an FP8 weight undecoded, by rows rounded to e4m3. weight_trains: False: no gradient of it.
       implementation: of grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" or None.
-      weight and the others: as of grouped_matmul.
     """
     check_routing("matmul_to_tokens", routing)
     grouped.checked("matmul_to_tokens", "rows", rows, "rows in", weight, routing.groups, lora, transposed, routing)

@@ -31,13 +31,12 @@ def chunk_attention(
     """Causal attention of the next N tokens of each row over each other and over the row's cache from before them: [B,
     N, heads, D] in query's dtype. XLA computes it, 128 of the N tokens at a time over the whole capacity.
 
-      query: [B, N, heads, D] bfloat16, float16 or float32; new_keys, new_values: [B, N, kv_heads, D] in its dtype.
+      query: [B, N, heads, D] bfloat16, float16 or float32.
+      new_keys, new_values: [B, N, kv_heads, D] in query's dtype, attended to as they are. For an FP8 cache the caller
+      rounds them for `chunk_written`; here, too, if later tokens shall see the same numbers.
       keys, values: [B, kv_heads, capacity, D] in query's dtype or float8_e4m3fn (no scales), finite.
       before: int32[B], tokens before the new ones; of a longer row the cache has the last `capacity`.
-      scale, window, soft_cap, sinks: as in decode_attention; not checked, and neither is the ratio of heads.
-      new_keys, new_values: [B, N, kv_heads, D] in query's dtype, used as they are: nobody rounds them to an FP8 cache's
-      dtype, so later tokens see other numbers unless the caller rounds them before.
-      scale: factor on query . key. window: a token sees itself and the window - 1 before it; None: all.
+      scale: factor on scores. window: a token sees itself and the window - 1 before it; None: all.
       soft_cap: scores s become cap * tanh(s / cap). sinks: float[heads], a logit per head without a value. None of
       these four is checked, nor the ratio of heads.
     """

@@ -17,7 +17,7 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
     """As api.decode_attention, in plain JAX, which defines it. The whole capacity is read and must be finite.
 
     query: [B, heads, D]. keys, values: [B, kv_heads, capacity, D], a ring. lengths: int32[B].
-    scale, window, soft_cap, sinks: as in decode_attention; None: no window, cap or sinks.
+    scale: factor on scores. window: tokens seen, None: all. soft_cap: c of c tanh(s / c). sinks: float[heads].
     """
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]

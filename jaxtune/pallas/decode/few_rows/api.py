@@ -138,10 +138,10 @@ def gated_product(
 
     x: [N, in]; "triton" supports N up to 128.
     activation: a key of gated.ACTIVATIONS. Its argument, its result and x up^T are rounded to x's dtype.
-    loras: of gate and up, as in `products`.
-    implementation: "triton" (as in `products`; "silu" or "gelu_tanh"), "reference", or None: the first that supports
-      the call. For a larger N, None takes the kernel of gated_mosaic.py where it can, else XLA's product and a kernel
-      for the activation.
+    loras: an adapter or None for gate and up, or empty.
+    implementation: "triton" (16 bits on Hopper, multiples of 64 rows and 128 columns, "silu" or "gelu_tanh"),
+    "reference", or None: the first that supports the call. For a larger N, None takes the kernel of gated_mosaic.py
+    where it can, else XLA's product and a kernel for the activation.
     """
     check = Arguments("gated_product")
     check.array("x", x, "N in", FLOATS)
@@ -287,7 +287,7 @@ def placed(
       positions: int32[N]; for a negative one nothing is written, and the row's query means nothing.
       table: (cos, sin) at these positions, float32[N, D / 2] (RoPE); None: no rotation.
       norms: weights [D] of the query's and key's RMS norms, before the rotation; None: no norms.
-      eps, offset, float32: as in `added_norm`.
+      eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
       implementation: "triton" (16-bit caches, D a power of two from 32 to 512), "reference", or None.
     """
     check = Arguments("placed")

@@ -55,7 +55,7 @@ def attended(
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Norms and rotates queries and keys of one new token in each of N sequences, writes its keys and values into the
-    caches, and attends to them. Not differentiable. Arguments are those of `placed` and decode_attention.
+    caches, and attends to them. Not differentiable.
 
     Returns (attention [N, heads, D] in the caches' dtype, 0 for a row at a negative position; keys; values). Caches
     change in place as in `placed`. With the kernel, a row's result has the same bits in any slot, and with
@@ -70,7 +70,7 @@ def attended(
       table: (cos, sin) float32[N, D / 2], or None: no rotation. norms: two weights [D], or None: no norms.
       scale: factor on query . key. window: the token sees itself and the window - 1 before it; None: all.
       soft_cap: scores s become cap * tanh(s / cap). sinks: float[heads], a logit per head without a value.
-      eps, offset, float32: of the norms, as in `added_norm`.
+      eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
     """
     check = Arguments("attended")
     check.array("partial_sums", partial_sums, "splits N width", FLOATS)

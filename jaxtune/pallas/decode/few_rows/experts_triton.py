@@ -75,7 +75,8 @@ def slots(choice, experts: int) -> int:
 def multiplied(x, weight, choice, factors, tile: Tile, at_once: int, activation: int, lora: GroupedLora | None = None):
     """Runs expert_kernel with any tile.
 
-    x, weight, choice, factors: as in expert_kernel.
+    x, weight: [N * k, in], [E, out, in]; with an activation [N, in], [E, 2 out, in], gate first.
+    choice: int32[N, k]. factors: float32[N, k], the router's; without an activation not read.
     tile: with an activation programs have its rows of gate and of up.
     at_once: tokens multiplied at once, a power of two of at least 16.
     activation: 0: none, result float32[k, N, out]; 1 (silu) or 2 (gelu_tanh): [N * k, out] in x's dtype.

@@ -112,7 +112,7 @@ def added_norm(x, partial_sums, weight, *, eps, offset, float32):
     """As api.added_norm, in plain JAX.
 
     x: [N, hidden]. partial_sums: [splits, N, hidden]. weight: [hidden], the norm's.
-    eps, offset, float32: of the norm, as in normed_heads.reference.normed.
+    eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
     """
     added = x + _sum(partial_sums, x.dtype)
     return added, normed(added, weight, eps, offset, float32)

@@ -289,7 +289,7 @@ def added_norm(x, partial_sums, weight, *, eps, offset, float32):
     """As api.added_norm, by added_norm_kernel.
 
     x: [N, hidden] of 16 bits. partial_sums: [splits, N, hidden]. weight: [hidden], the norm's.
-    eps, offset, float32: of the norm, as in normed_heads.reference.normed.
+    eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
     """
     from jaxtune.pallas.decode.few_rows import triton_kernels
 
