@@ -5,13 +5,11 @@ solves (1 + B) z = v - d k S with B[i, j] = (k_i . k_j) D[i, j] beta_j, and beta
 chunk, d its decay up to a token, D[i, j] the decay from token j to a later token i, each 0 across documents. Queries
 and keys are not normalised in memory; their inverse lengths are factors per token.
 
-The forward has three kernels. Two process all chunks in parallel: the factors of tokens, then the inverse of 1 + B and
-the weights with which queries read the chunk's own tokens (see ChunkFactors). The third walks along a row, with a
-program for some columns of a head's state, in registers in float32; products get it rounded to 16 bits. For the
-backward it stores z and the state before each chunk, in 16 bits.
-
-The backward has five. The first walks back with the states' gradients, and stores the gradient after each chunk and
-dvalue; the others compute by chunks. No inverse is differentiated, as d(1 + B) = -dv z^T. Every sum has a fixed order.
+Two kernels of the forward process all chunks in parallel (ChunkFactors). The third walks along a row, with a program
+for some columns of a head's state, in registers in float32; products get it rounded to 16 bits. For the backward it
+stores z and the state before each chunk, in 16 bits. The backward's first kernel walks back with the states' gradients,
+and stores the gradient after each chunk and dvalue; four others compute by chunks. No inverse is differentiated, as d(1
++ B) = -dv z^T. Every sum has a fixed order.
 """
 
 from __future__ import annotations

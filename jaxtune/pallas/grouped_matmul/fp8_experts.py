@@ -2,13 +2,13 @@
 summed in float32.
 
 A weight is [E, A, B], and a product sums along B in the forward, along A for the gradient of the rows (or the reverse).
-Scales of rows (indices along A) or of the whole matrix multiply the result of a sum along B. In a sum along A they are
-factors of the summed axis; a sorted row belongs to one expert and is multiplied by them before it is rounded. Scales of
-128 x 128 numbers are inside both sums. Tensor cores accept e4m3 with the summed axis contiguous only, so for a sum
-along A each product transposes the codes first, unless the weight has them transposed (FP8.transposed).
+Scales of rows (along A) or of the whole matrix multiply a sum along B, and are factors of the summed axis along A: a
+sorted row is multiplied by its expert's before it is rounded. Scales of 128 x 128 numbers are inside both sums. Tensor
+cores accept e4m3 with the summed axis contiguous only, so a sum along A transposes the codes first, unless the weight
+has them transposed (FP8.transposed).
 
-Where no FP8 kernel can multiply, rows are rounded all the same, and their decoded values are multiplied in x's dtype,
-without a gain in speed.
+Where no FP8 kernel can multiply, rows are rounded all the same, and their decoded values multiplied, without a gain in
+speed.
 """
 
 from __future__ import annotations

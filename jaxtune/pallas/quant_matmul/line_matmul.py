@@ -2,10 +2,9 @@
 
 A line is 128 bytes of a row's codes, which are 256 columns. A program has up to 128 rows of the weight, and its
 warpgroups take lines in turns, which TMA loads several ahead. Compared with mosaic.py's kernel, loads in flight take
-shared memory in place of registers, x is read once for all rows of a program in place of every 16, and one instruction
-makes a byte of codes an address. Measurements choose between the two.
-
-Programs with other columns of the same rows are a cluster, and read each other's sums, in a fixed order.
+shared memory in place of registers, and x is read once for all rows of a program in place of every 16. Measurements
+choose between the two. Programs with other columns of the same rows are a cluster, and read each other's sums, in a
+fixed order.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 or NVFP4), and `small_matmul` multiplies a few tokens by NF4 or FP4 without writing the decoded weight to memory.
 
 Up to 16 tokens are line_matmul.py's where a measurement on the GPU says so, else a single one is row_matmul.py's if it
-can, and the others are this file's; 17 to 64 are triton.py's, in NF4 and bfloat16 alone.
-
-A refusal is the reason why a kernel cannot compute a call, or differs from plain JAX on a small case at its
-first use on this GPU; None if it can.
+can, and the others are this file's; 17 to 64 are triton.py's, in NF4 and bfloat16 alone. Refusals include the check at
+first use.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ a pair, the same of every chunk, so that it keeps the token's elements in regist
 of 256 bytes for each byte of codes, which one instruction makes an address: 32 copies of its two elements, one for each
 lane, and an unused half.
 
-Few copies are in flight: with more, the first arrives later, and the last products come after all loads. All threads
-fill the table while a first copy is in flight; then one warpgroup, which multiplies nothing, starts the others, at 0.14
-us each.
+Few copies are in flight: with more, the first arrives later. All threads fill the table while a first copy is in
+flight; then one warpgroup, which multiplies nothing, starts the others.
 """
 
 from __future__ import annotations

@@ -275,13 +275,13 @@ def matmul_of_tokens(
     zero, or have a bias; gradients of empty rows must be zero. Differentiable in x, a weight that is an array, the
     adapter and the bias.
 
-      x: bfloat16, float16 or float32.
+      x: bfloat16, float16 or float32. lora: adapters, or None.
+      weight: [E, out, in], or [E, in, out] if `transposed`; an array or quantised.
       bias: [E, out]. A Mosaic implementation adds it in the adapter's product, where its rank is padded, before the sum
-      weight: [E, out, in], or [E, in, out] if `transposed`; an array or quantised. lora: adapters, or None.
+      is rounded; else it is added to the rounded product.
       derivative_follows: a quantised weight is decoded once for the forward and x's gradient, and x freed early.
       fp8: multiply an FP8 weight undecoded, by rows rounded to e4m3. weight_trains: False: no gradient of it.
-      implementation: of grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" or None.
-      is rounded; else it is added to the rounded product.
+      implementation: "mosaic", "mosaic_ahead", "triton", "reference" or None.
     """
     check_routing("matmul_of_tokens", routing)
     check = grouped.checked("matmul_of_tokens", "x", x, "T in", weight, routing.groups, lora, transposed, routing)
@@ -334,10 +334,10 @@ def matmul_to_tokens(
     choices, and rounded again; a token without an expert gets zeros. Differentiable in rows, a weight that is an array,
     and the adapter; gradients of empty rows are zero.
 
-      rows: bfloat16, float16 or float32; empty rows are zero.
-      weight: [E, out, in], or [E, in, out] if `transposed`; an array or quantised. lora: adapters, or None.
+      rows: bfloat16, float16 or float32; empty rows are zero. lora: adapters, or None.
+      weight: [E, out, in], or [E, in, out] if `transposed`; an array or quantised.
       fp8: multiply an FP8 weight undecoded, by rows rounded to e4m3. weight_trains: False: no gradient of it.
-      implementation: of grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" or None.
+      implementation: "mosaic", "mosaic_ahead", "triton", "reference" or None.
     """
     check_routing("matmul_to_tokens", routing)
     grouped.checked("matmul_to_tokens", "rows", rows, "rows in", weight, routing.groups, lora, transposed, routing)

@@ -1,6 +1,5 @@
 """Routing in plain jnp: the sort of pairs (a token with one of its experts) by expert, the copy of tokens to rows and
-the sum of a token's rows. Every run with experts uses this file: kernels replace only the copy and the two passes of
-the sort, and below 128 experts the passes here are the first choice.
+the sum of a token's rows. Kernels replace only the copy and the two passes of the sort.
 
 The sort is a counting sort by blocks of pairs. The first pass counts the pairs of each expert in each block; the second
 computes each pair's row, from the number of earlier pairs of its expert in its block. Both are sums of comparisons; no
