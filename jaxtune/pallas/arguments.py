@@ -37,13 +37,11 @@ class Arguments:
         self.sizes: dict[str, tuple[int, str]] = {word: (size, "") for word, size in sizes.items()}
 
     def array(self, name: str, value: Any, shape: str, dtypes: Any, stored: tuple[type[Parted], ...] = ()) -> None:
-        """Checks an array's shape and dtype.
+        """Checks an array's shape and dtype; TypeError for what is no array.
 
+        shape: names of its axes, such as "T k"; an axis of a known name must have the known size.
         dtypes: the only dtype, or a tuple of names.
         stored: classes of quantised weights allowed instead; their dtype is not checked.
-        name: of the argument, for the error. shape: names of its axes, such as "T k"; an axis of a known name must have
-        value: the argument itself; what is no array raises TypeError.
-        the known size.
         """
         if isinstance(value, stored):
             if value.problem() is not None:

@@ -405,14 +405,13 @@ def grouped_matmul(
 
       x: [rows, in] bfloat16, float16 or float32, sorted by expert; weights are cast to its dtype.
       weight: [E, out, in], or [E, in, out] if `transposed`; an array, or quantised and then decoded for each product.
-      groups: from `routing.route(choice, E).groups`.
+      groups: from `routing.route(choice, E).groups`. lora: adapters, or None.
       derivative_follows: the derivative is computed soon, and x has no other use: a quantised weight is decoded once
       for both, and the adapter's gradients precede x's, so that x can be freed.
       fp8: multiply an FP8 weight undecoded, by rows rounded to e4m3, forward and for x's gradient; adapters multiply x
       unrounded.
       weight_trains: False: the weight's gradient is zero, and no kernel of it is compiled.
       implementation: "mosaic", "mosaic_ahead" (decodes four bits while it multiplies; on several devices only on
-      lora: adapters, or None.
       request; not for fp8), "triton", "reference", or None for the first that supports the call.
     """
     checked("grouped_matmul", "x", x, "rows in", weight, groups, lora, transposed)

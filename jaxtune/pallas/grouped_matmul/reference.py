@@ -68,7 +68,6 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
     weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), in x's dtype. Of [E, out, in] contract is 2 in the
     forward, 1 for x's gradient; of [E, in, out] the reverse.
     extra: None, or an adapter's u [rows, r] and [E, n, r] or [E, r, n], whose product, rounded to x's dtype, is
-    contract: the weight's summed axis.
     added: in the forward scale x A^T and B, for x's gradient scale dy B and A.
     """
 

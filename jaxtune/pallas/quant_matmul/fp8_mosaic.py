@@ -315,8 +315,8 @@ def product(
     extra: None, or an adapter's bfloat16 u [M, R] and l [N, R], R from `padded_rank`. Without `in_blocks` the scales
     multiply their product too, so divide u and l by them.
     tiles: None, or of rows sorted by expert int32[M / 128] twice: each 128 rows' expert, and how many of them, the
-    dtype: of the result. in_blocks: each 128 numbers have a scale, not each row.
     first ones, are not empty. w (one array), w_scale and l then have a leading axis of experts.
+    in_blocks: each 128 numbers have a scale, not each row.
     """
     if tiles is None:
         sides, w_scale = [side[None] for side in sides], w_scale[None]

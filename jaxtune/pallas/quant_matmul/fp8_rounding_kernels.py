@@ -78,12 +78,11 @@ def to_fp8_rows_kernel(
     """Rounds STEPS tiles of BLOCK rows, each row with one scale, and reads a tile while it rounds the one before. Grid:
     (ROWS / (STEPS BLOCK), rounded up,).
 
-      a, b, c, d: [SOURCES, width] each, as many as WIDTHS.
+      a, b, c, d: [SOURCES, width] each, as many as WIDTHS. codes, scales: e4m3[ROWS, TOTAL], float32[ROWS].
       factors: if SCALED, float32[EXPERTS, TOTAL].
       experts: if GROUPED, int32[ROWS / TILE_ROWS]; a program has rows of one expert.
       tokens: if GATHERED, int32[ROWS]; SOURCES for zeros.
       PIECES: of each WIDTH columns (array, first column in it, first column of the result, columns that the array has
-      codes, scales: e4m3[ROWS, TOTAL], float32[ROWS].
       from there).
     """
     arrays = (a, b, c, d)

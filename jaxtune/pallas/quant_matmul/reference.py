@@ -341,11 +341,10 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     """quant_matmul of checked arguments and a chosen implementation. A row_scale multiplies both products, in float32,
     before the bias is added.
 
-      dropout_rate, dropout_key, dropout_part: of the adapters' inputs; a rate of 0: no dropout. biases: an array or
-      x: [..., in]. weights: [out_i, in]. loras: a LoraWeights or None for each.
+      x: [..., in]. weights: [out_i, in]. loras, biases: a LoraWeights or None, an array or None for each.
+      dropout_rate, dropout_key: of the adapters' inputs; a rate of 0: no dropout.
       dropout_part: x's number among equal runs of rows.
       kernels: the module that decodes and multiplies few tokens. as_stored: of Static.
-      None for each weight.
     """
     flat = x.reshape(-1, x.shape[-1])
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)

@@ -232,14 +232,12 @@ def added_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """(x plus a product, the RMS norm of that), [N, hidden] each in x's dtype, in one kernel. Not differentiable.
 
-    x: [N, hidden], the residual stream.
+    x: [N, hidden], the residual stream. weight: float[hidden]. eps: added to the mean square.
     partial_sums: [splits, N, hidden], partial sums of `products` or `experts_down`; their sum is rounded to x's dtype
-      first.
-    weight: [hidden], any floating dtype.
+    first.
     offset: added to the weight, such as 1 for Gemma; ignored unless float32.
     float32: the normed numbers times the weight are rounded once; otherwise both are rounded first, and the product.
     implementation: "triton" (x of 16 bits, at most 16,384 columns), "reference", or None.
-    eps: added to the mean square.
     """
     check = Arguments("added_norm")
     check.array("x", x, "N hidden", FLOATS)
