@@ -234,7 +234,6 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
       absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks, a multiple of 4], in global memory.
       nested_ref: float32, of each 256 consecutive numbers of absmax_ref, or None.
       first_row, rows: int32[]; the rows of a tile.
-      warpgroups: of the program.
 
     Returns ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None).
     """
@@ -283,7 +282,6 @@ def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
       nested_refs: (map float32[256], offset float32[1]) of double quantisation, in global memory, or empty.
       scales_smem: float32[rows of a tile, at least `blocks`].
       blocks: of a row, a multiple of 4.
-      warpgroups: of the program.
     """
     arrays = [array for array in share if array is not None]
     layouts = [plgpu.Layout.WG_STRIDED(array.shape, vector) for array, vector in zip(arrays, (4, 1), strict=False)]

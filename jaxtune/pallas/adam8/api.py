@@ -267,8 +267,8 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
 def adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, divided=None
 ):
-    """One step of Adam on a tensor with 8-bit moments by the Hopper kernel; ask `refusal` first. Arguments and results
-    are those of plain_update, with a bfloat16 or float32 gradient.
+    """One step of Adam on a tensor with 8-bit moments by the Hopper kernel; ask `refusal` first. Results are
+    those of plain_update; the gradient is bfloat16 or float32.
 
     Donated moments are updated in place if nothing else reads them; a choice between old and new moments outside would
     read them, so `finite` makes it here.

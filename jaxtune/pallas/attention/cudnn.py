@@ -111,7 +111,7 @@ def _real(layout, array):
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_forward; soft_cap and sinks must be None.
+    """As api.attention_forward: (out, lse); soft_cap and sinks must be None.
 
     query, key, value: [B, T, heads or kv_heads, D] of 16 bits.
     layout: PackedLayout with max_documents. scale: factor on query . key.
@@ -127,7 +127,8 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_backward; soft_cap and sinks must be None, and dout counts as 0 at padding.
+    """As api.attention_backward: (dquery, dkey, dvalue, None); soft_cap and sinks must be None, and dout counts as 0 at
+    padding.
 
     query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D].
     layout, scale: the forward's. window: keys that a query sees, itself included; None: all.

@@ -274,7 +274,7 @@ def _pairs(query, key) -> bool:
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_forward; lse is 0 at padding, too. The same call gives the same bits.
+    """As api.attention_forward: (out, lse); lse is 0 at padding, too. The same call gives the same bits.
 
     query, key, value: [B, T, heads or kv_heads, D] of 16 bits.
     layout: PackedLayout of the rows. scale: factor on query . key.
@@ -465,7 +465,7 @@ def _sum_of_shares(gradient, shares: int):
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_backward. The same call gives the same bits.
+    """As api.attention_backward: (dquery, dkey, dvalue, dsinks). The same call gives the same bits.
 
     query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D], finite at padding.
     layout, scale: the forward's. window: keys that a query sees, itself included; None: all.

@@ -93,7 +93,6 @@ def query_kernel(
       k_free, v_free: both warpgroups have read a slot. swap_barrier: of Turns.
       blocks: mosaic_parts.Blocks. pairs: the warpgroups take the same queries of two heads that share keys.
       scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
-      interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
@@ -282,7 +281,6 @@ def key_kernel(
       own_full, q_full, do_full: barriers: an item's own operands, or a slot's block, have arrived.
       q_free, do_free: both warpgroups have read a slot. swap_barrier: of Turns.
       blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
-      interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

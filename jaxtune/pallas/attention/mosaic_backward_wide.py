@@ -70,7 +70,6 @@ def wide_key_kernel(
       key_full: barrier: keys and bounds have arrived; value_full: values have.
       q_full, do_full, weights_full: barriers: a slot is filled. q_free, do_free, weights_free: it was read.
       blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
-      interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

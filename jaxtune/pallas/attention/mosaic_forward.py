@@ -128,7 +128,6 @@ def forward_kernel(
       k_free, v_free: both warpgroups have read a slot. swap_barrier: of Turns.
       blocks: mosaic_parts.Blocks. pairs: the warpgroups take the same queries of two heads that share keys.
       scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
-      interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)

@@ -186,7 +186,6 @@ def half_forward_kernel(
       own_full, k_full, v_full: barriers: an item's own operands, or a slot, have arrived. k_free, v_free: it was read.
       blocks: mosaic_parts.Blocks. pairs: the warpgroups take the same queries of two heads that share keys.
       scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
-      interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg, column_sections=2)
@@ -342,7 +341,6 @@ def half_query_kernel(
       own_full, k_full, v_full: barriers: an item's own operands, or a slot, have arrived. k_free, v_free: it was read.
       both_done: both warpgroups arrive when they no longer read an item's queries and dout.
       blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
-      interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, False, wg, shared=True)

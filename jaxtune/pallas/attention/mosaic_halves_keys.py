@@ -125,7 +125,6 @@ def half_key_kernel(
       read.
       both_done: both warpgroups arrive when they no longer read an item's keys and values.
       blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
-      interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     side = _KeySide(q_ref, k_ref, table_ref, blocks)
@@ -253,7 +252,6 @@ def half_value_kernel(
     read.
     both_done: both warpgroups arrive when they no longer read an item's keys.
     blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
-    interpreted: by Pallas' interpreter.
     """
     wg = lax.axis_index("wg")
     side = _KeySide(q_ref, k_ref, table_ref, blocks)

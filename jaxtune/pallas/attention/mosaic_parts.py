@@ -112,7 +112,7 @@ def add_product(total, left, right, interpreted):
     """total + left right on the tensor cores, in place; left is in registers, right in shared memory. Pallas'
     interpreter has neither run_state nor such a wgmma.
 
-      total: float32 in registers. interpreted: by Pallas' interpreter.
+      total: float32 in registers.
     """
     if interpreted:
         return total + lax.dot(left, right[...], preferred_element_type=jnp.float32)

@@ -43,7 +43,6 @@ def log_normal_segments(rows: int, length: int, mean: float, sigma: float, seed:
     data.
 
       mean: tokens; sigma: standard deviation of a length's logarithm.
-      seed: of numpy's generator; equal seeds give equal lengths.
     """
     rng = np.random.default_rng(seed)
     segments = np.zeros((rows, length), np.int32)

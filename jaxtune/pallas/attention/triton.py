@@ -134,7 +134,7 @@ def _call(
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_forward; lse is 0 at padding, too. ValueError unless scale is above 0.
+    """As api.attention_forward: (out, lse); lse is 0 at padding, too. ValueError unless scale is above 0.
 
     query, key, value: [B, T, heads or kv_heads, D] of 16 bits.
     layout: PackedLayout of the rows. scale: factor on query . key.
@@ -162,7 +162,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_backward. ValueError unless scale is above 0.
+    """As api.attention_backward: (dquery, dkey, dvalue, dsinks). ValueError unless scale is above 0.
 
     query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D], finite at padding.
     layout, scale: the forward's. window: keys that a query sees, itself included; None: all.

@@ -29,7 +29,7 @@ GROUP_TOKENS = 4096  # tokens (of all rows) whose matrices [CHUNK, CHUNK] exist 
 
 
 def forward(query, key, value, decay, beta, layout):
-    """As api.gated_delta_rule, in plain JAX over chunks of tokens.
+    """As api.gated_delta_rule: [B, T, heads, V], over chunks of tokens.
 
     query, key, value: [B, T, key_heads, K] twice, [B, T, heads, V]. layout: PackedLayout of the rows.
     decay, beta: [B, T, heads], logarithms at most 0, and shares in [0, 1].
@@ -44,7 +44,7 @@ def forward(query, key, value, decay, beta, layout):
 
 
 def state(key, value, decay, beta, lengths):
-    """As api.delta_rule_state.
+    """As api.delta_rule_state: float32[B, heads, K, V].
 
     key, value: [B, T, key_heads, K], [B, T, heads, V]. lengths: int[B], tokens that count.
     decay, beta: [B, T, heads], logarithms at most 0, and shares in [0, 1].
@@ -55,7 +55,7 @@ def state(key, value, decay, beta, lengths):
 
 
 def chunk(query, key, value, decay, beta, state):
-    """As api.delta_rule_chunk.
+    """As api.delta_rule_chunk: (out [B, T, heads, V], next state).
 
     query, key, value: [B, T, key_heads, K] twice, [B, T, heads, V].
     decay, beta: [B, T, heads], logarithms at most 0, and shares in [0, 1].

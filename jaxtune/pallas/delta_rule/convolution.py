@@ -24,8 +24,8 @@ _WIDTH, _TOKENS = 256, 64  # channels and tokens of a program
 
 @jax.checkpoint
 def forward(x, weight, layout):
-    """As api.short_convolution. The derivative stores x and weight and recomputes the float32 sums, twice the size of a
-    16-bit x.
+    """As api.short_convolution: [B, T, C]. The derivative stores x and weight and recomputes the float32 sums, twice
+    the size of a 16-bit x.
 
       x, weight: [B, T, C], [C, k]. layout: PackedLayout of the rows.
     """
@@ -88,7 +88,7 @@ def _first_use(dtype) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def in_parts(x, weight, layout, part_sizes):
-    """As api.short_convolution_parts, by the kernels.
+    """As api.short_convolution_parts: a tuple of [B, T, size].
 
     x, weight: [B, T, C] of 16 bits, [C, 4]. layout: PackedLayout of the rows.
     part_sizes: a tuple of three numbers that add up to C, multiples of 256.
@@ -141,7 +141,7 @@ in_parts.defvjp(_in_parts_fwd, _in_parts_bwd)
 
 
 def step(x, weight, window):
-    """As api.short_convolution_step.
+    """As api.short_convolution_step: (out [B, 1, C], next window).
 
     x, weight, window: [B, 1, C], [C, k], [B, k - 1, C].
     """

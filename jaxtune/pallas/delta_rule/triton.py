@@ -96,7 +96,7 @@ def _first_use(dtype, group: int) -> str | None:
 
 
 def forward(query, key, value, decay, beta, layout: PackedLayout):
-    """As api.gated_delta_rule, by the kernels.
+    """As api.gated_delta_rule: [B, T, heads, 128].
 
     query, key, value: [B, T, key_heads, 128] twice, [B, T, heads, 128], of 16 bits. layout: of the rows.
     decay, beta: float32[B, T, heads], logarithms at most 0, and shares in [0, 1].

@@ -2,10 +2,10 @@
 
 Arrays of tokens are [B, T, heads, dim]; helpers get a pointer to one head's first token, and STRIDE, numbers from token
 to token; tokens past the row (LENGTH) are 0. Numbers per token are float32[B, heads, CHUNKS * CHUNK], matrices of a
-chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]; triton.ChunkFactors explains
-their names. `starts` and `ends` int32[B, T] are document bounds. KEY_DIM equals VALUE_DIM, SCALE is 1 / sqrt(K), WIDTH
-the columns of a program or step. Helpers named ..._turned load or store transposes. No left operand of a product is the
-transpose of a matrix that the kernel computed, because Triton 3.4 to 3.7 compile that wrongly for Hopper.
+chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads, CHUNKS, VALUE_DIM, KEY_DIM], KEY_DIM = VALUE_DIM;
+triton.ChunkFactors explains their names. Helpers named ..._turned load or store transposes. No left operand of a
+product is the transpose of a matrix that the kernel computed, because Triton 3.4 to 3.7 compile that wrongly for
+Hopper.
 """
 
 import triton

@@ -89,7 +89,8 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
 
 
 def gated_backward(gate, up, dgated, activation: str):
-    """As api.gated_backward, with float32 inside. XLA copies arguments first that something else reads.
+    """As api.gated_backward: (activation(gate) * up, gradients of gate and up), with float32 inside. XLA copies
+    arguments first that something else reads.
 
     gate, up, dgated: bfloat16 of one shape, a multiple of 1,024 elements; dgated: gradient of activation(gate) * up.
     activation: "silu" or "gelu_tanh".

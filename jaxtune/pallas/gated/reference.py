@@ -88,7 +88,7 @@ def gated_rows(gate_up: jax.Array, weights: jax.Array, gate: RowGate) -> jax.Arr
 
 
 def gated_rows_backward(gate_up, weights, dgated, gate: RowGate):
-    """As api.gated_rows_backward, in plain JAX.
+    """As api.gated_rows_backward: (weighted inner rows, gradients of gate_up and of weights).
 
     gate_up: [rows, 2 I]. weights: float32[rows], the router's. dgated: [rows, I], of the weighted inner rows.
     """

@@ -137,7 +137,8 @@ def gated_thin(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ..
 
 
 def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As thin.gated_thin_backward. XLA copies gate and up first if something else reads them.
+    """As thin.gated_thin_backward: (gradients of gate and up, float32[r, I] of A). XLA copies gate and up first if
+    something else reads them.
 
     gate, up, dgated: [tokens, I] of 16 bits; dgated: gradient of activation(gate) * up.
     dinner: [tokens, r], gradient of the low-rank input. activation: "silu" or "gelu_tanh".

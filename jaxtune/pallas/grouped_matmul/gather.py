@@ -51,8 +51,6 @@ def _layout(rows: int):
 def numbers(tokens_ref, first, rows: int, interpreted: bool):
     """Loads tokens_ref[first : first + rows] into the calling warpgroup's registers, as `start_copy` takes them;
     separate, so that indices can be loaded while earlier rows are copied. `rows` is a multiple of 16.
-
-      interpreted: by Pallas' interpreter.
     """
     if interpreted:
         return tokens_ref[pl.ds(first, rows)]
@@ -83,7 +81,7 @@ def start_copy(x_ref, tokens, target, first_column, transforms, interpreted: boo
       tokens: from `numbers`; the index T copies zeros.
       target: [rows, columns] in shared memory, columns a multiple of 64, tiles of (8, 64) swizzled by 128 bytes.
       first_column: int32[], a multiple of 8.
-      transforms: of `target`. interpreted: by Pallas' interpreter.
+      transforms: of `target`.
     """
     rows, columns = target.shape
     if interpreted:

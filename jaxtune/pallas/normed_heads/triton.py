@@ -71,7 +71,7 @@ def _first_use(dtype, weight_dtype, dim: int) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def normed_heads(x, weight, cos, sin, eps: float, offset: float, float32: bool):
-    """As api.normed_heads, with cos and sin float32[B, T, D / 2].
+    """As api.normed_heads: [B, T, heads, D], with cos and sin float32[B, T, D / 2].
 
     x, weight: [B, T, heads, D] of 16 bits, [D].
     eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.

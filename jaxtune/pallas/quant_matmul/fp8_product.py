@@ -437,9 +437,6 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> 
 
 
 def _first_rounding(dtype, blocks: bool) -> str | None:
-    """Compares the kernel of fp8_rounding.py with `rounded`, in a case for each way in which the kernel divides its
-    work.
-    """
 
     def compare():
         results, expected = [], []
@@ -473,7 +470,7 @@ def _rounded_alone(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _first_gated(dtype, width: int, activation: str) -> str | None:
-    """Compares `gated_operand`'s kernel with plain JAX. width: columns of the product with A."""
+    """width: columns of the product with A."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 3)
@@ -527,7 +524,7 @@ def _first_gradients(dtype, width: int, activation: str) -> str | None:
 
 
 def _first_normed(width: int, blocks: bool) -> str | None:
-    """Compares the kernel of fp8_normed.py with plain JAX. width: columns of the product with the A's, or 0."""
+    """width: columns of the product with the A's, or 0."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 3)

@@ -70,7 +70,6 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjace
       absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks of a row].
       adjacent: neighbouring lines of one warpgroup, 1, 2 or 4; the warpgroups take turns.
       nested_ref: float32, of each 256 consecutive numbers of absmax_ref, or None. first_row, first_line: int32[].
-      warpgroups: of the program.
     """
     blocks = absmax_ref.shape[1]
     count = -(-4 * rows // 128)
@@ -297,7 +296,7 @@ def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgr
 
       totals_smem: 32-bit, [tokens, rows] at least; with several splits overwritten, for other programs to read.
       split, splits: the program's number in its cluster, and the number of these programs.
-      partial_smem: of `keep_line_sums`. first_row: int32[]. warpgroups: of the program.
+      partial_smem: of `keep_line_sums`. first_row: int32[].
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))

@@ -52,8 +52,6 @@ class Tile:
 def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
     """The reason why the kernel cannot multiply this number of tokens by a weight [rows, columns], or None; it does not
     ask for the GPU.
-
-      tile: how the kernel would divide its work.
     """
     if rows % 16 or columns % (_SPAN * LINE) or rows < tile.rows:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
@@ -245,7 +243,6 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
     nested: [map float32[256], nested absmax, offset float32[1]] of a uint8 absmax; else empty.
     pairs: x's dtype [256, 2], the two elements of each byte.
     kernel, interpret: mosaic._kernel (mosaic.py imports this module), and the interpreter's parameters or None.
-    tile: how the kernel divides its work.
     """
     (tokens, columns), rows = x.shape, codes.shape[0]
     ring = (tile.warpgroups, tile.stages)

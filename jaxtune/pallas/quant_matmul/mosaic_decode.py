@@ -126,7 +126,6 @@ class Chunks:
         beside_products: look codes up by byte permutations, without shared memory, which tensor cores read at the
         same time; False: by warp shuffles, fewer instructions.
         refs: of `operands`, in their order. chunk: int32[], its number. loaded: what `load` returned for it.
-        interpreted: by Pallas' interpreter.
         """
         _, _, table_ref, *nested_refs = refs
         codes, scales = loaded

@@ -177,7 +177,7 @@ def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None
     """Copies each token to the rows of its pairs: x [T, H] -> [rows, H], with zeros in empty rows.
 
     Gradients of empty rows must be zero. A token's gradient is the sum of its rows', in float32 in the order of its
-    choices. Models use matmul_of_tokens, which includes the copy.
+    choices.
 
       routing: of these tokens. implementation: "mosaic", "reference", or None: the first that supports the call.
     """
@@ -205,7 +205,7 @@ _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
 @meshes.on_any_mesh
 def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
     """Sums each token's rows: [rows, H] -> [T, H] in the rows' dtype, in float32 in the order of the token's choices.
-    Empty rows must be zero; a token without an expert gets zeros. Models use matmul_to_tokens, which includes the sum.
+    Empty rows must be zero; a token without an expert gets zeros.
 
       routing: by which the rows were made.
       implementation: "mosaic", "reference" or None, of the backward's copy of gradients to rows, which checks it.
@@ -350,7 +350,7 @@ def matmul_to_tokens(
 @meshes.on_any_mesh
 def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.Array) -> jax.Array:
     """Adds each token's experts' biases, times their weights, to out [T, n], in float32; the result has out's dtype.
-    Differentiable in out, weights and bias. It gives matmul_to_tokens its bias.
+    Differentiable in out, weights and bias.
 
       weights: float32[T, k]; 0 where a choice is no expert.
       bias: [E, n].

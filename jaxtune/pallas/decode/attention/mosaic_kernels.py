@@ -47,7 +47,6 @@ def split_kernel(
         without D, in log2.
       k_smem, v_smem: slots [workers * stages, step, D], each with a barrier of k_full, v_full.
       blocks: mosaic.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
-      interpreted: by Pallas' interpreter.
     """
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     kv_heads, capacity, heads, dim = *k_ref.shape[1:3], *q_ref.shape[2:]

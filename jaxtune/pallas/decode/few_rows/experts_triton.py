@@ -136,7 +136,7 @@ def _with(lora: GroupedLora | None, tile: Tile, at_once: int) -> Tile:
 
 
 def experts_gated(x, gate_up, choice, weights, activation, lora):
-    """As experts.experts_gated, by expert_kernel. Only if `gated_refusal` is None.
+    """As experts.experts_gated: [N * k, inner]. Only if `gated_refusal` is None.
 
     x: [N, hidden] of 16 bits. gate_up: [E, 2 * inner, hidden] in its dtype. lora: its adapters, or None.
     choice: int32[N, k]. weights: float32[N, k], the router's. activation: "silu" or "gelu_tanh".
@@ -147,7 +147,7 @@ def experts_gated(x, gate_up, choice, weights, activation, lora):
 
 
 def experts_down(h, down, choice, lora):
-    """As experts.experts_down, by expert_kernel. Only if `down_refusal` is None.
+    """As experts.experts_down: float32[k, N, hidden]. Only if `down_refusal` is None.
 
     h: [N * k, inner] of 16 bits. down: [E, hidden, inner]. choice: int32[N, k]. lora: adapters, or None.
     """

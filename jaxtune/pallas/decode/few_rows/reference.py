@@ -41,7 +41,7 @@ def products(x, weights, loras=(), splits: int = 1):
 
 
 def gated_product(x, gate, up, activation, loras=()):
-    """As api.gated_product, in plain JAX.
+    """As api.gated_product: [N, out].
 
     x: [N, in]. gate, up: [out, in] in x's dtype. activation: a key of gated.ACTIVATIONS.
     loras: adapters of gate and up, or (): none.
@@ -81,7 +81,7 @@ def _of_experts(rows, matrices, choice, lora, dtype):
 
 
 def experts_gated(x, gate_up, choice, weights, activation, lora):
-    """As experts.experts_gated, in plain JAX.
+    """As experts.experts_gated: [N * k, inner].
 
     x: [N, hidden]. gate_up: [E, 2 * inner, hidden], gate first. lora: its adapters, or None.
     choice: int32[N, k]. weights: float32[N, k], the router's. activation: a key of gated.ACTIVATIONS.
@@ -92,7 +92,7 @@ def experts_gated(x, gate_up, choice, weights, activation, lora):
 
 
 def experts_down(h, down, choice, lora):
-    """As experts.experts_down, in plain JAX.
+    """As experts.experts_down: float32[k, N, hidden].
 
     h: [N * k, inner]. down: [E, hidden, inner]. choice: int32[N, k]. lora: adapters, or None.
     """
@@ -109,7 +109,7 @@ def _sum(partial_sums, dtype):
 
 
 def added_norm(x, partial_sums, weight, *, eps, offset, float32):
-    """As api.added_norm, in plain JAX.
+    """As api.added_norm: (x plus the sum, its norm).
 
     x: [N, hidden]. partial_sums: [splits, N, hidden]. weight: [hidden], the norm's.
     eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
@@ -119,7 +119,7 @@ def added_norm(x, partial_sums, weight, *, eps, offset, float32):
 
 
 def placed(partial_sums, keys, values, positions, table, norms, *, eps, offset, float32):
-    """As api.placed, in plain JAX.
+    """As api.placed: (query [N, heads, D], keys, values).
 
     partial_sums: [splits, N, (heads + 2 kv_heads) D]. keys, values: caches [N, kv_heads, capacity, D].
     positions: int32[N]; negative: nothing is written. table: (cos, sin) float32[N, D / 2], or None.

@@ -210,7 +210,7 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
 
 
 def products(x, weights, loras=()):
-    """As api.products, by product_kernel. Only if `products_refusal` is None.
+    """As api.products: [splits, N, sum of out_i]. Only if `products_refusal` is None.
 
     x: [N, in] of 16 bits. weights: one to three [out_i, in]. loras: an adapter or None for each; (): none.
     """
@@ -235,7 +235,7 @@ def gated_tile(rows: int) -> Tile:
 
 
 def gated_product(x, gate, up, activation, loras=()):
-    """As api.gated_product, by product_kernel. Only if `gated_refusal` is None.
+    """As api.gated_product: [N, out]. Only if `gated_refusal` is None.
 
     x: [N, in] of 16 bits. gate, up: [out, in]. activation: "silu" or "gelu_tanh".
     loras: adapters of gate and up, or (): none.
@@ -286,7 +286,7 @@ def added_norm_refusal(x) -> str | None:
 
 
 def added_norm(x, partial_sums, weight, *, eps, offset, float32):
-    """As api.added_norm, by added_norm_kernel.
+    """As api.added_norm: (x plus the sum, its norm).
 
     x: [N, hidden] of 16 bits. partial_sums: [splits, N, hidden]. weight: [hidden], the norm's.
     eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
@@ -326,7 +326,7 @@ def placed_refusal(keys) -> str | None:
 
 
 def placed(partial_sums, keys, values, positions, table, norms, *, eps, offset, float32):
-    """As api.placed, by placed_kernel.
+    """As api.placed: (query [N, heads, D], keys, values).
 
     partial_sums: [splits, N, (heads + 2 kv_heads) D]. keys, values: caches [N, kv_heads, capacity, D] of 16 bits.
     positions: int32[N]; negative: nothing is written. table: (cos, sin) float32[N, D / 2], or None.
