@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -23,6 +24,7 @@ from jaxtune.train.config.checks import (
 )
 from jaxtune.train.config.model import AdapterConfig, ModelConfig
 from jaxtune.train.config.objective import DEFAULT_OBJECTIVE, ObjectiveConfig
+from jaxtune.train.config.precision import REST, Precision
 from jaxtune.train.config.qat import QatConfig
 from jaxtune.train.config.sections import (
     OF_ANSWERS,
@@ -43,7 +45,6 @@ from jaxtune.train.config.sections import (
 from jaxtune.train.config.step_unit import StepUnit
 
 DEFAULT_OUTPUT = "runs/{recipe}"
-_REST = "*"  # the pattern in `precision` that says in which dtype the model computes
 # Sections that can be given as a single string, and the key that it sets: `qat: int4` sets qat.format.
 SHORTHANDS = {"qat": "format", "objective": "name"}
 
@@ -118,20 +119,21 @@ class TrainConfig:
     output: Annotated[str, "Folder for everything the run writes; {recipe} is the recipe's name."] = DEFAULT_OUTPUT
 
     @property
+    def numbers(self) -> Precision:
+        """What `precision` comes to; optim.weights is the dtype of trained weights."""
+        return Precision.of(self.precision)
+
+    @property
     def computes_in(self) -> str:
-        """The word of the dtype in which the model computes: "bf16", "fp32" or "fp16"."""
-        return self.precision if isinstance(self.precision, str) else self.precision[_REST]
+        return self.numbers.computes_in
 
     @property
     def dtype(self) -> str:
-        """The dtype in which the model computes, such as "bfloat16"; optim.weights is that of trained weights."""
-        return DTYPES[self.computes_in]
+        return self.numbers.dtype
 
     @property
-    def components(self) -> dict[str, str]:
-        """{pattern of modules' names: dtype or format} of `precision` without "*"; {} if it is a single dtype."""
-        patterns = {} if isinstance(self.precision, str) else self.precision
-        return {pattern: word for pattern, word in patterns.items() if pattern != _REST}
+    def components(self) -> Mapping[str, str]:
+        return self.numbers.components
 
     @property
     def unit(self) -> StepUnit:
@@ -232,11 +234,11 @@ class TrainConfig:
         """Checks a map of `precision`, sets its "*", and replaces one that has only "*" by the word."""
         if isinstance(self.precision, str):
             return
-        object.__setattr__(self, "precision", {**self.precision, _REST: self.precision.get(_REST, "bf16")})
+        object.__setattr__(self, "precision", {**self.precision, REST: self.precision.get(REST, "bf16")})
         require(
-            self.precision[_REST] in DTYPES,
-            f"precision.{_REST}",
-            self.precision[_REST],
+            self.precision[REST] in DTYPES,
+            f"precision.{REST}",
+            self.precision[REST],
             f"must be {', '.join(DTYPES)}, in which the model computes; the layers' format is model.load_in",
         )
         for pattern, word in self.components.items():
@@ -249,7 +251,7 @@ class TrainConfig:
                 "quantised weights are frozen and train through an adapter: set adapter: {}, or name a dtype",
             )
         if not self.components:
-            object.__setattr__(self, "precision", self.precision[_REST])
+            object.__setattr__(self, "precision", self.precision[REST])
 
     def _check_adapter(self) -> None:
         """Keys that need an adapter, or that one rules out. optim.offload needs max_grad_norm: states are updated
