@@ -8,22 +8,24 @@ from typing import Any
 from jaxtune.convert.schedules import schedule_keys
 from jaxtune.convert.translation import Translation
 from jaxtune.train.config import OptimConfig
+from jaxtune.train.config.objective import example_of
+from jaxtune.train.config.step_unit import StepUnit
 
 ROPES = ("yarn", "linear", "llama3", "longrope")
 
 
-def batch(recipe: Translation, rows_key: str, documents: str) -> None:
+def batch(recipe: Translation, rows_key: str, method: str) -> None:
     """Sets rows_per_step, of one GPU.
 
     recipe: gets the key, and a note.
     rows_key: the other program's key for rows on a device.
-    documents: what a row is there, such as "pairs".
+    method: of objective.name.
     """
     rows, count = recipe[rows_key] or 1, recipe["gradient_accumulation_steps"] or 1
     recipe.set("rows_per_step", rows * count)
     recipe.notes.append(
-        f"rows_per_step: {rows} {documents} x {count} micro-batches of one GPU (of several, multiply by their number); "
-        "the planner chooses the micro-batches"
+        f"rows_per_step: {rows} {example_of(method)} x {count} micro-batches of one GPU (of several, multiply by their "
+        "number); the planner chooses the micro-batches"
     )
 
 
@@ -80,20 +82,21 @@ def precision(recipe: Translation, bf16: bool, fp16: bool, *sources: str) -> Non
     recipe.set("precision", "bf16" if bf16 else "fp16" if fp16 else "fp32", *sources)
 
 
-def packing(recipe: Translation, packs: bool, *sources: str) -> None:
-    """Sets data.packing. Without it a step has as many documents as there: "step", or false if rows are not known
-    before.
+def packing(recipe: Translation, method: str, packs: bool, *sources: str) -> bool:
+    """Sets data.packing, so that a step has as many examples as there; returns whether rows are packed.
 
-      recipe: has data.train already.
-      packs: whether the other program packs.
-      sources: its keys that decide it.
+    recipe: has data.train already.
+    method: of objective.name.
+    packs: whether the other program packs.
+    sources: its keys that decide it.
     """
     names = recipe.get("data.train")
     mixed = isinstance(names, list) and not isinstance(names[0], str)
-    alone = bool(recipe.get("data.streaming")) or mixed
-    recipe.set("data.packing", True if packs else False if alone else "step", *sources)
-    if not packs and not alone:
+    unit = StepUnit.of_trainers(example_of(method), packs, known=not (recipe.get("data.streaming") or mixed))
+    recipe.set("data.packing", unit.packing, *sources)
+    if unit.counts_examples:
         recipe.notes.append("data.packing: step: an update has as many documents as there; true makes fewer updates")
+    return unit.shares_rows
 
 
 def columns(recipe: Translation, names: Mapping[str, str], source_name: str) -> None:

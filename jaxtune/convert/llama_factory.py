@@ -37,7 +37,7 @@ def translate(recipe: Translation, folder: Path) -> None:
     method = _objective(recipe, stage)
     _data(recipe, folder, stage, method)
     _adapter(recipe)
-    common.batch(recipe, "per_device_train_batch_size", {"sft": "rows", "kto": "answers"}.get(method, "pairs"))
+    common.batch(recipe, "per_device_train_batch_size", method)
     common.length_of_run(recipe, "num_train_epochs")
     common.warmup(recipe)
     for key in _OTHER_OPTIMIZERS:
@@ -101,7 +101,7 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
             recipe.notes.append("data.streaming is off, as epochs of a stream cannot be counted")
     _mixture(recipe)
     packs = bool(recipe["neat_packing"]) or (stage == "pt" if recipe["packing"] is None else bool(recipe["packing"]))
-    common.packing(recipe, packs and method == "sft", *(("packing",) if recipe.sets("packing", "neat_packing") else ()))
+    common.packing(recipe, method, packs, *(("packing",) if recipe.sets("packing", "neat_packing") else ()))
     if recipe["train_on_prompt"] or stage == "pt":
         recipe.set("data.train_on", "all")
     if recipe["mask_history"]:

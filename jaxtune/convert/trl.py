@@ -16,7 +16,6 @@ _LOSSES = {
     "kto": ("kto",),
     "sft": ("nll",),
 }
-_DOCUMENTS = {"sft": "rows", "dpo": "pairs", "reward": "pairs"}
 
 
 def translate(recipe: Translation, trainer: str | None) -> None:
@@ -37,7 +36,7 @@ def translate(recipe: Translation, trainer: str | None) -> None:
     _loss(recipe, trainer)
     _data(recipe, trainer)
     _adapter(recipe)
-    common.batch(recipe, "per_device_train_batch_size", _DOCUMENTS.get(trainer, "answers"))
+    common.batch(recipe, "per_device_train_batch_size", trainer)
     common.length_of_run(recipe, "num_train_epochs")
     common.warmup(recipe)
     recipe.choose(("optim",), "optim.name", recipe.table.optimizers)
@@ -160,8 +159,7 @@ def _data(recipe: Translation, trainer: str) -> None:
         recipe.lack("max_length", None, "data.length is a number; longer rows are cut")
     else:
         recipe.set("data.length", recipe["max_length"], "max_length")
-    packs = trainer == "sft" and bool(recipe["packing"])
-    common.packing(recipe, packs, *(("packing",) if recipe.sets("packing") else ()))
+    packs = common.packing(recipe, trainer, bool(recipe["packing"]), *(("packing",) if recipe.sets("packing") else ()))
     if packs and recipe["packing_strategy"] in ("wrapped", "bfd_split"):
         recipe.set("data.overflow", "split")
     if trainer == "sft":
