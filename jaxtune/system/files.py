@@ -36,9 +36,10 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
     Raises OSError; the old content is then untouched, unless only the folder's flush failed. A symbolic link is
     replaced.
 
+      data: a text is written as UTF-8.
       mode: permissions, less the umask.
       durable: wait until data and name are on disk. Without, a power failure may leave an incomplete file: for files
-      that are verified when read, or flushed with their folder.
+        that are verified when read, or flushed with their folder.
     """
     path = Path(path)
     data = data.encode() if isinstance(data, str) else data

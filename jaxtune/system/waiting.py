@@ -99,8 +99,10 @@ def look() -> None:
 
 
 def result[T](future: Future[T], description: str, timeout_seconds: float | None = None) -> T:
-    """What the future returns or raises. description: such as "rows of step 3", for a line after ten seconds. Raises
-    TimeoutError; `future.done()` tells it from the future's own. timeout_seconds: None: no limit.
+    """What the future returns or raises. Raises TimeoutError; `future.done()` tells it from the future's own.
+
+    description: such as "rows of step 3", for a line after ten seconds.
+    timeout_seconds: None: no limit.
     """
     began, reported, kind = time.monotonic(), False, re.sub(r"\d+", "#", description)
     while True:
@@ -257,6 +259,9 @@ class Worker:
         self._thread.join(None if kind is None else 2.0)
 
     def submit[T](self, function: Callable[..., T], *arguments: object) -> Future[T]:
+        """Queues a task; the future gets its result or any exception, SystemExit too. After the context has ended it
+        never runs.
+        """
         future: Future[T] = Future()
 
         def task() -> None:

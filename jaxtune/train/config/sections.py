@@ -14,6 +14,7 @@ from pydantic import ConfigDict
 
 from jaxtune.conversations.templates import checked_arguments
 from jaxtune.train.config.checks import ConfigError, fraction, not_negative, positive, require
+from jaxtune.train.config.step_unit import Packing, StepUnit
 
 _STRICT = ConfigDict(extra="forbid")
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
@@ -104,7 +105,7 @@ class DataConfig:
         int, "Tokens in a row; of sampled answers, if it is left out: what the longest prompts and answers fill best."
     ] = Unset(2048)
     packing: Annotated[
-        bool | Literal["step"],
+        Packing,
         "Fill rows with several whole documents; false: one padded document a row; step: a step has rows_per_step "
         "documents (or pairs), which share rows.",
     ] = True
@@ -189,7 +190,7 @@ class DataConfig:
             return
         require(self.eval_rows == 0, "data.eval_rows", self.eval_rows, f"data.train is {why}; set data.eval to a file")
         require(
-            self.packing != "step",
+            not StepUnit(self.packing).counts_examples,
             "data.packing",
             self.packing,
             f"data.train is {why}, so steps cannot be packed before the run; set it to true or false",

@@ -152,7 +152,7 @@ class StoredTeacher:
     def _attached(self, rows: TokenDataset, rows_key: str) -> TokenDataset:
         """A copy of `rows` with places for the values. rows_key: the config key of the rows."""
         # Rows that are evaluated with packing=step may be longer than data.length.
-        is_whole = rows.overflow != "truncate" or (rows.packing == "step" and rows_key != "data.train")
+        is_whole = rows.overflow != "truncate" or (rows.unit.counts_examples and rows_key != "data.train")
         values = TeacherValues(rows.documents, None if is_whole else rows.length, self.k)
         if self._file is not None:
             self._file.require_all(values, rows_key)
