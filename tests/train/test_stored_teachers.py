@@ -81,7 +81,7 @@ def test_with_the_whole_vocabulary_it_is_the_run_with_the_teacher_beside(run, tm
     whole = trainer_of(tmp_path)
     trained = whole.train()
     stored, result = run
-    assert stored.model.prepared.teacher is None and stored.objective.reference_runs == 0
+    assert stored.model.prepared.teacher is None and stored.spec.objective.reference_runs == 0
     for name in ("loss", "eval_loss", "entropy", "grad_norm"):
         np.testing.assert_allclose(of_metric(stored, name), of_metric(whole, name), rtol=2e-5)
     for one, other in zip(*(jax.tree.leaves(nnx.state(each)) for each in (result, trained)), strict=True):
