@@ -98,7 +98,7 @@ def put(temporary: Path, path: Path, durable: bool = True) -> None:
             with contextlib.suppress(FileNotFoundError):  # another process moved it
                 os.rename(path, aside)
                 replaced.append(aside)
-    except OSError:
+    except BaseException:
         if replaced and not path.exists():
             os.rename(replaced[-1], path)
         raise
