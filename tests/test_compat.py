@@ -462,7 +462,6 @@ ERRORS = [
     ),
     (from_(dtype="int8"), "dtype = 'int8' is not supported"),
     (from_(use_gradient_checkpointing="sometimes"), "use_gradient_checkpointing = 'sometimes' is not supported"),
-    (from_(max_seq_length=4096), "max_length 4096 does not fit"),
     (from_(full_finetuning=True), "loaded with full_finetuning=True"),
     (peft_(bias="some"), "bias = 'some' is not supported; supported: 'none'"),
     (peft_(loftq_config={"bits": 4}), "loftq_config = "),

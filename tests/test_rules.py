@@ -474,6 +474,87 @@ def test_a_format_named_elsewhere_is_found(module, source):
     assert not format_uses("from jaxtune.pallas.formats import FORMATS, Stored", "jaxtune.models.hf", format_classes())
 
 
+# ---- an objective is known to its own room, to the key that names it, and to what samples rows for it alone
+
+OBJECTIVES_ROOM = "jaxtune.train.objectives"
+# Beside the room: the key that names an objective, and what translates other programs' methods to it.
+MAY_NAME_OBJECTIVES = (OBJECTIVES_ROOM, "jaxtune.train.config.objective", "jaxtune.convert")
+SAMPLE_FOR_OBJECTIVES = tuple(f"jaxtune.train.sampled.{file}" for file in ("sources", "prompts", "own_samples"))
+
+
+def objective_names() -> tuple[set[str], set[str]]:
+    """(classes of objectives and their instances, the words of objective.name)"""
+    paths = sorted(ROOT.glob("jaxtune/train/objectives/*.py"))
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    classes, words, instances = {"Declared"}, set[str](), set[str]()
+    for _ in range(5):  # a class may be based on one of a later file
+        for node in nodes:
+            if isinstance(node, ast.ClassDef) and classes & {ast.unparse(base) for base in node.bases}:
+                classes.add(node.name)
+    for node in nodes:
+        if isinstance(node, ast.ClassDef) and node.name in classes:
+            named = (line for line in node.body if isinstance(line, ast.AnnAssign) and line.value is not None)
+            words |= {str(ast.literal_eval(line.value)) for line in named if ast.unparse(line.target) == "name"}
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and ast.unparse(node.value.func) in classes
+        ):
+            instances.add(ast.unparse(node.targets[0]))
+    return (classes | instances) - {"Declared", "Objective"}, words
+
+
+def objective_uses(source: str, module: str, classes: set[str], words: set[str]) -> list[str]:
+    """Where a module imports a class of objectives, or asks for one's name."""
+    if any(within(module, room) for room in MAY_NAME_OBJECTIVES):
+        return []
+    tree, found = ast.parse(source), []
+    if module not in SAMPLE_FOR_OBJECTIVES:
+        for name, line in imports(tree, module, False):
+            if within(name, OBJECTIVES_ROOM) and name.rpartition(".")[2] in classes:
+                found.append(f"{module}:{line} imports {name}: declare what differs (objectives/objective.py)")
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Compare | ast.MatchValue):
+            continue
+        sides = [node.value] if isinstance(node, ast.MatchValue) else [node.left, *node.comparators]
+        values = {each.value for side in sides for each in ast.walk(side) if isinstance(each, ast.Constant)}
+        # "reward" in a text looks for a word in it
+        looks = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn) and len(values) == 1
+        asks = any(re.search(r"\bobjective\.(name|label)$", ast.unparse(side)) for side in sides)
+        if asks or (values and values <= words and not looks):
+            found.append(f"{module}:{node.lineno} asks which objective it is: declare what differs")
+    return found
+
+
+def test_an_objective_is_known_to_its_room_alone():
+    classes, words = objective_names()
+    assert {"SFT", "SUPERVISED", "DPO", "KTO", "Reward", "RLOO", "Distill"} <= classes
+    assert {"sft", "dpo", "kto", "reward", "grpo", "rloo", "distill"} <= words
+    found = []
+    for path in MODULES:
+        found += objective_uses(path.read_text(encoding="utf-8"), module_name(path), classes, words)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from jaxtune.train.objectives.policy import GRPO",
+        "def f():\n    from jaxtune.train.objectives.sft import SUPERVISED",
+        "if config.objective.name == kind:\n    pass",
+        "if objective.label != kind:\n    pass",
+        "if name in ('dpo', 'kto'):\n    pass",
+        "slack = 1 if 'sft' == name else 2",
+        "match name:\n    case 'grpo':\n        pass",
+    ],
+)
+def test_an_objective_named_elsewhere_is_found(source):
+    assert objective_uses(source, "jaxtune.train.planning.cost", *objective_names())
+    assert not objective_uses(source, "jaxtune.train.objectives.named", *objective_names())
+    right = "from jaxtune.train.objectives.named import objective_of\nx = name in ('text', 'sft')\ny = 'reward' in line"
+    assert not objective_uses(right, "jaxtune.train.planning.cost", *objective_names())
+
+
 ENTRY = re.compile(r" *((?:\*{0,2}[a-z_]\w*(?:, | and ))*\*{0,2}[a-z_]\w*): ")  # `name, name: text`
 DOTTED = re.compile(r"`([a-z_]\w*)\.(\w+)(?:\([^`]*\))?`")
 

@@ -28,8 +28,8 @@ import numpy as np
 from benchmarks.kernels.quant_matmul import copy_gb_per_s
 from benchmarks.kernels.timing import arguments, compiled, distance, figure, median_ms, normal, record_parts, same_bits
 from jaxtune.pallas import tuning
-from jaxtune.pallas.decode_attention import mosaic, reference, triton
-from jaxtune.pallas.decode_attention.shapes import CASES, Case
+from jaxtune.pallas.decode.attention import mosaic, reference, triton
+from jaxtune.pallas.decode.attention.shapes import CASES, Case
 
 CACHE_BYTES = 4_000_000_000  # of all layers of a program, at most
 IN_ANY_BATCH = ("64 rows", "64 rows, head dim 64, window 128", "64 rows, head dim 256, soft cap")

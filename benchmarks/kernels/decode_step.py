@@ -28,10 +28,10 @@ import numpy as np
 
 from benchmarks.kernels.quant_matmul import copy_gb_per_s
 from benchmarks.kernels.timing import arguments, compiled, distance, normal, queued_ms, record_parts
-from jaxtune.pallas import few_rows
-from jaxtune.pallas.decode_attention import mosaic, triton
-from jaxtune.pallas.few_rows import triton as few
-from jaxtune.pallas.few_rows.triton import Tile
+from jaxtune.pallas.decode import few_rows
+from jaxtune.pallas.decode.attention import mosaic, triton
+from jaxtune.pallas.decode.few_rows import triton as few
+from jaxtune.pallas.decode.few_rows.triton import Tile
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM = 4096, 14336, 32, 8, 128
 LAYERS = 6
@@ -40,7 +40,7 @@ SHAPES = {"qkv": (6144, HIDDEN), "o": (HIDDEN, HIDDEN), "gated": (INNER, HIDDEN)
 WEIGHTS = {"q": (HIDDEN, HIDDEN), "k": (1024, HIDDEN), "v": (1024, HIDDEN), "o": SHAPES["o"]}
 WEIGHTS |= {"gate": SHAPES["gated"], "up": SHAPES["gated"], "down": SHAPES["down"]}
 # The module, whose name is that of its function too.
-attended = importlib.import_module("jaxtune.pallas.few_rows.attended")
+attended = importlib.import_module("jaxtune.pallas.decode.few_rows.attended")
 type Way = str | tuple[Tile, int]  # "default", "xla", or the tile and the number of splits
 
 _PLAIN, _WIDE = Tile(64, 128, 4, 4), Tile(128, 64, 8, 4)
@@ -223,7 +223,7 @@ def attention_of(name: str, copy: float) -> dict:
         return query
 
     def whole(tile, query, keys, values, lengths):
-        from jaxtune.pallas.decode_attention.triton import _decode_whole
+        from jaxtune.pallas.decode.attention.triton import _decode_whole
 
         kept = triton.WHOLE_TILES[DIM]
         triton.WHOLE_TILES[DIM] = triton.Tile(*tile)

@@ -53,10 +53,13 @@ def run(arguments: Sequence[str]) -> int | None:
     allow_pinned_memory()
     if not options.plan:
         joining.join(options.coordinator, options.processes, options.process)
+    from jaxtune.train.objectives.named import objective_of
+
+    objective = objective_of(config)
     if config.data.train and not (options.plan and config.plan.device is not None):
         from jaxtune.train.data.rows.first_look import require_readable
 
-        require_readable(config)
+        require_readable(config, converts=objective.row_format is None and not objective.samples)
     from jaxtune.train.app import run as train
 
     return train(config, check=options.check, plan=options.plan)

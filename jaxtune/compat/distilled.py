@@ -22,6 +22,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.rows.streamed import is_stream
+from jaxtune.train.objectives.named import of_section
 from jaxtune.train.references.teachers import BASE, with_teacher
 
 _USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the trainer loads by its name
@@ -129,21 +130,16 @@ class DistilledTrainer(PreferenceTrainer):
         """The options of ObjectiveConfig about sampling and the loss's temperature: {name: value}."""
         raise NotImplementedError
 
-    @property
-    def _samples(self) -> bool:
-        """Whether the run samples answers; rows are then packed with them, so data.packing is True."""
-        return True
-
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """The TrainConfig of the run, packed if answers are sampled; rows_per_step counts rows of the data set.
+        """The TrainConfig of the run; rows_per_step counts rows of the data set.
 
         prepared: as in SFTTrainer.config.
         """
         config = super().config(resume, prepared)
-        if not self._samples:
+        if not of_section(config.objective).samples:
             return config
         arguments = dict(getattr(self.args, "chat_template_kwargs", None) or {}) or None
-        data = dataclasses.replace(config.data, packing=True, template_arguments=arguments)
+        data = dataclasses.replace(config.data, template_arguments=arguments)
         return dataclasses.replace(config, data=data)
 
 
@@ -214,12 +210,8 @@ class GKDTrainer(DistilledTrainer):
                     type(self.args).__name__, loss_option, "the last answer of a conversation is trained on, as in TRL"
                 )
 
-    @property
-    def _samples(self) -> bool:
-        return self.args.lmbda > 0
-
     def _drawing(self) -> dict[str, float | int]:
-        if not self._samples:
+        if not self.args.lmbda:
             return dict(temperature=1.0, on_policy=0.0)
         return dict(
             temperature=1.0,

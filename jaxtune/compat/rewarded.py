@@ -35,17 +35,17 @@ from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig, without_effect
 from jaxtune.train.config.sections import REWARDS
-from jaxtune.train.data.batches import Batch
+from jaxtune.train.data.batches import Batch, BatchSource
 from jaxtune.train.data.rendering.templates import trained_tokenizer
 from jaxtune.train.data.rows.streamed import is_stream
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.policy import GRPO as Policy
 from jaxtune.train.objectives.policy import log_probs_of
-from jaxtune.train.sampled.prompts import UserFunctions, sampled_answers
+from jaxtune.train.sampled.prompts import UserFunctions
 from jaxtune.train.sampled.reward_functions import RewardFunction, RewardFunctions, RewardOptions, Turns
 from jaxtune.train.sampled.reward_log import RewardLog
 from jaxtune.train.sampled.rollout_function import RolloutModel
-from jaxtune.train.sampled.rollouts import SampledAnswers, Score
+from jaxtune.train.sampled.rollouts import Score
+from jaxtune.train.sampled.sources import sampled_source
 from jaxtune.train.sampled.tools import Tools
 from jaxtune.train.trainer import Trainer
 from jaxtune.train.user_code.calling import running
@@ -404,12 +404,12 @@ class RewardedTrainer(PreferenceTrainer):
 
     # ---- the run
 
-    def _reference(self, objective: Policy) -> Score | None:
+    def _reference(self, temperature: float) -> Score | None:
         """Scores answers under the copied weights of the reference, from before the first call of train(), as in TRL;
         None without a KL term, or if it is the adapter off. Maps (the run's model, a Batch) to the targets'
         log-probabilities, float32[rows, length].
         """
-        reference_weights, temperature = self._kept, objective.settings.temperature
+        reference_weights = self._kept
         if reference_weights is None:
             return None
 
@@ -419,17 +419,17 @@ class RewardedTrainer(PreferenceTrainer):
 
         return score
 
-    def _source(self, config: TrainConfig) -> SampledAnswers:
+    def _source(self, config: TrainConfig) -> BatchSource:
         objective, module = objective_of(config), self.model.module
-        assert isinstance(objective, Policy)
-        return sampled_answers(
+        assert objective.packed is not None
+        return sampled_source(
             objective,
             self._rows["train"],
             trained_tokenizer(self.tokenizer, config.data.template, config.data.template_arguments),
             config,
             ends_of(module, self.tokenizer),
             module.config.context_length,
-            self._parts(self._reference(objective)),
+            self._parts(self._reference(objective.packed.temperature)),
         )
 
     def _rollout(self, prompts: list[Turns], model: RolloutModel) -> Mapping[str, Sequence]:

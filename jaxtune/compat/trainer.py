@@ -68,6 +68,7 @@ from jaxtune.train.display.metrics import JSONL
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.record import with_today
 from jaxtune.train.folder.run_folder import CHECKPOINTS
+from jaxtune.train.objectives.named import of_section
 from jaxtune.train.optimizer.optim import embedding_tensors
 from jaxtune.train.trainer import Trainer
 
@@ -301,9 +302,10 @@ class SFTTrainer(ScriptWords):
         log_every = every("logging_steps") or 1
         every_save = every("save_steps") if saves == "steps" else {"no": None, "epoch": epoch}[saves]
         every_evaluation = {"no": None, "epoch": epoch, "steps": every("eval_steps") or log_every}[evaluates]
-        packing, objective = self._packing(), self._objective()
+        packing, section = self._packing(), self._objective()
+        objective = of_section(section)
         # These losses depend on which examples share a micro-batch; all others are sums over examples.
-        keeps_micro_batches = packing or objective.name in ("kto", "orpo")
+        keeps_micro_batches = packing or objective.by_micro_batch
         residuals = self.model.residuals
         if args.gradient_checkpointing is not None:
             residuals = choose("SFTConfig", "gradient_checkpointing", args.gradient_checkpointing, RESIDUALS)
@@ -327,7 +329,7 @@ class SFTTrainer(ScriptWords):
                 num_workers=args.dataset_num_proc,
                 **self._masking,
             ),
-            objective=objective,
+            objective=section,
             adapter=self.model.adapter,
             steps=steps,
             epochs=args.num_train_epochs if steps is None else None,

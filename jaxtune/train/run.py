@@ -106,7 +106,7 @@ class _StepRows:
         signals, time and errors save it (Saver.listening).
         """
         with self._saver.listening(step, state):
-            if self._engine.batches.sees_model:
+            if self._engine.batches.needs_model:
                 return self._engine.load_step(step, lambda: self._model(state))
             if self._loading is None or self._loading[0] != step:
                 self.load(step)
@@ -126,7 +126,7 @@ class _StepRows:
 
     def load(self, step: int) -> None:
         """Begins to load a step, also again for another plan; nothing if there is none or the source samples."""
-        if step < self._total_steps and not self._engine.batches.sees_model:
+        if step < self._total_steps and not self._engine.batches.needs_model:
             self._loading = step, self._worker.submit(self._engine.load_step, step)
 
 

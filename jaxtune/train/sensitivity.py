@@ -27,7 +27,7 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.objectives.sft import SFT
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.spec.loading import load_model
 from jaxtune.train.spec.run_rows import Reader, run_rows
 
@@ -158,9 +158,10 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
     any). Batches have up to 8,192 tokens or one longer row, and may end with padding. ValueError for another objective
     than sft, a precision map, or rows made during the run.
     """
-    if config.objective.name != "sft":
+    objective = objective_of(config)
+    if objective.samples or objective.unit != "targets":
         raise ValueError(
-            f"sensitivity: objective = {config.objective.name}: the rows must be those of supervised fine-tuning: give "
+            f"sensitivity: objective = {objective.label}: the rows must be those of supervised fine-tuning: give "
             "objective=sft and data.train=FILE"
         )
     if config.components:
@@ -173,7 +174,7 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
         config, model=plain, adapter=None, qat=None, objective=ObjectiveConfig(), precision=config.computes_in
     )
     model, tokenizer = load_model(config)
-    train, held_out = run_rows(Reader(SFT(), tokenizer, config, model.config))
+    train, held_out = run_rows(Reader(objective_of(config), tokenizer, config, model.config))
     dataset = train if held_out is None else held_out
     if not isinstance(dataset, TokenDataset):
         raise ValueError(

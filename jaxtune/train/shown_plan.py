@@ -20,7 +20,6 @@ from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.config.sections import Unset
 from jaxtune.train.display import plan_text
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.policy import GRPO
 from jaxtune.train.planning import choice, cost, devices, fitting, search, teacher_pass
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.meshes import mesh_of
@@ -61,36 +60,35 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
     shape, stored_in = config_from_hf(hf), weights_stored_in(hf)
     require_stated(f"model.path = {config.model.path!r}", hf, config.model.load_in)
     config = replace(config, model=replace(config.model, load_in=config.model.load_in or stored_in))
-    objective = objective_of(config)
-    runs, sampled = objective.reference_runs, config.data.length
+    packed, sampled = objective_of(config).packed, config.data.length
     answers = config.rows_per_step
-    if isinstance(objective, GRPO) and isinstance(config.data.length, Unset):
-        sampled = _ASSUMED_PROMPT + objective.settings.max_completion_length
+    if packed is not None and isinstance(config.data.length, Unset):
+        sampled = _ASSUMED_PROMPT + packed.max_completion_length
         multiple = math.prod(config.mesh.sizes) if config.mesh and -1 not in config.mesh.sizes else 1
         length, rows = packed_shape(sampled, answers, multiple * (config.micro_batches or 1))
         config = replace(config, rows_per_step=rows, data=replace(config.data, length=length))
         text = f"rows are not read: prompts of at most {_ASSUMED_PROMPT} tokens are assumed; set data.length for others"
         console.print(fitted(text, console), markup=False, highlight=False)
     if device is None:
-        mesh_config, why = mesh_of(config, lambda: cost.abstract_model(shape, config), reference_runs=runs)
+        mesh_config, why = mesh_of(config, lambda: cost.abstract_model(shape, config))
         if why is not None:
             console.print(fitted(why, console), markup=False, highlight=False)
         config = replace(config, mesh=mesh_config)
         device = _here(config, mesh_config)
     budget_bytes = devices.budget(config, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory
-    costs = cost.step_cost(cost.abstract_model(shape, config), config, reference_runs=runs)
+    costs = cost.step_cost(cost.abstract_model(shape, config), config)
     room = search.Room(budget_bytes, devices.limit(config, device))
     try:
         forecast, _ = search.next_plan(costs, config, device, room)
     except choice.PlanError as error:
-        fixes = fitting.fitting_settings(shape, config, device, budget_bytes, reference_runs=runs)
+        fixes = fitting.fitting_settings(shape, config, device, budget_bytes)
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
     longest = fitting.longest_row(costs, config, device, budget_bytes)
     plan_text.plan_elsewhere(forecast, costs, device, budget_bytes, longest, shape.context_length, console)
-    if isinstance(objective, GRPO):  # rows are not read here, so that prompts are taken to be as long as there is room
+    if packed is not None:  # rows are not read here, so that prompts are taken to be as long as there is room
         room = budget_bytes - costs.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(costs, device)
-        most = min(objective.settings.slots, answers * objective.settings.steps_per_generation)
+        most = min(packed.slots, answers * packed.steps_per_generation)
         slots = slots_for(cost.abstract_model(shape, config), room, sampled, most)
         console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
     for line in teacher_pass.pass_lines(config, shape, device):

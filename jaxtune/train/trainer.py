@@ -56,7 +56,7 @@ from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, next_name
 from jaxtune.train.folder.run_state import recorded_state
 from jaxtune.train.folder.saving import Saver, TrainingInterrupted
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.objectives.objective import Objective, RunNeeds
 from jaxtune.train.optimizer.schedule import new_rates
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.disk import Written, disk_lines, written_by
@@ -74,7 +74,7 @@ from jaxtune.train.run import Profile, Run, is_evaluation_due, rows_identity
 from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.spec import own_parts, setup
-from jaxtune.train.spec.run_rows import Reader, run_rows, samples, source_of
+from jaxtune.train.spec.run_rows import Reader, run_rows, source_of
 from jaxtune.train.user_code.calling import running
 
 
@@ -128,17 +128,17 @@ class Trainer:
         self.steps_done = 0
         self.unsaved: str | None = None
         self.sampled: Sampled | None = None  # how many questions are answered at a time, if any will be
-        self.stored = StoredTeacher(objective or objective_of(config), config, model, self.tokenizer)
+        self.objective = objective_of(config, objective)
+        self.stored = StoredTeacher(self.objective, config, model, self.tokenizer)
         self.model = TrainedModel(self.stored.student(model), config, keeps_model, weights)
         if not jax.tree.leaves(self.model.trainable):
             raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
         own_parts.require_nothing_beside(config, optimizer, schedule, objective)
         self.config = config = with_today(recorded_config(config, self.model.prepared), tokenizer)
-        self.objective = objective or objective_of(config)
         if not (isinstance(train_rows, SampledAnswers) and train_rows.own_reference):
             self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
-        ends = ends_of(self.model.given, self.tokenizer) if samples(self.objective) else ()
+        ends = ends_of(self.model.given, self.tokenizer) if self.objective.samples else ()
         data = dataclasses.replace(config.data, template=config.data.trained_template)
         rows_config = dataclasses.replace(config, data=data)
         reader = Reader(self.objective, self.tokenizer, rows_config, self.model.given.config, tuple(ends))
@@ -162,11 +162,14 @@ class Trainer:
         # `own` identifies the parts that were given to this trainer, for checkpoints.
         self.own = own_parts.identities(self.model.trainable, self.total_steps, optimizer, schedule, objective)
         self.code = code_of(self._functions(objective))
+        self.needs = RunNeeds.of(self.objective, self.batches)
         rule = setup.update_rule(config, self.total_steps, optimizer, schedule)
-        programs = setup.step_programs(config, self.model, self.objective, rule, self.batches, self.eval_data)
+        programs = setup.step_programs(
+            config, self.model, self.objective, self.needs, rule, self.batches, self.eval_data
+        )
         self.names = trainable_names(self.model.trainable)
         self.flops = flop_counter(self.model.prepared)
-        config, mesh, planner = setup.planned(config, self.model, self.objective, self.batches, optimizer, trains)
+        config, mesh, planner = setup.planned(config, self.model, self.needs, self.batches, optimizer, trains)
         self.slots, self.answers = setup.with_slots(planner, self.model.prepared, self.batches, self.answers)
         self.engine = Engine(*programs, planner, mesh, self.batches, config, self.eval_data and self.eval_data.rows)
 
@@ -421,13 +424,13 @@ class Trainer:
             self.config,
             partition.MeshShape.of(self.mesh).shard_count,
         )
-        phases = phases_of(model.prepared, model.trainable, *of_plan, self.sampled, self.slots)
+        phases = phases_of(model.prepared, model.trainable, *of_plan, self.sampled, self.slots, self.needs.rows_before)
         phases = [*self.stored.phases(self.engine), *phases]
         return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)
 
     def notes(self) -> list[str]:
-        losses, model = self.program.aux_losses, self.model
-        return precision_notes(self.config, self.storage(), self.gradients, losses, model.given, model.qat)
+        how = self.storage(), self.gradients, self.program.aux_losses
+        return precision_notes(self.config, self.objective, *how, self.model.given, self.model.qat)
 
     def storage(self) -> dict[str, str]:
         """{"weights": "fp32" or "bf16", "optimizer": "fp32", "8 bits" or "as it was given"}."""

@@ -416,7 +416,7 @@ class Signalled(Trainer):
         super().__init__(*arguments)
         real = self.engine.evaluate
 
-        def evaluate(program, trainable, frozen, batches, shown, between):
+        def evaluate(program, trainable, frozen, batches, shown, between, load):
             calls = []
 
             def then():
@@ -427,7 +427,7 @@ class Signalled(Trainer):
                 between()
 
             step, _ = between.args  # of Saver.poll: what is done between two batches
-            return real(program, trainable, frozen, batches, shown, then if step == self.when else between)
+            return real(program, trainable, frozen, batches, shown, then if step == self.when else between, load)
 
         self.engine.evaluate = evaluate
 

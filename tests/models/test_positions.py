@@ -45,6 +45,18 @@ def test_the_scaling_is_that_of_full_attention_and_the_rest_stays(name, scaling,
         assert after.rotary[1:] == before.rotary[1:]
 
 
+@pytest.mark.parametrize("key", ("rope_parameters", "rope_scaling"))
+def test_queries_that_grow_with_their_position_do_so_under_another_base(key):
+    hf = {name: value for name, value in CONFIGS["ministral3"].items() if name != "rope_parameters"}
+    hf |= {key: CONFIGS["ministral3"]["rope_parameters"]}
+    [before], [after] = (
+        config_from_hf(hf).rotary,
+        config_from_hf(stretched(hf, {"type": "linear", "factor": 2.0}, None)).rotary,
+    )
+    growth = before.llama_4_scaling_beta, before.original_max_position_embeddings
+    assert (after.kind, after.llama_4_scaling_beta, after.original_max_position_embeddings) == ("linear", *growth)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(CONFIGS)), st.integers(1, 5000))
 def test_positions_alone_leave_every_angle(name, more):

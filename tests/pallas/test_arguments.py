@@ -8,7 +8,7 @@ import pytest
 
 from jaxtune.pallas import adam8
 from jaxtune.pallas.attention import PackedLayout, attention, attention_backward, attention_forward, packed_layout
-from jaxtune.pallas.decode_attention import (
+from jaxtune.pallas.decode.attention import (
     cache_capacity,
     cache_of,
     chunk_attention,
@@ -16,6 +16,7 @@ from jaxtune.pallas.decode_attention import (
     decode_attention,
     written,
 )
+from jaxtune.pallas.decode.few_rows import placed
 from jaxtune.pallas.delta_rule import (
     delta_rule_chunk,
     delta_rule_state,
@@ -25,7 +26,6 @@ from jaxtune.pallas.delta_rule import (
     short_convolution_parts,
     short_convolution_step,
 )
-from jaxtune.pallas.few_rows import placed
 from jaxtune.pallas.formats import MXFP4, NF4, blockwise8
 from jaxtune.pallas.gated import (
     RowGate,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxtune.pallas import dispatch, gpu_kernel
-from jaxtune.pallas.decode_attention import (
+from jaxtune.pallas.decode.attention import (
     cache_capacity,
     cache_of,
     chunk_attention,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxtune.pallas import dispatch, gpu_kernel, persistent
-from jaxtune.pallas.few_rows import gated_mosaic, gated_product, reference
-from jaxtune.pallas.few_rows import triton as few_triton
+from jaxtune.pallas.decode.few_rows import gated_mosaic, gated_product, reference
+from jaxtune.pallas.decode.few_rows import triton as few_triton
 from jaxtune.pallas.quant_matmul import LoraWeights
 
 

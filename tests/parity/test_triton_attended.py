@@ -13,13 +13,13 @@ from near_numbers import near, normal
 from triton_interpreter import interpreted
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.decode_attention import reference as attention_reference
-from jaxtune.pallas.few_rows import attended, attended_kernels, placed, reference
-from jaxtune.pallas.few_rows.cases import in_float32
+from jaxtune.pallas.decode.attention import reference as attention_reference
+from jaxtune.pallas.decode.few_rows import attended, attended_kernels, placed, reference
+from jaxtune.pallas.decode.few_rows.cases import in_float32
 
 HOPPER = (9, 0)
 # The module, whose name in its package is that of the function.
-attended_module = importlib.import_module("jaxtune.pallas.few_rows.attended")
+attended_module = importlib.import_module("jaxtune.pallas.decode.few_rows.attended")
 
 
 ATTENDED = {

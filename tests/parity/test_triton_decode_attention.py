@@ -9,7 +9,7 @@ import pytest
 from triton_interpreter import interpreted
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.decode_attention import cache_of, decode_attention, inserted
+from jaxtune.pallas.decode.attention import cache_of, decode_attention, inserted
 
 LENGTHS = (0, 1, 37, 64, 300)
 LONG = 1152  # of a cache that is read in splits; shorter ones are read in one pass

@@ -13,7 +13,7 @@ from near_numbers import near, normal
 from triton_interpreter import interpreted
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.few_rows import (
+from jaxtune.pallas.decode.few_rows import (
     added_norm,
     chosen_token,
     experts_down,

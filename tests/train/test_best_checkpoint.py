@@ -171,7 +171,6 @@ def test_the_best_checkpoint_can_be_by_the_second_function_of_one_name(tmp_path)
         (dict(checkpoint=dict(best="loss")), "checkpoint.best = 'loss': name a metric as metrics"),
         (dict(checkpoint=dict(best_is="least")), "checkpoint.best_is = 'least': .* set checkpoint.best"),
         (dict(checkpoint=dict(best="eval_loss")), "checkpoint.best = 'eval_loss': needs evaluations"),
-        (HELD_OUT | REWARDED | dict(checkpoint=dict(best="eval_loss")), "evaluations have no loss with grpo; name"),
         (HELD_OUT | dict(checkpoint=dict(best="eval_answers/regex")), "evaluations have no answers; name functions"),
         (
             HELD_OUT

@@ -188,7 +188,6 @@ def test_yaml_faults_name_file_and_line(recipe):
         ("steps: 0", "steps = 0: must be greater than 0"),
         ("schedule: {warmup_steps: 5, warmup_ratio: 0.1}", "schedule.warmup_steps = 5: unset it or"),
         ("evaluation: {exact_match_rows: 5}", "evaluation.exact_match_rows = 5: needs held-out rows to ask: set"),
-        ("objective: dpo\nevaluation: {exact_match_rows: 5}", "its rows have no right answer (objective = dpo)"),
         ("evaluation: {every_steps: 5}", "evaluation.every_steps = 5: needs rows"),
         ("adapter: {path: a, r: 8}", "adapter.r = 8: adapter.path brings its own settings; remove it"),
         ("adapter: {lora_dropout: 1.0}", "adapter.lora_dropout = 1.0: must be from 0 to below 1"),

@@ -368,7 +368,7 @@ def test_the_plan_counts_the_teacher(tmp_path):
     config = make_config(tmp_path, objective=ObjectiveConfig("distill", teacher="base"))
     alone = abstract_model(tiny_config(), config)
     teacher = nnx.eval_shape(lambda: freeze(teacher_model()))
-    plain, taught = (step_cost(model, config, 64, reference_runs=1) for model in (alone, with_teacher(alone, teacher)))
+    plain, taught = (step_cost(model, config, 64) for model in (alone, with_teacher(alone, teacher)))
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(nnx.state(teacher)))
     assert taught.fixed[TEACHER] == size and TEACHER not in plain.fixed
     assert taught.fixed["frozen weights"] == plain.fixed["frozen weights"]
@@ -398,8 +398,6 @@ def test_settings_that_cannot_be_are_named(changes, told):
 
 
 def test_a_teacher_that_does_not_fit_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="objective.on_policy = 1.0: nothing is sampled from weights that mesh.fsdp"):
-        make_config(tmp_path, objective=ObjectiveConfig("distill", teacher="t"), mesh=MeshConfig(1, 2))
     with pytest.raises(ValueError, match="the student's vocabulary has 48 entries and the teacher's 50"):
         with_teacher(student_model(), teacher_model(vocab_size=50))
     config = make_config(tmp_path, objective=ObjectiveConfig("distill", teacher="t"))

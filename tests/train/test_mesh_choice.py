@@ -10,6 +10,7 @@ from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train.config import (
     AdapterConfig,
+    ConfigError,
     DataConfig,
     MemoryConfig,
     MeshConfig,
@@ -18,25 +19,31 @@ from jaxtune.train.config import (
     OptimConfig,
     TrainConfig,
 )
+from jaxtune.train.data.batches import BatchSource
+from jaxtune.train.objectives.named import objective_of, of_section
+from jaxtune.train.objectives.objective import RunNeeds
+from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.planning import devices, meshes
 from jaxtune.train.planning.cost import abstract_model, step_cost
+from jaxtune.train.spec import setup
 
 SMALL = PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"] | {"num_hidden_layers": 4}
 LARGE = PUBLISHED["meta-llama/Llama-3.1-8B"] | {"num_hidden_layers": 16}
 
 
-def chosen(hf, device, count, **settings):
-    """(mesh, why) of a full fine-tuning of 16-bit weights."""
+def chosen(hf, device, count, objective=None, **settings):
+    """(mesh, why) of a full fine-tuning of 16-bit weights; objective: None: the config's."""
     settings = dict(rows_per_step=8, micro_batches=1, optim=OptimConfig("adamw_8bit")) | settings
     config = TrainConfig(
         model=ModelConfig(path="x"), data=DataConfig(train="x", length=512), steps=1, output="x", **settings
     )
     model, device = abstract_model(config_from_hf(hf), config), devices.find_device(device)
+    needs = RunNeeds.of(objective_of(config, objective))
 
     def cost_on(mesh):
-        return step_cost(model, dataclasses.replace(config, mesh=mesh))
+        return step_cost(model, dataclasses.replace(config, mesh=mesh), needs=needs)
 
-    return meshes.choose_mesh(cost_on, config, device, devices.budget(config, device), count)
+    return meshes.choose_mesh(cost_on, needs, config, device, devices.budget(config, device), count)
 
 
 def test_what_fits_each_device_is_not_divided():
@@ -58,9 +65,34 @@ def test_devices_that_cannot_share_the_rows_are_left_out():
 
 def test_weights_that_sample_are_not_divided():
     """No plan fits then, which the planner says, and not that answers cannot be sampled."""
-    wanted = dict(objective=ObjectiveConfig("grpo", reward_funcs=["brevity"], max_completion_length=64))
-    mesh, why = chosen(LARGE, "RTX 4090", 4, **wanted)
+    section = ObjectiveConfig("grpo", reward_funcs=["brevity"], max_completion_length=64)
+    mesh, why = chosen(LARGE, "RTX 4090", 4, objective=of_section(section))
     assert mesh == MeshConfig(4, 1) and "fsdp=2" not in why
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling(SFT):
+    """An objective of a user's own whose rows come from the model."""
+
+    samples = True
+
+
+def test_an_objective_of_ones_own_that_samples_divides_no_weights_either():
+    """The mesh that is chosen is one that the next check accepts; a source that needs the model asks for the same."""
+    own = Sampling()
+    assert chosen(LARGE, "RTX 4090", 2)[0] == MeshConfig(1, 2)
+    mesh, _ = chosen(LARGE, "RTX 4090", 2, objective=own)
+    assert mesh == MeshConfig(2, 1)
+    needs = RunNeeds.of(own)
+    setup.require_sampling(needs.sampler, mesh)
+    with pytest.raises(ConfigError, match="mesh.fsdp = 2: objective = Sampling samples from the model"):
+        setup.require_sampling(needs.sampler, MeshConfig(1, 2))
+
+    class Asking(BatchSource):
+        needs_model = True
+
+    assert RunNeeds.of(SFT(), Asking()).sampler == "train_rows = Asking"
+    assert RunNeeds.of(own, Asking()) == needs and not RunNeeds.of(SFT(), BatchSource()).samples
 
 
 def test_states_on_the_host_are_not_divided():

@@ -174,13 +174,14 @@ def test_what_has_no_effect_is_named():
     "key, value", [("train_on", "all"), ("packing", False), ("overflow", "error"), ("format", "text")]
 )
 def test_keys_of_rows_are_refused_where_only_prompts_are_read(key, value):
+    config = TrainConfig(
+        model=ModelConfig(path="x"),
+        data=DataConfig("x", **{key: value}),
+        objective=ObjectiveConfig("grpo", reward_funcs=("exact_match",)),
+        output="x",
+    )
     with pytest.raises(ConfigError, match=f"data.{key} = "):
-        TrainConfig(
-            model=ModelConfig(path="x"),
-            data=DataConfig("x", **{key: value}),
-            objective=ObjectiveConfig("grpo", reward_funcs=("exact_match",)),
-            output="x",
-        )
+        objective_of(config)
     with pytest.raises(ConfigError, match="evaluation.temperature = 0.5"):
         TrainConfig(
             model=ModelConfig(path="x"), data=DataConfig("x"), evaluation=EvaluationConfig(temperature=0.5), output="x"

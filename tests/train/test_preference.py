@@ -33,6 +33,8 @@ from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Document, Documents
 from jaxtune.train.display.precision_notes import precision_notes
 from jaxtune.train.folder.saving import TrainingInterrupted
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.objectives.preference import DPO, METRICS, ORPO, SimPO
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
@@ -401,11 +403,11 @@ def test_pairs_that_are_all_beyond_the_margin_do_not_end_a_run(tmp_path):
 
 def test_the_reference_of_an_adapter_that_was_trained_before_is_said(tmp_path):
     config = make_config("out", adapter=AdapterConfig(path="taught"), objective=ObjectiveConfig("dpo"))
-    storage = {"weights": "fp32", "optimizer": "fp32"}
-    notes = precision_notes(config, storage, "fp32", NO_AUX_LOSSES, lora_model(), None)
+    storage, objective = {"weights": "fp32", "optimizer": "fp32"}, objective_of(config)
+    notes = precision_notes(config, objective, storage, "fp32", NO_AUX_LOSSES, lora_model(), None)
     assert notes[-1].startswith("dpo: the reference is the model without its adapter, and not the model with")
     plain = dataclasses.replace(config, adapter=AdapterConfig())
-    assert precision_notes(plain, storage, "fp32", NO_AUX_LOSSES, lora_model(), None) == notes[:-1]
+    assert precision_notes(plain, objective, storage, "fp32", NO_AUX_LOSSES, lora_model(), None) == notes[:-1]
 
 
 @pytest.mark.full
@@ -473,7 +475,7 @@ def test_the_reference_is_planned_for(run, tmp_path):
     model = abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), config)
     device, seconds = find_device("H200"), []
     for reference_runs in (0, 1):
-        parts = step_cost(model, config, reference_runs=reference_runs)
+        parts = step_cost(model, config, needs=RunNeeds(reference_runs=reference_runs))
         seconds.append(forecast(parts, StepPlan(ResidualPlan.uniform(KEEP, 32), 1, 1024), device).step_seconds)
     assert 1.3 < seconds[1] / seconds[0] < 1.6  # a forward pass more than one, and a backward of two
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -25,6 +24,7 @@ from jaxtune.train.config import (
     QatConfig,
 )
 from jaxtune.train.config.file import config_from_dict, config_to_dict
+from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.program import trained_model
 from jaxtune.train.spec import setup
 from jaxtune.train.trainer import Trainer
@@ -236,13 +236,11 @@ def test_observed_scales_are_equal_on_every_mesh_and_the_loss_sees_them(tmp_path
 def test_what_cannot_be_observed_is_refused(tmp_path, monkeypatch):
     of_run = trainer_of(tmp_path / "run", model_of(), QatConfig("nvfp4-nvfp4"))
     before = "nvfp4-nvfp4 observes activations on the rows of the first step"
-    with pytest.raises(
-        ValueError, match=f"{before}, and this objective samples its rows during the run: take nvfp4 or"
-    ):
-        setup._require_observable(of_run.model, SimpleNamespace(sees_model=True))
+    with pytest.raises(ValueError, match=f"{before}, and objective = grpo samples them during it: take nvfp4 or"):
+        setup._require_observable(of_run.model, RunNeeds("objective = grpo"))
     monkeypatch.setattr(setup.processes, "count", lambda: 2)
     with pytest.raises(ValueError, match=f"{before}, in a run of one process: this one has 2"):
-        setup._require_observable(of_run.model, of_run.batches)
+        setup._require_observable(of_run.model, of_run.needs)
     monkeypatch.undo()
     model = model_of()
     _, linear = next(linears(model))

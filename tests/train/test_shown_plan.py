@@ -9,9 +9,7 @@ from jaxtune.models.placement import partition
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import fp8
 from jaxtune.train import shown_plan
-from jaxtune.train.config import ConfigError, MeshConfig, ObjectiveConfig
 from jaxtune.train.planning import devices
-from tests.train.tiny_runs import make_config
 
 
 @pytest.mark.full
@@ -32,7 +30,7 @@ def test_a_plan_without_rows_is_that_of_the_run(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(shown_plan.jax, "local_devices", lambda: [gpu])
     monkeypatch.setattr(shown_plan.partition, "make_mesh", make_mesh)
     planned = []
-    monkeypatch.setattr(shown_plan.report, "plan_elsewhere", lambda *given: planned.append(given))
+    monkeypatch.setattr(shown_plan.plan_text, "plan_elsewhere", lambda *given: planned.append(given))
     recipe = ["train", "qlora-8b", "--plan", "rows_per_step=8"]
     assert cli.main([*recipe, "mesh.data=4"]) == 0
     (_, parts, device, *_), *_ = planned
@@ -51,7 +49,7 @@ def test_quantised_products_take_what_was_fitted_for_the_planned_device(monkeypa
     monkeypatch.setattr(dispatch, "device_kind", lambda: here)
     monkeypatch.setitem(fp8._PRODUCT_TIME.rows, ("RTX 4090", "mosaic"), ((1.12, 1.44), "made up"))
     planned = []
-    monkeypatch.setattr(shown_plan.report, "plan_elsewhere", lambda *given: planned.append(given[1]))
+    monkeypatch.setattr(shown_plan.plan_text, "plan_elsewhere", lambda *given: planned.append(given[1]))
     for device in ("H200", "RTX 4090"):
         assert cli.main(["train", "fp8-8b", "--plan", f"plan.device={device}"]) == 0
     flops = [sum(segment.work.flops for segment in parts.segments) for parts in planned]
@@ -72,6 +70,3 @@ def test_what_a_config_alone_shows_is_refused_before_a_file_is_read(monkeypatch,
     ):
         assert cli.main([*plan, *changes]) == cli.USER_ERROR
         assert words in capsys.readouterr().err
-    for name in ("grpo", "rloo"):
-        with pytest.raises(ConfigError, match=f"mesh.fsdp = -1: objective.name = {name} samples answers"):
-            make_config("out", objective=ObjectiveConfig(name, reward_funcs=["brevity"]), mesh=MeshConfig(fsdp=-1))

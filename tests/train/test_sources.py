@@ -29,7 +29,7 @@ class Sampled(BatchSource):
     """
 
     rows_per_step = 16
-    sees_model = True
+    needs_model = True
     length = LENGTH
     wanted = range(24)
 

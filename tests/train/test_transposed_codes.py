@@ -97,7 +97,7 @@ def same_run(one: Trainer, other: Trainer):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ("llama", "qwen3_moe", "gpt_oss"))
-def test_a_run_that_keeps_them_is_the_same_run(tmp_path, name):
+def test_a_run_that_keeps_them_is_the_same_run(compiled_in_full, tmp_path, name):
     """Two micro-batches, evaluations, and the files of its adapter and of the merged model, which have no copy."""
     changes = dict(
         evaluation=EvaluationConfig(every_steps=2),
@@ -150,7 +150,7 @@ def test_the_reference_of_dpo_reads_the_same_weights(tmp_path):
 
 
 @pytest.mark.full
-def test_every_device_of_a_data_mesh_has_them(tmp_path):
+def test_every_device_of_a_data_mesh_has_them(compiled_in_full, tmp_path):
     changes = dict(mesh=MeshConfig(data=2), micro_batches=1, steps=2)
     kept, without = (trainer_of(tmp_path / str(kept), kept, **changes) for kept in (True, False))
     copies = kept_in(kept.model.placed_frozen(kept.engine))

@@ -41,8 +41,8 @@ class Drawn(BatchSource):
 
     rows_per_step, length = 4, LENGTH
 
-    def __init__(self, hooks=None, sees_model: bool = True):
-        self.hooks, self.sees_model = hooks or {}, sees_model
+    def __init__(self, hooks=None, needs_model: bool = True):
+        self.hooks, self.needs_model = hooks or {}, needs_model
 
     def batch_at(self, step, model=None):
         if hook := self.hooks.get(step):
@@ -170,7 +170,7 @@ def undisturbed(tmp_path_factory):
 def test_a_signal_in_each_wait_saves_at_once_and_the_run_goes_on_to_the_same_bits(tmp_path, undisturbed, capfd):
     for step, (make, number) in enumerate(zip(WAITS, [signal.SIGTERM, signal.SIGINT] * 3, strict=False), 1):
         began = threading.Event()
-        source = Drawn({step: make(began)}, sees_model=make is not in_a_stalled_stream)
+        source = Drawn({step: make(began)}, needs_model=make is not in_a_stalled_stream)
         with sent(number, began) as since, pytest.raises(TrainingInterrupted, match=f"after step {step}; saved in"):
             trainer_of(tmp_path, source).train()
         assert since.own < PROMISED, f"{make.__name__}: {since}"
@@ -237,7 +237,7 @@ def test_an_error_saves_the_last_step_also_where_saves_are_switched_off(tmp_path
         raise error
 
     with pytest.raises(type(error)):
-        trainer_of(tmp_path, Drawn({3: fail}, sees_model=isinstance(error, ValueError))).train()
+        trainer_of(tmp_path, Drawn({3: fail}, needs_model=isinstance(error, ValueError))).train()
     assert saved_steps(tmp_path / "checkpoints") == [3]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]

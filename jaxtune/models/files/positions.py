@@ -73,11 +73,14 @@ def _scaled(hf: Fields, scaling: Fields, original: int, nested: bool) -> Fields:
         if hf.get(ORIGINAL_POSITIONS) is not None:  # which takes precedence
             hf[ORIGINAL_POSITIONS] = scaling[ORIGINAL_POSITIONS]
     parameters = hf.get("rope_parameters")
+    before = (parameters.get(FULL, {}) if nested else parameters) if parameters else hf.get("rope_scaling") or {}
+    unscaled = {key: value for key, value in before.items() if key not in _SCALING}
+    if "llama_4_scaling_beta" in unscaled and before.get(ORIGINAL_POSITIONS) is not None:
+        unscaled[ORIGINAL_POSITIONS] = before[ORIGINAL_POSITIONS]  # queries grow from there, whatever the rotary base
+    scaling = unscaled | scaling
     if not parameters:
         return hf | {"rope_scaling": scaling}
-    before = parameters.get(FULL, {}) if nested else parameters
     hf.pop("rope_scaling", None)
-    scaling = {key: value for key, value in before.items() if key not in _SCALING} | scaling
     return hf | {"rope_parameters": {**parameters, FULL: scaling} if nested else scaling}
 
 

@@ -21,7 +21,7 @@ from jaxtune.models.layers.routers import Router
 from jaxtune.models.layers.segment import INPUT, OUTPUT, STREAM, Context
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import RMSNorm
-from jaxtune.pallas.few_rows import (
+from jaxtune.pallas.decode.few_rows import (
     added_norm,
     attended,
     experts_down,

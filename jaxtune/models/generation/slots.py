@@ -36,8 +36,8 @@ from jaxtune.models.layers.segment import Context
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
-from jaxtune.pallas.decode_attention import inserted
-from jaxtune.pallas.few_rows import MOST_ROWS, chosen_token, looked_up
+from jaxtune.pallas.decode.attention import inserted
+from jaxtune.pallas.decode.few_rows import MOST_ROWS, chosen_token, looked_up
 
 type Array = jax.Array | np.ndarray
 

@@ -19,7 +19,7 @@ from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import Normed, norm_of
 from jaxtune.models.rope import rotate, rotate_normed, scaled_by_position
 from jaxtune.pallas.attention import attention_backward, attention_forward
-from jaxtune.pallas.decode_attention import (
+from jaxtune.pallas.decode.attention import (
     cache_capacity,
     cache_of,
     chunk_attention,

@@ -3,6 +3,7 @@
 from jaxtune.train.config.checks import ConfigError
 from jaxtune.train.config.model import AdapterConfig, ModelConfig
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.config.precision import Precision
 from jaxtune.train.config.qat import QatConfig
 from jaxtune.train.config.sections import (
     ROW_OPTIONS,
@@ -39,6 +40,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimConfig",
     "PlanConfig",
+    "Precision",
     "ProfileConfig",
     "QatConfig",
     "ScheduleConfig",

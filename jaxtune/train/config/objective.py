@@ -268,11 +268,6 @@ class ObjectiveConfig:
     ] = None
     normalize_advantages: Annotated[bool | None, "Scale advantages over a generation (rloo: false)."] = None
 
-    @property
-    def samples(self) -> bool:
-        """Whether the run trains on answers that the model samples (grpo, rloo, and distill unless on_policy is 0)."""
-        return self.name in ("grpo", "rloo") or (self.name == "distill" and self.on_policy != 0)
-
     def __post_init__(self) -> None:
         if self.name == "distill":
             fraction("objective.beta", self.beta)

@@ -18,6 +18,7 @@ from jaxtune.train.config.checks import ConfigError, fraction, not_negative, pos
 _STRICT = ConfigDict(extra="forbid")
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 REWARDS = "rewards"  # evaluation.generate: the functions that the run's objective learns from
+OF_ANSWERS = ("eval_answer", "eval_reward")  # how the names of metrics of answers begin
 
 # The keys of `data` that decide how rows are tokenised and packed: arguments of `jaxtune.train.data.prepare`.
 ROW_OPTIONS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -22,8 +23,10 @@ from jaxtune.train.config.checks import (
 )
 from jaxtune.train.config.model import AdapterConfig, ModelConfig
 from jaxtune.train.config.objective import DEFAULT_OBJECTIVE, ObjectiveConfig
+from jaxtune.train.config.precision import REST, Precision
 from jaxtune.train.config.qat import QatConfig
 from jaxtune.train.config.sections import (
+    OF_ANSWERS,
     REWARDS,
     CheckpointConfig,
     DataConfig,
@@ -40,7 +43,6 @@ from jaxtune.train.config.sections import (
 )
 
 DEFAULT_OUTPUT = "runs/{recipe}"
-_REST = "*"  # the pattern in `precision` that says in which dtype the model computes
 # Sections that can be given as a single string, and the key that it sets: `qat: int4` sets qat.format.
 SHORTHANDS = {"qat": "format", "objective": "name"}
 
@@ -115,20 +117,21 @@ class TrainConfig:
     output: Annotated[str, "Folder for everything the run writes; {recipe} is the recipe's name."] = DEFAULT_OUTPUT
 
     @property
+    def numbers(self) -> Precision:
+        """What `precision` comes to; optim.weights is the dtype of trained weights."""
+        return Precision.of(self.precision)
+
+    @property
     def computes_in(self) -> str:
-        """The word of the dtype in which the model computes: "bf16", "fp32" or "fp16"."""
-        return self.precision if isinstance(self.precision, str) else self.precision[_REST]
+        return self.numbers.computes_in
 
     @property
     def dtype(self) -> str:
-        """The dtype in which the model computes, such as "bfloat16"; optim.weights is that of trained weights."""
-        return DTYPES[self.computes_in]
+        return self.numbers.dtype
 
     @property
-    def components(self) -> dict[str, str]:
-        """{pattern of modules' names: dtype or format} of `precision` without "*"; {} if it is a single dtype."""
-        patterns = {} if isinstance(self.precision, str) else self.precision
-        return {pattern: word for pattern, word in patterns.items() if pattern != _REST}
+    def components(self) -> Mapping[str, str]:
+        return self.numbers.components
 
     def require_rows_for(self, devices: int) -> None:
         """Raises `ConfigError` unless the rows of a micro-batch can be divided evenly among `devices` devices."""
@@ -152,12 +155,6 @@ class TrainConfig:
                 None,
                 f"{cause} is not known, so that epochs cannot be counted; set steps (and leave epochs out)",
             )
-            require(
-                not self.objective.precompute_ref_log_probs,
-                "objective.precompute_ref_log_probs",
-                True,
-                "needs all rows before the run, and rows that are streamed or mixed are not known then; leave it out",
-            )
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "epochs", 1.0)
         # A configuration built in Python has no recipe, so {recipe} becomes "default". The ~ of output=~/runs is
@@ -169,8 +166,7 @@ class TrainConfig:
             not_negative(key, getattr(self, key))
         require(self.output != "", "output", "", "must name a folder")
         self._check_division_of_steps()
-        self._check_exact_match()
-        self._check_prompts()
+        self._check_answers()
         self._check_precision()
         self._check_adapter()
         self._check_qat()
@@ -198,14 +194,6 @@ class TrainConfig:
                 f"{divides} divides the states over devices, which states in host memory are not yet; "
                 "unset one of them",
             )
-            require(
-                self.objective.name != "distill" or self.objective.on_policy == 0,
-                "objective.on_policy",
-                1.0 if self.objective.on_policy is None else self.objective.on_policy,
-                f"nothing is sampled from weights that {divides} divides; set 0, or leave {divides} out",
-            )
-            if self.mesh is not None and self.objective.samples:
-                self.require_whole_weights(self.mesh)
             for key, value in self.evaluation.asking:
                 require(
                     False,
@@ -215,47 +203,8 @@ class TrainConfig:
                     "what the run saves",
                 )
 
-    def require_whole_weights(self, mesh: MeshConfig) -> None:
-        """Raises `ConfigError` if mesh.fsdp is not 1: nothing is sampled from divided weights. mesh: the run's, which
-        self.mesh may leave open.
-        """
-        require(
-            mesh.fsdp == 1,
-            "mesh.fsdp",
-            mesh.fsdp,
-            f"objective.name = {self.objective.name} samples answers, for which each device needs whole weights; set "
-            "mesh.fsdp=1 and mesh.data to the number of devices, and model.load_in=nf4 if they do not fit",
-        )
-
-    def _check_exact_match(self) -> None:
-        why = "a reward model writes no answers" if self.objective.name == "reward" else "its rows have no right answer"
-        require(
-            self.objective.name in ("sft", "kto", "grpo", "rloo", "distill") or not self.evaluation.exact_match_rows,
-            "evaluation.exact_match_rows",
-            self.evaluation.exact_match_rows,
-            f"{why} (objective = {self.objective.name}); leave it out",
-        )
-        require(
-            self.objective.name != "reward" or not self.evaluation.generate,
-            "evaluation.generate",
-            list(self.evaluation.generate),
-            "a reward model writes no answers (objective = reward); leave it out",
-        )
-
-    def _check_prompts(self) -> None:
-        """Keys without an effect: grpo and rloo read only prompts of rows."""
-        name, data = self.objective.name, self.data
-        idle = (
-            *(("format", "auto"), ("train_on", "responses"), ("instruction_part", None), ("response_part", None)),
-            *(("last_response_only", False), ("mask_spans", None), ("packing", True), ("overflow", "truncate")),
-        )
-        for key, default in idle if name in ("grpo", "rloo") else ():
-            require(
-                getattr(data, key) == default,
-                f"data.{key}",
-                getattr(data, key),
-                f"objective.name = {name} reads only the prompts of rows, and packs sampled answers; leave it out",
-            )
+    def _check_answers(self) -> None:
+        """Keys of evaluation.generate without it."""
         evaluation = self.evaluation
         for key, default in (("generate_rows", 64), ("temperature", 0.0)):
             require(
@@ -269,11 +218,11 @@ class TrainConfig:
         """Checks a map of `precision`, sets its "*", and replaces one that has only "*" by the word."""
         if isinstance(self.precision, str):
             return
-        object.__setattr__(self, "precision", {**self.precision, _REST: self.precision.get(_REST, "bf16")})
+        object.__setattr__(self, "precision", {**self.precision, REST: self.precision.get(REST, "bf16")})
         require(
-            self.precision[_REST] in DTYPES,
-            f"precision.{_REST}",
-            self.precision[_REST],
+            self.precision[REST] in DTYPES,
+            f"precision.{REST}",
+            self.precision[REST],
             f"must be {', '.join(DTYPES)}, in which the model computes; the layers' format is model.load_in",
         )
         for pattern, word in self.components.items():
@@ -286,7 +235,7 @@ class TrainConfig:
                 "quantised weights are frozen and train through an adapter: set adapter: {}, or name a dtype",
             )
         if not self.components:
-            object.__setattr__(self, "precision", self.precision[_REST])
+            object.__setattr__(self, "precision", self.precision[REST])
 
     def _check_adapter(self) -> None:
         """Keys that need an adapter, or that one rules out. optim.offload needs max_grad_norm: states are updated
@@ -382,13 +331,12 @@ class TrainConfig:
             best,
             "needs evaluations: set data.eval, evaluation.every_steps",
         )
-        of_answers = best.startswith(("eval_answer", "eval_reward"))
         require(
-            generate != () if of_answers else self.objective.name not in ("grpo", "rloo"),
+            generate != () or not best.startswith(OF_ANSWERS),
             "checkpoint.best",
             best,
-            f"evaluations have {'no answers' if of_answers else f'no loss with {self.objective.name}'}; name functions "
-            "in evaluation.generate, and set eval_answers/NAME, of which NAME is one of them",
+            "evaluations have no answers; name functions in evaluation.generate, and set eval_answers/NAME, of which "
+            "NAME is one of them",
         )
         rewards = generate == (REWARDS,)
         require(

@@ -88,7 +88,7 @@ class BatchSource:
 
     rows_per_step: int
     """Over all devices."""
-    sees_model: bool = False
+    needs_model: bool = False
     """Whether `batch_at` gets the model; then a batch is made after the step before, and the device waits."""
     sampled_rows: SampledRows | None = None
     """Size of its sampling; None if it samples nothing."""
@@ -123,7 +123,7 @@ class BatchSource:
         """The batch of a step, from 0: numpy arrays `[rows_per_step, ...]`, the same in every process. Steps ascend;
         the latest may be asked again.
 
-          model: if `sees_model`, returns the model before the step, which donates its trained arrays: do not keep them.
+          model: if `needs_model`, returns that before the step, which donates its trained arrays: do not keep them.
         """
         raise NotImplementedError
 

@@ -12,18 +12,20 @@ from jaxtune.models.precision import DTYPES
 from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config import TrainConfig
+from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.program.loss import AuxLosses
 
 
 def precision_notes(
     config: TrainConfig,
+    objective: Objective,
     storage: Mapping[str, str],
     gradients: str,
     aux_losses: AuxLosses,
     model: Decoder,
     qat: FakeQuant | None,
 ) -> list[str]:
-    """Sentences on the numeric settings of a run, and on the reference of dpo and kto with a loaded adapter.
+    """Sentences on the numeric settings of a run, and on the reference with a loaded adapter.
 
     storage: {"weights", "optimizer": dtype or format}.
     gradients: how they are summed and sent, in words.
@@ -56,9 +58,9 @@ def precision_notes(
             f"{'does not round them' if qat is None else 'rounds them in another way'}; the section qat sets how"
         )
     path = config.adapter and config.adapter.path
-    if path and config.objective.name in ("dpo", "kto"):
+    if path and objective.reference_is_base:
         notes.append(
-            f"{config.objective.name}: the reference is the model without its adapter, and not the model with "
+            f"{objective.label}: the reference is the model without its adapter, and not the model with "
             f"adapter.path = {path!r}; to use that as reference, merge it first ({spelled(f'export {path} FOLDER')}), "
             "set model.path=FOLDER, adapter.path=null"
         )

@@ -82,7 +82,7 @@ def check(model: Decoder, summary: str, batches: BatchSource, tokenizer: Any, co
     """Prints the report of --check: trainable tensors, the data (`summary`), and one packed row, or a prompt."""
     colours = console.color_system is not None
     mark_words = "green" if colours else f"between {MARKS[0]} and {MARKS[1]}"
-    if batches.sees_model:
+    if batches.needs_model:
         title = "A prompt, to which the model samples answers during the run:"
         sample_text = Text(printable(tokenizer.decode(batches.first_prompt())))
     else:

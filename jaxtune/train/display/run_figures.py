@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from jaxtune.train.config.objective import DEFAULT_OBJECTIVE
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display.rollouts import ROLLOUTS, latest
 from jaxtune.train.folder.run_folder import CONFIG, RESULTS, STATE
@@ -23,6 +24,7 @@ from jaxtune.train.folder.run_state import RunState, read_state
 JsonObject = dict[str, Any]
 JsonMapping = Mapping[str, Any]
 
+_DEFAULT = DEFAULT_OBJECTIVE.name
 _MOST_ROLLOUTS, _MOST_SHOWN = 32, 1000  # sampled answers of the latest generation, and characters of each
 MOST_POINTS = 600  # of a line; a longer one is drawn by the means and the extremes of as many intervals
 
@@ -163,7 +165,7 @@ def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
         "left": _seconds_left(figures, state),
         "facts": _facts(figures, results),
         "plan": figures.plan,
-        "charts": _charts(figures, str(settings.get("objective.name") or settings.get("objective") or "sft")),
+        "charts": _charts(figures, str(settings.get("objective.name") or settings.get("objective") or _DEFAULT)),
         "samples": _samples(results),
         "rollouts": _rollouts(folder),
         "settings": {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in settings.items()},
@@ -203,7 +205,7 @@ def _charts(figures: Figures, objective: str) -> list[JsonObject]:
         line, dots = (thinned(curves.get(key, Curve()), factor) for curves in (figures.curves, dotted))
         if line["x"] or dots["x"]:
             from_zero = key in _FROM_ZERO
-            if key == "loss" and objective != "sft":
+            if key == "loss" and objective != _DEFAULT:
                 key, title = f"loss/{objective}", f"loss ({objective})"
             charts.append({"key": key, "title": title, "unit": unit, "zero": from_zero, "line": line, "dots": dots})
     return charts

@@ -149,7 +149,7 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
         if over is None:
             return scored
         model_config = replace(model, load_in=over.load_in, compute=over.compute)
-        words = config.components or over.words(config.dtype, over.load_in)
+        words = dict(config.components) or over.words(config.dtype, over.load_in)
         config = replace(config, precision=words | {"*": config.computes_in})
     if model_config.load_in is not None and adapter is None:
         adapter = AdapterConfig(r=1)  # quantised weights need an adapter; an untrained one changes nothing

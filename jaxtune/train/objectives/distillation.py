@@ -15,8 +15,11 @@ import jax.numpy as jnp
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter, without_adapter
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.config.checks import require
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.tokens.teacher_values import TEACHER_IDS, TEACHER_LOG_PROBS
+from jaxtune.train.objectives.objective import TeacherColumn
 from jaxtune.train.objectives.preference import require_fixed_base
 from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.program.loss import Forward
@@ -149,6 +152,31 @@ class Distill(SFT):
     @property
     def reference_runs(self) -> int:
         return 0 if self.offline else 1
+
+    @property
+    def reference_is_base(self) -> bool:
+        return self.teacher in (None, BASE) and self.teacher_logprobs is None
+
+    @property
+    def samples(self) -> bool:
+        return self.on_policy > 0
+
+    @property
+    def needs_rows_before(self) -> TeacherColumn | None:
+        if not self.offline:
+            return None
+        key = "objective.teacher_top_k" if self.teacher_logprobs is None else "objective.teacher_logprobs"
+        return TeacherColumn(key, self.teacher, self.teacher_top_k, self.teacher_logprobs, self.temperature)
+
+    def refuses(self, config: TrainConfig) -> None:
+        if config.mesh is not None and (divides := config.mesh.divides_tensors) is not None:
+            require(
+                not self.samples,
+                "objective.on_policy",
+                self.on_policy,
+                f"nothing is sampled from weights that {divides} divides; set 0, or leave {divides} out",
+            )
+        super().refuses(config)
 
     def check(self, model: Decoder) -> None:
         """Raises ValueError without an attached teacher if the model with its adapter off cannot be it."""

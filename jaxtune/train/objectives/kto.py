@@ -40,7 +40,9 @@ class KTO(Referenced):
     undesirable_weight: float = 1.0
 
     name: ClassVar[str] = "kto"  # by which objective.name selects it
-    row_format: ClassVar[str] = LABELLED  # data rows have one answer and a label
+    row_format: ClassVar[str | None] = LABELLED  # data rows have one answer and a label
+    by_micro_batch: ClassVar[bool] = True  # its mismatched answers estimate the divergence
+    no_right_answer: ClassVar[str | None] = None
     unit: ClassVar[str] = "examples"  # what the count of `loss` counts: labelled answers
     # the names of the sums of `loss` for metrics
     sums: ClassVar[tuple[str, ...]] = (

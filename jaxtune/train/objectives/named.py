@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import ObjectiveConfig, TrainConfig
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.kto import KTO
 from jaxtune.train.objectives.objective import Objective
@@ -20,12 +20,23 @@ PREFERENCES: dict[str, Any] = {kind.name: kind for kind in (DPO, ORPO, KTO, SimP
 SAMPLING: dict[str, Any] = {kind.name: kind for kind in (GRPO, RLOO)}
 
 
-def objective_of(config: TrainConfig) -> Objective:
-    """The objective of config.objective. Options of reward functions, tools and the teacher's format are left out;
+DEFAULT: Objective = SUPERVISED
+
+
+def objective_of(config: TrainConfig, user_objective: Objective | None = None) -> Objective:
+    """`user_objective`, or that of config.objective. Raises ConfigError for a key that it refuses; ValueError for an
+    option out of range.
+    """
+    objective = of_section(config.objective) if user_objective is None else user_objective
+    objective.refuses(config)
+    return objective
+
+
+def of_section(section: ObjectiveConfig) -> Objective:
+    """The objective of a section `objective`. Options of reward functions, tools and the teacher's format are left out;
     those that are None have the class's defaults. Raises ValueError for one out of range.
     """
-    section = config.objective
-    if section.name == "sft":
+    if section.name == SUPERVISED.name:
         return SUPERVISED
     if section.name == Distill.name:
         return Distill.of(**{name: value for name, value in section.options.items() if name != "teacher_load_in"})

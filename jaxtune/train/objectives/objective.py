@@ -1,7 +1,8 @@
-"""The interface of objectives."""
+"""The interface of objectives, and what they declare to the rest of a run."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -9,13 +10,126 @@ import jax
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.heads import Head
-from jaxtune.train.config import DataConfig
-from jaxtune.train.data.batches import Batch
+from jaxtune.train.config import ConfigError, DataConfig, MeshConfig, TrainConfig
+from jaxtune.train.config.checks import require
+from jaxtune.train.data.batches import Batch, BatchSource
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.program.loss import Forward
+from jaxtune.train.sampled.packed_answers import Settings
 
 
-class Objective(Protocol):
+@dataclasses.dataclass(frozen=True)
+class ReferenceColumn:
+    """Log-probabilities of answers under the model before its first step, or without its adapter."""
+
+    key: str
+    """The config key that asks for it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherColumn:
+    """A teacher's largest log-probabilities at each trained token."""
+
+    key: str
+    """The config key that asks for it."""
+    teacher: str | None
+    """Folder or hub name; "base" or None: the model without its adapter, or the attached teacher."""
+    top_k: int | None
+    """How many a token, from a pass of the teacher; None: as the file has."""
+    file: str | None
+    """Of another program; None: a pass of the teacher computes them."""
+    temperature: float
+    """Divides the teacher's logits in its pass."""
+
+
+type Column = ReferenceColumn | TeacherColumn
+
+
+def require_known_rows(column: Column) -> None:
+    """Raises ConfigError: rows that a run reads or makes while it trains cannot have the column."""
+    raise ConfigError(
+        f"{column.key}: needs all rows before the run, and rows that are streamed, mixed or made during it are not "
+        "known then; read them all (data.streaming=false, one set), or leave it out"
+    )
+
+
+def require_whole_weights(sampler: str, mesh: MeshConfig) -> None:
+    """Raises ConfigError if the mesh divides weights. sampler: what samples from the model, in words."""
+    require(
+        mesh.fsdp == 1,
+        "mesh.fsdp",
+        mesh.fsdp,
+        f"{sampler} samples from the model, for which each device needs whole weights; set mesh.fsdp=1 and mesh.data "
+        "to the number of devices, and model.load_in=nf4 if they do not fit",
+    )
+
+
+class Declared(Protocol):
+    """What an objective declares beside its loss; nobody asks for its name or class. A subclass inherits the defaults,
+    those of a loss over rows that are read.
+    """
+
+    row_format: ClassVar[str | None] = None
+    """The only format of its rows, of `data.rendering.formats`; None: data.format's."""
+    has_row_loss: ClassVar[bool] = True
+    """Whether held-out rows have a loss."""
+    no_right_answer: ClassVar[str | None] = None
+    """Why no row has an answer to compare the model's with; None: rows have one."""
+    by_micro_batch: ClassVar[bool] = False
+    """Whether a row's loss depends on the others of its micro-batch."""
+
+    @property
+    def label(self) -> str:
+        """Its name in messages: that of config.objective, or a user's class."""
+        kind = type(self)
+        return vars(kind).get("name", kind.__name__)
+
+    @property
+    def samples(self) -> bool:
+        """Whether the rows of training come from the model while it trains."""
+        return False
+
+    @property
+    def packed(self) -> Settings | None:
+        """How its sampled answers are made and packed into rows, where rows_per_step counts answers; None: it counts
+        rows.
+        """
+        return None
+
+    @property
+    def reference_runs(self) -> int:
+        """Forward passes of a frozen model in each loss."""
+        return 0
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether it compares the model with itself without its adapter."""
+        return False
+
+    @property
+    def needs_rows_before(self) -> Column | None:
+        """A column of the rows that is computed before step 0."""
+        return None
+
+    def refuses(self, config: TrainConfig) -> None:
+        """Raises ConfigError for a key that does not go together with this objective."""
+        if self.samples and config.mesh is not None:
+            require_whole_weights(f"objective = {self.label}", config.mesh)
+        if self.needs_rows_before is not None and (config.data.streaming or config.data.mixed):
+            require_known_rows(self.needs_rows_before)
+        require(
+            self.no_right_answer is None or not config.evaluation.exact_match_rows,
+            "evaluation.exact_match_rows",
+            config.evaluation.exact_match_rows,
+            f"{self.no_right_answer} (objective = {self.label}); leave it out",
+        )
+
+    def wrong_start(self, line: Mapping[str, float]) -> str | None:
+        """How the first step's metrics contradict a reference that is still the model itself, in words; else None."""
+        return None
+
+
+class Objective(Declared, Protocol):
     """What a model is trained for. Implementations are frozen, hashable values, because compiled programs depend on
     them.
     """
@@ -30,11 +144,6 @@ class Objective(Protocol):
     """
     head: ClassVar[Head]
     """Whether the model's head must predict tokens or score texts."""
-
-    @property
-    def reference_runs(self) -> int:
-        """Forward passes of a frozen model in each loss, for the planner's forecast."""
-        ...
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
@@ -69,3 +178,27 @@ class Objective(Protocol):
         or floats. The count may be 0: guard divisions.
         """
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RunNeeds:
+    """What a run's objective and rows need beside a training step."""
+
+    sampler: str | None = None
+    """What samples from the model between steps, in words; None: nothing does."""
+    reference_runs: int = 0
+    """Forward passes of a frozen model in each loss."""
+    rows_before: Column | None = None
+    """A column of the rows that is computed before step 0."""
+
+    @property
+    def samples(self) -> bool:
+        return self.sampler is not None
+
+    @classmethod
+    def of(cls, objective: Objective, batches: BatchSource | None = None) -> RunNeeds:
+        """batches: None: the objective's own."""
+        sampler = f"objective = {objective.label}" if objective.samples else None
+        if sampler is None and batches is not None and batches.needs_model:
+            sampler = f"train_rows = {type(batches).__name__}"
+        return cls(sampler, objective.reference_runs, objective.needs_rows_before)

@@ -19,11 +19,14 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.heads import TEXT, Head
 from jaxtune.models.lora import without_adapter
-from jaxtune.train.config import ConfigError, DataConfig
+from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
+from jaxtune.train.config.checks import require
+from jaxtune.train.config.sections import OF_ANSWERS
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.objectives import grpo
 from jaxtune.train.objectives.grpo import Answers, Correction, PolicyLoss, group_advantages, rloo_advantages
+from jaxtune.train.objectives.objective import Declared
 from jaxtune.train.objectives.preference import require_fixed_base
 from jaxtune.train.program.loss import Forward
 from jaxtune.train.sampled import packed_answers
@@ -35,10 +38,21 @@ _RATIO = "sampling/importance_sampling_ratio/mean"
 _HIGHEST, _LOWEST = "sampling/importance_sampling_ratio/max", "sampling/importance_sampling_ratio/min"
 # The share of ratios (of answers, or of tokens) that the correction set to 0, and of answers no token of which counts.
 ZEROED, MASKED = "sampling/importance_sampling_ratio/zero", "completions/masked_ratio"
+# Keys of `data` without an effect on prompts, and their defaults.
+_OF_ROWS = {
+    "format": "auto",
+    "train_on": "responses",
+    "instruction_part": None,
+    "response_part": None,
+    "last_response_only": False,
+    "mask_spans": None,
+    "packing": True,
+    "overflow": "truncate",
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class GRPO:
+class GRPO(Declared):
     """Group-relative policy optimisation (arXiv 2402.03300) and variants: answers that are better than the others to
     their prompt become more probable.
 
@@ -70,6 +84,7 @@ class GRPO:
 
     name: ClassVar[str] = "grpo"  # by which objective.name selects it
     head: ClassVar[Head] = TEXT  # the model must have a head that predicts tokens
+    has_row_loss: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.importance_sampling_mode not in get_args(Correction):
@@ -122,8 +137,20 @@ class GRPO:
         return self.losses.loss_type in ("dapo", "cispo")
 
     @property
+    def samples(self) -> bool:
+        return True
+
+    @property
+    def packed(self) -> packed_answers.Settings:
+        return self.settings
+
+    @property
     def reference_runs(self) -> int:
         return 1 if self.losses.beta else 0
+
+    @property
+    def reference_is_base(self) -> bool:
+        return self.losses.beta != 0
 
     @property
     def reuses(self) -> bool:
@@ -157,6 +184,24 @@ class GRPO:
         raise ConfigError(
             f"data.eval, data.eval_rows: {self.name} has no loss on rows that nobody sampled; leave them out, and look "
             "at the reward"
+        )
+
+    def refuses(self, config: TrainConfig) -> None:
+        super().refuses(config)
+        for key, default in _OF_ROWS.items():
+            require(
+                getattr(config.data, key) == default,
+                f"data.{key}",
+                getattr(config.data, key),
+                f"objective = {self.label} reads only the prompts of rows, and packs sampled answers; leave it out",
+            )
+        best = config.checkpoint.best
+        require(
+            best is None or best.startswith(OF_ANSWERS),
+            "checkpoint.best",
+            best,
+            f"evaluations have no loss with {self.label}; name functions in evaluation.generate, and set "
+            "eval_answers/NAME, of which NAME is one of them",
         )
 
     def check(self, model: Decoder) -> None:

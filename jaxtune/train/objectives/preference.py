@@ -8,6 +8,7 @@ both. An answer's log-probability is summed over the tokens that fine-tuning wou
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -25,6 +26,7 @@ from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import prepare
 from jaxtune.train.data.packing.pairs import PAIRS, REFERENCE, PairDataset
 from jaxtune.train.data.rendering.formats import PREFERENCE
+from jaxtune.train.objectives.objective import Declared, ReferenceColumn
 from jaxtune.train.program.loss import Forward
 
 # The metrics of preference objectives, means over pairs, in the order of the values in `Preference.loss`.
@@ -82,12 +84,12 @@ def sum_log_probs(
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairs:
+class Pairs(Declared):
     """Base of objectives over pairs. A subclass defines `name`, `check`, `loss` and `sums`."""
 
     name: ClassVar[str]
-    row_format: ClassVar[str] = PREFERENCE
-    """Of `data.formats`."""
+    row_format: ClassVar[str | None] = PREFERENCE
+    no_right_answer: ClassVar[str | None] = "its rows have no right answer"
     unit: ClassVar[str] = "pairs"  # what the count of `loss` counts
     head: ClassVar[Head] = TEXT  # the kind of head that the model must have
     sums: ClassVar[tuple[str, ...]]  # the names of the sums of `loss` for metrics
@@ -120,10 +122,6 @@ class Pairs:
             rows = PairDataset(**fields)
         rows.require_vocabulary(vocab_size)
         return rows
-
-    @property
-    def reference_runs(self) -> int:
-        return 0
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
         """Means over pairs of the names in `sums`; 0 without a pair."""
@@ -212,6 +210,14 @@ class Referenced(Preference):
     def reference_runs(self) -> int:
         return 0 if self.precompute_ref_log_probs else 1
 
+    @property
+    def reference_is_base(self) -> bool:
+        return True
+
+    @property
+    def needs_rows_before(self) -> ReferenceColumn | None:
+        return ReferenceColumn("objective.precompute_ref_log_probs") if self.precompute_ref_log_probs else None
+
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
@@ -225,6 +231,24 @@ class Referenced(Preference):
         """Raises ValueError without a reference that stays as it is."""
         if has_adapter(model) or not self.precompute_ref_log_probs:
             require_fixed_base(self.name, model)
+
+    def wrong_start(self, line: Mapping[str, float]) -> str | None:
+        """Programs in 16 bits differ by about a hundredth of a nat a token, other weights or rows by several hundredths
+        of the log-probability: allowed are 0.25 nats plus a hundredth of the mean.
+        """
+        for side, slack in self._slack(line).items():
+            moved = line[f"rewards/{side}"] / self.beta
+            if abs(moved) > slack:
+                return (
+                    f"rewards/{side} is {line[f'rewards/{side}']:.4g} and not 0: answers are {abs(moved):.4g} nats "
+                    f"{'more' if moved > 0 else 'less'} likely than the reference says (logps/{side} "
+                    f"{line[f'logps/{side}']:.4g})"
+                )
+        return None
+
+    def _slack(self, line: Mapping[str, float]) -> dict[str, float]:
+        """{side: nats by which its log-ratio may differ from 0}"""
+        return {side: 0.25 + 0.01 * abs(line[f"logps/{side}"]) for side in ("chosen", "rejected")}
 
     def reference(self, model: Decoder, batch: Batch, forward: Forward) -> jax.Array:
         """float32[rows, most pairs, 2]: sums of answers' log-probabilities in nats under `model` with its adapter off,
@@ -254,6 +278,13 @@ class DPO(Referenced):
     label_smoothing: float = 0.0
     """Probability, 0 to below 1, of a wrong label; for "sigmoid"."""
 
+    def wrong_start(self, line: Mapping[str, float]) -> str | None:
+        if (reason := super().wrong_start(line)) is not None or self.loss_type != "sigmoid":
+            return reason
+        if abs(line["loss"] - math.log(2.0)) > self.beta * sum(self._slack(line).values()) / 2:
+            return f"the loss is {line['loss']:.4f} and not ln 2 = {math.log(2.0):.4f}"
+        return None
+
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
         if self.loss_type == "ipo":
             unscaled = unscaled / answers.tokens
@@ -278,6 +309,7 @@ class ORPO(Preference):
     name: ClassVar[str] = "orpo"  # by which objective.name selects it
     # the names of the sums of `loss` for metrics
     sums: ClassVar[tuple[str, ...]] = (*METRICS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
+    by_micro_batch: ClassVar[bool] = True  # its likelihood is a mean over tokens
     by_mean: ClassVar[bool] = True  # log-probabilities are means over the tokens of an answer
     documents: ClassVar[bool] = True  # `pair_losses` needs the log-probabilities of whole documents
 
@@ -313,6 +345,7 @@ class SimPO(Preference):
     """Probability, 0 to below 1, of a wrong label."""
 
     name: ClassVar[str] = "simpo"  # by which objective.name selects it
+    by_micro_batch: ClassVar[bool] = True  # its likelihood is a mean over tokens
     by_mean: ClassVar[bool] = True  # log-probabilities are means over the tokens of an answer
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:

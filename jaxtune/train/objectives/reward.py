@@ -17,7 +17,8 @@ import numpy as np
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.heads import SCORE, Head
 from jaxtune.models.placement import partition
-from jaxtune.train.config import DataConfig
+from jaxtune.train.config import DataConfig, TrainConfig
+from jaxtune.train.config.checks import require
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.packing.pairs import LABELS, PAIRS, PairDataset
 from jaxtune.train.data.rendering.formats import PREFERENCE
@@ -49,6 +50,7 @@ class Reward(Pairs):
     """Factor of the squared sum of a pair's scores (arXiv 2312.09244, eq. 2), which keeps their mean near 0."""
 
     name: ClassVar[str] = "reward"  # by which objective.name selects it
+    no_right_answer: ClassVar[str | None] = "a reward model writes no answers"
     head: ClassVar[Head] = SCORE  # the model must have a head that scores texts
     # the names of the sums of `loss` for metrics
     sums: ClassVar[tuple[str, ...]] = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin")
@@ -66,6 +68,15 @@ class Reward(Pairs):
         labels = margins(rows, data_set.documents, max_rows, data.columns)
         documents = without_padding(data_set.documents, getattr(tokenizer, "pad_token_id", None))
         return dataclasses.replace(data_set, documents=documents, labels=labels, drops_cut_pairs=True)
+
+    def refuses(self, config: TrainConfig) -> None:
+        super().refuses(config)
+        require(
+            not config.evaluation.generate,
+            "evaluation.generate",
+            list(config.evaluation.generate),
+            f"a reward model writes no answers (objective = {self.label}); leave it out",
+        )
 
     def check(self, model: Decoder) -> None:
         """Raises ValueError without a head that scores."""

@@ -13,20 +13,18 @@ from jaxtune.models.heads import TEXT, Head
 from jaxtune.train.config import ROW_OPTIONS, DataConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import TokenDataset, prepare
+from jaxtune.train.objectives.objective import Declared
 from jaxtune.train.program.loss import Forward
 
 
 @dataclasses.dataclass(frozen=True)
-class SFT:
+class SFT(Declared):
     """Mean next-token cross-entropy of trained tokens."""
 
+    name: ClassVar[str] = "sft"  # by which objective.name selects it
     unit: ClassVar[str] = "targets"  # what the count of `loss` counts
     sums: ClassVar[tuple[str, ...]] = ()  # names of further sums of `loss`, for metrics: none
     head: ClassVar[Head] = TEXT  # the model must have a head that predicts tokens
-
-    @property
-    def reference_runs(self) -> int:
-        return 0
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None

@@ -29,6 +29,7 @@ from jaxtune.models.stack.stack_layers import keeps_low_rank
 from jaxtune.pallas.linear_cross_entropy import fills_up
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
@@ -226,15 +227,16 @@ def step_cost(
     length: int | None = None,
     keeps_model: bool = False,
     optimizer: optax.GradientTransformation | None = None,
-    reference_runs: int = 0,
+    needs: RunNeeds | None = None,
 ) -> StepCost:
     """The costs of a step of `model`, which may be abstract.
 
     length: tokens of a row; None: data.length.
     keeps_model: whether `model` stays in memory beside the copies that train.
     optimizer: only its states count; None: config.optim's.
-    reference_runs: forwards of a frozen model in each micro-batch.
+    needs: None: those of config.objective.
     """
+    needs = needs or RunNeeds.of(objective_of(config))
     length, shape, dtype = length or config.data.length, model.config, jnp.dtype(config.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
@@ -287,8 +289,10 @@ def step_cost(
         tiled=tuple(dict.fromkeys(name for kind in kinds for name in tiled_residuals(kind.block.segments()))),
         hosted_bytes=on_host,
         update_bytes=share * update_bytes(masters, config),
-        reference_runs=reference_runs,
-        teacher=None if model.teacher is None else step_cost(model.teacher, config, length, optimizer=optax.identity()),
+        reference_runs=needs.reference_runs,
+        teacher=None
+        if model.teacher is None
+        else step_cost(model.teacher, config, length, optimizer=optax.identity(), needs=RunNeeds(needs.sampler)),
         less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(stored)),
         shared=experts_adapters(model.layers, dtype),
         given_bytes=_given_bytes(model, dtype),
@@ -301,8 +305,8 @@ def step_cost(
         resident_layer_bytes=added_share * max(frozen_layers, default=0.0),
         resident_around_bytes=added_share * (partition.divided_sizes(frozen, weight_shards)[0] - sum(frozen_layers)),
         whole_gradient_bytes=0.0 if weight_shards == 1 else _whole_gradient_bytes(model, storage),
-        table=table_of(model, config, weight_shards),
-        codes_bytes=codes_bytes(model, config, weight_shards),
+        table=table_of(model, config, weight_shards, needs.samples),
+        codes_bytes=codes_bytes(model, config, weight_shards, needs.samples),
         sums=sums_memory(model, stored, config, divided.size),
         states=NO_STATES if optimizer is not None or divided.size > 1 else states_of(states, config),
     )

@@ -11,6 +11,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.stack.residual_plan import ResidualPlan
 from jaxtune.train.config import AdapterConfig, TrainConfig
 from jaxtune.train.config.sections import HOSTED_OPTIMIZERS
+from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.planning.choice import (
     CHUNK_LOGITS,
     PlanError,
@@ -35,14 +36,14 @@ def fitting_settings(
     budget_bytes: float,
     most: int = 3,
     optimizer: optax.GradientTransformation | None = None,
-    reference_runs: int = 0,
+    needs: RunNeeds | None = None,
 ) -> list[str]:
     """Changes, each of which alone lets a plan fit; least intrusive first, one for each key. If there are too few, the
     last entry is the memory of a card that would do ("a card of 24.0 GB").
 
       shape: the model's DecoderConfig.
       optimizer: the caller's own; then no change of config.optim is proposed.
-      reference_runs: forwards of a frozen reference in each loss.
+      needs: of objective and rows; None: of config.objective.
       device, budget_bytes: the card and the bytes of its memory that a plan may take. most: changes to return.
     """
 
@@ -81,7 +82,7 @@ def fitting_settings(
         key = (option.model, repr(option.adapter))
         if key not in models:
             models[key] = abstract_model(shape, option)
-        return step_cost(models[key], option, optimizer=optimizer, reference_runs=reference_runs)
+        return step_cost(models[key], option, optimizer=optimizer, needs=needs)
 
     for text, option in options:
         key = text.split("=")[0]

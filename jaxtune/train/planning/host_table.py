@@ -29,20 +29,21 @@ def rows_seconds(rows_bytes: float, devices: int, device: Device) -> float:
     return step * devices / _LOOKUP_RATE + step / (device.link or device.copy)
 
 
-def may_be_on_host(config: TrainConfig) -> bool:
+def may_be_on_host(config: TrainConfig, samples: bool) -> bool:
     """Whether a run may have tables on the host: it trains an adapter, so they are frozen, and does not generate, which
     needs each new token's row at once.
     """
-    return config.adapter is not None and not config.objective.samples and not config.evaluation.asking
+    return config.adapter is not None and not samples and not config.evaluation.asking
 
 
 def left_on_host(config: TrainConfig, tied: bool) -> list[str]:
     """Hugging Face names of the tensors that loading leaves in host memory until the plan is known: a table that left
     the device would leave a gap between other weights. tied: whether the loaded model's head is its embedding.
     """
-    if config.adapter is None or not may_be_on_host(config):
+    objective = objective_of(config)
+    if config.adapter is None or not may_be_on_host(config, objective.samples):
         return []
-    stays = tied and objective_of(config).head.is_text
+    stays = tied and objective.head.is_text
     stays = stays or "embed_tokens" in (config.adapter.modules_to_save or ())
     return [tensor for name, tensor in TABLES.items() if name != "embedding" or not stays]
 
@@ -60,13 +61,13 @@ class Table:
 NO_TABLE = Table()  # of a model whose tables must stay on the device
 
 
-def table_of(model: Decoder, config: TrainConfig, shards: int) -> Table:
+def table_of(model: Decoder, config: TrainConfig, shards: int, samples: bool) -> Table:
     """The tables of `model` that may be on the host: frozen, undivided (`shards` is 1), allowed by `may_be_on_host`,
     and not given on a device already, where the caller keeps them.
     """
     values = {name: table.get_value() for name, table in model.tables.items() if not isinstance(table, nnx.Param)}
     trains = "per_layer" in model.tables and "per_layer" not in values
-    if shards > 1 or not may_be_on_host(config):
+    if shards > 1 or not may_be_on_host(config, samples):
         return Table(trains=trains)
     values = {name: value for name, value in values.items() if not isinstance(value, jax.Array)}
     rows = {name: float(value.shape[1] * value.dtype.itemsize) for name, value in values.items()}

@@ -12,12 +12,12 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.layer_costs import nbytes
 
 
-def codes_bytes(model: Decoder, config: TrainConfig, shards: int) -> float:
+def codes_bytes(model: Decoder, config: TrainConfig, shards: int, samples: bool) -> float:
     """Bytes of the transposed codes that a plan may keep, one for each frozen FP8 weight that is multiplied without
     decoding. 0 with QAT, which multiplies by rounded weights, with weights divided over `shards` > 1 devices, and if
     the run generates, where memory is better spent on more answers.
     """
-    if shards > 1 or config.qat is not None or config.objective.samples or config.evaluation.asking:
+    if shards > 1 or config.qat is not None or samples or config.evaluation.asking:
         return 0.0
     matrices = (matrix for layer in model.layers for *_, matrix in layer.matrices())
     frozen = (m.stored_weight for m in matrices if m.fp8 and not isinstance(m.weight, nnx.Param))

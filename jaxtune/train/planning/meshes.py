@@ -11,6 +11,8 @@ import jax
 from jaxtune.models.decoder import Decoder
 from jaxtune.system import processes
 from jaxtune.train.config import MeshConfig, TrainConfig
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import StepCost, step_cost
@@ -22,11 +24,14 @@ from jaxtune.train.planning.forecasts import Forecast
 _ALIKE = 0.92
 
 
-def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -> tuple[MeshConfig, str | None]:
+def mesh_of(
+    config: TrainConfig, model: Callable[[], Decoder], needs: RunNeeds | None = None, **changes: Any
+) -> tuple[MeshConfig, str | None]:
     """(mesh, reason or None) of a run: the config's, or a choice for its GPUs. Collective; the first process chooses
     for all.
 
       model: returns the model that trains, perhaps abstract; called if there is a choice.
+      needs: None: those of config.objective.
       changes: further arguments of step_cost.
 
     No choice, hence no reason: the config names a mesh, there is one device, or CPUs. CPUs of one process are one
@@ -38,17 +43,17 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
         return config.mesh or MeshConfig(), None
     if local_device.platform == "cpu":
         return MeshConfig(data=-1), None
-    trained_model = model()
+    trained_model, needs = model(), needs or RunNeeds.of(objective_of(config))
     limit = processes.smallest((local_device.memory_stats() or {}).get("bytes_limit"))
     device = devices.find_device(local_device.device_kind, limit, sharing=devices.devices_here(len(all_devices)))
 
     def cost_on(mesh: MeshConfig) -> StepCost:
-        return step_cost(trained_model, dataclasses.replace(config, mesh=mesh), **changes)
+        return step_cost(trained_model, dataclasses.replace(config, mesh=mesh), needs=needs, **changes)
 
     budget_bytes, on_one_host = devices.budget(config, device), len(all_devices) // processes.hosts()
 
     def chosen() -> tuple[str, tuple[int, ...]]:
-        mesh, why = choose_mesh(cost_on, config, device, budget_bytes, len(all_devices), on_one_host)
+        mesh, why = choose_mesh(cost_on, needs, config, device, budget_bytes, len(all_devices), on_one_host)
         return why, mesh.sizes
 
     why, sizes = processes.of_first(chosen)
@@ -57,6 +62,7 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
 
 def choose_mesh(
     cost_on: Callable[[MeshConfig], StepCost],
+    needs: RunNeeds,
     config: TrainConfig,
     device: Device,
     budget_bytes: float | None,
@@ -76,8 +82,8 @@ def choose_mesh(
     """
     rows = config.rows_per_step // (config.micro_batches or 1)
     used_devices = next(number for number in range(count, 0, -1) if rows % number == 0)
-    # Settings that config.py refuses in combination with mesh.fsdp.
-    divides = not (config.optim.offload or config.evaluation.asking or config.objective.samples)
+    # What is refused in combination with mesh.fsdp.
+    divides = not (config.optim.offload or config.evaluation.asking or needs.samples)
     meshes = [
         MeshConfig(used_devices // f, f)
         for f in range(1, used_devices + 1)

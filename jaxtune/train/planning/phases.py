@@ -26,6 +26,7 @@ from jaxtune.system import processes
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.folder.array_files import READ_AT_ONCE_BYTES
+from jaxtune.train.objectives.objective import Column, ReferenceColumn
 from jaxtune.train.planning.cost import TRANSPOSED_CODES, StepCost
 from jaxtune.train.planning.devices import Device, pool_bytes
 from jaxtune.train.planning.forecasts import Forecast
@@ -130,6 +131,7 @@ def phases_of(
     weight_parts: int = 1,
     sampled: Sampled | None = None,
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
+    rows_before: Column | None = None,
 ) -> list[Phase]:
     """The phases of a run in their order, without a teacher's pass.
 
@@ -138,6 +140,7 @@ def phases_of(
     weight_parts: devices over which weights are divided.
     sampled: how held-out questions are answered at the end; None: none are.
     slots: {phase: memory plan of the rows in which it samples between steps}.
+    rows_before: a column of the rows that is computed before step 0.
     """
     plan, fixed = forecast.plan, costs.fixed
     weights = costs.frozen_bytes + costs.resident_bytes(plan.residuals.resident)
@@ -158,7 +161,7 @@ def phases_of(
         Phase("load", weights + start + loading, arriving, "model.load_in=nf4"),
         Phase("resume", weights + trained + states, min(saved, READ_AT_ONCE_BYTES), "a device with more memory"),
     ]
-    if config.objective.name in ("dpo", "kto"):
+    if isinstance(rows_before, ReferenceColumn):
         codes = fixed.get(TRANSPOSED_CODES, 0.0)
         phases.append(Phase("reference", weights + codes + trained + states + forward, 0.0, less_rows))
     phases.append(Phase("step", step, pinned, less_rows))

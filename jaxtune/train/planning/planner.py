@@ -14,6 +14,7 @@ from jaxtune.models.placement import partition
 from jaxtune.system import processes
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.display.plan_text import plan_lines
+from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError
 from jaxtune.train.planning.cost import StepCost, step_cost
@@ -45,7 +46,7 @@ class Planner:
 
       keeps_model: the given model stays in memory beside the copies of its trained tensors.
       optimizer: None: config.optim's.
-      reference_runs: forwards of a frozen reference in each loss.
+      needs: of objective and rows; None: of config.objective.
       note: a line before the plan.
 
     PlanError if by forecast even the smallest plan exceeds `room.limit_bytes`; ValueError if the device is refused,
@@ -60,10 +61,10 @@ class Planner:
         device: Any,
         keeps_model: bool = True,
         optimizer: optax.GradientTransformation | None = None,
-        reference_runs: int = 0,
+        needs: RunNeeds | None = None,
         note: str | None = None,
     ):
-        self._changes: Any = dict(optimizer=optimizer, reference_runs=reference_runs)
+        self._changes: Any = dict(optimizer=optimizer, needs=needs)
         self.config, self.shape, self._note = config, model.config, note
         limit = processes.smallest((device.memory_stats() or {}).get("bytes_limit"))
         mesh = config.mesh or MeshConfig()

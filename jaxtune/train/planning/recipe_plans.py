@@ -23,7 +23,6 @@ from jaxtune.pallas.fitted import planned_for
 from jaxtune.profile.data_sheets import data_sheet
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import load_config, packaged_recipes
-from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import devices, search
 from jaxtune.train.planning.choice import PlanError
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
@@ -45,8 +44,7 @@ def costs(recipe: str, like: str) -> tuple[TrainConfig, StepCost, DecoderConfig]
         shape = config_from_hf(hf)
         model = dataclasses.replace(config.model, load_in=config.model.load_in or weights_stored_in(hf))
         config = dataclasses.replace(config, model=model)
-        runs = objective_of(config).reference_runs
-        return config, step_cost(abstract_model(shape, config), config, reference_runs=runs), shape
+        return config, step_cost(abstract_model(shape, config), config), shape
 
 
 def parameters_of(shape: DecoderConfig) -> int:

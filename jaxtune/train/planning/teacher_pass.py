@@ -17,8 +17,8 @@ from jaxtune.models.files.quant import stored_in
 from jaxtune.models.placement import partition
 from jaxtune.pallas.format_names import LOADED
 from jaxtune.train.config import ConfigError, MeshConfig, TrainConfig
-from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.objective import TeacherColumn
 from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import Device, budget, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
@@ -121,11 +121,11 @@ def pass_lines(config: TrainConfig, shape: DecoderConfig, device: Device) -> lis
 
       shape: the student's. device: the planned one.
     """
-    objective = objective_of(config)
-    if not isinstance(objective, Distill) or objective.teacher_top_k is None:
+    column = objective_of(config).needs_rows_before
+    if not isinstance(column, TeacherColumn) or column.top_k is None:
         return []
     student = nnx.state(abstract_model(shape, config))
     mesh = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
-    phase = TeacherPass(config, mesh, config.data.length, device, student, None, objective.teacher).phase
+    phase = TeacherPass(config, mesh, config.data.length, device, student, None, column.teacher).phase
     host_bytes = host_memory_bytes() if config.plan.device is None else device.host_memory_bytes
     return phase_lines([phase], budget(config, device), host_bytes)

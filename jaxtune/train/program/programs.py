@@ -173,7 +173,7 @@ class Engine:
         """Micro-batches with tokens: a source that samples may leave a step's last rows empty. All for others and
         in several processes.
         """
-        if not self.batches.sees_model or processes.count() > 1:
+        if not self.batches.needs_model or processes.count() > 1:
             return micro_batches
         used_rows = np.flatnonzero((batch.segment_ids > 0).any(1))
         last = int(used_rows[-1]) + 1 if used_rows.size else 1

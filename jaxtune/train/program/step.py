@@ -22,8 +22,8 @@ from jaxtune.models.placement import partition
 from jaxtune.models.stack.residual_plan import ResidualPlan
 from jaxtune.pallas.rounding import stochastic_round
 from jaxtune.train.data.batches import Batch
+from jaxtune.train.objectives.named import DEFAULT
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.objectives.sft import SUPERVISED
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import UpdateBound, decayed_tensors, embedding_tensors, step_optimizer
 from jaxtune.train.program.gradient_sync import GradientSync
@@ -81,7 +81,7 @@ class StepProgram:
     graph: nnx.GraphDef  # graph definition of the model
     optimizer: optax.GradientTransformation  # an optax transformation or an optim.StepOptimizer, over float32 tensors
     schedule: optax.Schedule | None  # learning rate by number of updates, for metrics and `bound`; None: unknown
-    objective: Objective = SUPERVISED  # defines the loss of a micro-batch and further measurements
+    objective: Objective = DEFAULT  # defines the loss of a micro-batch and further measurements
     plan: ResidualPlan | None = None  # what becomes of values that the backward reads (residuals); None: all are kept
     max_documents: int | None = None  # the most documents in a row, which allows faster attention; None: unknown
     max_grad_norm: float | None = 1.0  # global norm to which gradients are clipped; None: no clipping

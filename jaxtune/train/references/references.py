@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from jaxtune.train.data.batches import Batches, Rows
 from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.data.tokens.cache import cache_folder
 from jaxtune.train.display.monitor import TrainingStopped
-from jaxtune.train.objectives.preference import DPO, Referenced
+from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.program.programs import Engine
 
 
@@ -152,7 +151,7 @@ def read_values(path: Path, shape: tuple[int, ...], dtype: np.dtype, say: Callab
 
 
 def first_check(
-    objective: Any, config: TrainConfig, rows: Any, fresh: Callable[[], bool]
+    objective: Objective, config: TrainConfig, rows: Any, fresh: Callable[[], bool]
 ) -> Callable[[Mapping[str, float]], None]:
     """A function of the first step's metrics that raises TrainingStopped if the reference's log-probabilities are not
     those of the model before training. It does nothing without a reference, or where they may differ: values of the
@@ -164,12 +163,11 @@ def first_check(
     stored_reference = getattr(rows, "reference", None)
     computed_here = stored_reference is None or bool(np.isnan(stored_reference).any())
     rounded = config.qat is not None and config.qat.start == 0
-    if not isinstance(objective, Referenced) or not computed_here or rounded or config.neftune_noise_alpha:
+    if not computed_here or rounded or config.neftune_noise_alpha:
         return lambda line: None
-    reference = objective
 
     def check(line: Mapping[str, float]) -> None:
-        reason = _disagreement(reference, line) if fresh() else None
+        reason = objective.wrong_start(line) if fresh() else None
         if reason is not None:
             raise TrainingStopped(
                 f"step 1: {reason}. The adapter does nothing yet, so that model and reference are the same and must "
@@ -179,25 +177,3 @@ def first_check(
             )
 
     return check
-
-
-def _disagreement(objective: Referenced, line: Mapping[str, float]) -> str | None:
-    """How model and reference differ by more than rounding in the first step's metrics, in words; else None.
-
-    Programs in 16 bits differ by about a hundredth of a nat a token, other weights or rows by several hundredths of the
-    log-probability: allowed are 0.25 nats plus a hundredth of the mean.
-    """
-    slack = {}
-    for side in ("chosen", "rejected"):
-        moved = line[f"rewards/{side}"] / objective.beta
-        slack[side] = 0.25 + 0.01 * abs(line[f"logps/{side}"])
-        if abs(moved) > slack[side]:
-            return (
-                f"rewards/{side} is {line[f'rewards/{side}']:.4g} and not 0: answers are {abs(moved):.4g} nats "
-                f"{'more' if moved > 0 else 'less'} likely than the reference says (logps/{side} "
-                f"{line[f'logps/{side}']:.4g})"
-            )
-    if isinstance(objective, DPO) and objective.loss_type == "sigmoid":
-        if abs(line["loss"] - math.log(2.0)) > objective.beta * sum(slack.values()) / 2:
-            return f"the loss is {line['loss']:.4f} and not ln 2 = {math.log(2.0):.4f}"
-    return None

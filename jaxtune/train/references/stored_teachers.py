@@ -34,8 +34,7 @@ from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.tokens.cache import cache_folder, disk_errors
 from jaxtune.train.data.tokens.teacher_files import open_file
 from jaxtune.train.data.tokens.teacher_values import TaughtRows, TeacherValues
-from jaxtune.train.objectives.distillation import Distill
-from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.objectives.objective import Objective, TeacherColumn
 from jaxtune.train.planning.phases import Phase, phase
 from jaxtune.train.planning.teacher_pass import TeacherPass
 from jaxtune.train.program.loss import Forward
@@ -66,20 +65,21 @@ class StoredTeacher:
     """
 
     def __init__(self, objective: Objective, config: TrainConfig, student: Decoder, tokenizer: PreTrainedTokenizerFast):
-        self._objective = objective if isinstance(objective, Distill) and objective.offline else None
+        column = objective.needs_rows_before
+        self._column = column if isinstance(column, TeacherColumn) else None
         self._config, self._tokenizer = config, tokenizer
         self._teacher, self._vocab_size = student.teacher, student.config.vocab_size
         self._file = None
         self._was_read = False  # whether all values were found in files, so that there was no pass
-        if self._objective is None:
+        if self._column is None:
             return
         # Only shapes, because the trainer frees the student's arrays.
         self._student = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), nnx.state(without_teacher(student))
         )
-        k = self._objective.teacher_top_k
-        if self._objective.teacher_logprobs is not None:
-            self._file = open_file(self._objective.teacher_logprobs, say)
+        k = self._column.top_k
+        if self._column.file is not None:
+            self._file = open_file(self._column.file, say)
         elif k is not None and not 0 < k <= self._vocab_size:
             raise ConfigError(
                 f"objective.teacher_top_k = {k}: must be from 1 to {self._vocab_size:,}, the vocabulary's size"
@@ -88,21 +88,21 @@ class StoredTeacher:
     @property
     def k(self) -> int:
         """Tokens stored for each trained token; only if something is stored."""
-        assert self._objective is not None
-        return self._file.k if self._file is not None else self._objective.teacher_top_k or 0
+        assert self._column is not None
+        return self._file.k if self._file is not None else self._column.top_k or 0
 
     @functools.cached_property
     def digest(self) -> str | None:
         """Identifies the teacher's weights and formats, or the file; None if nothing is stored or the weights have no
         digest. Raises OSError, and errors of opening.
         """
-        if self._objective is None:
+        if self._column is None:
             return None
         if self._file is not None:
             return self._file.digest
         config = self._config
         load_in = config.model.load_in if self._is_base else config.objective.teacher_load_in
-        how = (config.computes_in, load_in, self.k, self._objective.temperature)
+        how = (config.computes_in, load_in, self.k, self._column.temperature)
         if self._teacher is not None:
             of_weights = self._teacher.base_digest
             if of_weights is None:
@@ -117,15 +117,15 @@ class StoredTeacher:
     @property
     def _is_base(self) -> bool:
         """Whether the teacher is the trained model with its adapter off."""
-        return self._objective is not None and self._teacher is None and self._objective.teacher in (None, BASE)
+        return self._column is not None and self._teacher is None and self._column.teacher in (None, BASE)
 
     @functools.cached_property
     def _opened(self) -> Pretrained:
         """The named teacher's or the base's checkpoint, without weights. Raises ConfigError for random weights, an
         adapter, or another tokenizer or vocabulary; ValueError, OSError.
         """
-        assert self._objective is not None
-        path, load_in = of_pass(self._config, self._objective.teacher)
+        assert self._column is not None
+        path, load_in = of_pass(self._config, self._column.teacher)
         opened = Pretrained(path, self._config.dtype, load_in)
         require_same_tokens(self._tokenizer, opened)
         if opened.config.vocab_size != self._vocab_size:
@@ -140,18 +140,12 @@ class StoredTeacher:
     def attach(
         self, train: TokenDataset | BatchSource, held_out: TokenDataset | None
     ) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
-        """(train, held_out) as copies with places for the values, which `fill` sets. Raises ConfigError for streamed,
-        mixed or sampled rows, or rows that the file lacks.
+        """(train, held_out) as copies with places for the values, which `fill` sets. Raises ConfigError for rows
+        that the file lacks.
         """
-        if self._objective is None:
+        if self._column is None:
             return train, held_out
-        if not isinstance(train, TokenDataset):
-            key = "teacher_top_k" if self._file is None else "teacher_logprobs"
-            raise ConfigError(
-                f"objective.{key}: the rows of data.train are streamed, mixed or made during the run, and "
-                "log-probabilities are stored for rows that are known before it; read them all (data.streaming=false, "
-                "one set)"
-            )
+        assert isinstance(train, TokenDataset), "run_rows refuses others (needs_rows_before)"
         return self._attached(train, "data.train"), held_out and self._attached(held_out, "data.eval")
 
     def _attached(self, rows: TokenDataset, rows_key: str) -> TokenDataset:
@@ -165,14 +159,14 @@ class StoredTeacher:
 
     def student(self, model: Decoder) -> Decoder:
         """The model without an attached teacher, if values are stored."""
-        return model if self._objective is None else without_teacher(model)
+        return model if self._column is None else without_teacher(model)
 
     def described(self, model: Decoder, objective: Objective) -> list[str]:
-        if self._objective is None:
+        if self._column is None:
             return described(model, objective)
         if self._file is not None:
             return [f"teacher: up to {self.k:,} log-probabilities a token from {self._file.path}"]
-        name = self._objective.teacher or "as it was given"
+        name = self._column.teacher or "as it was given"
         return [f"teacher: {name}, of which {self.k:,} log-probabilities a token are stored before the run"]
 
     # ---- the values
@@ -221,12 +215,12 @@ class StoredTeacher:
 
     def phases(self, engine: Engine) -> list[Phase]:
         """The teacher's pass with its memory, until `fill` found it unneeded; else []."""
-        passes = self._objective is not None and self._file is None and not self._was_read
+        passes = self._column is not None and self._file is None and not self._was_read
         return [self._pass(engine).phase] if passes else []
 
     def _pass(self, engine: Engine) -> TeacherPass:
-        assert self._objective is not None
-        batches, name = engine.batches, self._objective.teacher
+        assert self._column is not None
+        batches, name = engine.batches, self._column.teacher
         config = dataclasses.replace(self._config, rows_per_step=batches.rows_per_step)
         of_run = (config, partition.MeshShape.of(engine.mesh), batches.length, engine.planner.device)
         return TeacherPass(*of_run, self._student, self._teacher, name)
@@ -261,7 +255,7 @@ class StoredTeacher:
         """A function (rows, array) that computes values by a pass into the array; None only takes part. Loads the
         teacher. Both are collective.
         """
-        assert self._objective is not None
+        assert self._column is not None
         shape = partition.MeshShape.of(engine.mesh)
         teacher = self._teacher or load_teacher(self._opened, mesh=engine.mesh if shape.shard_count > 1 else None)
         assert teacher is not None
@@ -270,7 +264,7 @@ class StoredTeacher:
         planner = planned.planner(model.prepared)
         program = dataclasses.replace(engine.program, graph=model.graph, noise_alpha=None)
         pass_engine = Engine(program, None, planner, engine.mesh, engine.batches, config, None)
-        k, temperature = self.k, self._objective.temperature
+        k, temperature = self.k, self._column.temperature
         trainable, frozen = model.weights(pass_engine)
 
         def of_batch(teacher: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array]:

@@ -63,7 +63,7 @@ class OwnSamples(BatchSource):
       chosen_length: whether `packed_shape` and not the user chose `length`.
     """
 
-    sees_model = True  # `batch_at` is given the model, which samples
+    needs_model = True  # `batch_at` is given the model, which samples
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class OwnSamples(BatchSource):
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
         """Samples at the first call for a step; without `extra`. model: may be None if the batch is made."""
         if self._made is None or self._made[0] != step:
-            assert model is not None, "sees_model is True, so the model is given"
+            assert model is not None, "needs_model is True, so the model is given"
             batch = self._rows.packed(self._answers(step, model), 0.0)
             self._made = step, dataclasses.replace(batch, extra={})
         return self._made[1]

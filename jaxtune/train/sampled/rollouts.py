@@ -76,7 +76,7 @@ class SampledAnswers(BatchSource):
       own_reference: whether the reference is not the model with its adapter off.
     """
 
-    sees_model = True  # `batch_at` is given the model, which samples
+    needs_model = True  # `batch_at` is given the model, which samples
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class SampledAnswers(BatchSource):
             return self._made[1]
         number, step_within = divmod(step, self.settings.steps)
         if self._generation is None or self._generation[0] != number:
-            assert model is not None, "sees_model is True, so the model is given"
+            assert model is not None, "needs_model is True, so the model is given"
             self._generation = number, self._sampled(number, step, model())
             if self._score is not None:  # of all parts now, as each step changes the model
                 part_indices = range(self.settings.steps_per_generation)

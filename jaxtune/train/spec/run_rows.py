@@ -19,12 +19,9 @@ from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet, RowSet
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.streamed import InOrder, StreamedRows, is_stream
 from jaxtune.train.folder.record import require_same_rows
-from jaxtune.train.objectives.distillation import Distill
-from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.objectives.policy import GRPO
+from jaxtune.train.objectives.objective import Objective, require_known_rows
 from jaxtune.train.optimizer.schedule import total_steps
-from jaxtune.train.sampled.own_samples import own_samples
-from jaxtune.train.sampled.prompts import sampled_answers
+from jaxtune.train.sampled.sources import sampled_source
 
 
 def run_rows(
@@ -45,15 +42,17 @@ def run_rows(
     held_out = data.eval if eval_rows is None else eval_rows
     mixed, is_source = _weighted(train_source), isinstance(train_source, BatchSource)
     made_later = is_source or bool(mixed) or is_stream(train_source, data.streaming)
-    if samples(reader.objective):
+    if reader.objective.samples:
         if bool(mixed) or is_stream(train_source, data.streaming):
             raise ValueError(
-                f"objective = {config.objective.name}: its prompts are one set of rows, read before the run"
+                f"objective = {reader.objective.label}: its prompts are one set of rows, read before the run"
             )
         train_source = train_source if is_source else reader.sampled(train_source)
         made_later = is_source = True
-        if config.evaluation.asking and isinstance(reader.objective, GRPO):
+        if config.evaluation.asking and not reader.objective.has_row_loss:
             held_out = None  # its rows are answered, and have no loss
+    if made_later and (column := reader.objective.needs_rows_before) is not None:
+        require_known_rows(column)
     reason = "the rows to train on are streamed, mixed or made during the run"
     if made_later and data.eval_rows:
         raise ValueError(
@@ -112,11 +111,7 @@ class Reader:
         """A source that samples answers to prompts from the model during the run. ValueError if prompts or reward
         functions cannot be used.
         """
-        if isinstance(self.objective, Distill):
-            positions = self.model.context_length
-            return own_samples(self.objective, rows, self.tokenizer, self.config, self.ends, positions)
-        assert isinstance(self.objective, GRPO)
-        return sampled_answers(self.objective, rows, self.tokenizer, self.config, self.ends, self.model.context_length)
+        return sampled_source(self.objective, rows, self.tokenizer, self.config, self.ends, self.model.context_length)
 
     def row_set(self, rows: object) -> RowSet:
         """A set from which batches are drawn during the run. Of streamed rows a first window is tokenised here, later
@@ -131,11 +126,6 @@ class Reader:
         if isinstance(rows, InOrder):  # its shards are not read apart: a data set that shuffles itself mixes them
             return StreamedRows(name, open_sources(rows.rows), reader.tokenised, data.buffer_size, "given")
         return StreamedRows(name, open_sources(rows, streaming=True), reader.tokenised, data.buffer_size)
-
-
-def samples(objective: Objective) -> bool:
-    """Whether the run samples its rows from the model: GRPO, RLOO and on-policy distillation."""
-    return isinstance(objective, GRPO) or (isinstance(objective, Distill) and objective.on_policy > 0)
 
 
 def _weighted(rows: object) -> list[tuple[object, float]]:

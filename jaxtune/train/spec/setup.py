@@ -19,7 +19,8 @@ from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics
 from jaxtune.train.folder.record import require_same_settings
-from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.objective import Objective, RunNeeds, require_whole_weights
 from jaxtune.train.optimizer.optim import UpdateBound, embedding_tensors, make_optimizer, update_bound, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning.forward import ForwardPlanner
@@ -64,13 +65,19 @@ def update_rule(
 
 
 def step_programs(
-    config: TrainConfig, model: TrainedModel, objective: Objective, rule: UpdateRule, batches: BatchSource, eval_data
+    config: TrainConfig,
+    model: TrainedModel,
+    objective: Objective,
+    needs: RunNeeds,
+    rule: UpdateRule,
+    batches: BatchSource,
+    eval_data,
 ) -> tuple[StepProgram, StepProgram | None]:
     """(step's program, None), or with qat.start above 0 (with rounded weights, before that). Engine fills in plan and
     mesh. ValueError if optim.embedding_learning_rate has no embedding that trains, a coefficient has no loss, or QAT
     cannot observe its rows.
     """
-    _require_observable(model, batches)
+    _require_observable(model, needs)
     rates = [matrix.lora.rate for _, matrix in matrices(model.prepared) if matrix.lora is not None]
     size = sum(leaf.size for leaf in jax.tree.leaves(model.trainable))
     if (embedding_rate := config.optim.embedding_learning_rate) is not None and not any(
@@ -104,17 +111,15 @@ def step_programs(
     return program, dataclasses.replace(program, graph=model.plain_graph)
 
 
-def _require_observable(model: TrainedModel, batches: BatchSource) -> None:
+def _require_observable(model: TrainedModel, needs: RunNeeds) -> None:
     """ValueError if QAT observes activation scales on the first step's rows and this process lacks some before the run:
     sampled rows, or several processes.
     """
     if model.qat is None or not model.qat.observes:
         return
     requirement = f"qat.format = {model.qat.format} observes activations on the rows of the first step"
-    if batches.sees_model:
-        raise ValueError(
-            f"{requirement}, and this objective samples its rows during the run: take nvfp4 or mxfp4-mxfp4"
-        )
+    if needs.samples:
+        raise ValueError(f"{requirement}, and {needs.sampler} samples them during it: take nvfp4 or mxfp4-mxfp4")
     if processes.count() > 1:
         raise ValueError(f"{requirement}, in a run of one process: this one has {processes.count()}")
 
@@ -122,7 +127,7 @@ def _require_observable(model: TrainedModel, batches: BatchSource) -> None:
 def planned(
     config: TrainConfig,
     model: TrainedModel,
-    objective: Objective,
+    needs: RunNeeds,
     batches: BatchSource,
     optimizer: optax.GradientTransformation | None,
     trains: bool,
@@ -136,17 +141,17 @@ def planned(
     ValueError if the GPU is refused, the mesh does not fit the devices, or the host is too small for optimizer states.
     """
     config = dataclasses.replace(config, rows_per_step=batches.rows_per_step)
-    length, reference_runs = batches.length, objective.reference_runs
+    length = batches.length
     mesh_config, why = mesh_of(
         config,
         lambda: model.prepared,
+        needs,
         length=length,
         keeps_model=model.keeps_model,
-        reference_runs=reference_runs,
         optimizer=optimizer,
     )
-    if batches.sees_model:
-        require_sampling(config, mesh_config)
+    if needs.sampler is not None:
+        require_sampling(needs.sampler, mesh_config)
     mesh = partition.make_mesh(*mesh_config.sizes)
     config = dataclasses.replace(config, mesh=mesh_config)
     config.require_rows_for(mesh.size)
@@ -160,20 +165,19 @@ def planned(
         note=why,
         length=length,
         keeps_model=model.keeps_model,
-        reference_runs=reference_runs,
+        needs=needs,
         optimizer=optimizer,
     )
     return config, mesh, planner
 
 
-def require_sampling(config: TrainConfig, mesh: MeshConfig) -> None:
-    """ConfigError if answers cannot be sampled: the mesh divides weights, or there are several processes."""
-    config.require_whole_weights(mesh)
-    name = config.objective.name
+def require_sampling(sampler: str, mesh: MeshConfig) -> None:
+    """ConfigError if nothing can sample from the model: the mesh divides weights, or there are several processes."""
+    require_whole_weights(sampler, mesh)
     if (count := processes.count()) > 1:
         raise ConfigError(
-            f"objective.name = {name}: {count} processes cannot share the sampling yet; run one process, which "
-            "can use all GPUs of its machine (mesh.data)"
+            f"{sampler}: {count} processes cannot share the sampling yet; run one process, which can use all GPUs of "
+            "its machine (mesh.data)"
         )
 
 
@@ -230,8 +234,8 @@ def require_fit_for_processes(config: TrainConfig) -> None:
     if (count := processes.count()) == 1:
         return
     require_same_settings(config)
-    if config.objective.samples:
-        require_sampling(config, config.mesh or MeshConfig())
+    if (sampler := RunNeeds.of(objective_of(config)).sampler) is not None:
+        require_sampling(sampler, config.mesh or MeshConfig())
     for key, value in config.evaluation.asking:
         raise ValueError(
             f"{key} = {value}: {count} processes cannot generate at the same time yet; unset it, and generate from "

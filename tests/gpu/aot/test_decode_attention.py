@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.decode_attention import decode_attention, inserted, written
+from jaxtune.pallas.decode.attention import decode_attention, inserted, written
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls, target
 

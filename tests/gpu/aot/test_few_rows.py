@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.few_rows import (
+from jaxtune.pallas.decode.few_rows import (
     added_norm,
     attended,
     chosen_token,
@@ -253,8 +253,8 @@ def test_the_attention_of_many_rows_reads_long_caches(rows, capacity, invariant,
 
 
 def test_the_attention_of_many_rows_without_gluon_is_that_of_triton(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jaxtune.pallas.few_rows.attended_gluon", None)
-    monkeypatch.delattr(importlib.import_module("jaxtune.pallas.few_rows"), "attended_gluon", raising=False)
+    monkeypatch.setitem(sys.modules, "jaxtune.pallas.decode.few_rows.attended_gluon", None)
+    monkeypatch.delattr(importlib.import_module("jaxtune.pallas.decode.few_rows"), "attended_gluon", raising=False)
     keys, parts = array(64, KV_HEADS, 768, DIM), array(2, 64, 6 * KV_HEADS * DIM, dtype=jnp.float32)
     with dispatch.compile_for((9, 0)), recorded_calls() as calls:
         run = functools.partial(attended, scale=0.1, batch_invariant=False)

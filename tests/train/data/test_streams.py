@@ -258,10 +258,6 @@ def test_a_weight_that_is_no_share_is_refused_in_python_too(weight):
         (["data.train=[[a, 1], [b, 0]]", "steps=2"], "the weight of b = 0.0: must be greater than 0"),
         (["data.train=[]", "steps=2"], "data.train = []: must name rows"),
         (["data.train=[[a, b]]", "steps=2"], r"list of [string, number] pairs"),
-        (
-            ["data.streaming=true", "steps=2", "objective=dpo", "objective.precompute_ref_log_probs=true"],
-            "objective.precompute_ref_log_probs = True: needs all rows before the run",
-        ),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused_with_its_key(overrides, words):

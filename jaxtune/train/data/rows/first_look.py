@@ -15,10 +15,11 @@ from jaxtune.train.data.rows.row_errors import RowError, attempt
 _MOST_FILES = 32  # the most files of a folder that are opened
 
 
-def require_readable(config: TrainConfig) -> None:
+def require_readable(config: TrainConfig, converts: bool) -> None:
     """Reads the first row of each file of data.train and data.eval (at most 32 of a folder; of a stream the first
-    shard), and looks for a local model's tokenizer. For sft it converts the row, which checks columns. A data set named
-    on the hub is downloaded unless streamed.
+    shard), and looks for a local model's tokenizer. A data set named on the hub is downloaded unless streamed.
+
+      converts: whether rows are converted from data.format, which checks their columns.
 
     Raises ConfigError for missing or empty sources and, unless data.on_bad_row is "skip", bad rows; ValueError for a
     missing tokenizer, an unusable config.json, an unknown data.format or an unreadable file; OSError.
@@ -29,24 +30,24 @@ def require_readable(config: TrainConfig) -> None:
     held_out = [] if data.eval is None else [data.eval]
     for key, names in (("data.train", train), ("data.eval", held_out)):
         for rows in names:
-            _look(key, rows, config)
+            _look(key, rows, config, converts)
     model = config.model
     if model.path is not None and model.tokenizer is None and (folder := Path(model.path).expanduser()).exists():
         require_tokenizer(folder)
 
 
-def _look(key: str, rows: Any, config: TrainConfig) -> None:
+def _look(key: str, rows: Any, config: TrainConfig, converts: bool) -> None:
     """Reads a row of each of the first sources. ConfigError, about `key`, if there is none, or it cannot be used and
     on_bad_row is not skip.
     """
-    data, objective = config.data, config.objective.name
+    data = config.data
     streaming = data.streaming and key == "data.train"
     try:
         sources = open_sources(rows, streaming, data.columns)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from None
     # Other objectives have columns of their own, which they check.
-    form = data.format if objective == "sft" else PREFERENCE
+    form = data.format if converts else PREFERENCE
     for source in itertools.islice(sources, 1 if streaming else _MOST_FILES):
         row = next(read_rows([source], form, 1), None)
         if row is None and not source.is_later_window and len(sources) == 1:

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, mosaic_types, persistent, tuning
-from jaxtune.pallas.decode_attention import mosaic_kernels
-from jaxtune.pallas.decode_attention.mosaic_kernels import LINE, MOST_HEADS
-from jaxtune.pallas.decode_attention.mosaic_lanes import TILE
-from jaxtune.pallas.decode_attention.splits import (
+from jaxtune.pallas.decode.attention import mosaic_kernels
+from jaxtune.pallas.decode.attention.mosaic_kernels import LINE, MOST_HEADS
+from jaxtune.pallas.decode.attention.mosaic_lanes import TILE
+from jaxtune.pallas.decode.attention.splits import (
     MASKED,
     SPLIT,
     live_tiles,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import compat
-from jaxtune.pallas.few_rows.triton import ACTIVATIONS, MOST_RANK, Tile, padded, rows_refusal
+from jaxtune.pallas.decode.few_rows.triton import ACTIVATIONS, MOST_RANK, Tile, padded, rows_refusal
 from jaxtune.pallas.grouped_matmul import GroupedLora
 
 MOST_CHOICES = 16  # experts of a token, because a program loads the choices of all tokens at once
@@ -73,7 +73,7 @@ def multiplied(x, weight, choice, factors, tile: Tile, at_once: int, activation:
     at_once: tokens multiplied at once, a power of two of at least 16.
     activation: 0: none, result float32[k, N, out]; 1 (silu) or 2 (gelu_tanh): [N * k, out] in x's dtype.
     """
-    from jaxtune.pallas.few_rows import experts_kernels
+    from jaxtune.pallas.decode.few_rows import experts_kernels
 
     (count, choices), (experts, size, inner) = choice.shape, weight.shape
     sides = 2 if activation else 1

@@ -147,7 +147,7 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
     """Runs product_kernel: [splits, N, width] in `dtype`. activation: 0: products side by side; 1 (silu) or 2
     (gelu_tanh): activation(gate) * up.
     """
-    from jaxtune.pallas.few_rows import triton_kernels
+    from jaxtune.pallas.decode.few_rows import triton_kernels
 
     (count, inner), padding = x.shape, 3 - len(weights)
     tokens = min(padded(count), tile.tokens)
@@ -235,7 +235,7 @@ def activated_refusal(gate, activation: str) -> str | None:
 
 
 def activated(gate, up, activation):
-    from jaxtune.pallas.few_rows import triton_kernels
+    from jaxtune.pallas.decode.few_rows import triton_kernels
 
     (out,) = compat.triton_graph_call(
         triton_kernels.activated_kernel,
@@ -263,7 +263,7 @@ def added_norm_refusal(x) -> str | None:
 
 def added_norm(x, partial_sums, weight, *, eps, offset, float32):
     """As api.added_norm, by added_norm_kernel."""
-    from jaxtune.pallas.few_rows import triton_kernels
+    from jaxtune.pallas.decode.few_rows import triton_kernels
 
     count, size = x.shape
     added, normed = compat.triton_graph_call(
@@ -299,7 +299,7 @@ def placed_refusal(keys) -> str | None:
 
 def placed(partial_sums, keys, values, positions, table, norms, *, eps, offset, float32):
     """As api.placed, by placed_kernel."""
-    from jaxtune.pallas.few_rows import triton_kernels
+    from jaxtune.pallas.decode.few_rows import triton_kernels
 
     splits, count, width = partial_sums.shape
     kv_heads, capacity, dim = keys.shape[1:]

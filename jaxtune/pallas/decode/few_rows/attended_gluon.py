@@ -7,8 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from jaxtune.pallas.few_rows.attended_kernels import _in_log2
-from jaxtune.pallas.few_rows.triton_kernels import _loaded, _sum, _turned
+from jaxtune.pallas.decode.few_rows.attended_kernels import _in_log2
+from jaxtune.pallas.decode.few_rows.triton_kernels import _loaded, _sum, _turned
 
 # What later versions of Triton call async_load has another name in 3.6.
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared

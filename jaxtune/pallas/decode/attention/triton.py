@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas import compat, dispatch
-from jaxtune.pallas.decode_attention.splits import live_tiles, log2_sinks, order_of
+from jaxtune.pallas.decode.attention.splits import live_tiles, log2_sinks, order_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def variant(query) -> str:
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
     """As api.decode_attention. Only if `refusal` is None."""
-    from jaxtune.pallas.decode_attention import triton_kernels
+    from jaxtune.pallas.decode.attention import triton_kernels
 
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -114,7 +114,7 @@ def _decode_whole(query, keys, values, lengths, scale, window, soft_cap, sinks):
     """Decode attention by one kernel, a node of XLA's CUDA graph: for short caches a second kernel that combines splits
     would cost more than the division gains.
     """
-    from jaxtune.pallas.decode_attention import triton_kernels
+    from jaxtune.pallas.decode.attention import triton_kernels
 
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas.decode_attention.cache import written
+from jaxtune.pallas.decode.attention.cache import written
 from jaxtune.pallas.gated import ACTIVATIONS
 from jaxtune.pallas.normed_heads import normed
 from jaxtune.pallas.quant_matmul import quant_matmul

@@ -54,7 +54,7 @@ def _by_scatter(cache, staged, rows, slots):
 
 
 def _by_kernel(cache, staged, rows, slots):
-    from jaxtune.pallas.decode_attention import triton_kernels
+    from jaxtune.pallas.decode.attention import triton_kernels
 
     count, kv_heads, capacity, dim = cache.shape
     staged_capacity = staged.shape[2]

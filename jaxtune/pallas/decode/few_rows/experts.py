@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.arguments import FLOATS, Arguments
-from jaxtune.pallas.few_rows import experts_triton, reference, triton
-from jaxtune.pallas.few_rows.cases import in_float32, normal_array
+from jaxtune.pallas.decode.few_rows import experts_triton, reference, triton
+from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
 from jaxtune.pallas.gated import ACTIVATIONS
 from jaxtune.pallas.grouped_matmul import GroupedLora
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
-from jaxtune.pallas.few_rows import gated_mosaic, reference, triton
-from jaxtune.pallas.few_rows.cases import in_float32, normal_array
+from jaxtune.pallas.decode.few_rows import gated_mosaic, reference, triton
+from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
 from jaxtune.pallas.quant_matmul import LoraWeights
 
 IMPLEMENTATIONS = {"triton": triton, "reference": reference}

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
-from jaxtune.pallas.decode_attention import decode_attention
-from jaxtune.pallas.decode_attention import reference as attention_reference
-from jaxtune.pallas.decode_attention.splits import log2_sinks
-from jaxtune.pallas.decode_attention.triton import WHOLE, WHOLE_TILES, Tile
-from jaxtune.pallas.few_rows import reference
-from jaxtune.pallas.few_rows.api import placed
-from jaxtune.pallas.few_rows.cases import in_float32, normal_array
-from jaxtune.pallas.few_rows.triton import placed_refusal
+from jaxtune.pallas.decode.attention import decode_attention
+from jaxtune.pallas.decode.attention import reference as attention_reference
+from jaxtune.pallas.decode.attention.splits import log2_sinks
+from jaxtune.pallas.decode.attention.triton import WHOLE, WHOLE_TILES, Tile
+from jaxtune.pallas.decode.few_rows import reference
+from jaxtune.pallas.decode.few_rows.api import placed
+from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
+from jaxtune.pallas.decode.few_rows.triton import placed_refusal
 
 _CORES = 132  # multiprocessors of a Hopper GPU
 # Tiles of a Hopper GPU by head dim. Where there are fewer programs than multiprocessors: the fewer tiles a program
@@ -147,7 +147,7 @@ def _by_single_warps(partial_sums, keys, batch_invariant: bool) -> bool:
 
 def _has_gluon() -> bool:
     try:
-        from jaxtune.pallas.few_rows import attended_gluon  # noqa: F401
+        from jaxtune.pallas.decode.few_rows import attended_gluon  # noqa: F401
     except (ImportError, AttributeError):
         return False
     return True
@@ -219,9 +219,9 @@ def _by_kernel(
     results += [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
     constants: dict = {} if sinks else {"sinks": None}
     if tile == _MANY_TILE:
-        from jaxtune.pallas.few_rows.attended_gluon import many_kernel as kernel
+        from jaxtune.pallas.decode.few_rows.attended_gluon import many_kernel as kernel
     else:
-        from jaxtune.pallas.few_rows.attended_kernels import attended_kernel as kernel
+        from jaxtune.pallas.decode.few_rows.attended_kernels import attended_kernel as kernel
 
         sums = jax.ShapeDtypeStruct((count * kv_heads, shares, heads // kv_heads, dim + 2), jnp.float32)
         results += [sums] * (shares > 1)

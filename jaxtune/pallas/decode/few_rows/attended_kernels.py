@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from jaxtune.pallas.few_rows.triton_kernels import _loaded, _sum, _turned
+from jaxtune.pallas.decode.few_rows.triton_kernels import _loaded, _sum, _turned
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MASKED = tl.constexpr(-1e30)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
-from jaxtune.pallas.decode_attention import mosaic, reference, triton
+from jaxtune.pallas.decode.attention import mosaic, reference, triton
 
 IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 

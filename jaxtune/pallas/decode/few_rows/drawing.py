@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.arguments import FLOATS, Arguments
-from jaxtune.pallas.few_rows.cases import normal_array
+from jaxtune.pallas.decode.few_rows.cases import normal_array
 
 _BLOCK = 256  # tokens whose probabilities are added up before a draw looks for the block that it falls into
 _CHUNK = 4096  # tokens that a program of the first kernel reads
@@ -115,7 +115,7 @@ def reference_chosen_token(logits, vocab_size: int, temperature, logprob_tempera
 
 def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, uniform) -> Sequence[jax.Array]:
     """`chosen_token` by two kernels: one reads the logits in chunks, one takes each row's token from their results."""
-    from jaxtune.pallas.few_rows import drawing_kernels
+    from jaxtune.pallas.decode.few_rows import drawing_kernels
 
     count, width = logits.shape
     chunks, blocks_a_chunk = -(-vocab_size // _CHUNK), _CHUNK // _BLOCK

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from jaxtune.pallas.few_rows.triton_kernels import _activated
+from jaxtune.pallas.decode.few_rows.triton_kernels import _activated
 
 
 @triton.jit

@@ -1,0 +1,10 @@
+"""Attention over a key/value cache, in sampling, of one new token of each row or of a chunk of a prompt; and the
+cache.
+"""
+
+from jaxtune.pallas.decode.attention.api import decode_attention
+from jaxtune.pallas.decode.attention.cache import cache_capacity, cache_of, written
+from jaxtune.pallas.decode.attention.chunk import chunk_attention, chunk_written
+from jaxtune.pallas.decode.attention.insert import inserted
+
+__all__ = ["cache_capacity", "cache_of", "chunk_attention", "chunk_written", "decode_attention", "inserted", "written"]

@@ -1,0 +1,23 @@
+"""Operations of a decoding step, in which each sequence gets one new token: one or two kernels each, where XLA makes
+more.
+"""
+
+from jaxtune.pallas.decode.few_rows.api import added_norm, gated_product, placed, products
+from jaxtune.pallas.decode.few_rows.attended import attended
+from jaxtune.pallas.decode.few_rows.drawing import chosen_token, looked_up
+from jaxtune.pallas.decode.few_rows.experts import experts_down, experts_gated, experts_have_kernels
+from jaxtune.pallas.decode.few_rows.triton import MOST_ROWS
+
+__all__ = [
+    "MOST_ROWS",
+    "added_norm",
+    "attended",
+    "chosen_token",
+    "experts_down",
+    "experts_gated",
+    "experts_have_kernels",
+    "gated_product",
+    "looked_up",
+    "placed",
+    "products",
+]

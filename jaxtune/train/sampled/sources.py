@@ -1,0 +1,43 @@
+"""The sources of rows that are sampled from the model while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.data.batches import BatchSource
+from jaxtune.train.objectives.distillation import Distill
+from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.objectives.policy import GRPO
+from jaxtune.train.sampled.own_samples import own_samples
+from jaxtune.train.sampled.prompts import UserFunctions, sampled_answers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def sampled_source(
+    objective: Objective,
+    rows: object,
+    tokenizer: PreTrainedTokenizerFast,
+    config: TrainConfig,
+    ends: Sequence[int],
+    positions: int,
+    user_functions: UserFunctions | None = None,
+) -> BatchSource:
+    """The source of an objective that samples. Raises ValueError if it has none of its own, or prompts or functions
+    cannot be used.
+
+      ends: token ids that end an answer.
+      positions: most tokens of prompt and answer that the model allows.
+      user_functions: a script's, for rewards; None: those that the config names.
+    """
+    if isinstance(objective, GRPO):
+        return sampled_answers(objective, rows, tokenizer, config, ends, positions, user_functions)
+    if isinstance(objective, Distill):
+        return own_samples(objective, rows, tokenizer, config, ends, positions)
+    raise ValueError(
+        f"objective = {objective.label}: it samples its rows, and nothing says how: give Trainer a BatchSource that "
+        "samples them as train_rows"
+    )
