@@ -1,5 +1,5 @@
 """Files that are checked when they are read. A sealed one ends with a checksum of its name and content; a folder has a
-list of its files.
+manifest of its files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TypedDict
 
 from jaxtune.system.files import atomic_write, read_plain
 
-_FORMAT = 1  # of lists
+_FORMAT = 1  # of manifests
 _SEAL_BYTES = 16
 _BLOCK_BYTES = 1 << 24
 _BROKEN = "its checksum is not that of its name and content"
