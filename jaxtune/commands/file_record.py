@@ -33,9 +33,10 @@ def agree(output: Path, settings: Mapping[str, object], prompts: Sequence[Sequen
     """Writes the record of a new file. If `continues`, raises ValueError unless the record has the same settings and
     its prompts are the first of these.
 
+      output: the file of answers, beside which the record lies.
       settings: {name: JSON value} of all that the lines depend on, beside the prompts.
       prompts: token ids.
-      output: the file of answers, beside which the record lies.
+      continues: the file has answers already.
     """
     path, record = record_path(output), json.loads(json.dumps({"format": _FORMAT, **settings}))
     if continues:

@@ -19,6 +19,9 @@ _READERS = ("json", "csv", "parquet", "text", "arrow")
 
 
 def translate(recipe: Translation, folder: Path) -> None:
+    """Fills the recipe from axolotl's config, in an order in which later keys read what earlier ones set. ConfigError
+    for a method that no recipe can mean.
+    """
     del folder
     recipe.set("model.path", recipe["base_model"])
     if recipe.sets("tokenizer_config") and recipe["tokenizer_config"] != recipe["base_model"]:
@@ -127,7 +130,9 @@ def _objective(recipe: Translation) -> str:
 
 
 def _grpo(recipe: Translation, rl: str) -> None:
-    """Sets the objective's keys of the section `trl`."""
+    """Sets the objective's keys of the section `trl`. ConfigError without reward functions and without a rollout
+    function.
+    """
     section = recipe.table.sections["trl"]
     trl_values = {key: value for key, value in (recipe["trl"] or {}).items() if value is not None}
     recipe.set_same(section, trl_values, {})

@@ -19,6 +19,9 @@ _ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")  # ro
 
 
 def translate(recipe: Translation, folder: Path) -> None:
+    """Fills the recipe from LLaMA-Factory's config, in an order in which later keys read what earlier ones set.
+    ConfigError for a stage that no recipe can mean. folder: the config's, for dataset_info.json.
+    """
     path = recipe["model_name_or_path"]
     if recipe["train_from_scratch"]:
         recipe.set("model.from_config", str(Path(path) / "config.json"))
@@ -115,7 +118,9 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
 
 
 def _template(recipe: Translation, method: str) -> None:
-    """data.template: what the named template writes; without a name the tokenizer's own, as there."""
+    """data.template: what the named template writes; without a name the tokenizer's own, as there. ConfigError for an
+    unknown name.
+    """
     name = recipe["template"]
     if name is None:
         recipe.set("data.template", "tokenizer")
@@ -184,7 +189,9 @@ def _adapter(recipe: Translation) -> None:
 
 
 def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
-    """Entries of dataset_info.json below `folder` or the current folder, with the folder of the file as "base"."""
+    """Entries of dataset_info.json below `folder` or the current folder, with the folder of the file as "base"; {}
+    without such a file. ConfigError for a file of another form.
+    """
     for base in (folder, Path()):
         path = base / name / "dataset_info.json"
         if path.is_file():

@@ -28,6 +28,8 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
     """Writes a model's adapter, an embedding or head that was trained whole (modules_to_save), and the tokenizer into
     an empty folder, and verifies it. Returns `servers`' notes.
 
+      model: has an adapter.
+
     Raises ValueError for no adapter or one that PEFT cannot express, values that are not finite, or a full disk;
     ArithmeticError if the files do not verify.
     """
@@ -86,10 +88,11 @@ def servers(model: Decoder) -> list[str]:
 
 
 def verify(model: Decoder, read_back: Mapping[str, np.ndarray], written: Mapping[str, np.ndarray]) -> None:
-    """Raises ArithmeticError unless tensors were read back (`read_back`) bit for bit, and each product B A, as PEFT
-    computes it from the files, is close to the model's (np.allclose). Neither alpha / r nor DoRA's magnitudes are
-    checked.
+    """Raises ArithmeticError unless tensors were read back bit for bit, and each product B A, as PEFT computes it from
+    the files, is close to the model's (np.allclose). Neither alpha / r nor DoRA's magnitudes are checked.
 
+      model: whose adapter was written.
+      read_back: {name in the file: array}, from the file.
       written: {name in the file: array}, what was to be written.
     """
     wrong = [

@@ -93,7 +93,11 @@ def export_model(
 
 def require_format(path: str | os.PathLike, to: str, outtype: str | None) -> None:
     """Raises ValueError for a format, outtype or path with which no model can be exported, or without the gguf package
-    if it is needed. to: the format's word.
+    if it is needed.
+
+      path: of the new folder.
+      to: the format's word, a key of FORMATS.
+      outtype: of a GGUF file; None: the default of the format.
     """
     if to not in FORMATS:
         raise ValueError(f"export: to = {to!r} is unknown; it can be {', '.join(FORMATS)}")

@@ -33,6 +33,7 @@ def capture(
     stays if the block raises. ValueError: the folder has other files, meta is no JSON, or another trace is running.
 
     Args:
+      folder: new, empty, or with an earlier capture.
       meta: JSON values; "tokens_per_step" gives tokens per second and scales comparisons, "what" heads the tables.
       programs: {name: jax.stages.Compiled}, whose HLO text is written to hlo/NAME.txt.gz.
     """

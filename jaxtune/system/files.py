@@ -34,9 +34,10 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
     Raises OSError; the old content is then untouched, unless only the folder's flush failed. A symbolic link is
     replaced.
 
+      data: a text is written as UTF-8.
       mode: permissions, less the umask.
       durable: wait until data and name are on disk. Without, a power failure may leave an incomplete file: for files
-      that are verified when read, or flushed with their folder.
+        that are verified when read, or flushed with their folder.
     """
     data = data.encode() if isinstance(data, str) else data
     with new_file(path, mode, durable) as (_, file), writing(path, len(data)):

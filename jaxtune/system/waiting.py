@@ -273,6 +273,9 @@ class Worker:
         self._thread.join(None if kind is None else 2.0)
 
     def submit[T](self, function: Callable[..., T], *arguments: object) -> Future[T]:
+        """Queues a task; the future gets its result or any exception, SystemExit too. After the context has ended it
+        never runs.
+        """
         future: Future[T] = Future()
 
         def task() -> None:

@@ -67,6 +67,9 @@ class Writer:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
+        """Waits for all writes and raises their first error, unless the block raised one. The file is closed later, in
+        a thread.
+        """
         if kind is not None:
             self._failed.set()
         try:
@@ -165,8 +168,11 @@ def _itself(chunk: np.ndarray) -> np.ndarray:
 
 
 def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int], Any] = lambda _: None) -> bool:
-    """Whether the file has the written bytes from `offset` on; False if it ends early. Waits for `sums` and raises
-    their OSError. advanced: called with numbers of read bytes.
+    """Whether the file has the written bytes; False if it ends early. Waits for `sums` and raises their OSError.
+
+    offset: bytes of the file before them.
+    sums: sizes and checksums of the written pieces, in order.
+    advanced: called with numbers of read bytes.
     """
     position, digests = offset, []
     data = _buffer(max(sums.sizes, default=0))

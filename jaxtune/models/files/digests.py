@@ -64,9 +64,9 @@ class Digest:
     ) -> Digest:
         """Digests a tensor that is not in memory, as `of` does.
 
+        name, dtype, shape: they enter the digest. size: bytes.
         read: (start, stop) -> these bytes, uint8.
         cached: its cached `whole` digest; then only the sampled blocks are read.
-        name, dtype, shape: they enter the digest. size: bytes.
         """
         label = f"{name} {dtype.name} {shape}"
         if cached is None:
@@ -97,7 +97,12 @@ def base_digest(config: DecoderConfig, weights: bytes) -> str:
 
 
 def random_digest(config: DecoderConfig, key: jax.Array, dtype: str) -> str | None:
-    """The identity of a base model with random weights, from their key and dtype; None if the key is traced."""
+    """The identity of a base model with random weights; None if the key is traced.
+
+    config: of the model.
+    key: the jax.random key that drew the weights.
+    dtype: of the weights as stored.
+    """
     if isinstance(key, Tracer):
         return None
     key_data = np.asarray(jax.random.key_data(key)).tolist()
