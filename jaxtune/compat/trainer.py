@@ -48,6 +48,7 @@ from jaxtune.conversations import dates
 from jaxtune.export.hub import require_login
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8, stored_in
+from jaxtune.system.files import atomic_write
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import (
@@ -664,7 +665,7 @@ def rows_report(name: str, trainer: Trainer) -> list[str]:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=4, sort_keys=True, default=float) + "\n", encoding="utf-8")
+    atomic_write(path, json.dumps(values, indent=4, sort_keys=True, default=float) + "\n")
 
 
 def _renamed(values: Mapping[str, float], prefix: str) -> dict[str, float]:

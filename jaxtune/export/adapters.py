@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 from jaxtune.models.adapters.adapter_config import WEIGHTS_NAME, config_of, is_nested, peft_name
 from jaxtune.models.adapters.adapter_files import adapter_content, write_adapter
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.folders import require_space
 from jaxtune.models.files.model_folder import save_companions
 from jaxtune.models.lora import experts, linears
+from jaxtune.system.disk import require_room
 
 _BESIDE_BYTES = 64 << 10  # of the config and the header of the weights
 
@@ -34,7 +34,7 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
     ArithmeticError if the files do not verify.
     """
     config, arrays, metadata = adapter_content(model)
-    require_space(folder, sum(array.nbytes for array in arrays.values()) + _BESIDE_BYTES)
+    require_room(folder, sum(array.nbytes for array in arrays.values()) + _BESIDE_BYTES)
     write_adapter(folder, config, arrays, metadata)
     save_companions(folder, (), tokenizer)
     verify(model, load_file(folder / WEIGHTS_NAME), arrays)

@@ -17,7 +17,6 @@ from jaxtune.models import hf
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.files import byte_files, file_plan, shards
 from jaxtune.models.files.file_plan import Group, Piece, Planned
-from jaxtune.models.files.folders import require_space
 from jaxtune.models.files.model_folder import read_config, weight_entries
 from jaxtune.models.files.quant import stored_in
 from jaxtune.models.files.weights import Weights, not_whole, tensors_of
@@ -26,6 +25,7 @@ from jaxtune.models.registry import config_from_hf, text_config
 from jaxtune.pallas.formats import FORMATS, Format, Layout, Stored
 from jaxtune.pallas.formats.layout import Config
 from jaxtune.system import terminal
+from jaxtune.system.disk import require_room
 
 
 def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
@@ -184,7 +184,7 @@ def write_planned(
     """
     planned = hf.checkpoint_tensors(weights) if planned is None else planned
     model = weights.model
-    require_space(folder, file_plan.size_bytes(planned))
+    require_room(folder, file_plan.size_bytes(planned))
     config_json = hf.hf_config_of(model, tokenizer) | (extra or {})
     written = hf.write_checkpoint(folder, planned, config_json, max_shard_bytes)
     hf.write_companions(folder, model, tokenizer)

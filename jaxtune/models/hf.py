@@ -30,7 +30,7 @@ from jaxtune.models.families.common import tensor_name
 from jaxtune.models.files import expert_files, file_plan, load_memory, passthrough, quant, shards, stored_weights
 from jaxtune.models.files.digests import base_digest, random_digest
 from jaxtune.models.files.file_plan import Group, Planned
-from jaxtune.models.files.folders import new_folder, require_new, require_space
+from jaxtune.models.files.folders import new_folder, require_new
 from jaxtune.models.files.gguf_reading import gguf_entries
 from jaxtune.models.files.model_folder import (
     INDEX,
@@ -56,6 +56,7 @@ from jaxtune.models.precision import DTYPES
 from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
 from jaxtune.pallas.formats import FORMATS, Stored, format_of
 from jaxtune.system import terminal
+from jaxtune.system.disk import require_room
 
 _ROUTERS = (".mlp.gate.weight", ".router.proj.weight")  # endings of the names of routers that files may quantise
 _DTYPE = "bfloat16"  # the default
@@ -432,7 +433,7 @@ def save_weights(
       max_shard_bytes: of one file; a tensor that is larger has a file of its own.
     """
     planned = checkpoint_tensors(weights)
-    require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
+    require_room(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
     with new_folder(path, "save_pretrained") as folder:
         write_checkpoint(folder, planned, hf_config_of(weights.model, tokenizer), max_shard_bytes)
         write_companions(folder, weights.model, tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jaxtune.system import ending, processes, terminal
-from jaxtune.system.files import require_makeable
+from jaxtune.system.disk import require_makeable
 from jaxtune.system.terminal import fitted
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.delivery import Delivery, RunIsComplete

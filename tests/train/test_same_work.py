@@ -137,7 +137,7 @@ def test_a_process_of_another_boot_or_start_is_not_the_runs(tmp_path):
 def test_arrays_of_another_shape_than_recorded_are_damage(tmp_path):
     import jax.numpy as jnp
 
-    from jaxtune.system.files import fingerprints
+    from jaxtune.system.sealed import fingerprints
     from jaxtune.train.folder.checkpoint import MANIFEST, META
 
     with Checkpointer(tmp_path) as checkpointer:

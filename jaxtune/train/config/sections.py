@@ -44,6 +44,11 @@ COLUMN_NAMES = (
 )
 
 
+def is_greatest(metric: str, choice: bool | None) -> bool:
+    """Whether the greatest value of a metric is the best one: as chosen, else unless its name ends in "loss"."""
+    return not metric.endswith("loss") if choice is None else choice
+
+
 def _is_day(text: str) -> bool:
     try:
         return bool(_DAY.fullmatch(text)) and bool(datetime.date.fromisoformat(text))
@@ -519,7 +524,7 @@ class CheckpointConfig:
     @property
     def best_is_greatest(self) -> bool:
         """Whether the greatest value of the metric `best` is the best one."""
-        return not (self.best or "").endswith("loss") if self.best_is is None else self.best_is == "greatest"
+        return is_greatest(self.best or "", None if self.best_is is None else self.best_is == "greatest")
 
 
 @dataclass(frozen=True)
@@ -596,6 +601,11 @@ class GuardConfig:
         require(
             self.metric.startswith("eval_"), "guards.metric", self.metric, "name a metric of evaluations: eval_loss"
         )
+
+    @property
+    def greatest(self) -> bool:
+        """Whether the greatest value of `metric` is the best one."""
+        return is_greatest(self.metric, None if self.metric_is is None else self.metric_is == "greatest")
 
 
 @dataclass(frozen=True)
