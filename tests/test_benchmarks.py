@@ -1,6 +1,5 @@
 """The table maker refuses records that prove nothing; what the README and docs/measured.md show is what is stored."""
 
-import dataclasses
 import json
 import math
 import os
@@ -386,7 +385,7 @@ def test_a_step_is_timed_with_the_embedding_on_either_side(monkeypatch, tmp_path
 
         def make_trainer(options, model, on_host=on_host):
             trainer = trainer_of(options, model)
-            plan = dataclasses.replace(trainer.planner.plan, table_on_host=on_host)
+            plan = trainer.planner.plan.at(embeddings=on_host)
             trainer.planner.adopt(plan.to_record() | partition.MeshShape.of(trainer.mesh).to_record())
             trainer.engine.follow_plan()
             return trainer

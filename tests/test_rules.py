@@ -555,6 +555,54 @@ def test_an_objective_named_elsewhere_is_found(source):
     assert not objective_uses(right, "jaxtune.train.planning.cost", *objective_names())
 
 
+# ---- a movable is known to its file alone
+
+MOVABLE_ROOM = "jaxtune.train.planning.movables"
+PLANNED = ("planning", "display", "spec", "program.programs", "program.trained_model")  # where words are those of plans
+# Modules beside the table of all that may read a movable's file: the search over layer plans.
+LAYER_SEARCH = ("jaxtune.train.planning.choice", "jaxtune.train.planning.fitting")
+
+
+def movable_uses(source: str, module: str, words: Iterable[str]) -> list[str]:
+    """What a module of the trainer knows of a single movable, one line each: an import of its file, or its word."""
+    if within(module, MOVABLE_ROOM) or not within(module, "jaxtune.train"):
+        return []
+    tree = ast.parse(source)
+    allowed = ("movable", "MOVABLES", "left_on_host", *(["residuals"] if module in LAYER_SEARCH else []))
+    found = [
+        f"{module}:{line} imports {name}"
+        for name, line in imports(tree, module, False)
+        if within(name, MOVABLE_ROOM) and name != MOVABLE_ROOM and name.split(".")[4] not in allowed
+    ]
+    planned = any(within(module, f"jaxtune.train.{room}") for room in PLANNED)
+    literals = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in words]
+    return found + [f"{module}:{node.lineno} names {node.value!r}" for node in literals if planned]
+
+
+def movable_words() -> set[str]:
+    words = set()
+    for path in (ROOT / "jaxtune/train/planning/movables").glob("*.py"):
+        words |= set(re.findall(r'^    word = "(\w+)"$', path.read_text(encoding="utf-8"), re.MULTILINE))
+    return words - {"residuals"}  # the key of plans' records
+
+
+def test_a_movable_is_known_to_its_file_alone():
+    words = movable_words()
+    assert {"embeddings", "optimizer_states", "transposed_codes", "whole", "resident"} <= words
+    found = []
+    for path in MODULES:
+        found += movable_uses(path.read_text(encoding="utf-8"), module_name(path), words)
+    assert not found, "\n".join(found)
+    for source in (
+        "from jaxtune.train.planning.movables.embeddings import TABLES",
+        "from jaxtune.train.planning.movables import embeddings",
+        'plan.level("resident")',
+    ):
+        assert movable_uses(source, "jaxtune.train.planning.planner", words)
+    for source in ("from jaxtune.train.planning.movables import MOVABLES", 'record["residuals"]'):
+        assert not movable_uses(source, "jaxtune.train.planning.planner", words)
+
+
 ENTRY = re.compile(r" *((?:\*{0,2}[a-z_]\w*(?:, | and ))*\*{0,2}[a-z_]\w*): ")  # `name, name: text`
 DOTTED = re.compile(r"`([a-z_]\w*)\.(\w+)(?:\([^`]*\))?`")
 

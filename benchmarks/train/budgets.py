@@ -127,7 +127,6 @@ class Ahead:
         from jaxtune.models.registry import config_from_hf
         from jaxtune.train.planning.cost import abstract_model
         from jaxtune.train.planning.forecasts import forecast
-        from jaxtune.train.planning.plan import residuals_text
         from tests.gpu.aot.target import H200
 
         plan, last = found.plan, self.hf["num_hidden_layers"] - 1
@@ -136,7 +135,7 @@ class Ahead:
             few["layer_types"] = few["layer_types"][: self.layers]
         kept = [plan.residuals.layers[round(i * last / (self.layers - 1))] for i in range(self.layers)]
         plan = dataclasses.replace(plan, residuals=dataclasses.replace(plan.residuals, layers=tuple(kept)))
-        options = argparse.Namespace(**vars(self.options) | {"plan": residuals_text(plan.residuals)})
+        options = argparse.Namespace(**vars(self.options) | {"plan": plan.text})
         options.micro_batches = plan.micro_batches
         model = abstract_model(config_from_hf(few), step.train_config(options))
         trainer = step.make_trainer(options, model)
@@ -147,20 +146,21 @@ class Ahead:
         shapes = trainer.model.first_shapes(engine)
         with H200.lowering():
             programs = engine.compile(*shapes)
-        updates = hosted_update(engine, *shapes[:2]) if plan.states_on_host else programs.update
+        updates = hosted_update(engine, *shapes[:2]) if plan.level("optimizer_states") else programs.update
 
         def micro_batch(parts, plan) -> float:
             """Bytes that are predicted where no update is under way."""
-            return forecast(dataclasses.replace(parts.placed(plan), update_bytes=0.0), plan, self.device).peak_bytes
+            placed = parts.placed(plan.moved)
+            update = dataclasses.replace(placed.update, bytes=0.0)
+            return forecast(dataclasses.replace(placed, update=update), plan, self.device).peak_bytes
 
         difference = planner.compiled_bytes(programs.accumulate) - micro_batch(planner.cost, plan)
-        fixed, own = (parts.fixed_bytes(plan.micro_batches) for parts in (self.parts.placed(plan), planner.cost))
+        fixed, own = (parts.fixed_bytes(plan.micro_batches) for parts in (self.parts.placed(plan.moved), planner.cost))
         update = fixed + (planner.compiled_bytes(updates) - own) * (last + 1) / self.layers
         return max(micro_batch(self.parts, found.plan) + difference, update)
 
     def search(self, card: float) -> dict:
         """What is recorded of a case."""
-        from jaxtune.train.planning.plan import residuals_text
         from jaxtune.train.planning.search import Failed
 
         room, failed, tried = self.room(card), [], []
@@ -171,10 +171,10 @@ class Ahead:
             fits = room.fits(need, smallest)
             tried.append(
                 {
-                    "residuals": residuals_text(found.plan.residuals),
+                    "residuals": found.plan.text,
                     "micro_batches": found.plan.micro_batches,
-                    "embeddings": "host" if found.plan.table_on_host else "device",
-                    "optimizer_states": "host" if found.plan.states_on_host else "device",
+                    "embeddings": "host" if found.plan.level("embeddings") else "device",
+                    "optimizer_states": "host" if found.plan.level("optimizer_states") else "device",
                     "predicted_gb": found.peak_bytes / 1e9,
                     "compiled_gb": need / 1e9,
                     "ratio": need / found.peak_bytes,

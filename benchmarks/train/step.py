@@ -66,7 +66,6 @@ from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import allow_pinned_memory, device_peak_flops, memory_peak_bytes
-from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.program.programs import Programs
 from jaxtune.train.trainer import Trainer
 
@@ -290,7 +289,7 @@ def measure(options) -> dict:
         "objective": options.objective,
         "max_documents": trainer.program.max_documents,
         "attention": dispatch.record["attention"][0],
-        "residuals": residuals_text(planner.plan.residuals),
+        "residuals": planner.plan.text,
         "micro_batches": planner.plan.micro_batches,
         **{what: place for what, place in planner.plan.to_record().items() if place in ("host", "device")},
         "budget_gb": options.budget_gb,

@@ -94,7 +94,7 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
         console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
     for line in teacher_pass.pass_lines(config, shape, device):
         console.print(fitted(line, console), markup=False, highlight=False)
-    console.print(plan_text.finish_line(forecast, config.steps, config.plan.dollars_per_hour, costs.devices))
+    console.print(plan_text.finish_line(forecast, config.steps, config.plan.dollars_per_hour, costs.shape.devices))
 
 
 def _elsewhere(config: TrainConfig, name: str) -> Device:
@@ -132,7 +132,7 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
     programs = trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, show)
     if planner.device.name != "cpu":  # the speed of a CPU is not known
         price = trainer.config.plan.dollars_per_hour
-        console.print(plan_text.finish_line(planner.forecast, trainer.total_steps, price, planner.cost.devices))
+        console.print(plan_text.finish_line(planner.forecast, trainer.total_steps, price, planner.cost.shape.devices))
     for line in [*trainer.memory_notes(), *trainer.disk_notes()]:
         show(line)
     need = planner.compiled_bytes(programs.accumulate, programs.update)

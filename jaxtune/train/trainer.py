@@ -341,7 +341,7 @@ class Trainer:
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         if self.planner.device.name != "cpu":  # the speed of a CPU is not known
-            price, devices = self.config.plan.dollars_per_hour, self.planner.cost.devices
+            price, devices = self.config.plan.dollars_per_hour, self.planner.cost.shape.devices
             progress.print(plan_text.finish_line(self.planner.forecast, self.total_steps - start, price, devices))
         # The config is written last, so that an error before leaves the folder free for another run.
         with monitor.planned("load", start) as line:

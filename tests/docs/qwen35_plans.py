@@ -73,7 +73,7 @@ def chosen(row: str, card: str) -> dict:
 def forecast_of(row: str, card: str, record: dict) -> tuple[Forecast, float]:
     """What the planner says of a recorded plan today, and the bytes that there are."""
     config, parts = step_of(row, record["weights"])
-    plan = StepPlan.from_record(record["plan"], parts.num_layers, parts.all_residuals)
+    plan = StepPlan.from_record(record["plan"], parts.shape.num_layers, parts.layers.all_residuals)
     device = find_device(CARDS[card])
     limit = budget(config, device)
     assert limit is not None

@@ -31,7 +31,6 @@ from jaxtune.train.planning import choice as choosing
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.forecasts import Forecast, forecast
-from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.trainer import Trainer
 
 
@@ -146,12 +145,12 @@ def few_layers(target, hf: dict, config: TrainConfig, rows: TokenDataset, layers
     layers under a StepPlan of all of them; resident: layers whose frozen weights are whole on each device."""
     count = len(plan.residuals.layers)
     kept = tuple(plan.residuals.layers[round(i * (count - 1) / (layers - 1))] for i in range(layers))
-    residuals = dataclasses.replace(plan.residuals, layers=kept, whole_weights=0, resident=resident)
-    plan = dataclasses.replace(plan, residuals=residuals)
+    residuals = dataclasses.replace(plan.residuals, layers=kept)
+    plan = dataclasses.replace(plan, residuals=residuals).at(whole=0, resident=resident)
     config = dataclasses.replace(
         config,
         micro_batches=plan.micro_batches,
-        memory=MemoryConfig(plan=residuals_text(plan.residuals)),
+        memory=MemoryConfig(plan=plan.text),
     )
     few = hf | {"num_hidden_layers": layers}
     if "layer_types" in few:

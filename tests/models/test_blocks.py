@@ -180,7 +180,9 @@ def test_every_matrix_takes_an_adapter_that_trains(name, tmp_path):
     model = jaxtune.get_peft_model(base, r=2, target_modules=last or [], target_parameters=experts or None)
     assert all(matrix.lora is not None for _, matrix in matrices(model))
     before = [matrix.lora.b[...] for _, matrix in matrices(model)]
-    plan = ", ".join(f"{r.name}=recompute" for r in step_cost(base, make_config("out")).all_residuals if r.recomputable)
+    plan = ", ".join(
+        f"{r.name}=recompute" for r in step_cost(base, make_config("out")).layers.all_residuals if r.recomputable
+    )
     config = make_config(tmp_path, steps=3, memory=MemoryConfig(plan=plan), adapter=AdapterConfig(r=2))
     trainer = Trainer(model, None, config, dataset(documents(20)))
     trained = trainer.train()

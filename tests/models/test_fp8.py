@@ -283,7 +283,7 @@ def test_a_run_on_fp8_weights_trains_its_adapter_and_merges(tmp_path):
         losses.append([line["loss"] for line in trainer.history])
         config = make_config(tmp_path / "other", steps=3)
     np.testing.assert_allclose(*losses, rtol=1e-6)
-    assert trainer.planner.cost.all_residuals  # it was planned, too
+    assert trainer.planner.cost.layers.all_residuals  # it was planned, too
     merged = merge_adapter(trained)
     tokens = golden_tokens() % CONFIG["vocab_size"]
     np.testing.assert_allclose(merged(tokens), trained(tokens), atol=1e-4)

@@ -129,11 +129,11 @@ def test_plans_know_its_residuals_and_what_they_take():
     model = jaxtune.get_peft_model(toy_model(), r=2)
     config = make_config("out", adapter=AdapterConfig(r=2))
     parts = step_cost(model, config)
-    assert {"signal", "trail", "wide", "query", "gate"} <= set(parts.residuals)
+    assert {"signal", "trail", "wide", "query", "gate"} <= set(parts.layers.residuals)
     # A mean over four layers, of which two have it: 12 and 20 channels of float32.
-    assert parts.residuals["signal"] * 4 == (12 + 20) * 4 and parts.residuals["wide"] * 4 == 32 * 4
+    assert parts.layers.residuals["signal"] * 4 == (12 + 20) * 4 and parts.layers.residuals["wide"] * 4 == 32 * 4
     text = "0-1: recompute; 2-3: signal=offload, wide=recompute"
-    assert residuals_text(parse_residuals(text, 4, parts.all_residuals)) == text
+    assert residuals_text(parse_residuals(text, 4, parts.layers.all_residuals)) == text
     device = dataclasses.replace(find_device("RTX 4090"), link=1e9)
     kept = forecast(parts, StepPlan(ResidualPlan.uniform(KEEP, 4), 1, 64), device)
     less = choose(parts, config, device, 0.9 * kept.peak_bytes)

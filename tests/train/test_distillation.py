@@ -30,9 +30,10 @@ from jaxtune.train.objectives.distillation import Distill, generalized_jsd
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.planning.choice import choose
-from jaxtune.train.planning.cost import TEACHER, abstract_model, step_cost
+from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
+from jaxtune.train.planning.parts import TEACHER
 from jaxtune.train.program.loss import Forward
 from jaxtune.train.references.teachers import with_teacher, without_teacher
 from jaxtune.train.sampled.own_samples import OwnSamples, own_samples

@@ -31,7 +31,6 @@ from jaxtune.pallas.formats.fp8 import MATRIX, TILE
 from jaxtune.train.config import ConfigError, EvaluationConfig, MemoryConfig, MeshConfig, OptimConfig
 from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
 from jaxtune.train.planning.cost import step_cost
-from jaxtune.train.planning.forecasts import gathered_bytes
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
@@ -61,11 +60,11 @@ def test_each_device_holds_its_part_and_the_planner_knows(tmp_path, optimizer):
         assert fixed[part] == pytest.approx(found, rel=0.02)
     # What is gathered is in the compiler's figure for the programs, which is added to what lies beside them.
     assert "gathered weights" not in fixed and trainer.planner.forecast.parts["gathered weights"] > 0
-    at_loss, forward, backward = gathered_bytes(cost, 0)
-    layer, head = cost.whole_layer_bytes, cost.whole_head_bytes
+    at_loss, forward, backward = cost.placed({}).gathered_bytes
+    layer, head = cost.divided.layer_bytes, cost.divided.head_bytes
     assert layer > head > 0 and (at_loss, forward) == (layer + head, 2 * layer) and backward > forward
-    assert gathered_bytes(cost, 3)[:2] == (3 * layer + head, 3 * layer)
-    assert gathered_bytes(step_cost(trainer.model.prepared, make_config(tmp_path)), 0) == (0.0, 0.0, 0.0)
+    assert cost.placed({"whole": 3}).gathered_bytes[:2] == (3 * layer + head, 3 * layer)
+    assert step_cost(trainer.model.prepared, make_config(tmp_path)).gathered_bytes == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.full

@@ -30,11 +30,13 @@ from jaxtune.train.config import (
     ObjectiveConfig,
     TrainConfig,
 )
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import choose
-from jaxtune.train.planning.cost import abstract_model, step_cost
+from jaxtune.train.planning.cost import abstract_model, generates, step_cost
 from jaxtune.train.planning.devices import find_device
-from jaxtune.train.planning.host_table import NO_TABLE, TABLES, left_on_host
+from jaxtune.train.planning.movables import left_on_host
+from jaxtune.train.planning.movables.embeddings import TABLES
 from jaxtune.train.program import trained_model
 from jaxtune.train.program.programs import Engine
 from jaxtune.train.references.teachers import with_teacher
@@ -104,7 +106,7 @@ def test_a_checkpoint_may_be_gone_on_with_on_either_side(tmp_path):
     assert whole.planner.plan.to_record()["embeddings"] == "host"
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
     again = trainer_of(tmp_path / "run", False, model=hosted_model("bfloat16", UNTIED), **changes)
-    again.planner._cost = dataclasses.replace(again.planner.cost, table=NO_TABLE)
+    again.planner._cost = again.planner._cost.limited({"embeddings": (0, 0)})
     assert_same(trained, again.train())
     assert again.engine.tables == {} and len(again.history) == 2
 
@@ -186,7 +188,7 @@ def test_the_command_trains_with_the_embedding_on_the_host(tmp_path, monkeypatch
     monkeypatch.setattr(devices, "find_device", lambda *arguments, **options: apart)
     with loading(config) as (_, _, model):
         needed = choose(step_cost(model, config), config, apart, None)
-    assert not needed.plan.table_on_host
+    assert not needed.plan.level("embeddings")
     budget_gb = (needed.peak_bytes - 8192 * 64 * 2 / 2) / 2**30
     config = dataclasses.replace(config, memory=MemoryConfig(plan="keep", budget_gb=budget_gb))
     tables, place = [], Engine.place
@@ -223,10 +225,11 @@ def test_the_plan_has_the_embedding_on_the_host_where_memory_is_short():
     parts, config = parts_of_8b()
     device = find_device("H200")
     size, rows = 128_256 * 4096 * 2, 2 * 8 * 2048 * 4096 * 2  # of the table, and of two steps
-    assert (parts.table.bytes, parts.table.names) == (size, ("embedding",))
+    table = parts.movables["embeddings"]
+    assert (table.bytes, table.names) == (size, ("embedding",))
     ample, short = (choose(parts, config, device, budget) for budget in (None, 15e9))
-    there = choose(dataclasses.replace(parts, table=NO_TABLE), config, device, 15e9)
-    assert not ample.plan.table_on_host and short.plan.table_on_host
+    there = choose(parts.limited({"embeddings": (0, 0)}), config, device, 15e9)
+    assert not ample.plan.level("embeddings") and short.plan.level("embeddings")
     assert there.step_seconds > 1.002 * short.step_seconds
     assert short.parts["rows of embeddings on the host"] == rows
     assert there.parts["frozen weights"] - short.parts["frozen weights"] == size
@@ -235,9 +238,9 @@ def test_the_plan_has_the_embedding_on_the_host_where_memory_is_short():
 @pytest.mark.full
 def test_an_embedding_that_gains_less_than_its_rows_take_stays():
     parts, config = parts_of_8b()
-    many = dataclasses.replace(parts, rows=32)
+    many = parts.reshaped(rows=32)
     forecast = choose(many, dataclasses.replace(config, rows_per_step=32), find_device("H200"), 15e9)
-    assert parts.table.bytes < 2 * 32 * 2048 * 4096 * 2 and not forecast.plan.table_on_host
+    assert parts.movables["embeddings"].bytes < 2 * 32 * 2048 * 4096 * 2 and not forecast.plan.level("embeddings")
 
 
 @pytest.mark.full
@@ -246,7 +249,11 @@ def test_embeddings_that_stay_on_the_device():
     shapes = {name: config_from_hf(hf) for name, hf in (("untied", UNTIED), ("tied", CONFIGS["llama"]))}
 
     def bytes_of(name: str, config: TrainConfig) -> float:
-        return step_cost(abstract_model(shapes[name], config), config).table.bytes
+        return step_cost(abstract_model(shapes[name], config), config).movables["embeddings"].bytes
+
+    def loaded(config: TrainConfig, tied: bool) -> list[str]:
+        tied = tied and objective_of(config).head.is_text
+        return left_on_host(config.adapter, generates(config.objective, config.evaluation), tied)
 
     lora = config_of()
     assert bytes_of("untied", lora) == 128 * 64 * 2
@@ -256,10 +263,10 @@ def test_embeddings_that_stay_on_the_device():
     whole = config_of(adapter=AdapterConfig(modules_to_save=("embed_tokens",)))
     samples = config_of(objective=ObjectiveConfig("grpo", reward_funcs=("exact_match",)))
     for config in (whole, samples, config_of(adapter=None)):
-        assert bytes_of("untied", config) == 0.0 and TABLES["embedding"] not in left_on_host(config, tied=False)
-    assert [TABLES["embedding"] in left_on_host(lora, tied) for tied in (True, False)] == [False, True]
-    assert TABLES["embedding"] in left_on_host(scores, tied=True)
+        assert bytes_of("untied", config) == 0.0 and TABLES["embedding"] not in loaded(config, tied=False)
+    assert [TABLES["embedding"] in loaded(lora, tied) for tied in (True, False)] == [False, True]
+    assert TABLES["embedding"] in loaded(scores, tied=True)
     model = hosted_model("float32", UNTIED)
-    assert step_cost(model, lora).table.bytes > 0.0
+    assert step_cost(model, lora).movables["embeddings"].bytes > 0.0
     graph, state = nnx.split(model)
-    assert step_cost(nnx.merge(graph, jax.device_put(state)), lora).table.bytes == 0.0
+    assert step_cost(nnx.merge(graph, jax.device_put(state)), lora).movables["embeddings"].bytes == 0.0

@@ -44,8 +44,7 @@ from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
-from jaxtune.train.planning.host_states import NO_STATES
-from jaxtune.train.planning.host_table import NO_TABLE, TABLES
+from jaxtune.train.planning.movables.embeddings import TABLES
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.program.programs import Engine
 from jaxtune.train.spec.loading import loading
@@ -115,12 +114,12 @@ def trainer_of(output, on_host: bool, rows=None, loads=False, model=None, **chan
         graph, state = nnx.split(model)
         model = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state))
     trainer = Trainer(model, None, config, *rows, keeps_model=False, weights=weights)
-    assert not trainer.planner.plan.table_on_host  # on a CPU device and host have one memory
+    assert not trainer.planner.plan.level("embeddings")  # on a CPU device and host have one memory
     sizes = partition.MeshShape.of(trainer.mesh).to_record()
-    plan = dataclasses.replace(trainer.planner.plan, table_on_host=on_host)
+    plan = trainer.planner.plan.at(embeddings=on_host)
     trainer.planner.adopt(plan.to_record() | sizes)
     trainer.engine.follow_plan()
-    assert trainer.planner.plan.table_on_host == on_host
+    assert trainer.planner.plan.level("embeddings") == on_host
     return trainer
 
 
@@ -185,9 +184,9 @@ def test_a_run_goes_on_wherever_the_table_is(runs, tmp_path, on_host):
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
     resumed = trainer_of(tmp_path / "run", on_host=False, **settings)
     if not on_host:
-        resumed.planner._cost = dataclasses.replace(resumed.planner.cost, table=NO_TABLE)
+        resumed.planner._cost = resumed.planner._cost.limited({"embeddings": (0, 0)})
     assert_same(trained, resumed.train())
-    assert resumed.planner.plan.table_on_host == on_host and resumed.steps_done == 4
+    assert resumed.planner.plan.level("embeddings") == on_host and resumed.steps_done == 4
 
 
 @pytest.mark.full
@@ -259,28 +258,28 @@ def chosen(budget, load_in=None, parts=None):
 @pytest.mark.full
 def test_the_plan_has_the_table_on_the_host_if_that_is_faster():
     ample, short = chosen(None), chosen(22e9)
-    assert not ample.plan.table_on_host and "embeddings" not in ample.plan.to_record()
-    assert short.plan.table_on_host and short.peak_bytes <= 22e9
+    assert not ample.plan.level("embeddings") and "embeddings" not in ample.plan.to_record()
+    assert short.plan.level("embeddings") and short.peak_bytes <= 22e9
     parts = step_cost(*e4b())
-    assert parts.table.bytes == 262_144 * 42 * 256 * 2
-    there = chosen(22e9, parts=dataclasses.replace(parts, table=NO_TABLE))
+    assert parts.movables["embeddings"].bytes == 262_144 * 42 * 256 * 2
+    there = chosen(22e9, parts=parts.limited({"embeddings": (0, 0)}))
     assert there.step_seconds > short.step_seconds
     record = json.loads(json.dumps(short.plan.to_record()))
     assert record["embeddings"] == "host"
-    assert StepPlan.from_record(record, parts.num_layers, parts.all_residuals) == short.plan
+    assert StepPlan.from_record(record, parts.shape.num_layers, parts.layers.all_residuals) == short.plan
     record["per_layer_embeddings"] = record.pop("embeddings")  # as older versions wrote it
-    assert StepPlan.from_record(record, parts.num_layers, parts.all_residuals) == short.plan
+    assert StepPlan.from_record(record, parts.shape.num_layers, parts.layers.all_residuals) == short.plan
     rows = 2 * 8 * 2048 * 42 * 256 * 2  # of two steps
     assert short.parts["rows of embeddings on the host"] == rows
-    assert ample.parts["frozen weights"] - short.parts["frozen weights"] == parts.table.bytes
+    assert ample.parts["frozen weights"] - short.parts["frozen weights"] == parts.movables["embeddings"].bytes
 
 
 @pytest.mark.full
 def test_the_plan_has_the_table_on_the_host_if_nothing_else_fits():
-    parts = dataclasses.replace(step_cost(*e4b("nf4")), states=NO_STATES)  # the optimizer's stay on the device
+    parts = step_cost(*e4b("nf4")).limited({"optimizer_states": (0, 0)})  # the optimizer's stay on the device
     with pytest.raises(PlanError):
-        chosen(10e9, "nf4", dataclasses.replace(parts, table=NO_TABLE))
-    assert chosen(10e9, "nf4", parts).plan.table_on_host
+        chosen(10e9, "nf4", parts.limited({"embeddings": (0, 0)}))
+    assert chosen(10e9, "nf4", parts).plan.level("embeddings")
 
 
 @pytest.mark.full
@@ -289,9 +288,9 @@ def test_a_slow_host_or_one_with_little_memory_gets_no_table(monkeypatch):
     model, config = e4b()
     parts = step_cost(model, config)
     for other in (dataclasses.replace(device, host_memory_bytes=8e9), dataclasses.replace(device, link=0.0)):
-        assert not choose(parts, config, other, 22e9).plan.table_on_host
-    monkeypatch.setattr("jaxtune.train.planning.host_table._LOOKUP_RATE", 1e7)
-    assert not chosen(22e9).plan.table_on_host
+        assert not choose(parts, config, other, 22e9).plan.level("embeddings")
+    monkeypatch.setattr("jaxtune.train.planning.movables.embeddings._LOOKUP_RATE", 1e7)
+    assert not chosen(22e9).plan.level("embeddings")
 
 
 @pytest.mark.full
@@ -303,12 +302,12 @@ def test_tables_that_stay_on_the_device():
     divided = dataclasses.replace(config, mesh=MeshConfig(fsdp=2))
     samples = dataclasses.replace(config, objective=ObjectiveConfig("grpo", reward_funcs=("exact_match",)))
     for other in (generates, divided, samples):
-        assert step_cost(model, other).table.bytes == 0.0
-    assert step_cost(model, dataclasses.replace(config, mesh=MeshConfig(data=2))).table.bytes > 0.0
-    assert step_cost(lora_model(), config).table.bytes == 0.0
-    assert step_cost(hosted_model(), config).table.bytes > 0.0
+        assert step_cost(model, other).movables["embeddings"].bytes == 0.0
+    assert step_cost(model, dataclasses.replace(config, mesh=MeshConfig(data=2))).movables["embeddings"].bytes > 0.0
+    assert step_cost(lora_model(), config).movables["embeddings"].bytes == 0.0
+    assert step_cost(hosted_model(), config).movables["embeddings"].bytes > 0.0
     parts = step_cost(*e4b(adapter=False))
-    assert parts.table.bytes == 0.0 and parts.table.trains
+    assert parts.movables["embeddings"].bytes == 0.0 and parts.movables["embeddings"].trains
     forecast = choose(parts, e4b(adapter=False)[1], find_device("H200"), None)
     assert "  table of per-layer embeddings on the device: it is trained" in plan_lines(
         forecast, parts, find_device("H200"), None
@@ -336,7 +335,7 @@ def test_the_command_trains_with_the_table_on_the_host(tmp_path, monkeypatch):
     monkeypatch.setattr(devices, "find_device", lambda *arguments, **options: apart)
     with loading(config) as (_, _, model):
         needed = choose(step_cost(model, config), config, apart, None)
-    assert not needed.plan.table_on_host
+    assert not needed.plan.level("embeddings")
     table_bytes = 8192 * 2 * 24 * 2
     budget_gb = (needed.peak_bytes - table_bytes / 2) / 2**30
     config = dataclasses.replace(config, memory=MemoryConfig(plan="keep", budget_gb=budget_gb))

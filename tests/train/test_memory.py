@@ -39,11 +39,11 @@ from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
 from jaxtune.train.planning.forecasts import forecast, head_forecast
 from jaxtune.train.planning.forward import forward_bytes
-from jaxtune.train.planning.host_room import beside_states, saved_bytes, trained_bytes
-from jaxtune.train.planning.host_table import NO_TABLE
+from jaxtune.train.planning.host_room import beside_moved
 from jaxtune.train.planning.layer_forecasts import layer_forecast
-from jaxtune.train.planning.layer_plans import layer_plans
-from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_text
+from jaxtune.train.planning.movables import residuals
+from jaxtune.train.planning.movables.residuals import best_layers, layer_plans
+from jaxtune.train.planning.plan import StepPlan, parse_plan, parse_residuals, residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config, tiny_budget
@@ -88,8 +88,8 @@ def parts_8b():
     ],
 )
 def test_the_text_of_a_plan_is_read_as_it_was_written(text):
-    plan = parse_residuals(text, 6, DENSE)
-    assert residuals_text(plan) == text
+    plan, moved = parse_plan(text, 6, DENSE)
+    assert StepPlan(plan, 1, 1, moved).text == text
     assert parse_residuals(residuals_text(plan), 6, DENSE) == plan
 
 
@@ -116,7 +116,7 @@ def test_a_word_with_exceptions_is_what_it_says():
 )
 def test_a_plan_that_cannot_be_read(text, words):
     with pytest.raises(ValueError) as error:
-        parse_residuals(text, 2, DENSE)
+        parse_plan(text, 2, DENSE)
     assert str(error.value).startswith(f"memory.plan = {text!r}: ") and words in str(error.value)
 
 
@@ -135,7 +135,8 @@ def test_residual_bytes_are_those_of_the_arrays(experts, length):
     _, arrays, *_ = layer_forward(
         graph, model.config.layers[0], names, trainable, frozen, x, model.layout((2, length)), None
     )
-    counted = {name: parts.residual_bytes(name, 2 * length) for name in parts.residuals}
+    layers = parts.layers
+    counted = {name: layers.residual_bytes(name, 2 * length) for name in layers.residuals}
     assert counted == {n: array.nbytes for n, array in arrays.items()}
     assert ("gate_up" in arrays) == experts and ("gate" in arrays) != experts
 
@@ -146,17 +147,17 @@ def test_experts_count_as_a_token_meets_them():
     config = config_8b(model=ModelConfig(path="a shape"), adapter=AdapterConfig(target_parameters=EXPERTS))
     shape = config_from_hf(PUBLISHED["Qwen/Qwen3-30B-A3B"])
     parts = step_cost(abstract_model(shape, config), config)
-    met = sum(segment.work.flops for segment in parts.segments) / 2 * parts.num_layers
+    met = sum(segment.work.flops for segment in parts.layers.segments) / 2 * parts.shape.num_layers
     assert met + shape.vocab_size * shape.hidden_size == pytest.approx(3.03e9, rel=0.01)  # embedding: 0.31e9 more
     assert parts.fixed["frozen weights"] / 2 == pytest.approx(30.53e9, rel=0.001)
-    rank = 16 * parts.num_layers
+    rank = 16 * parts.shape.num_layers
     attention = rank * ((2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048))
-    assert parts.trained == attention + 128 * rank * ((2048 + 1536) + (768 + 2048))
+    assert parts.update.trained == attention + 128 * rank * ((2048 + 1536) + (768 + 2048))
     # In 16 bits, with 16 ranks in the room of 64, once for both directions where every residual is kept.
-    shared = parts.shared
+    shared = parts.layers.shared
     assert shared == 2 * 48 * 128 * 64 * ((2048 + 1536) + (768 + 2048))
     # The low-rank inputs of a layer's segments: 16 numbers of two bytes for each of a token's eight experts.
-    assert [s.low_rank for s in parts.segments if s.name in ("expand", "contract")] == [2 * 16 * 8] * 2
+    assert [s.low_rank for s in parts.layers.segments if s.name in ("expand", "contract")] == [2 * 16 * 8] * 2
     one = dataclasses.replace(config, micro_batches=1)
     keeps = choose(parts, one, H200, 140e9)
     assert residuals_text(keeps.plan.residuals) == "keep" and shared in keeps.parts.values()
@@ -165,7 +166,7 @@ def test_experts_count_as_a_token_meets_them():
         assert residuals_text(less.plan.residuals) != "keep" and less.peak_bytes <= budget
         assert shared not in less.parts.values()
     # Small micro-batches pay for empty rows: half a tile an expert.
-    (work,) = (segment.work for segment in parts.segments if segment.name == "expand")
+    (work,) = (segment.work for segment in parts.layers.segments if segment.name == "expand")
     assert work.empty_flops == work.flops / 8 * 128 * 64
 
 
@@ -205,9 +206,9 @@ def test_what_is_always_there_is_what_the_trainer_holds(tmp_path):
 
 def test_four_bits_and_shape_of_8b(parts_8b):
     assert parts_8b.fixed["frozen weights"] == pytest.approx(5.7025e9, rel=1e-4)  # as loaded: load_gaps.json
-    assert parts_8b.trained == 41_943_040  # LoRA r=16 on all linears of Llama-3.1-8B, as PEFT counts them
-    assert parts_8b.residuals["gate"] == 2 * 14336
-    assert parts_8b.residuals["lse"] == 4 * 32
+    assert parts_8b.update.trained == 41_943_040  # LoRA r=16 on all linears of Llama-3.1-8B, as PEFT counts them
+    assert parts_8b.layers.residuals["gate"] == 2 * 14336
+    assert parts_8b.layers.residuals["lse"] == 4 * 32
 
 
 @pytest.mark.full
@@ -234,7 +235,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(("text", "layers", "rows", "length", "gb"), COMPILED)
 def test_temporaries_beside_the_compilers(parts_8b, text, layers, rows, length, gb):
-    parts = dataclasses.replace(parts_8b, num_layers=layers, rows=rows, length=length, fixed={})
+    parts = dataclasses.replace(parts_8b.reshaped(num_layers=layers, rows=rows, length=length), fixed={})
     plan = StepPlan(parse_residuals(text, layers, DENSE), 1, 2**28 // SHAPE.vocab_size)
     assert forecast(parts, plan, H200).peak_bytes / 1e9 == pytest.approx(gb, rel=0.04)
 
@@ -242,15 +243,16 @@ def test_temporaries_beside_the_compilers(parts_8b, text, layers, rows, length, 
 @pytest.mark.full
 def test_gate_and_up_are_written_over(parts_8b):
     """Where down_proj has an adapter alone, on every GPU; else on Hopper, in bfloat16."""
-    plan = StepPlan(parse_residuals("recompute", parts_8b.num_layers, DENSE), 1, 2093)
+    plan = StepPlan(parse_residuals("recompute", parts_8b.shape.num_layers, DENSE), 1, 2093)
 
     def peaks(**changes):
         config = config_8b(**changes)
         parts = step_cost(abstract_model(SHAPE, config), config)
-        parts = dataclasses.replace(parts, head_dtype=np.dtype("float16"))  # one in float32 takes more on Hopper
+        head = dataclasses.replace(parts.head, dtype=np.dtype("float16"))  # one in float32 takes more on Hopper
+        parts = dataclasses.replace(parts, head=head)
         return [forecast(parts, plan, find_device(name)).peak_bytes for name in ("NVIDIA H100", "A100")]
 
-    wide = parts_8b.rows * parts_8b.length * parts_8b.residuals["gate"]
+    wide = parts_8b.shape.rows * parts_8b.shape.length * parts_8b.layers.residuals["gate"]
     for adapter in (AdapterConfig(lora_dropout=0.1), AdapterConfig(use_dora=True), AdapterConfig(r=64)):
         here, elsewhere = peaks(adapter=adapter)
         assert 2.5 * wide < elsewhere - here < 3.5 * wide
@@ -280,7 +282,8 @@ def test_a_head_in_float32_is_counted_by_its_time_and_its_memory():
         parts = step_cost(abstract_model(SHAPE, config), config)
         seconds.append(forecast(parts, plan, H200).step_seconds)
         sizes.append(head_forecast(parts, 512, 4096, H200)[0])
-        assert parts.head_time(find_device("RTX 4090")) == (1.0 if config is usual else 2.0)  # by the data sheet
+        time = parts.head.time(parts.shape.dtype, find_device("RTX 4090"))
+        assert time == (1.0 if config is usual else 2.0)  # by the data sheet
     assert seconds[1] / seconds[0] == pytest.approx(17143 / 13732, rel=0.05)
     # tests/gpu/aot/test_memory.py finds these in the compiled loss.
     assert sizes[1] - sizes[0] == SHAPE.vocab_size * (8 * SHAPE.hidden_size + 6 * 512)
@@ -306,7 +309,7 @@ def test_measured_steps_with_delta_nets():
     config = config_8b(model=ModelConfig(path="a shape"))
     parts = step_cost(abstract_model(config_from_hf(PUBLISHED["Qwen/Qwen3.5-9B"]), config), config)
     kept, made_again = (
-        forecast(parts, StepPlan(parse_residuals(text, 32, parts.all_residuals), 1, 1081), H200)
+        forecast(parts, StepPlan(parse_residuals(text, 32, parts.layers.all_residuals), 1, 1081), H200)
         for text in ("keep", "remembered=recompute")
     )
     assert kept.step_seconds == pytest.approx(1.063, rel=0.08)
@@ -360,7 +363,7 @@ def test_offload_is_chosen_where_it_wins_and_never_on_one_memory(parts_8b):
 
 
 def test_pinned_memory_is_bounded(parts_8b):
-    long = dataclasses.replace(parts_8b, rows=1, length=65536)
+    long = parts_8b.reshaped(rows=1, length=65536)
     for host in (10e9, 40e9, 200e9):
         best = choose(long, config_8b(rows_per_step=1), dataclasses.replace(H200, host_bytes=host), 40e9)
         assert best.host_bytes <= host
@@ -373,8 +376,8 @@ def test_what_is_pinned_leaves_room_for_a_checkpoint():
     optim = OptimConfig(name="adamw_8bit")
     config = config_8b(model=ModelConfig(path="a shape"), adapter=None, optim=optim, micro_batches=1)
     parts = step_cost(abstract_model(SHAPE, config), config)
-    saved = saved_bytes(parts)
-    assert saved == pytest.approx(4 * parts.trained, rel=0.02)  # bf16 weights and two moments of 8 bits
+    saved = parts.saved_bytes
+    assert saved == pytest.approx(4 * parts.update.trained, rel=0.02)  # bf16 weights and two moments of 8 bits
     small, large = (
         choose(parts, config, dataclasses.replace(H200, host_bytes=35e9, host_memory_bytes=host), 83e9)
         for host in (50e9, 500e9)
@@ -386,9 +389,9 @@ def test_what_is_pinned_leaves_room_for_a_checkpoint():
 def test_gate_and_up_are_in_fp8_where_keeping_them_does_not_fit():
     config = config_8b(model=ModelConfig(path="a shape", load_in="fp8", compute="fp8"), micro_batches=1)
     parts = step_cost(abstract_model(SHAPE, config), config)
-    wide = parts.rows * parts.length * 14336 * parts.num_layers
+    wide = parts.shape.rows * parts.shape.length * 14336 * parts.shape.num_layers
     keep, in_fp8 = (
-        forecast(parts, StepPlan(parse_residuals(text, 32, parts.all_residuals), 1, 1024), H200)
+        forecast(parts, StepPlan(parse_residuals(text, 32, parts.layers.all_residuals), 1, 1024), H200)
         for text in ("keep", "fp8")
     )
     assert keep.parts["kept residuals"] - in_fp8.parts["kept residuals"] == 2 * wide
@@ -418,10 +421,10 @@ def test_the_choice_looks_at_few_whole_plans(parts_8b, monkeypatch):
 
 
 def test_the_best_pair_for_few_logits_is_the_best_for_more_while_it_fits(parts_8b):
-    of_layers, chunks, again = choice._best_layers(parts_8b, 16384, H200, None), (64, 523, 8384), 0
+    of_layers, chunks, again = best_layers(parts_8b, 16384, H200, None), (64, 523, 8384), 0
     for gb in (8, 11, 12, 14, 20, 40, 200):
-        found = choice._best_pairs(parts_8b, of_layers, 1, chunks, H200, gb * 1e9, None, 0)
-        alone = [choice._best_pair(parts_8b, of_layers, 1, chunk, H200, gb * 1e9, None, 0) for chunk in chunks]
+        found = choice._best_pairs(parts_8b, of_layers, 1, chunks, H200, gb * 1e9, None)
+        alone = [choice._best_pair(parts_8b, of_layers, 1, chunk, H200, gb * 1e9, None) for chunk in chunks]
         assert found == alone[: len(found)]
         assert len(found) == 3 or min(one.peak_bytes for one in alone) == found[-1].peak_bytes > gb * 1e9
         again += len({one.plan.residuals for one in found}) > 1
@@ -432,7 +435,7 @@ def test_rows_that_others_beat_are_left_out():
     rows = np.random.default_rng(0).integers(0, 6, (300, 3))
     rows = np.concatenate([rows, 12 - rows.sum(1, keepdims=True) // 2], 1).astype(float)
     kept = [i for i, row in enumerate(rows) if not any((one <= row).all() and (one < row).any() for one in rows)]
-    assert choice._unbeaten(rows) == kept
+    assert residuals._unbeaten(rows) == kept
     assert len({tuple(rows[i]) for i in kept}) < len(kept) < 200  # equal rows stay together
 
 
@@ -457,9 +460,9 @@ def test_the_longest_row_fits_and_the_next_does_not(parts_8b):
     longest = fitting.longest_row(parts_8b, config, H200, 24e9)
     assert longest % 1024 == 0 and longest > 16384
     one = config_8b(rows_per_step=1, micro_batches=1)
-    choose(dataclasses.replace(parts_8b, rows=1, length=longest), one, H200, 24e9)
+    choose(parts_8b.reshaped(rows=1, length=longest), one, H200, 24e9)
     with pytest.raises(PlanError):
-        choose(dataclasses.replace(parts_8b, rows=1, length=longest + 1024), one, H200, 24e9)
+        choose(parts_8b.reshaped(rows=1, length=longest + 1024), one, H200, 24e9)
 
 
 @pytest.mark.full
@@ -467,7 +470,7 @@ def test_whether_a_row_fits_is_known_of_most_without_choosing(parts_8b):
     config, sure = config_8b(rows_per_step=1, micro_batches=1), []
     for device in (H200, dataclasses.replace(H200, host_bytes=2e9), find_device("NVIDIA GB10")):
         for length in (8192, 32768, 65536, 131072, 262144, 524288):
-            row = dataclasses.replace(parts_8b, rows=1, length=length)
+            row = parts_8b.reshaped(rows=1, length=length)
             sure.append(fitting._surely_fits(row, config, device, 24e9))
             try:
                 choose(row, config, device, 24e9, choice.CHUNK_LOGITS[-1:])
@@ -529,7 +532,7 @@ def test_the_host_of_a_device_that_is_not_here(monkeypatch, tmp_path):
 @pytest.mark.full
 def test_a_plan_that_needs_more_than_the_usual_host_warns(parts_8b):
     def said(device):
-        parts = dataclasses.replace(parts_8b, table=NO_TABLE)  # so that the plan offloads little enough for the card
+        parts = parts_8b.limited({"embeddings": (0, 0)})  # so that the plan offloads little enough for the card
         best = choose(parts, config_8b(), device, 7e9)
         assert best.host_bytes > 10e9
         console = terminal.console(file=io.StringIO(), width=80, soft_wrap=True)
@@ -658,8 +661,8 @@ def test_predicted_stands_beside_measured():
 
 def test_tiny_shapes_have_a_cost_too():
     parts = step_cost(abstract_model(tiny_config(), make_config("out")), make_config("out"))
-    assert parts.num_layers == 2 and parts.head_trains  # without an adapter everything trains
-    assert parts.cast_bytes == 0  # fp32 compute needs no copies of fp32 masters
+    assert parts.shape.num_layers == 2 and parts.head.trains  # without an adapter everything trains
+    assert parts.layers.cast_bytes == 0  # fp32 compute needs no copies of fp32 masters
 
 
 def test_the_host_memory_of_a_container_or_job_is_what_its_group_allows(monkeypatch, tmp_path):
@@ -710,9 +713,9 @@ def test_what_is_pinned_leaves_room_for_the_copy_of_a_save(parts_8b):
     for memory, most in ((math.inf, 45e9), (128e9, 45e9), (64e9, 2.0**34), (40e9, 2.0**31), (35e9, 0.0), (20e9, 0.0)):
         device = dataclasses.replace(H200, host_memory_bytes=memory, host_bytes=min(0.7 * memory, 45e9))
         parts = dataclasses.replace(
-            parts_8b, fixed=parts_8b.fixed | {"optimizer states": 32e9 - trained_bytes(parts_8b)}
+            parts_8b, fixed=parts_8b.fixed | {"optimizer states": 32e9 - parts_8b.trained_bytes}
         )
-        found = beside_states(parts, device).host_bytes
+        found = beside_moved(parts, device).host_bytes
         assert found == most and memory >= devices.pool_bytes(found) + (36e9 if found else 0)
 
 
@@ -731,7 +734,7 @@ def test_the_devices_of_a_host_share_its_memory(monkeypatch):
 
 def test_eight_devices_plan_to_pin_no_more_than_their_share(parts_8b):
     """8B NF4 over data=8 on a machine whose memory is short: what each device offloads fits its share of it."""
-    eight = dataclasses.replace(parts_8b, rows=64, devices=8)
+    eight = parts_8b.reshaped(rows=64, devices=8)
     config = config_8b(rows_per_step=64)
     share = dataclasses.replace(H200, host_bytes=45e9 / 8)
     found = choose(eight, config, share, 12e9)

@@ -108,7 +108,7 @@ def test_where_nothing_fits_the_mesh_that_needs_least_is_planned():
 
 def on_h200(**settings):
     """A function of mesh and budget in GB (None: the device's) to the forecast of a step of 8B on H200s; `plan`: of
-    memory.plan; `resident`: of `choose`."""
+    memory.plan; `resident`: the least of it."""
     config = TrainConfig(
         model=ModelConfig(path="x"),
         data=DataConfig(train="x", length=2048),
@@ -124,7 +124,8 @@ def on_h200(**settings):
         memory = MemoryConfig(budget_gb=budget_gb and budget_gb * 1e9 / 2**30, plan=plan)
         changed = dataclasses.replace(config, mesh=mesh, memory=memory)
         budget_bytes = devices.budget(changed, device)
-        return meshes.choose(step_cost(model, changed), changed, device, budget_bytes, resident=resident)
+        costs = step_cost(model, changed).limited({"resident": (resident, 32)})
+        return meshes.choose(costs, changed, device, budget_bytes)
 
     forecast.device = device
     return forecast
@@ -151,12 +152,12 @@ def test_room_is_used_to_gather_trained_weights_once():
     full = on_h200(rows_per_step=4, optim=OptimConfig("adamw_8bit", weights="bf16"))
     mesh = MeshConfig(1, 2)
     again, once, some = full(mesh, plan="keep"), full(mesh), full(mesh, budget_gb=50)
-    assert [f.plan.residuals.whole_weights for f in (again, once)] == [0, 32]
+    assert [f.plan.level("whole") for f in (again, once)] == [0, 32]
     assert once.peak_bytes == pytest.approx(again.peak_bytes + 31 * 436e6, rel=0.1)
-    assert 1 < some.plan.residuals.whole_weights < 32 and some.peak_bytes < 50e9
+    assert 1 < some.plan.level("whole") < 32 and some.peak_bytes < 50e9
     assert again.step_seconds > some.step_seconds > once.step_seconds
-    assert not any(f.plan.residuals.resident for f in (again, once, some))
-    assert full(MeshConfig(2, 1)).plan.residuals.whole_weights == 0
+    assert not any(f.plan.level("resident") for f in (again, once, some))
+    assert full(MeshConfig(2, 1)).plan.level("whole") == 0
 
 
 @pytest.mark.full
@@ -165,16 +166,16 @@ def test_room_is_used_to_hold_frozen_weights_whole(lora):
     mesh = MeshConfig(1, 2)
     divided, once, held = lora(mesh, plan="keep"), lora(mesh, plan="keep; whole=32"), lora(mesh)
     some, tight = lora(mesh, plan="keep; resident=16"), lora(mesh, budget_gb=63)
-    assert held.plan.residuals.resident == 32 and not held.plan.residuals.whole_weights
+    assert held.plan.level("resident") == 32 and not held.plan.level("whole")
     assert once.peak_bytes - held.peak_bytes == pytest.approx(16 * 436e6, rel=0.1)  # the parts beside the whole
     alike = lora(MeshConfig(2, 1))  # adapters are whole on either mesh, and summed once a step
     assert (held.peak_bytes, held.step_seconds) == pytest.approx((alike.peak_bytes, alike.step_seconds))
     assert divided.step_seconds > some.step_seconds > held.step_seconds
     assert divided.peak_bytes < some.peak_bytes < held.peak_bytes
     assert some.exposed_seconds < divided.exposed_seconds and held.exposed_seconds == alike.exposed_seconds
-    assert not alike.plan.residuals.resident
+    assert not alike.plan.level("resident")
     # To offload residuals under layers costs less than to gather weights.
-    assert tight.plan.residuals.resident == 32 and tight.host_bytes > 0
+    assert tight.plan.level("resident") == 32 and tight.host_bytes > 0
     assert tight.peak_bytes < 63e9 and tight.step_seconds < divided.step_seconds
 
 
@@ -182,7 +183,7 @@ def test_room_is_used_to_hold_frozen_weights_whole(lora):
 def test_weights_that_lie_whole_already_stay_so(lora):
     """A smaller plan of a step that ran out of memory has no fewer of them."""
     free, found = (lora(MeshConfig(1, 2), budget_gb=30, resident=least) for least in (0, 20))
-    assert free.plan.residuals.resident < 20 <= found.plan.residuals.resident
+    assert free.plan.level("resident") < 20 <= found.plan.level("resident")
     assert found.peak_bytes < 30e9 and found.plan.residuals.layers != free.plan.residuals.layers
 
 

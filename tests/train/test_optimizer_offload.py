@@ -35,14 +35,13 @@ from jaxtune.train.optimizer.optim import make_optimizer, update_bound
 from jaxtune.train.planning import choice, cost, fitting, host_room
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
-from jaxtune.train.planning.host_states import NO_STATES
-from jaxtune.train.planning.host_table import NO_TABLE
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.program.step import StepProgram, Sums
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
 pytestmark = pytest.mark.usefixtures("compiled_in_full")  # runs with and without offloading are equal bit for bit
+STATES = "optimizer_states"
 LARGE = 4000  # bytes: matrices of the tiny model, but not its norms
 ROWS = dataset(documents(40))
 
@@ -220,7 +219,7 @@ def test_what_is_counted_is_what_the_trainer_holds(small, tmp_path):
     parts = trainer.planner.cost
     leaves = jax.tree.leaves(state.opt_state)
     on_host = sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == "pinned_host")
-    assert parts.hosted_bytes == on_host > 0
+    assert parts.update.hosted_bytes == on_host > 0
     assert parts.fixed["optimizer states"] == sum(leaf.nbytes for leaf in leaves) - on_host
 
 
@@ -237,10 +236,10 @@ def test_8b_without_an_adapter():
     assert "optim.offload=true" in found
     offloaded = dataclasses.replace(config, optim=OptimConfig(offload=True))
     other = cost.step_cost(cost.abstract_model(shape, offloaded), offloaded)
-    assert other.hosted_bytes == pytest.approx(8 * parts.trained, rel=1e-3)
-    assert parts.fixed_bytes(1) - other.fixed_bytes(1) == other.hosted_bytes
+    assert other.update.hosted_bytes == pytest.approx(8 * parts.update.trained, rel=1e-3)
+    assert parts.fixed_bytes(1) - other.fixed_bytes(1) == other.update.hosted_bytes
     plan = choice.choose(other, offloaded, device, 80e9)
-    assert plan.host_bytes >= other.hosted_bytes and plan.host_bytes <= 100e9
+    assert plan.host_bytes >= other.update.hosted_bytes and plan.host_bytes <= 100e9
     with pytest.raises(
         ValueError, match=r"optim.offload: the states of adamw take 64\.\d GB .* each device, which may pin 60"
     ):
@@ -257,17 +256,17 @@ def adapted(folder, on_host: bool | None = None, name="adamw", **changes) -> Tra
     model = get_peft_model(model, r=64, lora_alpha=64)
     settings = dict(adapter=AdapterConfig(r=64, lora_alpha=64), micro_batches=2, mesh=MeshConfig(data=1))
     trainer = Trainer(model, None, make_config(folder, optim=optim, **(settings | changes)), ROWS)
-    assert not trainer.planner.plan.states_on_host  # on a CPU device and host have one memory
+    assert not trainer.planner.plan.level(STATES)  # on a CPU device and host have one memory
     if on_host is not None:
         placed_at(trainer, on_host)
     return trainer
 
 
 def placed_at(trainer: Trainer, on_host: bool) -> None:
-    plan = dataclasses.replace(trainer.planner.plan, states_on_host=on_host)
+    plan = trainer.planner.plan.at(optimizer_states=on_host)
     trainer.planner.adopt(plan.to_record() | partition.MeshShape.of(trainer.mesh).to_record())
     trainer.engine.follow_plan()
-    assert trainer.planner.plan.states_on_host == on_host
+    assert trainer.planner.plan.level(STATES) == on_host
 
 
 def kinds_of(state) -> set:
@@ -294,7 +293,7 @@ def test_a_run_goes_on_wherever_its_checkpoint_had_the_states(small, tmp_path):
     resumed = adapted(tmp_path / "run", checkpoint=save)
     shutil.rmtree(folder / "step_00000004")
     got = resumed.train()
-    assert resumed.planner.plan.states_on_host and [line["step"] for line in resumed.history] == [3, 4]
+    assert resumed.planner.plan.level(STATES) and [line["step"] for line in resumed.history] == [3, 4]
     same(nnx.state(got), nnx.state(want))
 
 
@@ -308,13 +307,13 @@ def lora_8b(**changes):
 
 
 def without(parts):
-    return dataclasses.replace(parts, states=NO_STATES)
+    return parts.limited({STATES: (0, 0)})
 
 
 def lora_8b_with_its_embedding(**changes):
     """lora_8b, whose token embedding stays on the device."""
     parts, config = lora_8b(**changes)
-    return dataclasses.replace(parts, table=NO_TABLE), config
+    return parts.limited({"embeddings": (0, 0)}), config
 
 
 @pytest.mark.full
@@ -322,17 +321,18 @@ def test_the_plan_has_the_states_on_the_host_if_that_is_faster():
     parts, config = lora_8b_with_its_embedding()
     device = find_device("H200")
     short, kept = (choice.choose(one, config, device, 6.83e9) for one in (parts, without(parts)))
-    assert short.plan.states_on_host and short.peak_bytes <= 6.83e9 and short.plan.micro_batches < 8
+    assert short.plan.level(STATES) and short.peak_bytes <= 6.83e9 and short.plan.micro_batches < 8
     assert short.step_seconds < kept.step_seconds / 1.05
-    assert parts.states.bytes == 8 * parts.trained == kept.parts["optimizer states"] - short.parts["optimizer states"]
-    assert short.host_bytes >= parts.states.bytes and forecast(parts, short.plan, device) == short
+    moved = kept.parts["optimizer states"] - short.parts["optimizer states"]
+    assert parts.movables[STATES].bytes == 8 * parts.update.trained == moved
+    assert short.host_bytes >= parts.movables[STATES].bytes and forecast(parts, short.plan, device) == short
     record = json.loads(json.dumps(short.plan.to_record()))
     assert record["optimizer_states"] == "host" and "optimizer_states" not in kept.plan.to_record()
-    assert StepPlan.from_record(record, parts.num_layers, parts.all_residuals) == short.plan
+    assert StepPlan.from_record(record, parts.shape.num_layers, parts.layers.all_residuals) == short.plan
     lines = plan_text.plan_lines(short, parts, device, 6.83e9)
     assert any(line.startswith("  optimizer states on the host: 0.34 GB, 0.03 s a step") for line in lines)
     ample, tight = (choice.choose(parts, config, device, budget) for budget in (None, 10.7e9))
-    assert not ample.plan.states_on_host and not tight.plan.states_on_host  # not for less than 1 %
+    assert not ample.plan.level(STATES) and not tight.plan.level(STATES)  # not for less than 1 %
 
 
 @pytest.mark.full
@@ -342,15 +342,15 @@ def test_the_states_are_on_the_host_if_nothing_else_fits():
     with pytest.raises(choice.PlanError):
         choice.choose(without(parts), config, device, 6.48e9)
     found = choice.choose(parts, config, device, 6.48e9)
-    assert found.plan.states_on_host
+    assert found.plan.level(STATES)
     for rank, moment in ((16, "the backward of a layer"), (32, "the update")):  # which has all states on the device
         parts, config = lora_8b_with_its_embedding(adapter=AdapterConfig(r=rank))
         smallest = choice.smallest_plan(parts, config, device)
-        there = smallest.parts[moment] - parts.states.bytes
+        there = smallest.parts[moment] - parts.movables[STATES].bytes
         kept = smallest.parts.get("kept residuals", 0.0)  # the low-rank inputs of down_proj, which nothing recomputes
         assert smallest.peak_bytes == pytest.approx(sum(parts.fixed.values()) + there + kept) and kept < 3e6
         assert there == 0 if moment == "the update" else 0 < there < 0.06e9
-        assert smallest.plan.chunk_tokens > 2**24 // parts.vocab_size  # the fastest of the smallest
+        assert smallest.plan.chunk_tokens > 2**24 // parts.shape.vocab_size  # the fastest of the smallest
 
 
 @pytest.mark.full
@@ -360,7 +360,7 @@ def test_the_states_are_on_the_host_if_nothing_else_fits():
     ids=["no clipping", "no bound", "two devices"],
 )
 def test_states_that_stay_on_the_device(changes):
-    assert lora_8b(**changes)[0].states == NO_STATES
+    assert not lora_8b(**changes)[0].movables[STATES].able
 
 
 @pytest.mark.full
@@ -371,15 +371,19 @@ def test_a_host_with_little_memory_gets_no_states():
     assert len(host_room.places(parts, device)) == 2
 
 
+def moved_in(parts, device) -> list[set]:
+    return [set(placed.moved.levels) for placed in host_room.places(parts, device)]
+
+
 @pytest.mark.full
 def test_states_are_not_moved_alone_where_the_embedding_frees_more():
     """Its rows cost no time: 0.78 GB against 0.34 GB with rank 16, but 1.34 GB with rank 64."""
     device = find_device("H200")
     for rank, alone in ((16, False), (64, True)):
-        found = [one.places[:2] for one in host_room.places(lora_8b(adapter=AdapterConfig(r=rank))[0], device)]
-        assert found == [(False, False), (True, False), *([(False, True)] if alone else []), (True, True)]
+        found = moved_in(lora_8b(adapter=AdapterConfig(r=rank))[0], device)
+        assert found == [set(), {"embeddings"}, *([{STATES}] if alone else []), {"embeddings", STATES}]
     host = dataclasses.replace(device, host_memory_bytes=5e9)
-    assert [one.places[:2] for one in host_room.places(lora_8b()[0], host)] == [(False, False)]
+    assert moved_in(lora_8b()[0], host) == [set()]
 
 
 def test_weights_that_are_placed_leave_the_states_where_they_are(small, tmp_path, monkeypatch):
@@ -389,6 +393,6 @@ def test_weights_that_are_placed_leave_the_states_where_they_are(small, tmp_path
         monkeypatch.setattr(planner, "device", dataclasses.replace(find_device("H200"), name="cpu"))
         assert len(host_room.places(planner._cost, planner.device)) == 2
         found = planner.forecast, False
-        monkeypatch.setattr(planner, "_next", lambda resident, found=found: found)
+        monkeypatch.setattr(planner, "_next", lambda found=found: found)
         planner.replan("it was too large", None, lambda line: None, placed=True)
-        assert [one.states_on_host for one in host_room.places(planner._cost, planner.device)] == [on_host]
+        assert moved_in(planner._cost, planner.device) == [{STATES} if on_host else set()]

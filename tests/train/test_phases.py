@@ -212,7 +212,7 @@ def test_the_devices_of_a_process_need_host_memory_each(tmp_path):
     pinning = dataclasses.replace(planner.forecast, host_bytes=19e9)
 
     def host(devices, weight_parts):
-        cost = dataclasses.replace(planner.cost, devices=devices)
+        cost = planner.cost.reshaped(devices=devices)
         found = phases_of(model.prepared, model.trainable, cost, pinning, planner.device, config, weight_parts)
         return {each.name: each.host_bytes for each in found}
 

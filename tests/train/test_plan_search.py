@@ -147,7 +147,7 @@ def test_heads_of_512_are_forecast_to_attend_more_slowly():
     def attend(heads: int, dim: int):
         shape = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
         shape = dataclasses.replace(shape, num_heads=heads, num_kv_heads=heads // 4, head_dim=dim)
-        (segment,) = (s for s in step_cost(abstract_model(shape, CONFIG), CONFIG).segments if s.name == "attend")
+        (segment,) = (s for s in step_cost(abstract_model(shape, CONFIG), CONFIG).layers.segments if s.name == "attend")
         return segment.work
 
     usual, wide = attend(16, 256), attend(8, 512)

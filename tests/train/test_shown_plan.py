@@ -34,7 +34,7 @@ def test_a_plan_without_rows_is_that_of_the_run(monkeypatch, capsys, tmp_path):
     recipe = ["train", "qlora-8b", "--plan", "rows_per_step=8"]
     assert cli.main([*recipe, "mesh.data=4"]) == 0
     (_, parts, device, *_), *_ = planned
-    assert (parts.devices, device.host_bytes, device.host_memory_bytes) == (4, 0.7 * 400e9 / 4, 100e9)
+    assert (parts.shape.devices, device.host_bytes, device.host_memory_bytes) == (4, 0.7 * 400e9 / 4, 100e9)
     with pytest.raises(ValueError, match="mesh.data = 8: there are 4 gpu devices"):
         cli.main([*recipe, "mesh.data=8"])
     capsys.readouterr()
@@ -52,7 +52,7 @@ def test_quantised_products_take_what_was_fitted_for_the_planned_device(monkeypa
     monkeypatch.setattr(shown_plan.plan_text, "plan_elsewhere", lambda *given: planned.append(given[1]))
     for device in ("H200", "RTX 4090"):
         assert cli.main(["train", "fp8-8b", "--plan", f"plan.device={device}"]) == 0
-    flops = [sum(segment.work.flops for segment in parts.segments) for parts in planned]
+    flops = [sum(segment.work.flops for segment in parts.layers.segments) for parts in planned]
     assert flops[1] == pytest.approx(2 * flops[0])
 
 

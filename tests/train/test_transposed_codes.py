@@ -33,9 +33,10 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.display.plan_text import plan_lines
 from jaxtune.train.planning.choice import choose
-from jaxtune.train.planning.cost import TRANSPOSED_CODES, abstract_model, step_cost
+from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
-from jaxtune.train.planning.forecasts import codes_seconds, forecast
+from jaxtune.train.planning.forecasts import forecast
+from jaxtune.train.planning.movables.transposed_codes import TRANSPOSED_CODES
 from jaxtune.train.planning.phases import phases_of
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.search import Failed, Room, next_plan
@@ -44,6 +45,7 @@ from tests.train.test_plan_search import Failing
 from tests.train.test_preference import pair_set, pairs
 from tests.train.tiny_runs import assert_same, dataset, documents, make_config
 
+CODES = "transposed_codes"
 TRAIN, HELD_OUT = documents(16, seed=1), documents(6, seed=2)
 
 
@@ -59,12 +61,12 @@ def trainer_of(output, kept: bool, rows=None, name="llama", **changes) -> Traine
     config = make_config(output, **(settings | changes))
     rows = rows or (dataset(TRAIN), dataset(HELD_OUT))
     trainer = Trainer(fp8_model(name), None, config, *rows, keeps_model=False)
-    assert not trainer.planner.plan.transposed_codes  # only a Hopper GPU reads them where they are
+    assert not trainer.planner.plan.level(CODES)  # only a Hopper GPU reads them where they are
     sizes = partition.MeshShape.of(trainer.mesh).to_record()
-    plan = dataclasses.replace(trainer.planner.plan, transposed_codes=kept)
+    plan = trainer.planner.plan.at(transposed_codes=kept)
     trainer.planner.adopt(plan.to_record() | sizes)
     trainer.engine.follow_plan()
-    assert trainer.planner.plan.transposed_codes == kept
+    assert trainer.planner.plan.level(CODES) == kept
     return trainer
 
 
@@ -109,7 +111,7 @@ def test_a_run_that_keeps_them_is_the_same_run(compiled_in_full, tmp_path, name)
     assert len(copies) == len(weights) == len(codes_in(kept.model.given)) > 0
     assert (
         sum(copy.nbytes for copy in copies)
-        == kept.planner.cost.codes_bytes
+        == kept.planner.cost.movables[CODES].bytes
         == kept.planner.cost.fixed[TRANSPOSED_CODES]
     )
     for weight in weights:
@@ -132,13 +134,13 @@ def test_a_checkpoint_may_be_gone_on_with_either_way(tmp_path):
         )
         again = Trainer(fp8_model(), None, config, dataset(TRAIN), dataset(HELD_OUT), keeps_model=False)
         if not possible:
-            again.planner._cost = dataclasses.replace(again.planner._cost, codes_bytes=0.0)
+            again.planner._cost = again.planner._cost.limited({CODES: (0, 0)})
         assert_same(trained, again.train())
-        assert again.planner.plan.transposed_codes == possible and len(again.history) == 2
+        assert again.planner.plan.level(CODES) == possible and len(again.history) == 2
     record = again.planner.plan.to_record()
     assert "transposed_codes" not in record
     cost = again.planner.cost
-    assert not StepPlan.from_record(record, cost.num_layers, cost.all_residuals).transposed_codes
+    assert not StepPlan.from_record(record, cost.shape.num_layers, cost.layers.all_residuals).level(CODES)
 
 
 @pytest.mark.full
@@ -178,10 +180,8 @@ def test_they_are_given_up_where_memory_runs_out_in_the_first_step(tmp_path, mon
     monkeypatch.setattr(trainer.engine, "compile", compiled)
     monkeypatch.setattr(trainer.model, "placed_frozen", placing)
     planned = trainer.planner.plan
-    after = forecast(
-        trainer.planner._cost, dataclasses.replace(planned, transposed_codes=False), trainer.planner.device
-    )
-    monkeypatch.setattr(trainer.planner, "_next", lambda resident: (after, False))
+    after = forecast(trainer.planner._cost, planned.at(transposed_codes=0), trainer.planner.device)
+    monkeypatch.setattr(trainer.planner, "_next", lambda: (after, False))
     trained = trainer.train()
     assert "the first step ran out of memory; planning again" in capsys.readouterr().err
     assert given_up[0] == [] and given_up[1] and all(given_up[1])
@@ -204,7 +204,7 @@ def parts_of_8b():
 
 
 def without(found):
-    return dataclasses.replace(found.plan, transposed_codes=False)
+    return found.plan.at(transposed_codes=0)
 
 
 @pytest.mark.full
@@ -212,18 +212,20 @@ def test_a_plan_keeps_them_where_memory_is_left():
     """And has all else as it would have without them."""
     parts, config = parts_of_8b()
     device, size = find_device("H200"), 32 * 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
-    assert parts.codes_bytes == size
+    assert parts.movables[CODES].bytes == size
     for budget, kept in ((None, True), (70e9, True), (62e9, False), (60e9, False), (24e9, False), (16e9, False)):
-        plain = choose(dataclasses.replace(parts, codes_bytes=0.0), config, device, budget)
+        plain = choose(parts.limited({CODES: (0, 0)}), config, device, budget)
         found = choose(parts, config, device, budget)
-        assert found.plan.transposed_codes == kept and without(found) == plain.plan
+        assert found.plan.level(CODES) == kept and without(found) == plain.plan
         assert found.peak_bytes - plain.peak_bytes == (size if kept else 0)
         assert found.parts.get(TRANSPOSED_CODES, 0) == (size if kept else 0)
         assert not kept or 0.99 < found.step_seconds / plain.step_seconds < 0.995
     fixed = dataclasses.replace(config, memory=MemoryConfig(plan="keep"), micro_batches=2)
-    assert choose(parts, fixed, device, None).plan.transposed_codes
+    assert choose(parts, fixed, device, None).plan.level(CODES)
     one, two = (choose(parts, dataclasses.replace(fixed, micro_batches=n), device, None) for n in (1, 2))
-    seconds = [codes_seconds(parts.placed(found.plan), device) for found in (one, two)]
+    seconds = [
+        -parts.movables[CODES].seconds(parts.placed(found.plan.moved), device).micro_batch for found in (one, two)
+    ]
     assert seconds[0] == seconds[1] == pytest.approx(0.005, rel=0.1)  # for each micro-batch
     lines = plan_lines(two, parts, device, None)
     assert "  codes of FP8 weights are kept transposed, too (6.98 GB, 0.010 s a step less)" in lines
@@ -235,7 +237,7 @@ def test_a_plan_keeps_none_where_they_would_not_be_read_or_memory_is_better_spen
     shape = config_from_hf(CONFIGS["llama"])
 
     def bytes_of(config: TrainConfig) -> float:
-        return step_cost(abstract_model(shape, config), config).codes_bytes
+        return step_cost(abstract_model(shape, config), config).movables[CODES].bytes
 
     assert bytes_of(config) > 0 and bytes_of(config_of(mesh=MeshConfig(data=2))) == bytes_of(config)
     decoded = dataclasses.replace(config, model=dataclasses.replace(config.model, compute=None))
@@ -243,7 +245,7 @@ def test_a_plan_keeps_none_where_they_would_not_be_read_or_memory_is_better_spen
     divided = config_of(mesh=MeshConfig(fsdp=2))
     for other in (decoded, rewards, divided, config_of(qat=QatConfig("fp8"))):
         assert bytes_of(other) == 0.0
-    assert not choose(parts, config, find_device("B200"), None).plan.transposed_codes
+    assert not choose(parts, config, find_device("B200"), None).plan.level(CODES)
 
 
 @pytest.mark.full
@@ -251,7 +253,7 @@ def test_a_plan_that_does_not_fit_as_compiled_is_tried_without_them():
     parts, config = parts_of_8b()
     device = find_device("H200")
     first, _ = next_plan(parts, config, device, Room(70e9, 71e9))
-    assert first.plan.transposed_codes
+    assert first.plan.level(CODES)
     failed = Failed(first.plan, first.peak_bytes, 72e9)
     second, smallest = next_plan(parts, config, device, Room(70e9, 71e9), [failed])
     assert second.plan == without(first) and not smallest
@@ -263,9 +265,9 @@ def test_weights_that_are_placed_get_none_later(tmp_path, monkeypatch):
     for kept in (True, False):
         planner = trainer_of(tmp_path / str(kept), kept).planner
         found = planner.forecast, False
-        monkeypatch.setattr(planner, "_next", lambda resident, found=found: found)
+        monkeypatch.setattr(planner, "_next", lambda found=found: found)
         planner.replan("it was too large", None, lambda line: None, placed=True)
-        assert not planner._cost.transposed_codes and bool(planner._cost.codes_bytes) == kept
+        assert not planner._cost.level(CODES) and planner._cost.may(CODES, 1) == kept
 
 
 def test_phases_between_steps_count_them(tmp_path):
@@ -279,6 +281,8 @@ def test_phases_between_steps_count_them(tmp_path):
             model.prepared, model.trainable, planner.cost, planner.forecast, planner.device, trainer.config
         )
         found.append({phase.name: phase.device_bytes for phase in phases})
-    more = {name for name, size in found[0].items() if size - found[1][name] == trainer.planner.cost.codes_bytes}
+    more = {
+        name for name, size in found[0].items() if size - found[1][name] == trainer.planner.cost.movables[CODES].bytes
+    }
     assert more == {"step", "evaluate", "save"} & found[0].keys()
     assert all(size == found[1][name] for name, size in found[0].items() if name not in more)

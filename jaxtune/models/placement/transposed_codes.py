@@ -15,10 +15,10 @@ from jaxtune.pallas.formats import Stored
 
 
 def with_copies(frozen: nnx.State) -> nnx.State:
-    """A new state in which the layers' FP8 weights have transposed codes, made one at a time to take no further memory.
-    Shapes give shapes.
+    """A new state in which the layers' FP8 weights have transposed codes, made one at a time to take no further memory;
+    those that are there stay. Shapes give shapes.
     """
-    return _each(frozen, lambda weight: weight.with_transposed(_transposed))
+    return _each(frozen, lambda weight: weight.with_transposed(_transposed) if weight.transposed is None else weight)
 
 
 def without_copies(frozen: nnx.State) -> nnx.State:

@@ -2,78 +2,41 @@
 
 from __future__ import annotations
 
-import collections
 import statistics
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxtune.models.placement.host_table import TITLES
-from jaxtune.models.stack.residual_plan import Placement
 from jaxtune.system.terminal import fitted
 from jaxtune.train.display.metrics import duration
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
-from jaxtune.train.planning.forecasts import Forecast, codes_seconds, state_seconds
+from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.layer_forecasts import product_time
-from jaxtune.train.planning.plan import residuals_text
-
-# Placements in the order in which a plan is printed.
-_PLACEMENTS: dict[Placement, str] = {
-    "keep": "kept",
-    "fp8": "kept in FP8",
-    "offload": "on the host",
-    "recompute": "computed again",
-}
+from jaxtune.train.planning.movables.movable import Outcome
 
 
 def plan_lines(forecast: Forecast, costs: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
-    """A plan in words: each residual's placement with its bytes on a device in a micro-batch and its cost, the
-    predicted peak and speed, and what else the plan does.
+    """A plan in words: what it moves, with its bytes and cost, and the predicted peak and speed.
 
-      costs: the step's costs.
-      device: on a CPU, whose rates are unknown, only the first lines.
-      budget_bytes: of device memory; None: no limit.
+    costs: the step's costs.
+    device: on a CPU, whose rates are unknown, only the first lines.
+    budget_bytes: of device memory; None: no limit.
     """
     plan = forecast.plan
-    costs, rows = costs.placed(plan), costs.rows // plan.micro_batches
+    costs, rows = costs.placed(plan.moved), costs.shape.rows // plan.micro_batches
     split = f"{plan.micro_batches} micro-batches of" if plan.micro_batches > 1 else "one micro-batch of"
-    residual_words = residuals_text(plan.residuals)
-    residual_words += " (nothing is computed twice)" if residual_words == "keep" else ""
-    lines = [f"plan: {residual_words}; {split} {rows} x {costs.length:,} tokens", *_table_lines(costs)]
+    text = plan.text + (" (nothing is computed twice)" if plan.text == "keep" else "")
+    lines = [f"plan: {text}; {split} {rows} x {costs.shape.length:,} tokens"]
+    outcome = Outcome(plan.residuals, plan.micro_batches, forecast.recompute_seconds, forecast.wait_seconds)
+    for movable in costs.movables.values():
+        lines += movable.lines(costs, outcome, device)
     if device.name == "cpu":
         return lines
-    tokens = costs.rows / plan.micro_batches / costs.devices * costs.length
-    for placement, words in _PLACEMENTS.items():
-        placed_names = (name for layer in plan.residuals.layers for name in layer.named(placement, costs.all_residuals))
-        counts = collections.Counter(name for name in placed_names if costs.residuals[name])
-        if not counts:
-            continue
-        size = sum(costs.residual_bytes(name, tokens) * count for name, count in counts.items())
-        cost = {
-            "keep": "",
-            "fp8": " before",
-            "offload": f", {forecast.wait_seconds:.2f} s a step of waiting for the link",
-            "recompute": f", {forecast.recompute_seconds:.2f} s a step",
-        }[placement]
-        names = ", ".join(
-            name if count == costs.num_layers else f"{name} ({count} layers)" for name, count in counts.items()
-        )
-        lines.append(f"  {words} ({size / 1e9:.2f} GB{cost}): {names}")
-    if costs.hosted_bytes:
-        seconds = state_seconds(costs, device)
-        lines.append(f"  optimizer states on the host: {costs.hosted_bytes / 1e9:.2f} GB, {seconds:.2f} s a step")
-    if costs.transposed_codes:
-        words = (
-            f"{costs.codes_bytes / 1e9:.2f} GB, {plan.micro_batches * codes_seconds(costs, device):.3f} s a step less"
-        )
-        lines.append(f"  codes of FP8 weights are kept transposed, too ({words})")
-    if costs.devices > 1:
-        seconds, exposed_seconds = forecast.collective_seconds, forecast.exposed_seconds
-        lines.append(
-            f"  between {costs.devices} devices: {seconds:.3f} s a step, of which {exposed_seconds:.3f} s are lost"
-        )
+    if costs.shape.devices > 1:
+        seconds, lost = forecast.collective_seconds, forecast.exposed_seconds
+        lines.append(f"  between {costs.shape.devices} devices: {seconds:.3f} s a step, of which {lost:.3f} s are lost")
     peak = f"  predicted peak {forecast.peak_bytes / 1e9:.2f} GB"
     peak += "" if budget_bytes is None else f" of {budget_bytes / 1e9:.2f} GB"
     speed = f"{forecast.tokens_per_second:,.0f} tokens/s, {forecast.step_seconds:.3f} s a step"
@@ -82,7 +45,7 @@ def plan_lines(forecast: Forecast, costs: StepCost, device: Device, budget_bytes
         lines.append(
             "  it is the smallest plan, over what is left when the allocator loses as much as it may: it may fit"
         )
-    if costs.has_experts:
+    if costs.layers.has_experts:
         fit = product_time(device)
         lines.append(
             f"  experts are taken to run at {fit.experts_forward:.0%} (forward) and {fit.experts_backward:.0%} "
@@ -91,18 +54,6 @@ def plan_lines(forecast: Forecast, costs: StepCost, device: Device, budget_bytes
     if device.host_note:
         lines.append(f"  host memory: {device.host_note}; the plan pins {forecast.host_bytes / 1e9:.2f} GB")
     return lines
-
-
-def _table_lines(cost: StepCost) -> list[str]:
-    """A line on the embedding tables that the plan has on the host, or on one that trains and therefore stays."""
-    if cost.table_on_host:
-        rows, names = cost.rows * cost.length * cost.table.row_bytes, cost.table.names
-        return [
-            f"  {' and '.join(TITLES[name] for name in names)} on the host ({cost.table.bytes / 1e9:.2f} GB); "
-            f"{'its' if len(names) == 1 else 'their'} rows of each batch are copied to the device beside its work "
-            f"({rows / 1e9:.2f} GB a step)"
-        ]
-    return ["  table of per-layer embeddings on the device: it is trained"] if cost.table.trains else []
 
 
 def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float | None, devices: int = 1) -> str:

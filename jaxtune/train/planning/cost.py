@@ -1,5 +1,5 @@
-"""Costs of a training step before it is decided how to run it: bytes and work, from shapes and from what the layers'
-segments declare (models/layers/segment.py).
+"""Costs of a training step before it is decided how to run it, from shapes and from what the layers' segments declare
+(models/layers/segment.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from flax import nnx
 from jaxtune.models.components import stored_as
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import compute_in_fp8
-from jaxtune.models.fitted import FLOAT32_HEAD_TIME
 from jaxtune.models.layers.block import LAYER_OUTPUT, Block
-from jaxtune.models.layers.segment import Residual, Segment
+from jaxtune.models.layers.segment import Segment
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
@@ -27,17 +26,13 @@ from jaxtune.models.reward import with_head
 from jaxtune.models.stack.residual_plan import residuals_of
 from jaxtune.models.stack.stack_layers import keeps_low_rank
 from jaxtune.pallas.linear_cross_entropy import fills_up
-from jaxtune.train.config import MeshConfig, TrainConfig
+from jaxtune.train.config import MeshConfig, OptimConfig, TrainConfig
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
-from jaxtune.train.planning.devices import Device, float32_time
-from jaxtune.train.planning.exchange import NO_EXCHANGE, Exchange, exchange_of, sync_bytes
-from jaxtune.train.planning.host_states import NO_STATES, States, states_of, update_bytes
-from jaxtune.train.planning.host_table import NO_TABLE, Table, table_of
-from jaxtune.train.planning.kept_codes import codes_bytes
+from jaxtune.train.planning.exchange import exchange_of, sync_bytes
 from jaxtune.train.planning.layer_costs import (
     LayerKind,
     Work,
@@ -47,178 +42,51 @@ from jaxtune.train.planning.layer_costs import (
     masked_sizes,
     nbytes,
 )
-from jaxtune.train.planning.plan import StepPlan
-from jaxtune.train.planning.sums_memory import NO_SUMS, SumsMemory, sums_memory
-from jaxtune.train.program.gradient_sync import gradient_sync_of
+from jaxtune.train.planning.movables import MOVABLES
+from jaxtune.train.planning.movables.movable import Asked, Movable
+from jaxtune.train.planning.parts import (
+    FROZEN,
+    STATES,
+    TEACHER,
+    Divided,
+    Head,
+    Layers,
+    Moved,
+    SegmentCost,
+    Shape,
+    StepParts,
+    Update,
+)
+from jaxtune.train.planning.sums_memory import sums_memory
+from jaxtune.train.program.gradient_sync import GradientSync, gradient_sync_of
 from jaxtune.train.references.teachers import teacher_shapes, with_teacher
 
-# Names of bytes in StepCost.fixed.
-TEACHER = "teacher's weights"
-TABLE_ROWS = "rows of embeddings on the host"
-TRANSPOSED_CODES = "transposed codes of FP8 weights"
+_BLOCKED_STATES = {"adamw_8bit": 2 + 8 / 256, "lion_8bit": 1 + 4 / 256}  # bytes for an element
+# For an element: the direction, the momentum with Nesterov's, an iteration's sum in float32, and two bfloat16 copies.
+_MUON_BYTES = 3 * 4.0 + 2 * 2.0
 
 
 @dataclasses.dataclass(frozen=True)
-class SegmentCost:
-    """Cost of one segment, a function of a layer's computation such as the q, k and v products."""
+class StepCost(StepParts):
+    """The parts of a step, and what of them a plan may move."""
 
-    name: str  # the segment's name
-    outputs: tuple[str, ...]  # names of the residuals that it makes, and LAYER_OUTPUT if it makes the layer's output
-    work: Work  # FLOPs and bytes; layers without the segment count as zero in the mean
-    in_mixer: bool  # whether it belongs to a mixer, such as attention; False: to a feed-forward
-    first: bool  # whether it is the first segment of a mixer
-    ends: bool  # whether it makes the layer's output
-    separable: bool  # whether each of its outputs can be computed without the others; False: only all at once
-    tokenwise: bool  # whether it may run over tiles of a row's tokens; False: it needs whole rows
-    # if it is run again in the backward: whether the weights that it decodes also serve its gradients, or (False) the
-    # gradients decode them once more
-    decodes_once: bool
-    # True: its backward always runs its forward once more, which also recomputes its outputs; False: it does not
-    runs_again: bool = False
-    low_rank: float = 0.0  # bytes per token of its low-rank inputs
-    low_rank_with: tuple[str, ...] = ()  # the residuals of which none may be recomputed if these are kept
+    movables: Mapping[str, Movable] = dataclasses.field(default_factory=dict)  # {word: movable}, as MOVABLES
+    limits: Mapping[str, tuple[int, float]] = dataclasses.field(default_factory=dict)  # {word: (least, most) level}
 
+    def limited(self, limits: Mapping[str, tuple[int, float]]) -> StepCost:
+        return dataclasses.replace(self, limits={**self.limits, **limits})
 
-@dataclasses.dataclass(frozen=True)
-class StepCost:
-    """Bytes and work of a step on one of `devices` that share the rows, under any plan."""
+    def may(self, word: str, level: int) -> bool:
+        """Whether a plan may have this much of a movable moved."""
+        least, most = self.limits.get(word, (0, math.inf))
+        return least <= level <= most and (level == 0 or self.movables[word].able)
 
-    rows: int  # of the step, on all devices
-    length: int  # tokens of a row
-    devices: int  # the number of devices of the run's mesh
-    num_layers: int  # of the model, as are the next two
-    hidden_size: int
-    vocab_size: int
-    dtype: jnp.dtype  # the compute dtype
-    all_residuals: tuple[Residual, ...]  # the residuals of all layers, each name once: what a plan can place
-    residuals: Mapping[str, float]  # {residual: bytes per token}, the mean over all layers
-    padding: Mapping[str, float]  # {residual: bytes that do not depend on the tokens}, the mean over all layers
-    # the pieces of the layers' computation between residuals; their work is the mean over all layers
-    segments: tuple[SegmentCost, ...]
-    kinds: tuple[LayerKind, ...]  # the different layers of the model
-    kind_counts: tuple[int, ...]  # the number of layers of each kind
-    fixed: Mapping[str, float]  # {what: bytes} that are in memory during the whole step
-    cast_bytes: float  # the layers' trained matrices in the compute dtype, which live from forward to backward
-    head_bytes: float  # at the loss: gradient and compute-dtype copies of a trained head, and a head padded by the loss
-    # at the loss: of a logit, while its chunk exists: in float32, and its gradient in head_dtype or, capped, in float32
-    logit_bytes: float
-    # after the loss: gradient of a trained head, and the copy in 16 bits of one that is stored in float32
-    head_gradient_bytes: float
-    head_trains: bool  # whether the output head trains; False: it has no gradient
-    head_dtype: jnp.dtype  # the dtype in which the head multiplies: the compute dtype, or its own by a precision map
-    trained: float  # number of trained parameters
-    trained_here: float  # those that this device updates
-    has_experts: bool = False  # whether any layer has a mixture of experts
-    # residuals of which only one tile exists at a time if tokenwise segments run over tiles of tokens
-    tiled: tuple[str, ...] = ()
-    hosted_bytes: float = 0.0  # optimizer states of this device in host memory
-    update_bytes: float = 0.0  # taken by the update in addition to `fixed`
-    sync_bytes: float = 0.0  # taken by the update for a quantised sync of gradients
-    # the part of `fixed` that a step of one micro-batch does not need: its gradient sums are not in float32 but in the
-    # dtype in which the trained weights are stored. 0 if the config sets one micro-batch: `fixed` is then without it.
-    less_sums: float = 0.0
-    reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
-    teacher: StepCost | None = None  # of the forward passes of the teacher, if the frozen model is one
-    exchange: Exchange = NO_EXCHANGE  # bytes that this device receives from other devices
-    # experts' adapters in the kernels' layout, if every residual is kept: XLA copies them once for forward and backward
-    shared: float = 0.0
-    given_bytes: float = 0.0  # per token: values that layers take from outside, with their gradients
-    dropout_bytes: float = 0.0  # per token: the largest adapter input with dropout, masked, and its mask
-    whole_layer_bytes: float = 0.0  # weights of the largest layer that are divided over devices, gathered
-    whole_head_bytes: float = 0.0  # weights of the head that are divided over devices, gathered
-    whole_gradient_bytes: float = 0.0  # gradients of a layer's trained matrices, computed and summed; 0 if undivided
-    frozen_layer_bytes: float = 0.0  # the part of `whole_layer_bytes` that does not train
-    resident_layer_bytes: float = 0.0  # added by each layer whose frozen weights are whole for the whole run
-    resident_around_bytes: float = 0.0  # added by frozen embedding and head that are whole for the whole run
-    table: Table = NO_TABLE  # the model's tables of embeddings that a plan may have on the host
-    table_on_host: bool = False  # whether `fixed` is that of a plan with these tables on the host
-    sums: SumsMemory = NO_SUMS  # the memory of gradient sums in which other values lie before
-    states: States = NO_STATES  # the optimizer's states that a plan may have on the host
-    states_on_host: bool = False  # whether `fixed` is that of a plan with these states on the host
-    codes_bytes: float = 0.0  # of the transposed codes of frozen FP8 weights that a plan may keep; 0: there are none
-    transposed_codes: bool = False  # whether `fixed` is that of a plan that keeps them
-
-    @property
-    def places(self) -> tuple[bool, bool, bool]:
-        return self.table_on_host, self.states_on_host, self.transposed_codes
-
-    def placed(self, plan: StepPlan) -> StepCost:
-        """The costs with tables, optimizer states and transposed codes where `plan` has them."""
-        placed = self.with_table(plan.table_on_host).with_states(plan.states_on_host)
-        if plan.transposed_codes == placed.transposed_codes:
-            return placed
-        assert plan.transposed_codes and self.codes_bytes
-        fixed = {**placed.fixed, TRANSPOSED_CODES: self.codes_bytes}
-        return dataclasses.replace(placed, fixed=fixed, transposed_codes=True)
-
-    def with_states(self, on_host: bool) -> StepCost:
-        """The costs with the optimizer's states on the host. They free device memory until the update, which has them
-        all there.
-        """
-        if on_host == self.states_on_host:
-            return self
-        assert on_host and self.states.bytes
-        size = self.states.bytes
-        fixed = {**self.fixed, "optimizer states": self.fixed["optimizer states"] - size}
-        return dataclasses.replace(self, fixed=fixed, hosted_bytes=size, update_bytes=size, states_on_host=True)
-
-    def with_table(self, on_host: bool) -> StepCost:
-        """The costs with the tables of embeddings on the host. The device has the rows of two steps instead: this
-        step's and the next one's, copied meanwhile.
-        """
-        if on_host == self.table_on_host:
-            return self
-        assert on_host and self.table.bytes
-        rows = 2 * self.rows * self.length / self.devices * self.table.row_bytes
-        fixed = {**self.fixed, "frozen weights": self.fixed["frozen weights"] - self.table.bytes, TABLE_ROWS: rows}
-        return dataclasses.replace(self, fixed=fixed, table_on_host=True)
-
-    def head_time(self, device: Device) -> float:
-        """How many times as long a product with the head takes as one in the compute dtype; above 1 for a float32 head
-        beside 16 bits.
-        """
-        if self.head_dtype != jnp.float32 or self.dtype.itemsize == 4:
-            return 1.0
-        return FLOAT32_HEAD_TIME.of("xla", device.name) if device.hopper else float32_time(device.name)
-
-    def head_parts_bytes(self, device: Device) -> tuple[float, float]:
-        """(bytes, bytes per logit of a chunk) of the parts into which XLA divides operands of a float32 head on Hopper
-        (linear_cross_entropy's `precision_of`); else 0.
-        """
-        if self.head_dtype != jnp.float32 or not device.hopper:
-            return 0.0, 0.0
-        return 8.0 * self.vocab_size * self.hidden_size, 4.0
-
-    @property
-    def table_rows_bytes(self) -> float:
-        """Device bytes of two steps' rows of the tables on the host; 0 with the tables on the device."""
-        return self.fixed.get(TABLE_ROWS, 0.0)
-
-    @property
-    def frozen_bytes(self) -> float:
-        """Device bytes of frozen weights, a teacher's included, without tables on the host and without
-        `resident_bytes`.
-        """
-        return self.fixed["frozen weights"] + self.fixed.get(TEACHER, 0.0)
-
-    def fixed_bytes(self, micro_batches: int, resident: int = 0) -> float:
-        """Device bytes in memory during the whole step. With one micro-batch gradient sums have the stored dtype of the
-        weights, not float32. resident: layers whose frozen weights are whole on each device.
-        """
-        sums_saving = self.less_sums if micro_batches == 1 else 0.0
-        return sum(self.fixed.values()) + self.resident_bytes(resident) - sums_saving
-
-    def resident_bytes(self, resident: int) -> float:
-        """Device bytes added if the frozen weights of `resident` layers stay whole for the run, each as large as the
-        largest; with all layers, embedding's and head's, too. The whole weights replace the device's share, unless the
-        given model stays in memory.
-        """
-        embedding_and_head = self.resident_around_bytes if resident == self.num_layers else 0.0
-        return resident * self.resident_layer_bytes + embedding_and_head
-
-    def residual_bytes(self, name: str, tokens: float) -> float:
-        """Bytes of a residual of the mean layer."""
-        return self.residuals[name] * tokens + self.padding[name]
+    def placed(self, levels: Mapping[str, int]) -> StepCost:
+        """The costs with each movable as far moved as `levels` say."""
+        costs = self
+        for word, movable in self.movables.items():
+            costs = movable.at(costs, levels.get(word, 0))
+        return costs
 
 
 def step_cost(
@@ -244,72 +112,125 @@ def step_cost(
     storage = weight_storage(config.optim.weights, config.computes_in, sum(a.size for a in jax.tree.leaves(masters)))
     stored, on_host = _stored(masters, storage), float(config.optim.offload * optimizer_offload.hosted_bytes(states))
     divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
-    weight_shards, all_residuals, trained_bytes = divided.shard_count, residuals_of(model.layers), nbytes(masters)
+    weight_shards, trained_bytes, adapts = divided.shard_count, nbytes(masters), config.adapter is not None
     # Of one device; a teacher trains none.
     share = partition.bytes_per_device(masters, weight_shards) / max(trained_bytes, 1.0)
+    sync_errors, sync_update = sync_bytes(masters, config, divided)
     fixed = {
         **_frozen_parts(frozen, weight_shards),
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
         f"trainable parameters ({storage})": share * nbytes(stored),
-        "optimizer states": share * nbytes(states) - on_host,
+        STATES: share * nbytes(states) - on_host,
         "gradient sums": share * nbytes(masters if config.micro_batches != 1 else stored),
-        **sync_bytes(masters, config, divided)[0],
+        **sync_errors,
     }
-    kinds = [kind_of(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
-    residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in all_residuals}
-    padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in all_residuals}
-    frozen_layers = [partition.divided_sizes(layer, weight_shards)[0] for layer in frozen.get("layers", {}).values()]
-    # The divided weights stay beside the gathered ones if they are kept.
-    added_share = 1.0 if keeps_model else 1 - 1 / weight_shards
-    head_bytes, head_gradient_bytes, head_dtype = _head_costs(model, dtype, storage)
+    asked = Asked(
+        model=model,
+        states=states,
+        mesh=divided,
+        optim=config.optim,
+        max_grad_norm=config.max_grad_norm,
+        adapts=adapts,
+        generates=needs.samples or bool(config.evaluation.asking),
+        rounds=config.qat is not None,
+        own_optimizer=optimizer is not None,
+    )
     return StepCost(
-        rows=config.rows_per_step,
-        length=length,
-        devices=divided.size,
-        num_layers=len(kinds),
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        dtype=dtype,
-        all_residuals=all_residuals,
-        residuals=residuals,
-        padding=padding,
-        segments=_segment_costs(kinds, dtype),
-        kinds=tuple({id(kind): kind for kind in kinds}.values()),
-        kind_counts=tuple(collections.Counter(map(id, kinds)).values()),
+        shape=Shape(
+            rows=config.rows_per_step,
+            length=length,
+            devices=divided.size,
+            num_layers=len(model.layers),
+            hidden_size=shape.hidden_size,
+            vocab_size=shape.vocab_size,
+            dtype=dtype,
+        ),
+        layers=_layers(model, length, dtype, storage),
+        head=_head(model, dtype, storage),
+        update=Update(
+            trained=trained_bytes / 4,
+            trained_here=share * trained_bytes / 4,
+            bytes=share * _update_bytes(masters, config.optim, config.max_grad_norm, adapts),
+            sync_bytes=sync_update,
+            less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(stored)),
+            sums=sums_memory(model, stored, config, divided.size),
+            hosted_bytes=on_host,
+        ),
+        divided=_divided(model, stored, frozen, storage, divided, keeps_model, gradient_sync_of(config.mesh)),
         fixed=fixed,
-        cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
-        head_bytes=head_bytes,
-        logit_bytes=8.0 if shape.final_soft_cap is not None else 4.0 + head_dtype.itemsize,
-        head_gradient_bytes=head_gradient_bytes,
-        head_trains=isinstance(model.head_variable, nnx.Param),
-        head_dtype=head_dtype,
-        trained=trained_bytes / 4,
-        trained_here=share * trained_bytes / 4,
-        has_experts=any(s.experts_per_token for kind in kinds for s in kind.block.segments()),
-        tiled=tuple(dict.fromkeys(name for kind in kinds for name in tiled_residuals(kind.block.segments()))),
-        hosted_bytes=on_host,
-        update_bytes=share * update_bytes(masters, config),
+        moved=Moved(pinned_bytes=on_host),
         reference_runs=needs.reference_runs,
         teacher=None
         if model.teacher is None
         else step_cost(model.teacher, config, length, optimizer=optax.identity(), needs=RunNeeds(needs.sampler)),
-        less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(stored)),
+        movables={word: movable.of(asked) for word, movable in MOVABLES.items()},
+    )
+
+
+def _layers(model: Decoder, length: int, dtype: jnp.dtype, storage: str) -> Layers:
+    """storage: "fp32" or "bf16"."""
+    shape, all_residuals = model.config, residuals_of(model.layers)
+    kinds = [kind_of(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
+    segments = [segment for kind in kinds for segment in kind.block.segments()]
+    return Layers(
+        all_residuals=all_residuals,
+        residuals={r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in all_residuals},
+        padding={r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in all_residuals},
+        segments=_segment_costs(kinds, dtype),
+        kinds=tuple({id(kind): kind for kind in kinds}.values()),
+        kind_counts=tuple(collections.Counter(map(id, kinds)).values()),
+        cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
+        tiled=tuple(dict.fromkeys(name for kind in kinds for name in tiled_residuals(kind.block.segments()))),
         shared=experts_adapters(model.layers, dtype),
         given_bytes=_given_bytes(model, dtype),
         dropout_bytes=max(masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
-        sync_bytes=sync_bytes(masters, config, divided)[1],
-        exchange=exchange_of(stored, frozen, divided, gradient_sync_of(config.mesh)),
-        whole_layer_bytes=_whole_layer_bytes((stored, frozen), len(kinds), weight_shards),
-        whole_head_bytes=partition.divided_sizes(nnx.State({"head": model.head_variable}), weight_shards)[0],
+        has_experts=any(segment.experts_per_token for segment in segments),
+    )
+
+
+def _divided(
+    model: Decoder,
+    stored: nnx.State,
+    frozen: nnx.State,
+    storage: str,
+    mesh: partition.MeshShape,
+    keeps_model: bool,
+    sync: GradientSync | None,
+) -> Divided:
+    """storage: "fp32" or "bf16". stored: the trained weights in their stored dtypes."""
+    shards = mesh.shard_count
+    frozen_layers = [partition.divided_sizes(layer, shards)[0] for layer in frozen.get("layers", {}).values()]
+    # The divided weights stay beside the gathered ones if they are kept.
+    added_share = 1.0 if keeps_model else 1 - 1 / shards
+    return Divided(
+        layer_bytes=_whole_layer_bytes((stored, frozen), len(model.layers), shards),
+        head_bytes=partition.divided_sizes(nnx.State({"head": model.head_variable}), shards)[0],
+        gradient_bytes=0.0 if shards == 1 else _whole_gradient_bytes(model, storage),
         frozen_layer_bytes=max(frozen_layers, default=0.0),
         resident_layer_bytes=added_share * max(frozen_layers, default=0.0),
-        resident_around_bytes=added_share * (partition.divided_sizes(frozen, weight_shards)[0] - sum(frozen_layers)),
-        whole_gradient_bytes=0.0 if weight_shards == 1 else _whole_gradient_bytes(model, storage),
-        table=table_of(model, config, weight_shards, needs.samples),
-        codes_bytes=codes_bytes(model, config, weight_shards, needs.samples),
-        sums=sums_memory(model, stored, config, divided.size),
-        states=NO_STATES if optimizer is not None or divided.size > 1 else states_of(states, config),
+        resident_around_bytes=added_share * (partition.divided_sizes(frozen, shards)[0] - sum(frozen_layers)),
+        exchange=exchange_of(stored, frozen, mesh, sync),
     )
+
+
+def _update_bytes(masters, optim: OptimConfig, max_grad_norm: float | None, adapts: bool) -> float:
+    """Device bytes of the update beside weights, states and gradients: the largest tensor's, as they are updated one by
+    one. 0 with an adapter. masters: float32 shapes of the trained weights.
+    """
+    if adapts:
+        return 0.0
+    size, name = max((leaf.size for leaf in jax.tree.leaves(masters)), default=0), optim.name
+    if name in _BLOCKED_STATES:
+        # The direction, for Lion the momentum before it is encoded, and if the update is computed twice (step.py), the
+        # first states. With states on the host: one tensor's states, and half of the next one's.
+        direction = 4.0 if name == "adamw_8bit" else 8.0
+        twice = max_grad_norm is None and name == "adamw_8bit"
+        extra_states = 1.5 if optim.offload else 1.0 if twice else 0.0
+        return size * (direction + extra_states * _BLOCKED_STATES[name])
+    if name == "muon":
+        return size * _MUON_BYTES
+    # Moments before and after the update, with the gaps that the compiler leaves between large buffers.
+    return size * (24.0 if name == "adamw" else 12.0) if optim.offload else 0.0
 
 
 def _stored(masters, storage: str):
@@ -326,16 +247,15 @@ def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return make_optimizer(config.optim, schedule)
 
 
-def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float, jnp.dtype]:
-    """(bytes beside the head's weight at the loss; after it, bytes of the gradient and, with "fp32", of the 16-bit
-    copy; the head's dtype). Not less if weights are divided. storage: "fp32" or "bf16".
-    """
+def _head(model: Decoder, dtype, storage: str) -> Head:
+    """Not less if weights are divided. storage: "fp32" or "bf16"."""
     head, dtype = model.head_variable, jnp.dtype(model.head_compute or dtype)
     trains, size = isinstance(head, nnx.Param), math.prod(head.shape)
     loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
     copy = 0.0 if trains and storage != "bf16" else 2.0 * fills_up(model.config.vocab_size, dtype)
     gradient = size * (4.0 if storage == "bf16" else loss) if trains else 0.0
-    return size * (loss * trains + copy), gradient, dtype
+    logit_bytes = 8.0 if model.config.final_soft_cap is not None else 4.0 + dtype.itemsize
+    return Head(size * (loss * trains + copy), logit_bytes, gradient, trains, dtype)
 
 
 def _whole_layer_bytes(trees, layers: int, weight_shards: int) -> float:
@@ -348,7 +268,7 @@ def _frozen_parts(frozen: nnx.State, weight_shards: int) -> dict[str, float]:
     """Device bytes of the model's and of a teacher's frozen weights, divided over `weight_shards` devices."""
     every = partition.bytes_per_device(frozen, weight_shards)
     of_teacher = partition.bytes_per_device(frozen.get("teacher", {}), weight_shards)
-    return {"frozen weights": every - of_teacher, **({TEACHER: of_teacher} if of_teacher else {})}
+    return {FROZEN: every - of_teacher, **({TEACHER: of_teacher} if of_teacher else {})}
 
 
 def _whole_gradient_bytes(model: Decoder, storage: str) -> float:

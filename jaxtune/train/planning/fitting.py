@@ -18,14 +18,13 @@ from jaxtune.train.planning.choice import (
     choose,
     smallest_plan,
     tile_tokens_of,
-    tokens_of,
 )
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 from jaxtune.train.planning.devices import Device, card_gb
-from jaxtune.train.planning.forecasts import forecast, gathered_bytes, head_forecast
-from jaxtune.train.planning.host_room import beside_states, places
+from jaxtune.train.planning.forecasts import forecast, head_forecast
+from jaxtune.train.planning.host_room import beside_moved, places
 from jaxtune.train.planning.layer_forecasts import bytes_with_gaps, layer_forecasts
-from jaxtune.train.planning.layer_plans import layer_plans
+from jaxtune.train.planning.movables.residuals import layer_plans
 from jaxtune.train.planning.plan import StepPlan
 
 
@@ -104,22 +103,22 @@ def _surely_fits(costs: StepCost, config: TrainConfig, device: Device, budget: f
     price for host bytes (a Lagrange multiplier), a mixture of plans that fits the host keeps at least the minimum of
     both bytes, less the price of the host's room.
     """
-    count, device = costs.num_layers, beside_states(costs, device)
-    chunk = max(1, min(int(tokens_of(costs, 1)), CHUNK_LOGITS[-1] // costs.vocab_size))
-    head, _ = head_forecast(costs, chunk, tokens_of(costs, 1), device)
-    plans, room = layer_plans(costs, device.link > 0), budget - costs.fixed_bytes(1) - costs.cast_bytes
-    room -= min(gathered_bytes(costs, 0)) + costs.given_bytes * tokens_of(costs, 1)
+    count, tokens, device = costs.shape.num_layers, costs.shape.tokens(1), beside_moved(costs, device)
+    chunk = max(1, min(int(tokens), CHUNK_LOGITS[-1] // costs.shape.vocab_size))
+    head, _ = head_forecast(costs, chunk, tokens, device)
+    plans, room = layer_plans(costs, device.link > 0), budget - costs.fixed_bytes(1) - costs.layers.cast_bytes
+    room -= min(costs.gathered_bytes) + costs.layers.given_bytes * tokens
     sure: bool | None = False
     for tile in dict.fromkeys((tile_tokens_of(costs, config), None)):
-        forecasts = layer_forecasts(costs, plans.placed, tokens_of(costs, 1), device, tile)
+        forecasts = layer_forecasts(costs, plans.placed, tokens, device, tile)
         peak_work = np.maximum(
-            np.maximum(head, forecasts.work_forward) + forecasts.hosted, forecasts.work + costs.head_gradient_bytes
+            np.maximum(head, forecasts.work_forward) + forecasts.hosted, forecasts.work + costs.head.gradient_bytes
         )
         alike = count * forecasts.kept + np.maximum(
             peak_work, forecasts.hosted + forecasts.work_forward + bytes_with_gaps(forecasts.leaving, device)
         )
         plan = plans[int(np.where(count * forecasts.hosted <= device.host_bytes, alike, np.inf).argmin())]
-        uniform = StepPlan(ResidualPlan.uniform(plan, count, tile), 1, chunk, *costs.places)
+        uniform = StepPlan(ResidualPlan.uniform(plan, count, tile), 1, chunk, costs.moved.levels)
         if forecast(costs, uniform, device).peak_bytes <= budget:
             return True
         prices = np.array([[0.0], [0.5], [1.0], [2.0]])
@@ -135,8 +134,8 @@ def longest_row(costs: StepCost, config: TrainConfig, device: Device, budget_byt
     """
 
     def fits(length: int) -> bool:
-        row = dataclasses.replace(costs, rows=costs.devices, length=length)
-        row_config = dataclasses.replace(config, rows_per_step=costs.devices, micro_batches=1)
+        row = costs.reshaped(rows=costs.shape.devices, length=length)
+        row_config = dataclasses.replace(config, rows_per_step=costs.shape.devices, micro_batches=1)
         if config.memory.plan is None:
             sure = [_surely_fits(placed, row_config, device, budget_bytes) for placed in places(row, device)]
             if True in sure or None not in sure:

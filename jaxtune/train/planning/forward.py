@@ -17,12 +17,13 @@ from jaxtune.system import processes
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import CHUNK_LOGITS, splits
-from jaxtune.train.planning.cost import StepCost, step_cost
+from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import Device
+from jaxtune.train.planning.parts import StepParts
 from jaxtune.train.planning.plan import StepPlan
 
 
-def forward_bytes(costs: StepCost, tokens: float, chunk_tokens: int, device: Device) -> float:
+def forward_bytes(costs: StepParts, tokens: float, chunk_tokens: int, device: Device) -> float:
     """Device bytes of a forward pass beside the weights: two arrays of hidden states, and the larger of a layer (an
     upper bound, with all its values at once) and the head.
 
@@ -30,14 +31,14 @@ def forward_bytes(costs: StepCost, tokens: float, chunk_tokens: int, device: Dev
       chunk_tokens: tokens whose logits exist at a time; 0: no head.
       costs: of the model, at the length of its rows.
     """
-    layers = []
-    for kind in costs.kinds:
+    layers, shape = [], costs.shape
+    for kind in costs.layers.kinds:
         residuals = {name: kind.residual_bytes(name, tokens) for name in kind.residuals}
-        sizes = Sizes(residuals, frozenset(residuals), 1, costs.dtype, costs.length, device.hopper, device.name)
+        sizes = Sizes(residuals, frozenset(residuals), 1, shape.dtype, shape.length, device.hopper, device.name)
         layers.append(sum(residuals.values()) + kind.block.forward_bytes(sizes))
-    hidden = tokens * costs.hidden_size * costs.dtype.itemsize
-    head_parts, logit_parts = costs.head_parts_bytes(device)
-    logits = chunk_tokens * costs.vocab_size * (4.0 + costs.dtype.itemsize + logit_parts)
+    hidden = tokens * shape.hidden_size * shape.dtype.itemsize
+    head_parts, logit_parts = costs.head.parts_bytes(shape, device)
+    logits = chunk_tokens * shape.vocab_size * (4.0 + shape.dtype.itemsize + logit_parts)
     return 2 * hidden + max(max(layers), logits + (head_parts if chunk_tokens else 0.0))
 
 
@@ -66,11 +67,11 @@ class ForwardPlanner:
         self.cost = costs = step_cost(model, config, length, optimizer=optax.identity())
         _, trainable, frozen = nnx.split(model, nnx.Param, ...)
         self.weight_bytes = partition.bytes_per_device((trainable, frozen), divided.shard_count)
-        residuals = ResidualPlan.uniform(RECOMPUTE, costs.num_layers)
+        residuals = ResidualPlan.uniform(RECOMPUTE, costs.shape.num_layers)
         # The fewest micro-batches are tried first, and for each number of them the most logits at a time.
         self._plans = [
             StepPlan(residuals, count, chunk)
-            for count in splits(costs.rows, costs.devices, None)
+            for count in splits(costs.shape.rows, costs.shape.devices, None)
             if count >= (config.micro_batches or 1)
             for chunk in sorted(self._chunks(count), reverse=True)
         ]
@@ -79,16 +80,12 @@ class ForwardPlanner:
         self.plan = next(fitting, self._plans[-1])
 
     def _chunks(self, count: int) -> set[int]:
-        tokens = int(self._tokens(count))
-        return {max(1, min(tokens, logits // self.cost.vocab_size)) for logits in CHUNK_LOGITS}
-
-    def _tokens(self, count: int) -> float:
-        """Tokens that one device computes at a time, padding included; may be a fraction."""
-        return self.cost.rows / count / self.cost.devices * self.cost.length
+        shape = self.cost.shape
+        return {max(1, min(int(shape.tokens(count)), logits // shape.vocab_size)) for logits in CHUNK_LOGITS}
 
     def working_bytes(self, plan: StepPlan) -> float:
         """Device bytes beside the weights, by forecast."""
-        return forward_bytes(self.cost, self._tokens(plan.micro_batches), plan.chunk_tokens, self.device)
+        return forward_bytes(self.cost, self.cost.shape.tokens(plan.micro_batches), plan.chunk_tokens, self.device)
 
     def smaller(self, program: Any) -> bool:
         """Takes a smaller plan if `program` (jax.stages.Compiled) needs more than there is, as if other forecasts were

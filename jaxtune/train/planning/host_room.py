@@ -1,4 +1,4 @@
-"""What a step may have in host memory beside residuals, and what it leaves for residuals."""
+"""What a step may have elsewhere beside residuals, and the host memory that it leaves for these."""
 
 from __future__ import annotations
 
@@ -6,50 +6,48 @@ import dataclasses
 
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device, most_pinned_bytes
-from jaxtune.train.planning.exchange import SYNC_ERRORS
+from jaxtune.train.planning.movables.movable import Option
 
 _HOST_OTHER_BYTES = 4e9  # host memory of Python, its libraries and the compiler
 
 
 def places(costs: StepCost, device: Device) -> list[StepCost]:
-    """The costs with tables of embeddings and an adapter's states in each place where a plan may have them; `costs`
-    itself first. Nothing moves if `device` shares the host's memory, or the host is too small beside a checkpoint's
-    copy. States move without the tables only if they free more: the tables' rows are looked up while the device
-    computes.
+    """The costs with each combination of options of movables for which the host has room; the least moved first.
+    Nothing moves to the host if `device` shares its memory. What frees device memory and takes time does not move
+    without what frees as much in less.
     """
-    options = [costs]
-    if not device.link:
-        return options
-    room = device.host_memory_bytes - saved_bytes(costs) - _HOST_OTHER_BYTES
-    if not costs.table_on_host and 0.0 < costs.table.bytes <= room:
-        hosted = costs.with_table(True)
-        options += [hosted] if hosted.table_rows_bytes < costs.table.bytes else []
-    if not costs.states_on_host and costs.states.bytes:
-        freed = costs.fixed_bytes(1) - options[-1].fixed_bytes(1)
-        moved = [option.with_states(True) for option in (options[-1:] if freed >= costs.states.bytes else options)]
-        options += [option for option in moved if _pinnable(option, device) >= option.hosted_bytes]
-    return options
+    least = {word: max(costs.limits.get(word, (0, 0))[0], costs.level(word)) for word in costs.movables}
+    placed: list[tuple[StepCost, float]] = [(costs.placed(least), 0.0)]
+    for word, movable in costs.movables.items():
+        further: list[tuple[StepCost, float]] = []
+        for base, seconds in placed:
+            cheaper = [base.fixed_bytes(1) - other.fixed_bytes(1) for other, time in placed if time <= seconds]
+            for option in movable.options(base, device) if movable.able else ():
+                at = movable.at(base, option.level)
+                if option.level > base.level(word) and costs.may(word, option.level) and _fits(at, option, device):
+                    if option.seconds <= 0 or max(cheaper) < -option.device_bytes:
+                        further.append((at, seconds + option.seconds))
+        placed += further
+    return [option for option, _ in placed]
+
+
+def _fits(costs: StepCost, option: Option, device: Device) -> bool:
+    """Whether the host has room for the costs with an option, and the device a link to it."""
+    if option.pageable_bytes and (not device.link or costs.moved.pageable_bytes > _host_bytes(costs, device)):
+        return False
+    return not option.pinned_bytes or (device.link > 0 and _pinnable(costs, device) >= costs.moved.pinned_bytes)
+
+
+def _host_bytes(costs: StepCost, device: Device) -> float:
+    """Host memory without a checkpoint's copy: without room for it the first save kills the run."""
+    return device.host_memory_bytes - costs.saved_bytes - _HOST_OTHER_BYTES
 
 
 def _pinnable(costs: StepCost, device: Device) -> float:
-    used_bytes = saved_bytes(costs) + _HOST_OTHER_BYTES + (costs.table.bytes if costs.table_on_host else 0.0)
-    return most_pinned_bytes(device, device.host_memory_bytes - used_bytes)
+    """XLA's pool must fit beside everything else."""
+    return most_pinned_bytes(device, _host_bytes(costs, device) - costs.moved.pageable_bytes)
 
 
-def beside_states(costs: StepCost, device: Device) -> Device:
-    """`device` with the host memory that residuals may pin beside offloaded optimizer states. XLA's pool must fit
-    beside 4 GB for Python and the compiler, tables, and a checkpoint's copy: without its room the first save kills the
-    run.
-    """
-    return dataclasses.replace(device, host_bytes=max(_pinnable(costs, device) - costs.hosted_bytes, 0.0))
-
-
-def trained_bytes(costs: StepCost) -> float:
-    """Bytes of the trained parameters on one device, in their stored dtype."""
-    return sum(size for name, size in costs.fixed.items() if name.startswith("trainable parameters"))
-
-
-def saved_bytes(costs: StepCost) -> float:
-    """Bytes of one device that a checkpoint copies to host memory."""
-    states = costs.fixed["optimizer states"] + costs.fixed.get(SYNC_ERRORS, 0.0)
-    return trained_bytes(costs) + states + costs.hosted_bytes
+def beside_moved(costs: StepCost, device: Device) -> Device:
+    """`device` with the host memory that residuals may pin beside what is moved."""
+    return dataclasses.replace(device, host_bytes=max(_pinnable(costs, device) - costs.moved.pinned_bytes, 0.0))

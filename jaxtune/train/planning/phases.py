@@ -27,11 +27,10 @@ from jaxtune.system.invocation import spelled
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.folder.array_files import READ_AT_ONCE_BYTES
 from jaxtune.train.objectives.objective import Column, ReferenceColumn
-from jaxtune.train.planning.cost import TRANSPOSED_CODES, StepCost
 from jaxtune.train.planning.devices import Device, pool_bytes
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.forward import forward_bytes
-from jaxtune.train.planning.host_room import saved_bytes, trained_bytes
+from jaxtune.train.planning.parts import STATES, StepParts
 from jaxtune.train.planning.planner import out_of_memory
 
 _LESS_SAVED = (
@@ -77,16 +76,16 @@ class Sampled:
     def __str__(self) -> str:
         return f"sampling: {self.rows} slots of {self.prompt + self.answer:,} tokens"
 
-    def bytes(self, costs: StepCost, device: Device) -> float:
+    def bytes(self, costs: StepParts, device: Device) -> float:
         """Device bytes beside the weights: the layers' states, such as caches, and the pass over the prompts."""
-        kinds = zip(costs.kinds, costs.kind_counts, strict=True)
+        kinds = zip(costs.layers.kinds, costs.layers.kind_counts, strict=True)
         states = sum(count * kind.state_bytes(self.prompt, self.answer) for kind, count in kinds)
         prefill = forward_bytes(costs, self.rows * self.prompt, self.rows, device)
         return self.rows * states + prefill
 
 
 def questions_at_a_time(
-    costs: StepCost, device: Device, budget_bytes: float | None, prompt: int, answer: int, most: int = 32
+    costs: StepParts, device: Device, budget_bytes: float | None, prompt: int, answer: int, most: int = 32
 ) -> Sampled:
     """`most` questions at a time, halved until they fit beside all weights (without optimizer states), or 1, which may
     not. prompt, answer: tokens of the longest. budget_bytes: of device memory; None: no limit.
@@ -96,13 +95,13 @@ def questions_at_a_time(
     )  # generate pads lengths to powers of two
     sampled = Sampled(most, prompt, answer)
     while sampled.rows > 1 and budget_bytes is not None:
-        if costs.frozen_bytes + trained_bytes(costs) + sampled.bytes(costs, device) <= budget_bytes:
+        if costs.frozen_bytes + costs.trained_bytes + sampled.bytes(costs, device) <= budget_bytes:
             break
         sampled = dataclasses.replace(sampled, rows=sampled.rows // 2)
     return sampled
 
 
-def prefill_bytes(costs: StepCost, device: Device) -> float:
+def prefill_bytes(costs: StepParts, device: Device) -> float:
     """Device bytes of a sampler's prefill, 2,048 tokens at a time, beside weights and caches."""
     return forward_bytes(costs, PREFILL_TOKENS, 0, device)
 
@@ -124,7 +123,7 @@ def loading_bytes(model: Decoder, itemsize: int, quantized: bool) -> tuple[float
 def phases_of(
     model: Decoder,
     loaded_tensors: Any,
-    costs: StepCost,
+    costs: StepParts,
     forecast: Forecast,
     device: Device,
     config: TrainConfig,
@@ -142,28 +141,26 @@ def phases_of(
     slots: {phase: memory plan of the rows in which it samples between steps}.
     rows_before: a column of the rows that is computed before step 0.
     """
-    plan, fixed = forecast.plan, costs.fixed
-    weights = costs.frozen_bytes + costs.resident_bytes(plan.residuals.resident)
-    trained, states = trained_bytes(costs), fixed["optimizer states"]
+    plan, weights = forecast.plan, costs.frozen_bytes
+    trained, states = costs.trained_bytes, costs.fixed[STATES]
     start = partition.bytes_per_device(loaded_tensors, weight_parts)
-    local_devices = max(costs.devices // processes.count(), 1)  # devices whose host memory is this process's
-    hosted_bytes, saved = local_devices * forecast.host_bytes, min(local_devices, weight_parts) * saved_bytes(costs)
+    local_devices = max(costs.shape.devices // processes.count(), 1)  # devices whose host memory is this process's
+    hosted_bytes, saved = local_devices * forecast.host_bytes, min(local_devices, weight_parts) * costs.saved_bytes
     # XLA lets its pool grow no further.
     pinned = min(pool_bytes(hosted_bytes), max(hosted_bytes, local_devices * device.host_bytes))
-    tokens = costs.rows / plan.micro_batches / costs.devices * costs.length
-    forward = forward_bytes(costs, tokens, plan.chunk_tokens, device)
-    between = costs.fixed_bytes(plan.micro_batches, plan.residuals.resident)
+    forward = forward_bytes(costs, costs.shape.tokens(plan.micro_batches), plan.chunk_tokens, device)
+    between = costs.fixed_bytes(plan.micro_batches)
     step = forecast.peak_bytes
     less_rows = "fewer rows_per_step, or more micro_batches"
 
-    loading, arriving = loading_bytes(model, costs.dtype.itemsize, config.model.load_in in LOADED)
+    loading, arriving = loading_bytes(model, costs.shape.dtype.itemsize, config.model.load_in in LOADED)
     phases = [
         Phase("load", weights + start + loading, arriving, "model.load_in=nf4"),
         Phase("resume", weights + trained + states, min(saved, READ_AT_ONCE_BYTES), "a device with more memory"),
     ]
     if isinstance(rows_before, ReferenceColumn):
-        codes = fixed.get(TRANSPOSED_CODES, 0.0)
-        phases.append(Phase("reference", weights + codes + trained + states + forward, 0.0, less_rows))
+        copies = costs.moved.copied_bytes
+        phases.append(Phase("reference", weights + copies + trained + states + forward, 0.0, less_rows))
     phases.append(Phase("step", step, pinned, less_rows))
     if config.data.eval is not None or config.data.eval_rows:
         phases.append(Phase("evaluate", between + forward, 0.0, less_rows))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from jaxtune.models.layers.segment import Residual
@@ -28,45 +28,61 @@ from jaxtune.models.stack.residual_plan import (
     ResidualPlan,
     unknown_residual,
 )
+from jaxtune.train.planning.movables import MOVABLES
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
     """How a step runs. A plan is static: another plan needs other programs."""
 
-    residuals: ResidualPlan  # the placements, by layer, with the tile and the layers whose divided weights are whole
+    residuals: ResidualPlan  # the placements, by layer, with the tile
     micro_batches: int  # number of micro-batches into which the rows of a step are divided
     chunk_tokens: int  # number of tokens whose logits exist at a time
-    # whether the tables of embeddings (host_table.py) are on the host, and the device gets the rows of a batch's tokens
-    table_on_host: bool = False
-    # whether the optimizer's states are on the host between updates, as the plan decides for an adapter's
-    states_on_host: bool = False
-    # whether the layers' frozen FP8 weights have their codes transposed beside them (kept_codes.py)
-    transposed_codes: bool = False
+    # {word: level} of what else is moved (movables/), without those at level 0
+    moved: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "moved", {word: int(level) for word, level in self.moved.items() if level})
+
+    def level(self, word: str) -> int:
+        return self.moved.get(word, 0)
+
+    def at(self, **levels: int) -> StepPlan:
+        """The plan with other levels of some movables."""
+        return dataclasses.replace(self, moved={**self.moved, **levels})
 
     @property
-    def places(self) -> tuple[bool, bool, bool]:
-        return self.table_on_host, self.states_on_host, self.transposed_codes
+    def places(self) -> dict[str, int]:
+        """`moved`, without what counts layers."""
+        return {word: level for word, level in self.moved.items() if not MOVABLES[word].counted}
+
+    @property
+    def text(self) -> str:
+        """As configs and reports write it; `parse_plan` reads it."""
+        counts = [f"{word}={self.level(word)}" for word in _counted() if self.level(word)]
+        return "; ".join([residuals_text(self.residuals), *counts])
 
     def to_record(self) -> dict[str, object]:
         """JSON values of the plan, for checkpoints, other processes and the record of failed plans."""
-        text = residuals_text(self.residuals)
-        hosted = {"embeddings": self.table_on_host, "optimizer_states": self.states_on_host}
-        placements = {name: "host" for name, on_host in hosted.items() if on_host}
-        placements |= {"transposed_codes": "device"} if self.transposed_codes else {}
-        return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens, **placements}
+        sides = {word: MOVABLES[word].side for word in self.places}
+        return {"residuals": self.text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens, **sides}
 
     @classmethod
     def from_record(cls, record: dict, num_layers: int, residuals: Sequence[Residual]) -> StepPlan:
-        """The plan of a `to_record`; unknown entries are ignored, and older versions wrote "per_layer_embeddings" for
-        "embeddings". Raises ValueError if it is not possible for these layers and residuals.
+        """The plan of a `to_record`, also of older versions; unknown entries are ignored. Raises ValueError if it is
+        not possible for these layers and residuals.
 
           record: JSON values. num_layers, residuals: of the model that the plan is for.
         """
-        plan = parse_residuals(record["residuals"], num_layers, residuals)
-        tables = "host" in (record.get("embeddings"), record.get("per_layer_embeddings"))
-        placements = tables, record.get("optimizer_states") == "host", record.get("transposed_codes") == "device"
-        return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), *placements)
+        plan, moved = parse_plan(record["residuals"], num_layers, residuals)
+        for word, movable in MOVABLES.items():
+            if movable.side is not None and movable.side in map(record.get, (word, *movable.older)):
+                moved[word] = 1
+        return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), moved)
+
+
+def _counted() -> list[str]:
+    return [word for word, movable in MOVABLES.items() if movable.counted]
 
 
 def residuals_text(plan: ResidualPlan) -> str:
@@ -77,29 +93,39 @@ def residuals_text(plan: ResidualPlan) -> str:
             groups[-1] = (groups[-1][0], index, layer)
         else:
             groups.append((index, index, layer))
-    suffixes = [] if plan.tile_tokens is None else [f"tile={plan.tile_tokens}"]
-    suffixes += [f"whole={plan.whole_weights}"] if plan.whole_weights else []
-    suffixes += [f"resident={plan.resident}"] if plan.resident else []
+    tile = [] if plan.tile_tokens is None else [f"tile={plan.tile_tokens}"]
     if len(groups) == 1:
-        return "; ".join([str(groups[0][2]), *suffixes])
-    return "; ".join([*(f"{first}-{last}: {layer}" for first, last, layer in groups), *suffixes])
+        return "; ".join([str(groups[0][2]), *tile])
+    return "; ".join([*(f"{first}-{last}: {layer}" for first, last, layer in groups), *tile])
 
 
 def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -> ResidualPlan:
-    """The residual plan of a text (see the module). Layers count from 0, ranges include their last. "tile=" is not
-    checked against the rows. Raises ValueError, which begins with memory.plan, for what is unknown or impossible and
-    for layers named twice or not at all.
+    """As `parse_plan`, of a text that moves residuals alone."""
+    return _parsed(text, num_layers, residuals, ())[0]
+
+
+def parse_plan(text: str, num_layers: int, residuals: Sequence[Residual]) -> tuple[ResidualPlan, dict[str, int]]:
+    """(residual plan, {word: level} of what else counts layers) of a text (see the module). Layers count from 0, ranges
+    include their last. "tile=" is not checked against the rows. Raises ValueError, which begins with memory.plan, for
+    what is unknown or impossible and for layers named twice or not at all.
 
       residuals: those that a layer of the model has.
     """
+    return _parsed(text, num_layers, residuals, _counted())
+
+
+def _parsed(
+    text: str, num_layers: int, residuals: Sequence[Residual], counted: Sequence[str]
+) -> tuple[ResidualPlan, dict[str, int]]:
     layers: list[LayerPlan | None] = [None] * num_layers
     first_part, *sections = text.split(";")
     numbers: dict[str, int] = {}
-    while sections and (match := re.fullmatch(r"\s*(tile|whole|resident)\s*=\s*([1-9]\d*)\s*", sections[-1])):
+    number = re.compile(rf"\s*({'|'.join(('tile', *counted))})\s*=\s*([1-9]\d*)\s*")
+    while sections and (match := number.fullmatch(sections[-1])):
         numbers[match[1]] = int(match[2])
         sections.pop()
     try:
-        for word in ("whole", "resident"):
+        for word in counted:
             if numbers.get(word, 0) > num_layers:
                 raise ValueError(f"{word}={numbers[word]} is more than the model's {num_layers} layers")
         for section in [first_part, *sections]:
@@ -124,8 +150,8 @@ def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -
             f"memory.plan = {text!r}: {error}. Residuals: {names}; placements: {', '.join(PLACEMENTS)}; "
             "layers: 0-11: recompute; 12-31: keep"
         ) from None
-    layer_plans = tuple(layer for layer in layers if layer is not None)
-    return ResidualPlan(layer_plans, numbers.get("tile"), numbers.get("whole", 0), numbers.get("resident", 0))
+    tile = numbers.pop("tile", None)
+    return ResidualPlan(tuple(layer for layer in layers if layer is not None), tile), numbers
 
 
 def _parse_layer(text: str, residuals: Sequence[Residual]) -> LayerPlan:

@@ -20,9 +20,8 @@ from jaxtune.train.planning.choice import PlanError
 from jaxtune.train.planning.cost import StepCost, step_cost
 from jaxtune.train.planning.fitting import fitting_settings
 from jaxtune.train.planning.forecasts import Forecast, forecast
-from jaxtune.train.planning.host_states import NO_STATES
-from jaxtune.train.planning.host_table import NO_TABLE
 from jaxtune.train.planning.known import KnownFailures
+from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.search import Failed, Room, goal, next_plan, short_bytes
 
@@ -84,8 +83,8 @@ class Planner:
 
     @property
     def cost(self) -> StepCost:
-        """The costs of a step, with tables and states where the plan in force has them."""
-        return self._cost.placed(self.plan)
+        """The costs of a step, with everything where the plan in force has it."""
+        return self._cost.placed(self.plan.moved)
 
     @property
     def budget_bytes(self) -> float | None:
@@ -105,27 +104,23 @@ class Planner:
     def adopt(self, record: dict[str, Any]) -> None:
         """Takes a checkpoint's plan (StepPlan.to_record and the mesh's sizes), as another would change the last bits.
         Not taken: on another mesh, against config.memory.plan or micro_batches, or if micro-batches do not divide the
-        rows. Tables and states that this run cannot have on the host are taken on the device. Call Engine.follow_plan,
-        then Engine.fit, which checks that it fits. ValueError if it is impossible for this model.
+        rows. What this run cannot move stays. Call Engine.follow_plan, then Engine.fit, which checks that it fits.
+        ValueError if it is impossible for this model.
         """
         mesh = self.config.mesh or MeshConfig()
         if partition.MeshShape.from_record(record) != partition.mesh_shape(*mesh.sizes):
             return
         stored = self._recorded(record)
-        if stored.table_on_host and not self._cost.table.bytes:  # where they are changes no result
-            stored = dataclasses.replace(stored, table_on_host=False)
-        if stored.states_on_host and not self._cost.states.bytes:
-            stored = dataclasses.replace(stored, states_on_host=False)
-        if stored.transposed_codes and not self._cost.codes_bytes:
-            stored = dataclasses.replace(stored, transposed_codes=False)
+        able = {word: level for word, level in stored.moved.items() if self._cost.may(word, level)}
+        stored = dataclasses.replace(stored, moved=able)  # where things are changes no result
         # With data.packing=step a changed number of steps can change the number of rows.
         same_split = self.config.micro_batches in (None, stored.micro_batches)
-        same_split = same_split and self.cost.rows % stored.micro_batches == 0
-        if same_split and (self.config.memory.plan is None or self.plan.residuals == stored.residuals):
+        same_split = same_split and self.cost.shape.rows % stored.micro_batches == 0
+        if same_split and (self.config.memory.plan is None or self.plan.text == stored.text):
             self.forecast, self._smallest = forecast(self._cost, stored, self.device), False
 
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
-        return StepPlan.from_record(record, self._cost.num_layers, self._cost.all_residuals)
+        return StepPlan.from_record(record, self._cost.shape.num_layers, self._cost.layers.all_residuals)
 
     def skip_known_failures(self, failures: KnownFailures) -> None:
         """Skips plans that failed in earlier runs of the same programs with no less memory. If none is left, earlier
@@ -152,7 +147,7 @@ class Planner:
         """Chooses and prints another plan after the one in force failed; the caller compiles it.
 
           need_bytes: of the failed plan; None: unknown.
-          placed: weights are on the devices already, so residents, tables and states stay where they are; codes may go.
+          placed: weights are on the devices already, which limits what may move (Movable.after_placing).
           short_bytes: what the step lacked when it ran; None: it did not run, or there is no limit.
           problem: what failed, in words, for the printed line.
 
@@ -164,13 +159,9 @@ class Planner:
         if self._known is not None:
             self._known.add(self._failed[-1], self.budget_bytes)
         if placed:
-            # Transposed codes may be given up; all else stays where it is.
-            cost = self._cost.placed(dataclasses.replace(self.plan, transposed_codes=False))
-            table = cost.table if cost.table_on_host else NO_TABLE
-            states = cost.states if cost.states_on_host else NO_STATES
-            codes = cost.codes_bytes if self.plan.transposed_codes else 0.0
-            self._cost = dataclasses.replace(cost, table=table, states=states, codes_bytes=codes)
-        self.forecast, self._smallest = self._next(self.plan.residuals.resident if placed else 0)
+            limits = {word: movable.after_placing(self.plan.level(word)) for word, movable in MOVABLES.items()}
+            self._cost = self._cost.limited(limits)
+        self.forecast, self._smallest = self._next()
         for line in self.lines():
             print_line(line)
 
@@ -186,16 +177,14 @@ class Planner:
         """
         return self.room.fits(need_bytes, self._smallest)
 
-    def _next(self, resident: int = 0) -> tuple[Forecast, bool]:
+    def _next(self) -> tuple[Forecast, bool]:
         """(forecast, whether it is the smallest plan) of the next plan. The first process decides, as host memory and
-        measured rates may differ. resident: layers whose frozen weights are whole already.
+        measured rates may differ.
         """
 
         def found() -> list[Any]:
             try:
-                next_forecast, smallest = next_plan(
-                    self._cost, self.config, self.device, self.room, self._failed, resident
-                )
+                next_forecast, smallest = next_plan(self._cost, self.config, self.device, self.room, self._failed)
                 return [next_forecast.plan.to_record(), smallest, None]
             except PlanError as error:
                 return [error.smallest.plan.to_record(), True, [error.budget_bytes, error.compiled, error.need_bytes]]
@@ -208,7 +197,7 @@ class Planner:
         raise PlanError(next_forecast, budget, self._fixes(goal(budget, self._failed) or budget), *error_facts)
 
     def _fixes(self, budget_bytes: float) -> list[str]:
-        data = dataclasses.replace(self.config.data, length=self._cost.length)
+        data = dataclasses.replace(self.config.data, length=self._cost.shape.length)
         config = dataclasses.replace(self.config, data=data)
         return fitting_settings(self.shape, config, self.device, budget_bytes, **self._changes)
 
@@ -221,4 +210,4 @@ class Planner:
             analysis = program.memory_analysis()
             added = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             program_bytes.append(analysis.temp_size_in_bytes + max(added, 0))
-        return self.cost.fixed_bytes(self.plan.micro_batches, self.plan.residuals.resident) + max(program_bytes)
+        return self.cost.fixed_bytes(self.plan.micro_batches) + max(program_bytes)

@@ -2,7 +2,7 @@
 forecasts.
 
 At most four plans are compiled. The first is the fastest by forecast. The second takes forecasts of plans that run like
-the first (`choice._run_alike`) to be as wrong as it was, the third all to be as wrong as the worst so far. Plans that
+the first (`choice._runs`) to be as wrong as it was, the third all to be as wrong as the worst so far. Plans that
 resemble a failed one are left out, as they are wrong in the same way; but after one that fitted as compiled and ran out
 of memory, the next is smaller by what was short, and may resemble it. The last is the smallest plan.
 """
@@ -104,17 +104,15 @@ def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
 
 
 def next_plan(
-    costs: StepCost, config: TrainConfig, device: Device, room: Room, failed: Sequence[Failed] = (), resident: int = 0
+    costs: StepCost, config: TrainConfig, device: Device, room: Room, failed: Sequence[Failed] = ()
 ) -> tuple[Forecast, bool]:
     """(forecast, whether it is the smallest) of the plan to compile next: up to two failures the fastest within `goal`
     that resembles none, else the smallest. After one failure of known need, `goal` binds only plans that run like it.
 
       failed: plans that were too large.
-      resident: least number of layers whose frozen weights are whole.
       room: bytes that plans may take (`goal`), and the allocator's limit.
 
-    PlanError if the smallest failed or is forecast above room.limit_bytes; ValueError if config.memory.plan cannot be
-    read or the host is too small for optimizer states.
+    PlanError if the smallest failed or is forecast above room.limit_bytes; ValueError as `choose`.
     """
     if len(failed) < _BEFORE_SMALLEST:
         try:
@@ -123,11 +121,11 @@ def next_plan(
             if len(failed) == 1 and failed[0].need_bytes is not None:
                 budget = room.budget_bytes
             alike = math.inf if least is None else least
-            fastest = choose(costs, config, device, budget, resident=resident, unlike=plans, alike_bytes=alike)
+            fastest = choose(costs, config, device, budget, unlike=plans, alike_bytes=alike)
             return fastest, False
         except PlanError:
             pass  # forecasts may be too high, so the smallest plan is still tried
-    smallest = smallest_plan(costs, config, device, resident)
+    smallest = smallest_plan(costs, config, device)
     budget = room.budget_bytes if room.budget_bytes is not None else smallest.peak_bytes / _MORE
     for failure in failed:
         if failure.plan == smallest.plan:

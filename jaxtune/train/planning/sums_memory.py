@@ -14,10 +14,9 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.stack.residual_plan import LayerPlan, Residual
+from jaxtune.models.stack.residual_plan import LayerPlan, Residual, ResidualPlan
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.layer_costs import LayerKind, nbytes
-from jaxtune.train.planning.plan import StepPlan
 
 type _Values = list[tuple[float, float]]  # (bytes of a value, number of such values)
 
@@ -78,7 +77,8 @@ def in_sums(
     counts: Sequence[int],
     known: Sequence[Residual],
     cast_bytes: float,
-    plan: StepPlan,
+    plan: ResidualPlan,
+    micro_batches: int,
     tokens: float,
 ) -> Callable[[int, bool], float]:
     """A function of (first layers whose backward is not done, whether the backward runs) -> bytes in sums: kept
@@ -88,12 +88,12 @@ def in_sums(
       cast_bytes: copies of all layers' weights in the compute dtype.
       known: the layers' residuals. tokens: of a micro-batch on one device.
     """
-    if plan.micro_batches > 1 or not sums.layers:
+    if micro_batches > 1 or not sums.layers:
         return lambda layers, backward: 0.0
-    residuals_of = {layer: _kept(kinds, counts, layer, known, tokens) for layer in set(plan.residuals.layers)}
+    residuals_of = {layer: _kept(kinds, counts, layer, known, tokens) for layer in set(plan.layers)}
 
     def found(layers: int, backward: bool) -> float:
-        groups = collections.Counter(plan.residuals.layers[:layers])
+        groups = collections.Counter(plan.layers[:layers])
         values = [(size, count * number) for layer, count in groups.items() for size, number in residuals_of[layer]]
         return sums.bytes(values + sums.copies(layers, cast_bytes), layers, backward) + sums.head
 

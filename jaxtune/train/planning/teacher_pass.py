@@ -91,7 +91,7 @@ class TeacherPass:
 
     def _need(self, teacher: Decoder, planner: ForwardPlanner) -> tuple[float, float]:
         """(device, host) bytes at the peak."""
-        device, host = loading_bytes(teacher, planner.cost.dtype.itemsize, stored_in(teacher) in LOADED)
+        device, host = loading_bytes(teacher, planner.cost.shape.dtype.itemsize, stored_in(teacher) in LOADED)
         weights = planner.beside_bytes + planner.weight_bytes
         return weights + max(planner.working_bytes(planner.plan), device), host
 

@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.placement import collectives, host_table, partition, transposed_codes
+from jaxtune.models.placement import collectives, host_table, partition
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.system import host_memory, processes
 from jaxtune.system.heap import uncollected
@@ -27,6 +28,8 @@ from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.batches import Batch, Batches, BatchSource, Rows
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.known import KnownFailures
+from jaxtune.train.planning.movables import MOVABLES
+from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.program.flops import document_lengths
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
@@ -55,6 +58,13 @@ def _may_plan_again(error: Exception) -> bool:
 def abstract(tree):
     """Arrays as jax.ShapeDtypeStructs with shardings, for lowering."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+
+
+def finished(frozen: nnx.State, plan: StepPlan) -> nnx.State:
+    """Placed frozen weights, arrays or shapes, as a plan's programs take them."""
+    for word, movable in MOVABLES.items():
+        frozen = movable.finished(frozen, plan.level(word))
+    return frozen
 
 
 class Engine:
@@ -104,7 +114,8 @@ class Engine:
         """
         settings = config_to_dict(config)
         program, cost = self.program, planner.cost
-        sizes = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost) if f.name not in ("segments", "kinds")}
+        sizes = {**vars(cost), **vars(cost.layers)}
+        sizes = {name: value for name, value in sizes.items() if name not in ("layers", "segments", "kinds", "teacher")}
         return [
             {name: settings[name] for name in ("model", "adapter", "objective", "optim", "qat", "precision")},
             [config.deterministic, config.max_grad_norm, config.neftune_noise_alpha, config.memory.plan],
@@ -124,9 +135,15 @@ class Engine:
         """Copies the planner's plan into steps compiled from now on; call it whenever the plan has changed."""
         plan = self.planner.plan
         follow = dict(plan=plan.residuals, chunk_tokens=plan.chunk_tokens, micro_batches=plan.micro_batches)
-        self.program = dataclasses.replace(self.program, **follow, offload=self._offloads or plan.states_on_host)
-        if self.before_qat is not None:
-            self.before_qat = dataclasses.replace(self.before_qat, **follow)
+
+        def following(program: StepProgram) -> StepProgram:
+            program = dataclasses.replace(program, **follow, offload=self._offloads)
+            for word, movable in MOVABLES.items():
+                program = movable.program(program, plan.level(word))
+            return program
+
+        self.program = following(self.program)
+        self.before_qat = None if self.before_qat is None else following(self.before_qat)
         self.micro_index = [partition.put(np.int32(i), self.replicated) for i in range(plan.micro_batches)]
 
     @property
@@ -187,7 +204,7 @@ class Engine:
         """`zero_sums` below which a block of GPU memory stays free for the next step's rows. Without it they lie above
         the step's temporary buffer, which then finds no single block, as seen on a 12 GiB card.
         """
-        blocks, size = [], _BLOCK_FOR_ROWS + int(self.planner.cost.table_rows_bytes)
+        blocks, size = [], _BLOCK_FOR_ROWS + int(self.planner.cost.moved.batch_bytes)
         for device in self.mesh.local_devices:
             if device.platform == "gpu":
                 blocks.append(jax.device_put(np.zeros(size, np.uint8), device))
@@ -358,8 +375,7 @@ class Engine:
         self, programs, sums, state, frozen, micro_batches, step, print_line, compiling: Any = contextlib.nullcontext
     ):
         """(programs, sums, frozen) after the first step's micro-batches, awaited. If memory runs out, they run again
-        under smaller plans; only the update donates the state, so nothing is lost. `frozen` is without transposed codes
-        if the last plan keeps none.
+        under smaller plans; only the update donates the state, so nothing is lost. `frozen` is as the last plan has it.
 
           programs, sums: of fit, and zeros of zero_sums.
           micro_batches: all micro-batches, also empty ones; a smaller plan divides their rows anew.
@@ -372,8 +388,7 @@ class Engine:
 
         def arrays():
             nonlocal frozen
-            if not self.planner.plan.transposed_codes:
-                frozen = transposed_codes.without_copies(frozen)
+            frozen = finished(frozen, self.planner.plan)
             return state, self.zero_sums(state), frozen
 
         while True:

@@ -18,14 +18,15 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import convert_qat, prepare_qat, qat_spec, unrounded
 from jaxtune.models.linear import InputScale
 from jaxtune.models.lora import copy_structure, has_adapter, linears, matrices
-from jaxtune.models.placement import host_table, partition, transposed_codes
+from jaxtune.models.placement import partition
 from jaxtune.models.qat.fake_quant import INPUT_SCALES
 from jaxtune.models.qat.observed_inputs import known_scales, observed_scales, with_input_scales
 from jaxtune.system import processes
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.optimizer import optimizer_offload
+from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.planner import out_of_memory
-from jaxtune.train.program.programs import Engine
+from jaxtune.train.program.programs import Engine, finished
 from jaxtune.train.program.step import (
     Sums,
     TrainState,
@@ -166,8 +167,8 @@ class TrainedModel:
         return partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh)), frozen
 
     def placed_frozen(self, engine: Engine) -> nnx.State:
-        """The frozen weights with activation scales, placed as the plan says; unknown scales are observed. Tables move
-        to where the plan has them (`engine.tables`); on the host they have no rows in the result.
+        """The frozen weights with activation scales, placed as the plan says, which moves the given model's, too;
+        unknown scales are observed.
 
         Collective: gathering must not wait for a process that still loads. If weights are divided and the caller does
         not keep the model, each array is freed before the next moves, so that no device has all whole arrays beside its
@@ -175,19 +176,21 @@ class TrainedModel:
         FloatingPointError as in `_observe`.
         """
         processes.require_same({"the base model": self.given.base_digest}, "give all of them the same weights")
-        self._move_tables(engine)
+        self._move(engine)
         if self._unobserved:
             self._observe(engine)
         scales = partition.put(self.scales, partition.shardings(self.scales, engine.mesh))
         return _with_scales(self._placed_frozen(engine), scales)
 
     def _placed_frozen(self, engine: Engine) -> nnx.State:
-        """The last step of `placed_frozen`, without scales. Transposed codes are only in the result."""
+        """The last step of `placed_frozen`, without scales. Further copies are only in the result."""
+        return finished(self._divided_frozen(engine), engine.planner.plan)
+
+    def _divided_frozen(self, engine: Engine) -> nnx.State:
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
         if partition.MeshShape.of(engine.mesh).shard_count == 1:
-            placed = partition.put(declared, where)
-            return transposed_codes.with_copies(placed) if engine.planner.plan.transposed_codes else placed
+            return partition.put(declared, where)
         if self.keeps_model:
             return jax.tree.map(partition.moved, declared, where)
         graph, trainable = nnx.split(self.given, nnx.Param, ...)[:2]
@@ -207,32 +210,26 @@ class TrainedModel:
         """The frozen weights as variables whose axes say how the plan places them (empty: whole); no array moves. Sets
         `engine.tables`.
         """
-        plan, frozen = engine.planner.plan, self.frozen
-        engine.tables = self._tables if plan.table_on_host else {}
-        frozen = host_table.without_rows(frozen, engine.tables)
-        return partition.declared_resident(frozen, plan.residuals.resident, len(plan.residuals.layers))
+        plan, frozen, model = engine.planner.plan, self.frozen, self.given
+        engine.tables = {}
+        for word, movable in MOVABLES.items():
+            engine.tables |= movable.looked_up(model, frozen, plan.level(word))
+            frozen = movable.declared(model, frozen, plan.level(word))
+        return frozen
 
-    @property
-    def _tables(self) -> dict[str, host_table.Array]:
-        """Frozen tables that a plan may have on the host, wherever they are."""
-        return host_table.tables_of(self.frozen, self.given.tables)
-
-    def _move_tables(self, engine: Engine) -> None:
-        """Moves tables to where the plan has them; the given model shares them, so each is in memory once."""
-        on_host = engine.planner.plan.table_on_host
-        self._replace_tables(
-            {
-                name: partition.on_host(table) if on_host else partition.put(table, engine.replicated)
-                for name, table in self._tables.items()
-                if isinstance(table, np.ndarray) != on_host
-            }
-        )
-
-    def _replace_tables(self, tables: dict[str, host_table.Array]) -> None:
-        if tables:
+    def _move(self, engine: Engine) -> None:
+        """Moves frozen weights to the memory in which the plan has them; the given model shares them, so each is in
+        memory once.
+        """
+        moved = self.frozen
+        for word, movable in MOVABLES.items():
+            moved = movable.moved(self.given, moved, engine.planner.plan.level(word), engine.replicated)
+        arrays = zip(jax.tree.leaves(self.frozen), jax.tree.leaves(moved), strict=True)
+        changes = {id(array): copy for array, copy in arrays if copy is not array}
+        if changes:
             graph, trainable, frozen = nnx.split(self.given, nnx.Param, ...)
-            self.frozen = host_table.with_tables(self.frozen, tables)
-            self.given = nnx.merge(graph, trainable, host_table.with_tables(frozen, tables))
+            frozen = jax.tree.map(lambda array: changes.get(id(array), array), frozen)
+            self.frozen, self.given = moved, nnx.merge(graph, trainable, frozen)
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
         """Shapes of what `begin` returns for a new run, with shardings, while weights may still load. Sets
@@ -243,7 +240,7 @@ class TrainedModel:
         sums = _placed(sums, program.sums_shardings(state.trainable, engine.replicated))
         frozen = _with_scales(self._declared(engine), self.scales)
         frozen = _placed(frozen, partition.shardings(frozen, engine.mesh))
-        return state, sums, transposed_codes.with_copies(frozen) if engine.planner.plan.transposed_codes else frozen
+        return state, sums, finished(frozen, engine.planner.plan)
 
     def state_shapes(self, engine: Engine) -> TrainState:
         """Shapes and shardings of the state, by which each device reads only its parts of a checkpoint."""

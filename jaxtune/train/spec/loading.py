@@ -23,8 +23,8 @@ from jaxtune.models.reward import with_head
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import cost
-from jaxtune.train.planning.host_table import left_on_host
 from jaxtune.train.planning.meshes import mesh_of
+from jaxtune.train.planning.movables import left_on_host
 from jaxtune.train.references.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
 
 
@@ -43,7 +43,7 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
 
     Usually a thread loads: `weights` is a future, and `model` has shapes. `weights` is None and `model` has arrays for
     random weights, an adapter from a file, and quantised checkpoints (a teacher's, too), whose shapes only their bytes
-    show. With `trains`, tables that a plan may have on the host stay there.
+    show. With `trains`, what a plan may have on the host stays there.
 
     Leaving cancels loading. ValueError without a tokenizer, if the teacher gives a token another id, or if a checkpoint
     cannot be opened; the thread's errors come from `weights.result()`.
@@ -74,9 +74,11 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     )
     mesh = None if mesh_config.divides_tensors is None else partition.make_mesh(*mesh_config.sizes)
     cancelled = threading.Event()
+    generates = objective_of(config).samples or bool(config.evaluation.asking)
+    tied = pretrained.config.tie_embeddings and objective_of(config).head.is_text
 
     def load() -> Decoder:
-        stay = left_on_host(config, pretrained.config.tie_embeddings) if trains and mesh is None else []
+        stay = left_on_host(config.adapter, generates, tied) if trains and mesh is None else []
         model = adapted(pretrained.load(cancelled, mesh, stay), config)
         return with_teacher(model, load_teacher(teacher, cancelled, mesh))
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.shapes import SHAPES
-from jaxtune.models.placement import transposed_codes
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.data.batches import Batch
@@ -19,6 +18,7 @@ from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning import cost, forecasts
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.plan import StepPlan, parse_residuals
+from jaxtune.train.program.programs import finished
 from jaxtune.train.program.step import StepProgram
 from jaxtune.train.program.xla_options import compiler_options
 from tests.gpu.aot.target import Target
@@ -66,9 +66,9 @@ def step_peaks(
     config = dataclasses.replace(config, optim=optim)
     model = cost.abstract_model(config_from_hf(hf), config)
     parts = cost.step_cost(model, config)
-    step_plan = StepPlan(parse_residuals(plan, layers, parts.all_residuals), 1, 2**26 // parts.vocab_size)
-    step_plan = dataclasses.replace(step_plan, transposed_codes=bool(parts.codes_bytes))
-    parts = parts.placed(step_plan)
+    step_plan = StepPlan(parse_residuals(plan, layers, parts.layers.all_residuals), 1, 2**26 // parts.shape.vocab_size)
+    step_plan = step_plan.at(transposed_codes=parts.movables["transposed_codes"].able)
+    parts = parts.placed(step_plan.moved)
     schedule = learning_rate_schedule(config.schedule, 1e-4, 10)
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
     program = StepProgram(
@@ -89,8 +89,7 @@ def step_peaks(
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
 
     frozen = placed(frozen)
-    if step_plan.transposed_codes:
-        frozen = transposed_codes.with_copies(frozen)
+    frozen = finished(frozen, step_plan)
     state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable))
     sums = placed(jax.eval_shape(program.zero_sums, state.trainable))
     batch, index = placed(Batch.empty(rows, length)), placed(jax.ShapeDtypeStruct((), jnp.int32))

@@ -117,7 +117,7 @@ def test_adapters_are_updated_at_once_and_in_place():
 
 @pytest.mark.full
 def test_an_adapters_states_on_the_host_are_on_the_device_once():
-    """In the update alone, which the plan counts so (host_states.py); no micro-batch is under way then."""
+    """In the update alone, which the plan counts so; no micro-batch is under way then."""
     program, state, sums, _ = program_of(make_model(4, True), 4, name="adamw", offload=True)
     program = dataclasses.replace(program, bound=update_bound(OptimConfig(), 1.0), micro_batches=2)
     results = program.shardings(state, where()), jax.tree.map(lambda a: where(), sums), where()

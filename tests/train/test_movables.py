@@ -1,0 +1,222 @@
+"""A movable says what it is in one file, and the rest follows: it is chosen, forecast, written in plans and records,
+placed and told. This is shown of a toy in tests/train/toy_movable.py, which nothing else knows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtune.models.files.published import PUBLISHED
+from jaxtune.models.registry import config_from_hf
+from jaxtune.models.stack.residual_plan import PLACEMENTS, LayerPlan, ResidualPlan
+from jaxtune.train.config import (
+    AdapterConfig,
+    CheckpointConfig,
+    DataConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
+from jaxtune.train.display.plan_text import plan_lines
+from jaxtune.train.planning import movables
+from jaxtune.train.planning.choice import PlanError, choose
+from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
+from jaxtune.train.planning.devices import find_device
+from jaxtune.train.planning.forecasts import forecast
+from jaxtune.train.planning.host_room import places
+from jaxtune.train.planning.plan import StepPlan, parse_plan
+from jaxtune.train.trainer import Trainer
+from tests.train.tiny_runs import assert_same, dataset, documents, lora_model, make_config
+from tests.train.toy_movable import BUFFERS, Streamed
+
+H200 = dataclasses.replace(find_device("H200"), host_memory_bytes=256e9, host_bytes=150e9)
+CONFIG = TrainConfig(
+    model=ModelConfig(path="a shape"),
+    data=DataConfig(train="rows", length=2048),
+    adapter=AdapterConfig(),
+    rows_per_step=8,
+    micro_batches=1,
+    steps=9,
+)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setitem(movables.MOVABLES, Streamed.word, Streamed)
+
+
+@functools.cache
+def model_8b():
+    return abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), CONFIG)
+
+
+@functools.cache
+def costs_of(fsdp: int = 1) -> StepCost:
+    return step_cost(model_8b(), dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=fsdp)))
+
+
+def streaming() -> StepCost:
+    return step_cost(model_8b(), CONFIG)
+
+
+# ---- the toy
+
+
+def test_it_is_chosen_where_nothing_else_fits_and_no_more_of_it_than_needed(toy):
+    costs, device, levels = streaming(), dataclasses.replace(H200, link=5e9), []  # a link that hides little
+    assert choose(costs, CONFIG, device, None).plan.level("streamed") == 0
+    for budget in (14e9, 11e9, 7e9):
+        with pytest.raises(PlanError):
+            choose(costs.limited({"streamed": (0, 0)}), CONFIG, device, budget)
+        best = choose(costs, CONFIG, device, budget)
+        levels.append(best.plan.level("streamed"))
+        assert best.peak_bytes <= budget and best.parts[BUFFERS] == 2 * costs.movables["streamed"].layer_bytes
+        assert f"  weights of {levels[-1]} layers stream from the host" in plan_lines(best, costs, device, budget)
+        fewer = forecast(costs, best.plan.at(streamed=levels[-1] - 1), device)
+        assert fewer.peak_bytes > budget or fewer.step_seconds >= best.step_seconds
+    assert 0 < levels[0] <= levels[1] <= levels[2] <= 32 and levels[0] < levels[2]
+
+
+def test_residuals_and_weights_share_the_link(toy):
+    """A step takes at least what the link needs for both, and what one of them leaves free costs nothing."""
+    costs, rate = streaming(), 55e9
+    device = dataclasses.replace(H200, link=rate)
+    model = costs.layers.all_residuals
+
+    def of(text: str, link: float = rate):
+        plan, moved = parse_plan(text, 32, model)
+        return forecast(costs, StepPlan(plan, 1, 1024, moved), dataclasses.replace(device, link=link))
+
+    kept, streams, offloads, both = map(of, ("keep", "keep; streamed=32", "offload", "offload; streamed=32"))
+    size = costs.movables["streamed"].layer_bytes * 32
+    assert streams.wait_seconds == kept.wait_seconds == 0 and both.wait_seconds > offloads.wait_seconds
+    for each, bytes_ in ((streams, size), (both, size + offloads.host_bytes)):
+        assert each.host_bytes == pytest.approx(bytes_) and each.step_seconds > 2 * bytes_ / rate * 0.99
+    slow = of("keep; streamed=32", 10e9)
+    assert slow.wait_seconds > 0 and slow.step_seconds > 2 * size / 10e9
+
+
+def test_a_host_without_room_or_link_gets_none(toy):
+    costs = streaming()
+    for device in (dataclasses.replace(H200, host_memory_bytes=6e9), dataclasses.replace(H200, link=0.0)):
+        assert not any(placed.level("streamed") for placed in places(costs, device))
+    half = dataclasses.replace(H200, host_memory_bytes=16e9)
+    assert {placed.level("streamed") for placed in places(costs, half)} == {0, 8, 16}
+
+
+def test_its_word_is_read_written_and_refused(toy):
+    residuals = costs_of().layers.all_residuals
+    plan = StepPlan(*parse_plan("recompute; tile=512; streamed=3", 32, residuals)[:1], 2, 64, {"streamed": 3})
+    assert plan.text == "recompute; tile=512; streamed=3"
+    assert StepPlan.from_record(json.loads(json.dumps(plan.to_record())), 32, residuals) == plan
+    with pytest.raises(ValueError, match="memory.plan = .*streamed=33 is more than the model's 32 layers"):
+        parse_plan("keep; streamed=33", 32, residuals)
+    fixed = dataclasses.replace(CONFIG, memory=MemoryConfig(plan="keep; streamed=5"))
+    assert choose(streaming(), fixed, H200, None).plan.text == "keep; streamed=5"
+
+
+def test_a_run_with_it_is_the_same_run_and_goes_on(toy, tmp_path):
+    """Its first layer's frozen weights lie on the host, the given model's, too, as each is in memory once."""
+    changes = dict(
+        adapter=AdapterConfig(r=4, lora_alpha=8),
+        steps=4,
+        checkpoint=CheckpointConfig(every_steps=2, every_minutes=None, keep=3),
+    )
+
+    def trainer_of(folder: str, plan: str | None) -> Trainer:
+        config = make_config(tmp_path / folder, memory=MemoryConfig(plan=plan), **changes)
+        return Trainer(lora_model("float32", layers=2), None, config, dataset(documents(16)), keeps_model=False)
+
+    moved, plain = trainer_of("moved", "keep; streamed=1"), trainer_of("plain", "keep")
+    want = plain.train()
+    assert_same(want, moved.train())
+    assert "  weights of 1 layers stream from the host" in moved.planner.lines()
+    for layer, kind in ((0, np.ndarray), (1, jax.Array)):
+        for model in (moved.model.given, plain.model.given):
+            weight = model.layers[layer].mixer.q_proj.weight.get_value()
+            assert isinstance(weight, jax.Array if model is plain.model.given else kind)
+    shutil.rmtree(tmp_path / "moved" / "checkpoints" / "step_00000004")
+    again = trainer_of("moved", None)
+    assert_same(want, again.train())
+    assert again.planner.plan.level("streamed") == 1 and len(again.history) == 2
+
+
+# ---- all of them
+
+
+PLACED = st.sampled_from(PLACEMENTS)
+
+
+@st.composite
+def plans(draw) -> StepPlan:
+    residuals = costs_of().layers.all_residuals
+    count = draw(st.integers(1, 6))
+
+    def layer() -> LayerPlan:
+        named = {r.name: draw(PLACED) for r in residuals if r.recomputable and draw(st.booleans())}
+        return LayerPlan(draw(st.sampled_from(("keep", "recompute"))), **{n: p for n, p in named.items() if p != "fp8"})
+
+    layers = tuple(layer().resolved(residuals) for _ in range(count))
+    moved = {
+        w: draw(st.integers(0, count if m.counted else 1)) for w, m in movables.MOVABLES.items() if w != "residuals"
+    }
+    tile = draw(st.none() | st.integers(1, 9999))
+    return StepPlan(ResidualPlan(layers, tile), draw(st.integers(1, 64)), draw(st.integers(1, 9999)), moved)
+
+
+@given(plans())
+@settings(max_examples=60, deadline=None)
+def test_a_plan_is_read_as_it_was_recorded(plan):
+    residuals = costs_of().layers.all_residuals
+    record = json.loads(json.dumps(plan.to_record()))
+    assert StepPlan.from_record(record, len(plan.residuals.layers), residuals) == plan
+
+
+@pytest.mark.parametrize(
+    ("record", "moved"),
+    [
+        ({}, {}),
+        ({"embeddings": "host", "optimizer_states": "host"}, {"embeddings": 1, "optimizer_states": 1}),
+        ({"per_layer_embeddings": "host"}, {"embeddings": 1}),
+        ({"transposed_codes": "device", "embeddings": "device"}, {"transposed_codes": 1}),
+        ({"residuals": "recompute; whole=2; resident=6"}, {"whole": 2, "resident": 6}),
+        ({"residuals": "recompute; resident=6; tile=64; whole=2", "a later word": 3}, {"whole": 2, "resident": 6}),
+    ],
+)
+def test_records_of_older_versions(record, moved):
+    record = {"residuals": "recompute", "micro_batches": 4, "chunk_tokens": 523} | record
+    plan = StepPlan.from_record(record, 32, costs_of().layers.all_residuals)
+    assert plan.moved == moved and plan.micro_batches == 4 and plan.chunk_tokens == 523
+    assert plan.residuals.layers == (LayerPlan("recompute"),) * 32
+
+
+@given(st.lists(st.integers(0, 32), min_size=1, max_size=5))
+@settings(max_examples=30, deadline=None)
+def test_bytes_depend_on_the_level_and_not_on_the_way_there(levels):
+    costs = costs_of(2)
+    for level in levels:
+        costs = costs.placed({"resident": level, "whole": level})
+    straight = costs_of(2).placed({"resident": level, "whole": level})
+    assert costs.divided == straight.divided and costs.moved == straight.moved
+    assert costs.fixed == pytest.approx(straight.fixed)
+
+
+def test_an_option_says_what_placing_adds():
+    for costs in (costs_of(), costs_of(2)):
+        options = [(m, option) for m in costs.movables.values() if m.able for option in m.options(costs, H200)]
+        assert options
+        for movable, option in options:
+            placed = costs.placed({movable.word: option.level})
+            assert placed.fixed_bytes(1) - costs.fixed_bytes(1) == option.device_bytes
+            host = placed.moved.pinned_bytes + placed.moved.pageable_bytes
+            assert host == option.pinned_bytes + option.pageable_bytes
+            assert movable.side != "host" or host > 0 > option.device_bytes
