@@ -63,6 +63,7 @@ from jaxtune.train.planning.disk import Written, disk_lines, written_by
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
 from jaxtune.train.planning.planner import Planner
+from jaxtune.train.planning.teacher_pass import TeacherPass
 from jaxtune.train.program import gradient_sync
 from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.program.programs import Engine, Programs
@@ -129,8 +130,12 @@ class Trainer:
         self.unsaved: str | None = None
         self.sampled: Sampled | None = None  # how many questions are answered at a time, if any will be
         self.objective = objective_of(config, objective)
-        self.stored = StoredTeacher(self.objective, config, model, self.tokenizer)
-        self.model = TrainedModel(self.stored.student(model), config, keeps_model, weights)
+        of_teacher = (config.model, config.objective.teacher_load_in, config.numbers, config.data)
+        passes = functools.partial(TeacherPass, config)
+        self.stored = StoredTeacher(self.objective, model, self.tokenizer, *of_teacher, passes)
+        self.model = TrainedModel(
+            self.stored.student(model), config.numbers, config.qat, config.seed, keeps_model, weights
+        )
         if not jax.tree.leaves(self.model.trainable):
             raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
         own_parts.require_nothing_beside(config, optimizer, schedule, objective)
@@ -171,7 +176,9 @@ class Trainer:
         self.flops = flop_counter(self.model.prepared)
         config, mesh, planner = setup.planned(config, self.model, self.needs, self.batches, optimizer, trains)
         self.slots, self.answers = setup.with_slots(planner, self.model.prepared, self.batches, self.answers)
-        self.engine = Engine(*programs, planner, mesh, self.batches, config, self.eval_data and self.eval_data.rows)
+        held_out, qat_start = self.eval_data and self.eval_data.rows, config.qat.start if config.qat else 0
+        of_config = (config.deterministic, qat_start, config_to_dict(config))
+        self.engine = Engine(*programs, planner, mesh, self.batches, held_out, *of_config)
 
     @property
     def planner(self) -> Planner:
@@ -303,7 +310,7 @@ class Trainer:
         pairs = [data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)]
         caches = {
             "log-probabilities of the teacher": self.stored.unwritten(sets),
-            "log-probabilities of the reference": references.unwritten(pairs, config),
+            "log-probabilities of the reference": references.unwritten(pairs, config.data.cache_dir),
         }
         written = written_by(config, self.model.prepared, trained, size, saved_count, self.total_steps)
         written += [Written(label, *location) for label, location in caches.items() if location is not None]
@@ -328,7 +335,13 @@ class Trainer:
             planner=self.planner,
             history=self.history,
             callbacks=self.callbacks,
-            check_first=references.first_check(self.objective, self.config, self.train_data, lambda: self.model.fresh),
+            check_first=references.first_check(
+                self.objective,
+                self.config.qat,
+                self.config.neftune_noise_alpha,
+                self.train_data,
+                lambda: self.model.fresh,
+            ),
         )
 
     def _run(self, resumed: TrainState | None, start: int, saver, monitor: Monitor, stop) -> tuple[TrainState, int]:
@@ -393,11 +406,10 @@ class Trainer:
         skipped. stepped: what trains has made steps.
         """
         trained = stepped and not has_adapter(self.model.given)
+        base, cache = self.config.model, self.config.data.cache_dir
+        base = references.Base(self.model.given.base_digest, base.load_in, base.compute, self.config.precision)
         for rows in (data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)):
-            base = self.model.given.base_digest
-            references.fill_reference(
-                rows, self.objective, self.engine, self.config, base, trainable, frozen, say, trained
-            )
+            references.fill_reference(rows, self.objective, self.engine, cache, base, trainable, frozen, say, trained)
 
     # ---- descriptions of the run
 

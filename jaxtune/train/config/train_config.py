@@ -133,6 +133,12 @@ class TrainConfig:
     def components(self) -> Mapping[str, str]:
         return self.numbers.components
 
+    @property
+    def loss_coefficients(self) -> dict[str, float | None]:
+        """{name: coefficient} of the layers' own losses; None: as config.json says."""
+        keys = [key for key in self.__dataclass_fields__ if key.endswith("_loss_coef")]
+        return {key.removesuffix("_coef"): getattr(self, key) for key in keys}
+
     def require_rows_for(self, devices: int) -> None:
         """Raises `ConfigError` unless the rows of a micro-batch can be divided evenly among `devices` devices."""
         rows = self.rows_per_step // (self.micro_batches or 1)

@@ -95,10 +95,11 @@ def step_programs(
         # A limit would allow cuDNN's attention, whose sums are in no fixed order, so `deterministic` gives none.
         max_documents=None if config.deterministic else most_documents(batches, eval_data),
         max_grad_norm=config.max_grad_norm,
+        noise_alpha=config.neftune_noise_alpha,
         dropout=any(rate > 0 for rate in rates),
         scale_loss=config.computes_in == "fp16",
         weights=weight_storage(config.optim.weights, config.computes_in, size),
-        aux_losses=aux_losses(config, model.prepared),
+        aux_losses=aux_losses(config.loss_coefficients, model.prepared),
         bound=rule.bound,
         # The many small tensors of adapters are updated in one program, which is faster.
         by_tensor=rule.bound is not None and not has_adapter(model.given),
