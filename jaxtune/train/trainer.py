@@ -33,7 +33,7 @@ from jaxtune.train.digests import code_of
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import plan_text, rows_report
 from jaxtune.train.display.monitor import Monitor, MonitoredRun
-from jaxtune.train.display.precision_notes import precision_notes
+from jaxtune.train.display.precision_notes import precision_notes, reference_notes, rounding_notes
 from jaxtune.train.evaluation.answer_metrics import answer_metrics
 from jaxtune.train.evaluation.early_stop import EarlyStop
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, NoRoom, checkpoint_bytes, saved_steps
@@ -149,7 +149,17 @@ class Trainer:
         reader = Reader(self.objective, self.tokenizer, rows_config, self.model.given.config, tuple(ends))
         held_out_source = config.data.eval if eval_rows is None else eval_rows
         rewards = train_rows.rewards if isinstance(train_rows, SampledAnswers) else None
-        self.answers = answer_metrics(rows_config, held_out_source, self.tokenizer, self.model.given, rewards)
+        self.answers = answer_metrics(
+            config.evaluation,
+            data,
+            held_out_source,
+            self.tokenizer,
+            self.model.given,
+            config.objective,
+            rewards,
+            seed=config.seed,
+            deterministic=config.deterministic,
+        )
         if checks_folder:
             require_own_folder(in_first_words(config))
         rows, held_out = self.stored.attach(*run_rows(reader, train_rows, eval_rows, not trains))
@@ -441,8 +451,13 @@ class Trainer:
         return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)
 
     def notes(self) -> list[str]:
-        how = self.storage(), self.gradients, self.program.aux_losses
-        return precision_notes(self.config, self.objective, *how, self.model.given, self.model.qat)
+        config, model = self.config, self.model
+        how = self.storage(), config.optim.offload, self.gradients, self.program.aux_losses
+        return [
+            *precision_notes(config.numbers, *how, model.given),
+            *rounding_notes(model.given, model.qat, config.qat.start if config.qat else 0),
+            *reference_notes(self.objective, config.adapter and config.adapter.path),
+        ]
 
     def storage(self) -> dict[str, str]:
         """{"weights": "fp32" or "bf16", "optimizer": "fp32", "8 bits" or "as it was given"}."""

@@ -64,7 +64,7 @@ def noting(place: str, rows: list[dict], model, folder) -> list[tuple[object, ob
     functions, data = RewardFunctions.of([rewards]), DataConfig(train="x", eval="x", length=64)
     if place == "evaluation.generate":
         settings = EvaluationConfig(generate=("brevity",), generate_rows=len(rows), max_new_tokens=2)
-        metrics = answer_metrics(make_config(folder, data=data, evaluation=settings), rows, tokenizer, model)
+        metrics = answer_metrics(settings, data, rows, tokenizer, model)
         assert metrics is not None
         dataclasses.replace(metrics, functions=functions)(model)
         return seen

@@ -10,25 +10,25 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from jaxtune.train.config import ScheduleConfig, TrainConfig
+from jaxtune.train.config import ScheduleConfig
 from jaxtune.train.config.sections import SCHEDULES
 
 
-def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
-    """config.steps, or config.epochs times `steps_per_epoch`, rounded, at least 1. ValueError if steps_per_epoch is
-    None or 32 bits cannot count the steps.
+def total_steps(steps: int | None, epochs: float | None, steps_per_epoch: int | None) -> int:
+    """`steps`, or if it is None `epochs` times `steps_per_epoch`, rounded, at least 1: then ValueError if
+    steps_per_epoch is None or 32 bits cannot count the steps.
     """
-    if config.steps is not None:
-        return config.steps
+    if steps is not None:
+        return steps
     if steps_per_epoch is None:
         raise ValueError(
             "steps = null: the number of these rows is not known, so epochs cannot be counted and the learning rate "
             "has no end; set steps"
         )
-    assert config.epochs is not None
-    steps = max(1, round(config.epochs * steps_per_epoch))
+    assert epochs is not None
+    steps = max(1, round(epochs * steps_per_epoch))
     if steps >= 2**31:
-        raise ValueError(f"epochs = {config.epochs:g}: {steps:,} steps are more than can be counted")
+        raise ValueError(f"epochs = {epochs:g}: {steps:,} steps are more than can be counted")
     return steps
 
 

@@ -156,7 +156,7 @@ def source_of(
     rows cannot be packed, or epochs of a source without known steps.
     """
     source = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
-    steps = total_steps(config, source.steps_per_epoch)
+    steps = total_steps(config.steps, config.epochs, source.steps_per_epoch)
     if isinstance(train, TokenDataset) and train.packing == "step":
         return *pack_steps(train, held_out, config, steps), steps
     return source, held_out, steps
