@@ -11,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 
 from jaxtune.train.config import ScheduleConfig
-from jaxtune.train.config.sections import SCHEDULES
+from jaxtune.train.config.sections import ENDLESS, SCHEDULES
 
 
 def total_steps(steps: int | None, epochs: float | None, steps_per_epoch: int | None) -> int:
@@ -124,6 +124,18 @@ def _restarts(peak: float, steps: int, cycles: int, min_ratio: float) -> optax.S
     return rate
 
 
+def _depends_on_total(config: ScheduleConfig) -> bool:
+    """Whether the rate of a step is another one if the run has more steps."""
+    has_plateau = config.name == "warmup_stable_decay"
+    if config.min_ratio == 1 and (has_plateau or config.warmup_ratio is None):
+        return False
+    if config.warmup_ratio is not None:
+        return True
+    if has_plateau:
+        return config.stable_steps is None or config.decay_ratio is not None
+    return config.name not in ENDLESS
+
+
 def new_rates(
     schedule_config: ScheduleConfig, schedule: optax.Schedule | None, step: int, skipped: ArrayLike, total_steps: int
 ) -> list[str]:
@@ -132,7 +144,7 @@ def new_rates(
     schedule: maps updates made to the rate; None if unknown.
     skipped: steps without an update.
     """
-    if schedule is None or (schedule_config.name == "constant" and schedule_config.warmup_ratio is None):
+    if schedule is None or not _depends_on_total(schedule_config):
         return []
     rate = float(np.asarray(schedule(step - np.asarray(skipped))))
     return [
