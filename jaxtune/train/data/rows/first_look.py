@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 from jaxtune.models.files.model_folder import require_tokenizer
 from jaxtune.train.config import ConfigError, DataConfig, ModelConfig
@@ -34,7 +33,7 @@ def require_readable(data: DataConfig, model: ModelConfig, converts: bool) -> No
         require_tokenizer(folder)
 
 
-def _look(key: str, rows: Any, data: DataConfig, converts: bool) -> None:
+def _look(key: str, rows: object, data: DataConfig, converts: bool) -> None:
     """Reads a row of each of the first sources. ConfigError, about `key`, if there is none, or it cannot be used and
     on_bad_row is not skip.
     """
