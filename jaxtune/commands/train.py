@@ -59,7 +59,8 @@ def run(arguments: Sequence[str]) -> int | None:
     if config.data.train and not (options.plan and config.plan.device is not None):
         from jaxtune.train.data.rows.first_look import require_readable
 
-        require_readable(config, converts=objective.row_format is None and not objective.samples)
+        converts = objective.row_format is None and not objective.samples
+        require_readable(config.data, config.model, converts)
     from jaxtune.train.app import run as train
 
     return train(config, check=options.check, plan=options.plan)

@@ -40,7 +40,7 @@ from jaxtune.train.data.rendering.templates import trained_tokenizer
 from jaxtune.train.data.rows.streamed import is_stream
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import log_probs_of
-from jaxtune.train.sampled.prompts import UserFunctions
+from jaxtune.train.sampled.prompts import AnswerSteps, UserFunctions
 from jaxtune.train.sampled.reward_functions import RewardFunction, RewardFunctions, RewardOptions, Turns
 from jaxtune.train.sampled.reward_log import RewardLog
 from jaxtune.train.sampled.rollout_function import RolloutModel
@@ -426,7 +426,7 @@ class RewardedTrainer(PreferenceTrainer):
             objective,
             self._rows["train"],
             trained_tokenizer(self.tokenizer, config.data.template, config.data.template_arguments),
-            config,
+            AnswerSteps(config.data, config.rows_per_step, config.micro_batches, config.mesh, config.seed),
             ends_of(module, self.tokenizer),
             module.config.context_length,
             self._parts(self._reference(objective.packed.temperature)),

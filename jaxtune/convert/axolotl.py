@@ -52,7 +52,11 @@ def translate(recipe: Translation, folder: Path) -> None:
     if (noise := recipe["noisy_embedding_alpha"]) and not recipe.sets("neftune_noise_alpha"):
         recipe.set("neftune_noise_alpha", noise)
     recipe.set_same(recipe.table.top, recipe.config, recipe.defaults, "optim.")
-    for prefix in ("schedule.min_ratio", "max_grad_norm", "seed", "neftune", "output", "checkpoint.keep", "metrics."):
+    if recipe["lr_scheduler"] == "cosine":
+        recipe.set_same(recipe.table.top, recipe.config, recipe.defaults, "schedule.min_ratio")
+    elif recipe.sets("cosine_min_lr_ratio"):
+        recipe.notes.append("cosine_min_lr_ratio: axolotl reads it with lr_scheduler = cosine only")
+    for prefix in ("max_grad_norm", "seed", "neftune", "output", "checkpoint.keep", "metrics."):
         recipe.set_same(recipe.table.top, recipe.config, recipe.defaults, prefix)
     for prefix in ("data.num_workers", "evaluation.at_start", "deterministic"):
         recipe.set_same(recipe.table.top, recipe.config, {}, prefix)

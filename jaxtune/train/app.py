@@ -87,6 +87,7 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     if trainer.unsaved is not None:
         console.print(fitted(f"warning: the last state is not saved, only exported: {trainer.unsaved}", console))
     console.print(f"done: {trainer.output}\n\nnext:")
-    for purpose, command in next_commands(config, trainer.output):
+    asked = bool(config.evaluation.exact_match_rows)
+    for purpose, command in next_commands(trainer.output, config.data, config.model.path, asked):
         console.print(f"  # {purpose}\n  {command}")
     return code

@@ -82,7 +82,8 @@ class Delivery:
 
     def _answers(self, model: Decoder, when: str) -> dict[str, Any]:
         assert self.trainer.sampled is not None  # set in __init__, as the config asks for answers
-        return answer(model, self.trainer.tokenizer, self.trainer.config, self.console, self.trainer.sampled, when)
+        settings, data, sampled = self.trainer.config.evaluation, self.trainer.config.data, self.trainer.sampled
+        return answer(model, self.trainer.tokenizer, settings, data, self.console, sampled, when)
 
     def _take_numbers(self, run: dict[str, Any]) -> None:
         """Reads an earlier process's results.json; deletes a damaged or foreign one, and ignores one of other held-out

@@ -31,7 +31,7 @@ from jaxtune.train.data.rendering.templates import trained_tokenizer, writes_tod
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import plan_text, rows_report
 from jaxtune.train.display.monitor import Monitor, MonitoredRun
-from jaxtune.train.display.precision_notes import precision_notes
+from jaxtune.train.display.precision_notes import precision_notes, reference_notes, rounding_notes
 from jaxtune.train.evaluation.early_stop import EarlyStop
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, NoRoom, checkpoint_bytes, saved_steps
 from jaxtune.train.folder.record import (
@@ -56,6 +56,7 @@ from jaxtune.train.planning.disk import Written, disk_lines, written_by
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
 from jaxtune.train.planning.planner import Planner
+from jaxtune.train.planning.teacher_pass import TeacherPass
 from jaxtune.train.program import gradient_sync
 from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.program.programs import Programs
@@ -120,8 +121,11 @@ class Trainer:
         self.unsaved: str | None = None
         self.sampled: Sampled | None = None  # how many questions are answered at a time, if any will be
         parts = UserParts(objective, optimizer, schedule)
-        self.stored = StoredTeacher(objective_of(config, objective), config, model, self.tokenizer)
-        self.model = TrainedModel(self.stored.student(model), config, keeps_model, weights)
+        of_teacher = (config.model, config.objective.teacher_load_in, config.numbers, config.data)
+        passes = functools.partial(TeacherPass, config)
+        self.stored = StoredTeacher(objective_of(config, objective), model, self.tokenizer, *of_teacher, passes)
+        student = self.stored.student(model)
+        self.model = TrainedModel(student, config.numbers, config.qat, config.seed, keeps_model, weights)
         self.spec, rows = resolve(
             config,
             self.model,
@@ -273,7 +277,7 @@ class Trainer:
         pairs = [data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)]
         caches = {
             "log-probabilities of the teacher": self.stored.unwritten(sets),
-            "log-probabilities of the reference": references.unwritten(pairs, config),
+            "log-probabilities of the reference": references.unwritten(pairs, config.data.cache_dir),
         }
         written = written_by(config, self.model.prepared, trained, size, saved_count, self.total_steps)
         written += [Written(label, *location) for label, location in caches.items() if location is not None]
@@ -299,7 +303,11 @@ class Trainer:
             history=self.history,
             callbacks=self.callbacks,
             check_first=references.first_check(
-                self.spec.objective, self.config, self.train_data, lambda: self.model.fresh
+                self.spec.objective,
+                self.config.qat,
+                self.config.neftune_noise_alpha,
+                self.train_data,
+                lambda: self.model.fresh,
             ),
         )
 
@@ -365,10 +373,11 @@ class Trainer:
         skipped. stepped: what trains has made steps.
         """
         trained = stepped and not has_adapter(self.model.given)
+        base, cache = self.config.model, self.config.data.cache_dir
+        base = references.Base(self.model.given.base_digest, base.load_in, base.compute, self.config.precision)
         for rows in (data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)):
-            base = self.model.given.base_digest
             references.fill_reference(
-                rows, self.spec.objective, self.engine, self.config, base, trainable, frozen, say, trained
+                rows, self.spec.objective, self.engine, cache, base, trainable, frozen, say, trained
             )
 
     # ---- descriptions of the run
@@ -403,8 +412,13 @@ class Trainer:
         return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)
 
     def notes(self) -> list[str]:
-        how = self.storage(), self.gradients, self.program.aux_losses
-        return precision_notes(self.config, self.spec.objective, *how, self.model.given, self.model.qat)
+        config, model = self.config, self.model
+        how = self.storage(), config.optim.offload, self.gradients, self.program.aux_losses
+        return [
+            *precision_notes(config.numbers, *how, model.given),
+            *rounding_notes(model.given, model.qat, config.qat.start if config.qat else 0),
+            *reference_notes(self.spec.objective, config.adapter and config.adapter.path),
+        ]
 
     def storage(self) -> dict[str, str]:
         """{"weights": "fp32" or "bf16", "optimizer": "fp32", "8 bits" or "as it was given"}."""

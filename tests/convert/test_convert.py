@@ -153,6 +153,14 @@ def test_axolotls_qlora(tmp_path, capsys):
     assert "is a config of axolotl: " in told and f"convert {config}' prints the recipe" in told
 
 
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "rex"])
+def test_axolotls_last_rate_is_that_of_a_cosine(name, tmp_path, capsys):
+    text = OWN_FORMAT.replace("constant_with_warmup", name) + "cosine_min_lr_ratio: 0.2\n"
+    recipe, comments, _ = converted(text, tmp_path, capsys)
+    assert recipe["schedule"].get("min_ratio") == (0.2 if name == "cosine" else None)
+    assert ("cosine_min_lr_ratio: axolotl reads it with" in comments) == (name != "cosine")
+
+
 def test_axolotls_own_format_and_preferences(tmp_path, capsys):
     recipe, comments, _ = converted(OWN_FORMAT, tmp_path, capsys)
     assert recipe["data"]["train"] == "rows.jsonl" and recipe["data"]["packing"] == "step"

@@ -147,7 +147,8 @@ def test_it_learns_to_answer(tmp_path):
     ]
     assert scores[0] == scores[1] and scores[0][0] >= 0.80
 
-    commands = [command for _, command in next_commands(load_config(str(output / "config.yaml")), output)]
+    run = load_config(str(output / "config.yaml"))
+    commands = [command for _, command in next_commands(output, run.data, run.model.path, asked=True)]
     assert len(commands) == 3 and str(output / "merged") in commands[0]
     assert all(command in printed for command in commands)
     configs = []
@@ -198,8 +199,8 @@ def test_what_is_said_after_a_run(tmp_path):
     (tmp_path / "merged").mkdir()
     first = load_config("quickstart", [f"output={tmp_path}"])
     own = load_config("lora-0.5b", ["data.train=rows.jsonl", f"output={tmp_path}"])
-    assert len(next_commands(first, tmp_path)) == 3
-    assert len(next_commands(own, tmp_path)) == 1
+    assert len(next_commands(tmp_path, first.data, first.model.path, asked=True)) == 3
+    assert len(next_commands(tmp_path, own.data, own.model.path, asked=False)) == 1
     (tmp_path / "profile").mkdir()
-    (_, command) = next_commands(own, tmp_path)[1]
+    (_, command) = next_commands(tmp_path, own.data, own.model.path, asked=False)[1]
     assert command.endswith(f"jaxtune profile show {tmp_path / 'profile'}")

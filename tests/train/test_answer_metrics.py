@@ -152,7 +152,7 @@ def test_an_answer_that_a_function_fails_for_does_not_count(folder, caplog):
     tokenizer = make_tokenizer()
     config = config_of(folder, f"{folder}/mine.py:fails", "brevity", temperature=0.0)
     model = a_model(tokenizer)
-    metrics = answer_metrics(config, config.data.eval, tokenizer, model)
+    metrics = answer_metrics(config.evaluation, config.data, config.data.eval, tokenizer, model)
     assert metrics is not None
     found = metrics(model)
     assert found.metrics["eval_answers/fails"] == 1.0  # rows 0 and 4; of row 1 it says nothing
@@ -168,7 +168,7 @@ def test_evaluate_has_the_metrics_of_what_it_scores(folder):
     config = dataclasses.replace(config, model=ModelConfig(path=str(folder / "model")))
     results = scoring.evaluate(config)
     loaded, _ = jaxtune.from_pretrained(folder / "model", dtype="float32")
-    metrics = answer_metrics(config, config.data.eval, tokenizer, loaded)
+    metrics = answer_metrics(config.evaluation, config.data, config.data.eval, tokenizer, loaded)
     assert metrics is not None
     expected = metrics(loaded)
     assert results["eval_answers/even"] == expected.metrics["eval_answers/even"]

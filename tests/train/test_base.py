@@ -19,7 +19,7 @@ from tiny import CONFIGS
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import get_peft_model, matrices
 from jaxtune.system.sealed import sealed
-from jaxtune.train.config import AdapterConfig, CheckpointConfig
+from jaxtune.train.config import AdapterConfig, CheckpointConfig, QatConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.tokens.cache import Summary
@@ -185,9 +185,8 @@ def metrics(**changes) -> dict[str, float]:
 
 
 def test_what_the_first_step_is_held_to(tmp_path):
-    config = make_config(tmp_path, objective=ObjectiveConfig("dpo"))
-    made = objective_of(config)
-    check = references.first_check(made, config, None, lambda: True)
+    made = objective_of(make_config(tmp_path, objective=ObjectiveConfig("dpo")))
+    check = references.first_check(made, None, None, None, lambda: True)
     check(metrics())
     check(metrics(**{"rewards/chosen": 0.02, "loss": 0.7}))  # 16 bits
     for wrong in ({"rewards/chosen": 0.2}, {"rewards/rejected": -0.2}, {"loss": 1.0}):
@@ -195,10 +194,11 @@ def test_what_the_first_step_is_held_to(tmp_path):
             check(metrics(**wrong))
     # What is known to differ, or of which nothing is known.
     wrong = metrics(loss=5.0)
-    references.first_check(made, config, None, lambda: False)(wrong)
-    references.first_check(made, dataclasses.replace(config, neftune_noise_alpha=5.0), None, lambda: True)(wrong)
+    references.first_check(made, None, None, None, lambda: False)(wrong)
+    references.first_check(made, None, 5.0, None, lambda: True)(wrong)
+    references.first_check(made, QatConfig("int4"), None, None, lambda: True)(wrong)
     given = dataclasses.replace(pair_rows(), reference=np.zeros(16, np.float32))
-    references.first_check(made, config, given, lambda: True)(wrong)
+    references.first_check(made, None, None, given, lambda: True)(wrong)
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from jaxtune.train.config import CheckpointConfig, ConfigError, EvaluationConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.delivery import Delivery
 from jaxtune.train.display.metrics import ROWS
-from jaxtune.train.evaluation.scoring import weights_to_score
+from jaxtune.train.evaluation.scoring import Weights, weights_to_score
 from jaxtune.train.folder.best import best_saved
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.trainer import Trainer
@@ -83,17 +83,18 @@ def test_results_name_the_best_checkpoint_and_evaluate_takes_it(tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["best_checkpoint"] == {"step": 2, "metric": "eval_score", "value": 0.7}
     recipe = str(tmp_path / "config.yaml")
-    found = weights_to_score(config, recipe)
+    weights = Weights(config.model, config.adapter, config.qat, config.optim, config.precision)
+    found = weights_to_score(weights, config.checkpoint, recipe)
     said = f"{tmp_path / 'adapter'} (step 2 of 5, the best by eval_score, 0.7000)"
     assert found.text.startswith(said) and found.checkpoints is None
     for name in ("adapter", "merged"):  # as in a run that has not ended
         shutil.rmtree(tmp_path / name)
-    found = weights_to_score(config, recipe)
+    found = weights_to_score(weights, config.checkpoint, recipe)
     folder = tmp_path / "checkpoints"
     assert found.step == 2 and found.checkpoints == folder
     assert found.text == f"checkpoint of step 2 in {folder} (the best by eval_score, 0.7000; the newest is of step 5)"
-    plain = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, best=None))
-    found = weights_to_score(plain, recipe, ["checkpoint.best=null"])
+    plain = dataclasses.replace(config.checkpoint, best=None)
+    found = weights_to_score(weights, plain, recipe, ["checkpoint.best=null"])
     assert found.step is None and found.text == f"checkpoint of step 5 in {folder}"
     _, model = trainer_of(tmp_path, Scored()).evaluate_checkpoint(folder, 2)
     assert same_weights(model, scored.weights[2])

@@ -180,6 +180,8 @@ def test_yaml_faults_name_file_and_line(recipe):
         ("optim: {learning_rate: .nan}", "optim.learning_rate = nan: must be greater than 0"),
         ("optim: {beta2: 1.0}", "optim.beta2 = 1.0: must be from 0 to below 1"),
         ("schedule: {cycles: 2}", "schedule.cycles = 2: needs schedule.name = cosine_with_restarts"),
+        ("schedule: {name: constant, min_ratio: 0.1}", "schedule.min_ratio = 0.1: needs schedule.name = linear or"),
+        ("schedule: {name: inverse_sqrt, min_ratio: 1}", "schedule.min_ratio = 1.0: needs schedule.name = linear or"),
         ("neftune_noise_alpha: 0", "neftune_noise_alpha = 0.0: must be greater than 0"),
         ("schedule: {min_ratio: 2}", "schedule.min_ratio = 2.0: must be from 0 to 1"),
         ("micro_batches: 3", "micro_batches = 3: must divide rows_per_step = 8 (FILE:3)"),

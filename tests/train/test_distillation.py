@@ -37,6 +37,7 @@ from jaxtune.train.planning.parts import TEACHER
 from jaxtune.train.program.loss import Forward
 from jaxtune.train.references.teachers import with_teacher, without_teacher
 from jaxtune.train.sampled.own_samples import OwnSamples, own_samples
+from jaxtune.train.sampled.prompts import AnswerSteps
 from jaxtune.train.spec.loading import loading
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
@@ -207,12 +208,11 @@ ROWS = [
 ]
 
 
-def source_of(on_policy: float, rows=ROWS, **changes) -> OwnSamples:
+def source_of(on_policy: float, rows=ROWS, mesh=None, micro_batches=None) -> OwnSamples:
     objective = Distill.of(on_policy=on_policy, max_completion_length=8, sampling_temperature=0.8)
     tokenizer = make_tokenizer()
     data = DataConfig(train="rows that the test made", length=64, template="chatml")
-    config = make_config("x", data=data, rows_per_step=4, **changes)
-    return own_samples(objective, rows, tokenizer, config, [1], 128)
+    return own_samples(objective, rows, tokenizer, AnswerSteps(data, 4, micro_batches, mesh, seed=0), [1], 128)
 
 
 @pytest.mark.full

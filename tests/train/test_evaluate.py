@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import shlex
@@ -13,7 +12,7 @@ from rich.console import Console
 from tiny_models import tiny_model
 
 from jaxtune import generate
-from jaxtune.train.config import DataConfig, EvaluationConfig, ModelConfig, TrainConfig
+from jaxtune.train.config import DataConfig, EvaluationConfig
 from jaxtune.train.data import prepare
 from jaxtune.train.data.rendering import packaged
 from jaxtune.train.display.next_commands import next_commands
@@ -106,15 +105,13 @@ def test_rows_of_every_form_are_asked_as_they_are_trained(tokenizer, tmp_path, m
     model = SimpleNamespace(config=SimpleNamespace(context_length=512), source=None)
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[form]) + "\n")
     data = DataConfig(train="none", eval=str(tmp_path / "rows.jsonl"), length=64, template=template)
-    config = TrainConfig(model=ModelConfig(path=str(tmp_path)), data=data)
     asked = []
     sampled_by(monkeypatch, lambda prompts, **_: asked.extend(prompts) or [[]])
-    exact_match(model, tokenizer, held_out_answers.answered(config, 1)[0], max_new_tokens=1, template=template)
+    exact_match(model, tokenizer, held_out_answers.answered(data, 1)[0], max_new_tokens=1, template=template)
     (trained,) = prepare([ROWS[form]], tokenizer, length=64, template=template).documents
     assert asked == [trained.tokens[: int(trained.mask.argmax())].tolist()]
     (tmp_path / "merged").mkdir()
-    scored = dataclasses.replace(config, evaluation=EvaluationConfig(exact_match_rows=1))
-    ((_, command),) = next_commands(scored, tmp_path)
+    ((_, command),) = next_commands(tmp_path, data, str(tmp_path), asked=True)
     raw = template is None and form != "tools"
     assert ("--raw" in command) == raw
     if raw:
@@ -126,7 +123,7 @@ def test_an_answer_that_is_only_a_call_is_not_asked_for(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "2 + 2"}, call]}, conversation("4", "x")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataConfig(train="none", eval=str(tmp_path / "rows.jsonl"), length=64)
-    (asked,), _ = held_out_answers.answered(TrainConfig(model=ModelConfig(path="none"), data=data), 2)
+    (asked,), _ = held_out_answers.answered(data, 2)
     assert asked.messages[-1]["content"] == "x"
 
 
@@ -135,7 +132,7 @@ def test_a_bad_row_is_an_error_unless_it_is_skipped(line, tmp_path):
     (tmp_path / "rows.jsonl").write_text(line + "\n" + json.dumps(conversation("4", "x")))
     data = DataConfig(train="none", eval=str(tmp_path / "rows.jsonl"), format="messages")
     with pytest.raises(ValueError, match="rows.jsonl:1: "):
-        held_out_answers.answered(TrainConfig(model=ModelConfig(path="none"), data=data), 2)
+        held_out_answers.answered(data, 2)
 
 
 def test_rows_that_are_not_asked_are_counted_beside_the_score(tokenizer, tmp_path, monkeypatch):
@@ -149,8 +146,7 @@ def test_rows_that_are_not_asked_are_counted_beside_the_score(tokenizer, tmp_pat
     said = io.StringIO()
     for limit in (1, 2):
         wanted = EvaluationConfig(exact_match_rows=limit)
-        config = TrainConfig(model=ModelConfig(path="none"), data=data, evaluation=wanted)
-        held_out_answers.answer(model, tokenizer, config, Console(file=said, width=200), SimpleNamespace(rows=1))
+        held_out_answers.answer(model, tokenizer, wanted, data, Console(file=said, width=200), SimpleNamespace(rows=1))
     first, second = [line for line in said.getvalue().splitlines() if "exact match" in line]
     assert first.endswith("0.0 % of 1 held-out questions (3 rows without an answer left out)")
     assert second.endswith("(4 rows without an answer left out)")

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from jaxtune.pallas.formats.blockwise8 import decode
 from jaxtune.train.config import ConfigError, OptimConfig, ScheduleConfig
-from jaxtune.train.config.sections import OPTIMIZERS, SCHEDULES
+from jaxtune.train.config.sections import ENDLESS, OPTIMIZERS, SCHEDULES
 from jaxtune.train.optimizer.muon import orthogonal
 from jaxtune.train.optimizer.optim import decayed_tensors, embedding_tensors, make_optimizer, update_bound
-from jaxtune.train.optimizer.schedule import learning_rate_schedule
+from jaxtune.train.optimizer.schedule import learning_rate_schedule, new_rates
 
 RATE = 0.01
 
@@ -159,6 +159,27 @@ def drawn_schedule(draw, name):
         keys["decay_steps"] = draw(st.integers(1, total))
         keys |= {key: draw(st.sampled_from(["linear", "cosine", "1-sqrt"])) for key in ("decay", "warmup")}
     return ScheduleConfig(name=name, **keys), total
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_a_longer_run_names_its_new_rates_only_if_they_are_new(name, data):
+    config, total = drawn_schedule(data.draw, name)
+    changes = {"warmup_steps": 0, "warmup_ratio": 0.25} if data.draw(st.booleans()) else {}
+    if name not in ENDLESS and data.draw(st.booleans()):
+        changes["min_ratio"] = 1.0
+    if name == "warmup_stable_decay":
+        changes["stable_steps"] = data.draw(st.none() | st.integers(0, 9))
+        if data.draw(st.booleans()):
+            changes |= {"decay_steps": None, "decay_ratio": 0.25}
+    config = dataclasses.replace(config, **changes)
+    longer = total + data.draw(st.integers(100, 200))
+    of_steps = [learning_rate_schedule(config, 2.0, steps) for steps in (total, longer)]
+    rates = [np.asarray(jax.vmap(schedule)(jnp.arange(longer))) for schedule in of_steps]
+    told = new_rates(config, of_steps[1], 1, 0, longer)
+    assert bool(told) == (not np.allclose(*rates))
+    assert new_rates(config, None, 1, 0, longer) == []
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -31,7 +31,7 @@ from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.packing.pairs import PAIRS, PackedPairs, PairDataset
 from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Document, Documents
-from jaxtune.train.display.precision_notes import precision_notes
+from jaxtune.train.display.precision_notes import reference_notes
 from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import RunNeeds
@@ -40,7 +40,7 @@ from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan
-from jaxtune.train.program.loss import NO_AUX_LOSSES, Forward
+from jaxtune.train.program.loss import Forward
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import VOCAB, lora_model, make_config, tiny_model
@@ -402,12 +402,11 @@ def test_pairs_that_are_all_beyond_the_margin_do_not_end_a_run(tmp_path):
 
 
 def test_the_reference_of_an_adapter_that_was_trained_before_is_said(tmp_path):
-    config = make_config("out", adapter=AdapterConfig(path="taught"), objective=ObjectiveConfig("dpo"))
-    storage, objective = {"weights": "fp32", "optimizer": "fp32"}, objective_of(config)
-    notes = precision_notes(config, objective, storage, "fp32", NO_AUX_LOSSES, lora_model(), None)
-    assert notes[-1].startswith("dpo: the reference is the model without its adapter, and not the model with")
-    plain = dataclasses.replace(config, adapter=AdapterConfig())
-    assert precision_notes(plain, objective, storage, "fp32", NO_AUX_LOSSES, lora_model(), None) == notes[:-1]
+    objective = objective_of(make_config("out", objective=ObjectiveConfig("dpo")))
+    [note] = reference_notes(objective, "taught")
+    assert note.startswith("dpo: the reference is the model without its adapter, and not the model with")
+    assert reference_notes(objective, None) == []
+    assert reference_notes(objective_of(make_config("out", objective=ObjectiveConfig("orpo"))), "taught") == []
 
 
 @pytest.mark.full

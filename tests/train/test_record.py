@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,20 @@ def test_a_run_is_made_longer_and_not_shorter(schedule):
     with pytest.raises(CheckpointError, match="config.schedule.warmup_steps: saved 1, now 2"):
         require_same_run(warm[0], warm[2], Path("out"))
     assert digest(same_run(warm[0])) == digest(same_run(warm[1]))  # what was measured before training stays
+
+
+@pytest.mark.parametrize(("name", "read"), [("constant", False), ("inverse_sqrt", False), ("linear", True)])
+def test_a_last_rate_that_a_schedule_never_had_may_go(name, read):
+    """Older versions let min_ratio stand beside any schedule."""
+    own = dict(trainable={}, storage={}, base=tiny_model(), data={}, user_parts={}, code={}, numerics={})
+    current = record_of(make_config("out", steps=4, schedule=ScheduleConfig(name)), total_steps=4, **own)
+    saved = json.loads(json.dumps(current))
+    saved["config"]["schedule"]["min_ratio"] = 0.1
+    if not read:
+        assert require_same_run(saved, current, Path("out")) == []
+        return
+    with pytest.raises(CheckpointError, match="config.schedule.min_ratio: saved 0.1, now 0.0"):
+        require_same_run(saved, current, Path("out"))
 
 
 def test_a_key_that_a_record_lacks_was_at_its_default(tmp_path):

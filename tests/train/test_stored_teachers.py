@@ -476,5 +476,4 @@ def test_what_cannot_be_stored_is_refused(tmp_path):
 
 def test_the_teacher_is_neither_loaded_beside_the_student_nor_planned(tmp_path):
     objective = ObjectiveConfig("distill", teacher="no such folder", teacher_top_k=4, on_policy=0.0)
-    config = make_config(tmp_path, objective=objective)
-    assert open_teacher(config) is None and teacher_shapes(config) is None
+    assert open_teacher(objective, "bfloat16") is None and teacher_shapes(objective, "bfloat16") is None

@@ -18,7 +18,7 @@ from jaxtune.train.data.rendering.formats import normalize
 from jaxtune.train.data.rendering.templates import RowEncoder
 from jaxtune.train.evaluation.answer_metrics import answer_metrics
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.sampled.prompts import UserFunctions, read_prompts, sampled_answers
+from jaxtune.train.sampled.prompts import AnswerSteps, UserFunctions, read_prompts, sampled_answers
 from jaxtune.train.sampled.reward_functions import RewardFunctions
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import make_config
@@ -64,15 +64,16 @@ def noting(place: str, rows: list[dict], model, folder) -> list[tuple[object, ob
     functions, data = RewardFunctions.of([rewards]), DataConfig(train="x", eval="x", length=64)
     if place == "evaluation.generate":
         settings = EvaluationConfig(generate=("brevity",), generate_rows=len(rows), max_new_tokens=2)
-        metrics = answer_metrics(make_config(folder, data=data, evaluation=settings), rows, tokenizer, model)
+        metrics = answer_metrics(settings, data, rows, tokenizer, model)
         assert metrics is not None
         dataclasses.replace(metrics, functions=functions)(model)
         return seen
     name = "rloo" if place == "rloo" else "grpo"
     settings = ObjectiveConfig(name, reward_funcs=("brevity",), num_generations=2, max_completion_length=2, beta=0.0)
-    config = make_config(folder, data=data, objective=settings, rows_per_step=2 * len(rows))
+    objective = objective_of(make_config(folder, objective=settings))
     of_user = UserFunctions(functions, rollout=rollout if place == "rollout function" else None)
-    source = sampled_answers(objective_of(config), rows, tokenizer, config, (1,), 64, of_user)
+    steps = AnswerSteps(data, 2 * len(rows), None, None, seed=0)
+    source = sampled_answers(objective, rows, tokenizer, steps, (1,), 64, of_user)
     source.batch_at(0, lambda: model)
     return seen
 

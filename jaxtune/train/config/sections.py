@@ -332,9 +332,11 @@ class ScheduleConfig:
             )
 
 
+ENDLESS = ("constant", "inverse_sqrt")  # schedules that fall to no lowest rate
 # {key: the schedules that read it}
 _WSD = ("warmup_stable_decay",)
 _READ_BY = {
+    "min_ratio": tuple(name for name in SCHEDULES if name not in ENDLESS),
     "cycles": ("cosine_with_restarts",),
     "waves": ("cosine", *_WSD),
     "power": ("polynomial",),

@@ -136,6 +136,12 @@ class TrainConfig:
         return self.numbers.components
 
     @property
+    def loss_coefficients(self) -> dict[str, float | None]:
+        """{name: coefficient} of the layers' own losses; None: as config.json says."""
+        keys = [key for key in self.__dataclass_fields__ if key.endswith("_loss_coef")]
+        return {key.removesuffix("_coef"): getattr(self, key) for key in keys}
+
+    @property
     def unit(self) -> StepUnit:
         """What rows_per_step counts."""
         return StepUnit(self.data.packing)

@@ -11,37 +11,43 @@ from jaxtune.models.files.quant import not_quantized, qat_spec
 from jaxtune.models.precision import DTYPES
 from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.system.invocation import spelled
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config.precision import Precision
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.program.loss import AuxLosses
 
 
 def precision_notes(
-    config: TrainConfig,
-    objective: Objective,
+    precision: Precision,
     storage: Mapping[str, str],
+    offload: bool,
     gradients: str,
     aux_losses: AuxLosses,
     model: Decoder,
-    qat: FakeQuant | None,
 ) -> list[str]:
-    """Sentences on the numeric settings of a run, and on the reference with a loaded adapter.
+    """Sentences on the dtypes of a run, and on what is added to its loss.
 
     storage: {"weights", "optimizer": dtype or format}.
+    offload: the optimizer's states are in host memory.
     gradients: how they are summed and sent, in words.
-    qat: how linears are rounded; None: not at all.
     """
     rounding = ", matrices rounded stochastically and the rest in fp32" if storage["weights"] == "bf16" else ""
-    host = ", in host memory" if config.optim.offload else ""
+    host = ", in host memory" if offload else ""
     notes = [
-        f"compute {config.computes_in}; trainable weights {storage['weights']}{rounding}; gradients {gradients}; "
+        f"compute {precision.computes_in}; trainable weights {storage['weights']}{rounding}; gradients {gradients}; "
         f"optimizer state {storage['optimizer']}{host}"
     ]
-    notes += _module_notes(followed(model, plain=bool(config.components)), config.computes_in)
-    if aux_losses:
-        notes.append(f"added to the loss: {aux_losses}")
+    notes += _module_notes(followed(model, plain=bool(precision.components)), precision.computes_in)
+    return [*notes, f"added to the loss: {aux_losses}"] if aux_losses else notes
+
+
+def rounding_notes(model: Decoder, qat: FakeQuant | None, start: int) -> list[str]:
+    """Sentences on QAT of this run, and of the one that trained the adapter.
+
+    qat: how linears are rounded; None: not at all.
+    start: steps before the first with rounded weights.
+    """
+    notes = []
     if qat is not None:
-        start = 0 if config.qat is None else config.qat.start
         skipped = not_quantized(model, qat)
         unrounded = f"; not rounded, as groups do not divide their input: {_last_parts(skipped)}" if skipped else ""
         operands = "weights and activations" if qat.rounds_inputs else "weights"
@@ -57,14 +63,18 @@ def precision_notes(
             f"the adapter was trained with merged weights rounded to {adapter_qat}, and this run "
             f"{'does not round them' if qat is None else 'rounds them in another way'}; the section qat sets how"
         )
-    path = config.adapter and config.adapter.path
-    if path and objective.reference_is_base:
-        notes.append(
-            f"{objective.label}: the reference is the model without its adapter, and not the model with "
-            f"adapter.path = {path!r}; to use that as reference, merge it first ({spelled(f'export {path} FOLDER')}), "
-            "set model.path=FOLDER, adapter.path=null"
-        )
     return notes
+
+
+def reference_notes(objective: Objective, path: str | None) -> list[str]:
+    """A sentence on the reference of a run that begins with the adapter `path`; [] without one."""
+    if not path or not objective.reference_is_base:
+        return []
+    return [
+        f"{objective.label}: the reference is the model without its adapter, and not the model with "
+        f"adapter.path = {path!r}; to use that as reference, merge it first ({spelled(f'export {path} FOLDER')}), "
+        "set model.path=FOLDER, adapter.path=null"
+    ]
 
 
 def _last_parts(names: list[str]) -> str:

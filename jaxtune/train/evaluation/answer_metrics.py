@@ -14,7 +14,8 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import ends_of
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.system.sealed import crc32
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import DataConfig, EvaluationConfig
+from jaxtune.train.config.objective import DEFAULT_OBJECTIVE, ObjectiveConfig
 from jaxtune.train.config.sections import REWARDS
 from jaxtune.train.data.batches import SampledRows
 from jaxtune.train.digests import values_crc32
@@ -58,7 +59,7 @@ class AnswerMetrics:
     """Generates answers to held-out questions and scores them; a call with the model is one evaluation.
 
     Example:
-      metrics = answer_metrics(config, config.data.eval, tokenizer, model)
+      metrics = answer_metrics(EvaluationConfig(generate=("exact_number",)), data, data.eval, tokenizer, model)
       metrics(model).metrics  # {"eval_answers/exact_number": 0.5, ...}
     """
 
@@ -165,22 +166,30 @@ class AnswerMetrics:
 
 
 def answer_metrics(
-    config: TrainConfig, rows: object, tokenizer, model: Decoder, rewards: RewardFunctions | None = None
+    settings: EvaluationConfig,
+    data: DataConfig,
+    rows: object,
+    tokenizer,
+    model: Decoder,
+    objective: ObjectiveConfig = DEFAULT_OBJECTIVE,
+    rewards: RewardFunctions | None = None,
+    *,
+    seed: int = 0,
+    deterministic: bool = False,
 ) -> AnswerMetrics | None:
-    """The evaluation that config.evaluation.generate asks for, of the first generate_rows held-out rows; None if it
-    names no function. Nothing is generated yet.
+    """The evaluation that settings.generate asks for, of the first generate_rows held-out rows; None if it names no
+    function. Nothing is generated yet.
 
       rows: a path, data set's name, or list of dicts.
       model: may have shapes.
-      rewards: of a batch source given to the Trainer, for generate = [rewards]; None: config.objective's.
+      rewards: of a batch source given to the Trainer, for generate = [rewards]; None: the objective's.
 
     ConfigError if a function cannot be loaded, no row has a question, or one cannot be asked (unless data.on_bad_row is
     "skip"); ValueError without such rows.
     """
-    settings = config.evaluation
     if not settings.generate:
         return None
-    are_rewards, objective = settings.generate == (REWARDS,), config.objective
+    are_rewards = settings.generate == (REWARDS,)
     options, isolation = (
         RewardOptions(timeout_seconds=objective.reward_timeout, errors="skip"),
         objective.reward_isolation,
@@ -193,7 +202,7 @@ def answer_metrics(
     else:
         functions = dataclasses.replace(rewards, errors="skip")
     most = model.config.context_length - settings.max_new_tokens
-    data = dataclasses.replace(config.data, max_rows=settings.generate_rows)
+    data = dataclasses.replace(data, max_rows=settings.generate_rows)
     room_words = "evaluation.max_new_tokens the model's positions leave"
     return AnswerMetrics(
         read_prompts(rows, tokenizer, data, most, "data.eval", room_words),
@@ -201,11 +210,11 @@ def answer_metrics(
         settings.max_new_tokens,
         settings.temperature,
         ends_of(model, tokenizer),
-        completions_of(tokenizer, config.data.trained_template),
-        config.seed,
+        completions_of(tokenizer, data.trained_template),
+        seed,
         settings.sample_rows,
         _MOST_SLOTS,
-        config.deterministic,
+        deterministic,
         are_rewards,
     )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.system.terminal import fitted, printable
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import DataConfig, EvaluationConfig
 from jaxtune.train.data.rendering.formats import Example, normalize, refuse_excluded
 from jaxtune.train.data.rows.reading import open_sources, read_rows
 from jaxtune.train.data.rows.row_errors import Excluded, RowError, attempt
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 BEFORE, AFTER = "before training", "after training"  # printed before the answers that the model gives then
 
 
-def answered(config: TrainConfig, limit: int) -> tuple[list[Example], int]:
+def answered(data: DataConfig, limit: int) -> tuple[list[Example], int]:
     """The first `limit` held-out rows (data.eval) that end with a non-empty answer, and the number of other rows read
     until then. ValueError if there is none, or a row is bad and data.on_bad_row is "error".
     """
     rows, left_out = [], 0
-    sources = open_sources(config.data.eval, columns=config.data.columns)
-    for row in read_rows(sources, config.data.format):
+    sources = open_sources(data.eval, columns=data.columns)
+    for row in read_rows(sources, data.format):
         example = RowError(row.error) if row.value is None else attempt(_asked, row.value, row.format)
-        if isinstance(example, RowError) and not isinstance(example, Excluded) and config.data.on_bad_row == "error":
+        if isinstance(example, RowError) and not isinstance(example, Excluded) and data.on_bad_row == "error":
             raise ValueError(f"{printable(row.place)}: {printable(example)}")
         last = example.messages[-1] if isinstance(example, Example) and example.messages else {}
         if isinstance(example, Example) and last.get("role") == "assistant" and last["content"].strip():
@@ -41,7 +41,7 @@ def answered(config: TrainConfig, limit: int) -> tuple[list[Example], int]:
         if len(rows) == limit:
             break
     if not rows:
-        raise ValueError(f"data.eval = {config.data.eval!r}: no row is a conversation that ends with an answer")
+        raise ValueError(f"data.eval = {data.eval!r}: no row is a conversation that ends with an answer")
     return rows, left_out
 
 
@@ -54,9 +54,8 @@ def sampled_by(trainer: Trainer) -> Sampled:
     """How held-out questions will be answered: how many at a time, and the tokens of the longest prompt and answer.
     Samples nothing; before training, so that rows that cannot be asked raise ValueError then.
     """
-    config, settings, planner = trainer.config, trainer.config.evaluation, trainer.engine.planner
-    (rows, _), positions = answered(config, settings.exact_match_rows), trainer.model.given.config.context_length
-    data = config.data
+    data, settings, planner = trainer.config.data, trainer.config.evaluation, trainer.engine.planner
+    (rows, _), positions = answered(data, settings.exact_match_rows), trainer.model.given.config.context_length
     questions = questions_of(
         trainer.tokenizer, rows, settings.max_new_tokens, data.trained_template, positions, data.today
     )
@@ -65,7 +64,13 @@ def sampled_by(trainer: Trainer) -> Sampled:
 
 
 def answer(
-    model: Decoder, tokenizer: Any, config: TrainConfig, console: Console, sampled: Sampled, when: str = ""
+    model: Decoder,
+    tokenizer: Any,
+    settings: EvaluationConfig,
+    data: DataConfig,
+    console: Console,
+    sampled: Sampled,
+    when: str = "",
 ) -> dict[str, Any]:
     """Measures exact match, prints the score and some answers (`answers_to_show`), and returns {"exact_match": 0 to 1,
     "rows", "samples": [{"question", "expected", "given"}]}.
@@ -75,17 +80,16 @@ def answer(
 
     ValueError if rows cannot be asked, or device memory ran out (OutOfDeviceMemory).
     """
-    settings = config.evaluation
-    rows, left_out = answered(config, settings.exact_match_rows)
+    rows, left_out = answered(data, settings.exact_match_rows)
     with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.exact_match_rows=0"):
         score, answers = exact_match(
             model,
             tokenizer,
             rows,
             settings.max_new_tokens,
-            config.data.trained_template,
+            data.trained_template,
             sampled.rows,
-            config.data.today,
+            data.today,
         )
     samples = [
         dict(zip(("question", "expected", "given"), shown_answer, strict=True))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxtune.models.adapters import trained_over
 from jaxtune.models.precision import DTYPES
 from jaxtune.system import terminal
 from jaxtune.system.terminal import fitted, printable
-from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
+from jaxtune.train.config import AdapterConfig, CheckpointConfig, ModelConfig, OptimConfig, QatConfig, TrainConfig
+from jaxtune.train.config.precision import REST, Precision
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import rows_report
 from jaxtune.train.evaluation.answer_metrics import SAMPLES
@@ -32,12 +33,30 @@ from jaxtune.train.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)
+class Weights:
+    """The keys of a config that load weights, or the model into which a checkpoint is restored."""
+
+    model: ModelConfig
+    adapter: AdapterConfig | None
+    qat: QatConfig | None
+    optim: OptimConfig
+    precision: Literal["bf16", "fp32", "fp16"] | dict[str, str]
+
+    @property
+    def numbers(self) -> Precision:
+        return Precision.of(self.precision)
+
+    def within(self, words: Mapping[str, str]) -> Weights:
+        """With other words for modules."""
+        return replace(self, precision={**words, REST: self.numbers.computes_in})
+
+
+@dataclasses.dataclass(frozen=True)
 class Scored:
     """Which weights are scored: the config's, a checkpoint's, or what a run exported."""
 
     text: str
-    config: TrainConfig
-    """Loads the weights, or the model into which a checkpoint is restored."""
+    weights: Weights
     checkpoints: Path | None = None
     """The folder of checkpoints, if one has the weights."""
     step: int | None = None
@@ -48,7 +67,9 @@ class Scored:
     """
 
 
-def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> Scored:
+def weights_to_score(
+    weights: Weights, checkpoint: CheckpointConfig, recipe: str = "", overrides: Sequence[str] = ()
+) -> Scored:
     """Finds the weights, and loads nothing: a run's result if `recipe` is the config.yaml of its folder, else what the
     recipe names, as also with overrides of `model` or `adapter`.
 
@@ -60,13 +81,11 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
     weight_overrides = [text for text in overrides if text.split("=")[0].split(".")[0] in ("model", "adapter")]
     is_run = Path(recipe).name == CONFIG and ((run / m.JSONL).exists() or (run / CHECKPOINTS).exists())
     if not is_run or weight_overrides:
-        text = str(config.model.path or f"random weights of {config.model.from_config}")
-        if config.adapter is not None:
-            text += (
-                f" with the adapter {config.adapter.path}" if config.adapter.path else " with a new adapter, untrained"
-            )
-        return Scored(text, config)
-    order = [MERGED, ADAPTER] if config.qat is not None else [ADAPTER, MERGED]  # QAT rounds when it merges
+        text, adapter = str(weights.model.path or f"random weights of {weights.model.from_config}"), weights.adapter
+        if adapter is not None:
+            text += f" with the adapter {adapter.path}" if adapter.path else " with a new adapter, untrained"
+        return Scored(text, weights)
+    order = [MERGED, ADAPTER] if weights.qat is not None else [ADAPTER, MERGED]  # QAT rounds when it merges
     export_folder = next((run / name for name in order if (run / name).exists()), None)
     saved = max(saved_steps(run / CHECKPOINTS), default=0)
     result = None if export_folder is None else read_result(export_folder)
@@ -76,22 +95,22 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
             "begins from, name its recipe, or set model.path"
         )
     if result is None or saved > result.step:
-        best = best_saved(run, config.checkpoint)
+        best = best_saved(run, checkpoint)
         text, step = f"checkpoint of step {saved} in {run / CHECKPOINTS}", None
         if best is not None:
             step = best["step"]
             text = f"checkpoint of step {step} in {run / CHECKPOINTS} ({_best(best)}; the newest is of step {saved})"
-        elif config.checkpoint.best is not None:
-            text += f" (the newest: no evaluation of a saved step has {config.checkpoint.best})"
-        return Scored(text, config, run / CHECKPOINTS, step)
+        elif checkpoint.best is not None:
+            text += f" (the newest: no evaluation of a saved step has {checkpoint.best})"
+        return Scored(text, weights, run / CHECKPOINTS, step)
     exported = _exported(run, result)
     of_step = (
         f"step {result.step}" if exported is None else f"step {exported['step']} of {result.step}, {_best(exported)}"
     )
     text = f"{result.folder} ({of_step})"
     if result.folder.name == ADAPTER:
-        config = replace(config, adapter=AdapterConfig(path=str(result.folder)))
-        return Scored(f"{text} on {config.model.path}", config, result=result)
+        weights = replace(weights, adapter=AdapterConfig(path=str(result.folder)))
+        return Scored(f"{text} on {weights.model.path}", weights, result=result)
     plain = {
         "from_config": None,
         "load_in": None,
@@ -99,12 +118,13 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
         "rope_scaling": None,
         "max_position_embeddings": None,
     }
-    model = replace(config.model, path=str(result.folder), **plain)
+    model = replace(weights.model, path=str(result.folder), **plain)
     # The Trainer needs an optimizer, which is not used; this one has no states.
     optim = OptimConfig(name="sgd", momentum=0.0)
-    words = {pattern: word for pattern, word in config.components.items() if word in DTYPES}  # merged weights are plain
-    config = replace(config, precision=words | {"*": config.computes_in})
-    return Scored(text, replace(config, model=model, adapter=None, qat=None, optim=optim), result=result)
+    components = weights.numbers.components
+    words = {pattern: word for pattern, word in components.items() if word in DTYPES}  # merged weights are plain
+    weights = replace(weights.within(words), model=model, adapter=None, qat=None, optim=optim)
+    return Scored(text, weights, result=result)
 
 
 def _best(evaluation: BestEvaluation) -> str:
@@ -128,7 +148,7 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
     base as it was trained over, if its folder says so and no override sets model.load_in. Quantised weights without an
     adapter get an untrained one of rank 1, which they need. ValueError for a format with a checkpoint.
     """
-    config, model = scored.config, scored.config.model
+    weights, model = scored.weights, scored.weights.model
     if scored.checkpoints is not None:
         if load_in is not None:
             raise ValueError(
@@ -136,7 +156,7 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
                 "the run end, and score what it exports"
             )
         return scored
-    adapter = config.adapter
+    adapter = weights.adapter
     if load_in is not None:
         format_name = None if load_in == "stored" else load_in
         model_config = replace(
@@ -149,11 +169,11 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
         if over is None:
             return scored
         model_config = replace(model, load_in=over.load_in, compute=over.compute)
-        words = dict(config.components) or over.words(config.dtype, over.load_in)
-        config = replace(config, precision=words | {"*": config.computes_in})
+        numbers = weights.numbers
+        weights = weights.within(numbers.components or over.words(numbers.dtype, over.load_in))
     if model_config.load_in is not None and adapter is None:
         adapter = AdapterConfig(r=1)  # quantised weights need an adapter; an untrained one changes nothing
-    return replace(scored, config=replace(config, model=model_config, adapter=adapter))
+    return replace(scored, weights=replace(weights, model=model_config, adapter=adapter))
 
 
 def evaluate(
@@ -180,9 +200,10 @@ def evaluate(
     use_program_cache()
     console = terminal.console(stderr=True, soft_wrap=True)
     decided_objective(config)
-    scored = loaded_in(weights_to_score(config, recipe, overrides), load_in, overrides)
+    weights = Weights(config.model, config.adapter, config.qat, config.optim, config.precision)
+    scored = loaded_in(weights_to_score(weights, config.checkpoint, recipe, overrides), load_in, overrides)
     console.print(f"weights: {scored.text}")
-    config = scored.config
+    config = replace(config, **vars(scored.weights))
     model, tokenizer = load_model(config)
     held_out, data = None, config.data
     if eval_rows:
@@ -211,7 +232,7 @@ def evaluate(
         results |= {key: None if math.isnan(value) else value for key, value in answers.metrics.items()}
         results[SAMPLES] = answers.samples
     if config.evaluation.exact_match_rows:
-        results |= answer(model, tokenizer, config, console, sampled_by(trainer))
+        results |= answer(model, tokenizer, config.evaluation, config.data, console, sampled_by(trainer))
     return results
 
 

@@ -28,7 +28,7 @@ from jaxtune.system.sealed import fingerprints
 from jaxtune.system.version import __version__
 from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, ConfigError, OptimConfig, ScheduleConfig, TrainConfig
 from jaxtune.train.config.file import config_keys, config_to_dict, config_to_yaml, flat_keys, load_config
-from jaxtune.train.config.sections import Unset
+from jaxtune.train.config.sections import ENDLESS, Unset
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.rendering.templates import writes_today
@@ -334,6 +334,8 @@ def compare_meta(
     values.
     """
     old = flat_keys(saved)
+    if old.get("config.schedule.name") in ENDLESS:  # which older versions let stand beside a rate that it never had
+        old.pop("config.schedule.min_ratio", None)
     new = by_what_it_holds(old, flat_keys(json.loads(json.dumps(current))))
     forbidding = tuple(incompatible)
     refused, harmless = [], []

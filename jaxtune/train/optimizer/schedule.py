@@ -10,25 +10,25 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from jaxtune.train.config import ScheduleConfig, TrainConfig
-from jaxtune.train.config.sections import SCHEDULES
+from jaxtune.train.config import ScheduleConfig
+from jaxtune.train.config.sections import ENDLESS, SCHEDULES
 
 
-def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
-    """config.steps, or config.epochs times `steps_per_epoch`, rounded, at least 1. ValueError if steps_per_epoch is
-    None or 32 bits cannot count the steps.
+def total_steps(steps: int | None, epochs: float | None, steps_per_epoch: int | None) -> int:
+    """`steps`, or if it is None `epochs` times `steps_per_epoch`, rounded, at least 1: then ValueError if
+    steps_per_epoch is None or 32 bits cannot count the steps.
     """
-    if config.steps is not None:
-        return config.steps
+    if steps is not None:
+        return steps
     if steps_per_epoch is None:
         raise ValueError(
             "steps = null: the number of these rows is not known, so epochs cannot be counted and the learning rate "
             "has no end; set steps"
         )
-    assert config.epochs is not None
-    steps = max(1, round(config.epochs * steps_per_epoch))
+    assert epochs is not None
+    steps = max(1, round(epochs * steps_per_epoch))
     if steps >= 2**31:
-        raise ValueError(f"epochs = {config.epochs:g}: {steps:,} steps are more than can be counted")
+        raise ValueError(f"epochs = {epochs:g}: {steps:,} steps are more than can be counted")
     return steps
 
 
@@ -124,6 +124,18 @@ def _restarts(peak: float, steps: int, cycles: int, min_ratio: float) -> optax.S
     return rate
 
 
+def _depends_on_total(config: ScheduleConfig) -> bool:
+    """Whether the rate of a step is another one if the run has more steps."""
+    has_plateau = config.name == "warmup_stable_decay"
+    if config.min_ratio == 1 and (has_plateau or config.warmup_ratio is None):
+        return False
+    if config.warmup_ratio is not None:
+        return True
+    if has_plateau:
+        return config.stable_steps is None or config.decay_ratio is not None
+    return config.name not in ENDLESS
+
+
 def new_rates(
     schedule_config: ScheduleConfig, schedule: optax.Schedule | None, step: int, skipped: ArrayLike, total_steps: int
 ) -> list[str]:
@@ -132,7 +144,7 @@ def new_rates(
     schedule: maps updates made to the rate; None if unknown.
     skipped: steps without an update.
     """
-    if schedule is None or (schedule_config.name == "constant" and schedule_config.warmup_ratio is None):
+    if schedule is None or not _depends_on_total(schedule_config):
         return []
     rate = float(np.asarray(schedule(step - np.asarray(skipped))))
     return [

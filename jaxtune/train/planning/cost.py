@@ -336,7 +336,7 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
             model = get_peft_model(model, **config.adapter.settings, seed=config.seed)
         return model
 
-    return with_teacher(nnx.eval_shape(make), teacher_shapes(config))
+    return with_teacher(nnx.eval_shape(make), teacher_shapes(config.objective, config.dtype))
 
 
 def _trained_matrix_bytes(layer: Block, dtype) -> float:

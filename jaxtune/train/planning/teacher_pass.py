@@ -23,7 +23,7 @@ from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import Device, budget, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Phase, loading_bytes, phase_lines, phase_warnings
-from jaxtune.train.references.teachers import pass_shapes
+from jaxtune.train.references.teachers import of_pass, shapes_of
 
 _FROM_ELSEWHERE = "objective.teacher_logprobs, a file of its log-probabilities from a machine with more memory"
 _SHORTEST = 256  # tokens of the shortest rows that are proposed
@@ -39,6 +39,7 @@ class TeacherPass:
     """
 
     config: TrainConfig
+    rows_per_step: int
     shape: partition.MeshShape
     length: int
     device: Device
@@ -50,13 +51,17 @@ class TeacherPass:
     def own_config(self) -> TrainConfig:
         """The run's config on the mesh of `shape`, without QAT and precision map, which are the student's alone."""
         mesh = MeshConfig(data=self.shape.copies, fsdp=self.shape.shard_count)
-        return dataclasses.replace(self.config, qat=None, precision=self.config.computes_in, mesh=mesh)
+        changes = dict(rows_per_step=self.rows_per_step, precision=self.config.computes_in)
+        return dataclasses.replace(self.config, qat=None, mesh=mesh, **changes)
 
     def teacher(self, load_in: str | None = None) -> Decoder:
         """The teacher as shapes, or itself if attached in Python. load_in: a format in place of the config's, for one
         that is loaded.
         """
-        return self.attached_teacher or pass_shapes(self.config, self.name, load_in)
+        if self.attached_teacher is not None:
+            return self.attached_teacher
+        path, stored = of_pass(self.name, self.config.objective.teacher_load_in, self.config.model)
+        return shapes_of(path, self.config.dtype, load_in or stored)
 
     def planner(self, teacher: Decoder, length: int | None = None) -> ForwardPlanner:
         """A planner of the pass, with the student's weights beside. length: tokens of a row; None: the run's."""
@@ -126,6 +131,7 @@ def pass_lines(config: TrainConfig, shape: DecoderConfig, device: Device) -> lis
         return []
     student = nnx.state(abstract_model(shape, config))
     mesh = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
-    phase = TeacherPass(config, mesh, config.data.length, device, student, None, column.teacher).phase
+    of_run = (config, config.rows_per_step, mesh, config.data.length, device)
+    phase = TeacherPass(*of_run, student, None, column.teacher).phase
     host_bytes = host_memory_bytes() if config.plan.device is None else device.host_memory_bytes
     return phase_lines([phase], budget(config, device), host_bytes)

@@ -29,7 +29,6 @@ from jaxtune.pallas.linear_cross_entropy import (
     linear_top_k,
     linear_top_k_divergence,
 )
-from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batch
 
 
@@ -92,17 +91,16 @@ def declared_losses(model: Decoder) -> AuxLosses:
     return AuxLosses(tuple(losses.values()))
 
 
-def aux_losses(config: TrainConfig, model: Decoder) -> AuxLosses:
-    """The layers' losses with the config's coefficients `{name}_coef`; an unset key keeps the model's. ValueError for a
-    coefficient of a loss that no layer declares.
+def aux_losses(coefficients: Mapping[str, float | None], model: Decoder) -> AuxLosses:
+    """The layers' losses with other coefficients, by name; None keeps the model's. ValueError for a coefficient of a
+    loss that no layer declares.
     """
     declared = declared_losses(model)
-    keys = [field.name for field in dataclasses.fields(config) if field.name.endswith("_loss_coef")]
-    for key in keys:
-        if getattr(config, key) and key.removesuffix("_coef") not in declared.names:
+    for name, coefficient in coefficients.items():
+        if coefficient and name not in declared.names:
             family = model.config.family
-            raise ValueError(f"{key} = {getattr(config, key)}: a {family} model has no experts; unset it")
-    return declared.weighted({name: getattr(config, f"{name}_coef", None) for name in declared.names})
+            raise ValueError(f"{name}_coef = {coefficient}: a {family} model has no experts; unset it")
+    return declared.weighted(coefficients)
 
 
 class Forward:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+import types
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,8 +24,6 @@ from jaxtune.models.placement import collectives, host_table, partition
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.system import host_memory, processes
 from jaxtune.system.heap import uncollected
-from jaxtune.train.config import TrainConfig
-from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.batches import Batch, Batches, BatchSource, Rows
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.known import KnownFailures
@@ -70,10 +69,13 @@ def finished(frozen: nnx.State, plan: StepPlan) -> nnx.State:
 class Engine:
     """Compiles and runs the programs of a run, an evaluation or a teacher's pass on a mesh, under its planner's plan.
 
-      program: fields of plan, mesh and NEFTune are filled in here.
+      program: fields of plan and mesh are filled in here.
       before_qat: the step without rounded weights, before qat.start.
       planner: a ForwardPlanner if no step is made. A Planner at once skips plans that failed earlier.
       held_out: rows of an evaluation, compiled with the step.
+      deterministic: the same bits on every run.
+      early_steps: those of `before_qat`.
+      settings: of the whole config, by which earlier failures are found; JSON values.
 
     `micro_index`: int32 numbers of micro-batches on the mesh. `tables`: {name: [vocabulary, size]} of tables of
     embeddings on the host, shapes until weights are loaded; TrainedModel sets it.
@@ -86,20 +88,19 @@ class Engine:
         planner: Planner | ForwardPlanner,
         mesh: jax.sharding.Mesh,
         batches: BatchSource,
-        config: TrainConfig,
-        held_out: Rows | None,
+        held_out: Rows | None = None,
+        deterministic: bool = False,
+        early_steps: int = 0,
+        settings: Mapping[str, Any] = types.MappingProxyType({}),
     ):
-        alpha = config.neftune_noise_alpha
-        self.program = dataclasses.replace(program, noise_alpha=alpha)
-        self.before_qat = None if before_qat is None else dataclasses.replace(before_qat, noise_alpha=alpha)
-        self.planner = planner
+        self.program, self.before_qat, self.planner = program, before_qat, planner
         self.tables: Mapping[str, host_table.Array] = {}
         self.batches = batches
-        self._early_steps = 0 if config.qat is None else config.qat.start
-        self._deterministic, self._offloads, self._held_out = config.deterministic, config.optim.offload, held_out
+        self._early_steps, self.deterministic = early_steps, deterministic
+        self._offloads, self._held_out = program.offload, held_out
         self.use_mesh(mesh)
         if isinstance(planner, Planner):
-            planner.skip_known_failures(KnownFailures(self._facts(planner, config)))
+            planner.skip_known_failures(KnownFailures(self._facts(planner, settings)))
         self.follow_plan()
 
     @property
@@ -108,17 +109,16 @@ class Engine:
         assert isinstance(self.planner, Planner)
         return self.planner
 
-    def _facts(self, planner: Planner, config: TrainConfig) -> list[Any]:
+    def _facts(self, planner: Planner, settings: Mapping[str, Any]) -> list[Any]:
         """JSON values that identify the programs in KnownFailures: what they depend on, except plan, device and
         versions.
         """
-        settings = config_to_dict(config)
         program, cost = self.program, planner.cost
         sizes = {**vars(cost), **vars(cost.layers)}
         sizes = {name: value for name, value in sizes.items() if name not in ("layers", "segments", "kinds", "teacher")}
         return [
             {name: settings[name] for name in ("model", "adapter", "objective", "optim", "qat", "precision")},
-            [config.deterministic, config.max_grad_norm, config.neftune_noise_alpha, config.memory.plan],
+            [self.deterministic, program.max_grad_norm, program.noise_alpha, settings["memory"]["plan"]],
             [program.max_documents, program.full, program.weights, program.dropout, type(program.objective).__name__],
             [dict(self.mesh.shape), str(planner.shape), sizes],
         ]
@@ -149,8 +149,8 @@ class Engine:
     @property
     def options(self) -> dict[str, Any]:
         platform, divides = self.mesh.devices.flat[0].platform, partition.MeshShape.of(self.mesh).shard_count > 1
-        merges = self._deterministic or not self.program.by_tensor  # so deterministic runs keep older versions' bits
-        return compiler_options(platform, self._deterministic, divides, merges)
+        merges = self.deterministic or not self.program.by_tensor  # so deterministic runs keep older versions' bits
+        return compiler_options(platform, self.deterministic, divides, merges)
 
     # ---- batches
 

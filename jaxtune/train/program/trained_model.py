@@ -22,7 +22,8 @@ from jaxtune.models.placement import partition
 from jaxtune.models.qat.fake_quant import INPUT_SCALES
 from jaxtune.models.qat.observed_inputs import known_scales, observed_scales, with_input_scales
 from jaxtune.system import processes
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import QatConfig
+from jaxtune.train.config.precision import Precision
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.planner import out_of_memory
@@ -40,6 +41,7 @@ class TrainedModel:
     both describe (state, sums, frozen weights).
 
       model: has shapes if `weights` is given.
+      seed: of the first state.
       keeps_model: False: trained tensors become shapes once copied, and frozen ones are freed as they are divided.
       weights: the model that a thread is loading.
 
@@ -52,8 +54,17 @@ class TrainedModel:
       fresh: this process began a new run whose adapter does not change outputs yet.
     """
 
-    def __init__(self, model: Decoder, config: TrainConfig, keeps_model: bool, weights: Future[Decoder] | None):
-        self._config, self.keeps_model, self._weights = config, keeps_model, weights
+    def __init__(
+        self,
+        model: Decoder,
+        precision: Precision,
+        qat: QatConfig | None,
+        seed: int,
+        keeps_model: bool,
+        weights: Future[Decoder] | None,
+    ):
+        self._precision, self._qat, self._seed = precision, qat, seed
+        self.keeps_model, self._weights = keeps_model, weights
         self.fresh = False
         self._hold(model)
 
@@ -61,20 +72,20 @@ class TrainedModel:
         """ValueError if the precision map does not fit, QAT cannot round the model, or its dtype cannot hold rounded
         weights.
         """
-        config = self._config
-        if config.components:
+        precision, qat = self._precision, self._qat
+        if precision.components:
             model = copy_structure(model)
-            follow(model, config.components)
+            follow(model, precision.components)
         self.given, saved_scales = without_teacher(model), known_scales(model)
-        model = unrounded(model)  # only config.qat decides whether weights are rounded
-        model.dtype = config.dtype
-        if config.components:
-            follow(model, config.components)
+        model = unrounded(model)  # only `qat` decides whether weights are rounded
+        model.dtype = precision.dtype
+        if precision.components:
+            follow(model, precision.components)
         if model.teacher is not None:
             model.teacher.dtype = model.dtype
-        if config.qat is not None:
+        if qat is not None:
             scales = saved_scales or {name: math.nan for name, _ in linears(model)}
-            model = prepare_qat(model, config.qat.format, config.qat.group_size, config.qat.gradients, scales)
+            model = prepare_qat(model, qat.format, qat.group_size, qat.gradients, scales)
         self.graph, self.qat = nnx.graphdef(model), qat_spec(model)
         self._unobserved = self.qat is not None and self.qat.observes and not saved_scales
         plain = copy_structure(model)
@@ -84,7 +95,7 @@ class TrainedModel:
         self._graph_alone = nnx.graphdef(without_teacher(model))
         if self.qat is not None and not self.qat.represented_by(self.given.dtype):
             raise ValueError(
-                f"qat: precision = {config.computes_in} rounds weights in {self.qat.dtype}, which a model loaded in "
+                f"qat: precision = {precision.computes_in} rounds weights in {self.qat.dtype}, which a model loaded in "
                 f"{self.given.dtype} does not hold: load it in {self.qat.dtype} or float32"
             )
 
@@ -151,13 +162,13 @@ class TrainedModel:
         frozen = self.placed_frozen(engine)  # comes first, so that the blocks it frees are used for what follows
         program, where = engine.program, engine.replicated
         if engine.mesh.size == 1 or program.offload:
-            state = program.init(self.trainable, self._config.seed, where)
+            state = program.init(self.trainable, self._seed, where)
             state = partition.put(state, program.shardings(state, where))
         else:  # no device ever has a whole tensor that is divided
             shapes, _, _ = self.first_shapes(engine)
             trainable = partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh))
             init = jax.jit(program.init, static_argnums=1, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
-            state = init(trainable, self._config.seed)
+            state = init(trainable, self._seed)
         return state, frozen
 
     def weights(self, engine: Engine) -> tuple[nnx.State, nnx.State]:
@@ -245,7 +256,7 @@ class TrainedModel:
     def state_shapes(self, engine: Engine) -> TrainState:
         """Shapes and shardings of the state, by which each device reads only its parts of a checkpoint."""
         program = engine.program
-        state = jax.eval_shape(lambda trainable: program.init(trainable, self._config.seed), self.trainable)
+        state = jax.eval_shape(lambda trainable: program.init(trainable, self._seed), self.trainable)
         return _placed(state, program.shardings(state, engine.replicated))
 
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:

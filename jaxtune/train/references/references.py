@@ -7,6 +7,7 @@ the first step: a new adapter changes nothing yet.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from jaxtune.system import processes
 from jaxtune.system.disk import note_use
 from jaxtune.system.files import new_file
 from jaxtune.system.sealed import require_sealed, seal
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import QatConfig
 from jaxtune.train.data.batches import Batches, Rows
 from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.data.tokens.cache import cache_folder
@@ -30,12 +31,23 @@ from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.program.programs import Engine
 
 
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """The model that a reference is: its weights, and how they are stored and compute."""
+
+    digest: str | None
+    """Of the weights; None: unknown."""
+    load_in: str | None
+    compute: str | None
+    precision: str | Mapping[str, str]
+
+
 def fill_reference(
     rows: PackedPairs,
     objective: Any,
     engine: Engine,
-    config: TrainConfig,
-    base: str | None,
+    cache_dir: str | None,
+    base: Base,
     trainable: nnx.State,
     frozen: nnx.State,
     say: Callable[[str], None],
@@ -47,14 +59,14 @@ def fill_reference(
     Raises ValueError if the file is missing and the reference has `trained`.
 
       objective: its `reference` computes a batch.
-      base: digest of the base's weights; None: unknown, and no file is used.
+      base: without a digest no file is used.
       trainable, frozen: state on the devices.
       trained: whether the weights that would be the reference have made steps.
       say: prints a line.
     """
     if rows.reference is None or not np.isnan(rows.reference).any():
         return
-    path = None if base is None else _path(rows, config, base)
+    path = None if base.digest is None else _path(rows, cache_dir, base)
     log_probs = None if path is None else read_values(path, rows.reference.shape, np.dtype(np.float32), say)
     if log_probs is not None and not np.isfinite(log_probs).all():
         log_probs = None
@@ -83,10 +95,10 @@ def fill_reference(
     rows.reference[:] = log_probs
 
 
-def unwritten(sets: Sequence[PackedPairs], config: TrainConfig) -> tuple[Path, int] | None:
+def unwritten(sets: Sequence[PackedPairs], cache_dir: str | None) -> tuple[Path, int] | None:
     """(Folder, bytes) of values that `fill_reference` has yet to compute; None without any."""
     arrays = [rows.reference for rows in sets if rows.reference is not None and np.isnan(rows.reference).any()]
-    return (cache_folder(config.data.cache_dir), sum(array.nbytes for array in arrays)) if arrays else None
+    return (cache_folder(cache_dir), sum(array.nbytes for array in arrays)) if arrays else None
 
 
 def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: nnx.State, frozen: nnx.State) -> np.ndarray:
@@ -121,13 +133,13 @@ def values_of_rows(
     yield waiting[0], jax.tree.map(partition.on_host, waiting[1])
 
 
-def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
+def _path(rows: PackedPairs, cache_dir: str | None, base: Base) -> Path:
     """The file of these rows' values, named by tokens, masks, truncation, base model and formats."""
-    documents, model = rows.documents, config.model
-    digest = hashlib.blake2b(repr((base, model.load_in, model.compute, config.precision)).encode(), digest_size=16)
+    documents, formats = rows.documents, (base.load_in, base.compute, base.precision)
+    digest = hashlib.blake2b(repr((base.digest, *formats)).encode(), digest_size=16)
     for array in (documents.tokens, documents.mask, documents.starts, rows.kept_lengths):
         digest.update(np.ascontiguousarray(array).tobytes())
-    return cache_folder(config.data.cache_dir) / f"reference_{digest.hexdigest()}.npy"
+    return cache_folder(cache_dir) / f"reference_{digest.hexdigest()}.npy"
 
 
 def read_values(path: Path, shape: tuple[int, ...], dtype: np.dtype, say: Callable[[str], None]) -> np.ndarray | None:
@@ -151,19 +163,20 @@ def read_values(path: Path, shape: tuple[int, ...], dtype: np.dtype, say: Callab
 
 
 def first_check(
-    objective: Objective, config: TrainConfig, rows: Any, fresh: Callable[[], bool]
+    objective: Objective, qat: QatConfig | None, noise_alpha: float | None, rows: Any, fresh: Callable[[], bool]
 ) -> Callable[[Mapping[str, float]], None]:
     """A function of the first step's metrics that raises TrainingStopped if the reference's log-probabilities are not
     those of the model before training. It does nothing without a reference, or where they may differ: values of the
     data set, a trained adapter, NEFTune, QAT from the first step.
 
+      noise_alpha: of NEFTune.
       rows: before `fill_reference`.
       fresh: whether the adapter was new before the first step.
     """
     stored_reference = getattr(rows, "reference", None)
     computed_here = stored_reference is None or bool(np.isnan(stored_reference).any())
-    rounded = config.qat is not None and config.qat.start == 0
-    if not computed_here or rounded or config.neftune_noise_alpha:
+    rounded = qat is not None and qat.start == 0
+    if not computed_here or rounded or noise_alpha:
         return lambda line: None
 
     def check(line: Mapping[str, float]) -> None:

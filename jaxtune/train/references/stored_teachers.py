@@ -28,7 +28,8 @@ from jaxtune.system.disk import note_use
 from jaxtune.system.files import new_file, remove_temporary
 from jaxtune.system.sealed import fingerprints, seal, seal_of
 from jaxtune.system.terminal import say
-from jaxtune.train.config import ConfigError, TrainConfig
+from jaxtune.train.config import ConfigError, DataConfig, ModelConfig
+from jaxtune.train.config.precision import Precision
 from jaxtune.train.data.batches import Batch, BatchSource
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.tokens.cache import cache_folder, disk_errors
@@ -62,12 +63,25 @@ class StoredTeacher:
     an unreadable teacher_logprobs.
 
       student: a teacher attached to it is taken; else the one that the objective names.
+      base: of the student. load_in: the format of a named teacher.
+      planned: the plan of a pass over `rows_per_step` rows of a `shape` and so on, fields of TeacherPass.
     """
 
-    def __init__(self, objective: Objective, config: TrainConfig, student: Decoder, tokenizer: PreTrainedTokenizerFast):
+    def __init__(
+        self,
+        objective: Objective,
+        student: Decoder,
+        tokenizer: PreTrainedTokenizerFast,
+        base: ModelConfig,
+        load_in: str | None,
+        precision: Precision,
+        data: DataConfig,
+        planned: Callable[..., TeacherPass],
+    ):
         column = objective.needs_rows_before
         self._column = column if isinstance(column, TeacherColumn) else None
-        self._config, self._tokenizer = config, tokenizer
+        self._tokenizer, self._base, self._load_in, self._precision = tokenizer, base, load_in, precision
+        self._data, self._planned = data, planned
         self._teacher, self._vocab_size = student.teacher, student.config.vocab_size
         self._file = None
         self._was_read = False  # whether all values were found in files, so that there was no pass
@@ -100,9 +114,8 @@ class StoredTeacher:
             return None
         if self._file is not None:
             return self._file.digest
-        config = self._config
-        load_in = config.model.load_in if self._is_base else config.objective.teacher_load_in
-        how = (config.computes_in, load_in, self.k, self._column.temperature)
+        load_in = self._base.load_in if self._is_base else self._load_in
+        how = (self._precision.computes_in, load_in, self.k, self._column.temperature)
         if self._teacher is not None:
             of_weights = self._teacher.base_digest
             if of_weights is None:
@@ -125,8 +138,8 @@ class StoredTeacher:
         adapter, or another tokenizer or vocabulary; ValueError, OSError.
         """
         assert self._column is not None
-        path, load_in = of_pass(self._config, self._column.teacher)
-        opened = Pretrained(path, self._config.dtype, load_in)
+        path, load_in = of_pass(self._column.teacher, self._load_in, self._base)
+        opened = Pretrained(path, self._precision.dtype, load_in)
         require_same_tokens(self._tokenizer, opened)
         if opened.config.vocab_size != self._vocab_size:
             raise ConfigError(
@@ -221,9 +234,8 @@ class StoredTeacher:
     def _pass(self, engine: Engine) -> TeacherPass:
         assert self._column is not None
         batches, name = engine.batches, self._column.teacher
-        config = dataclasses.replace(self._config, rows_per_step=batches.rows_per_step)
-        of_run = (config, partition.MeshShape.of(engine.mesh), batches.length, engine.planner.device)
-        return TeacherPass(*of_run, self._student, self._teacher, name)
+        of_run = (batches.rows_per_step, partition.MeshShape.of(engine.mesh), batches.length, engine.planner.device)
+        return self._planned(*of_run, self._student, self._teacher, name)
 
     def _found(self, rows: TaughtRows, say: Callable[[str], None]) -> bool:
         """Whether every process has the same stored file, which is then mapped to `rows.values.stored`. Collective."""
@@ -259,11 +271,11 @@ class StoredTeacher:
         shape = partition.MeshShape.of(engine.mesh)
         teacher = self._teacher or load_teacher(self._opened, mesh=engine.mesh if shape.shard_count > 1 else None)
         assert teacher is not None
-        config = planned.own_config
-        model = TrainedModel(teacher, config, self._teacher is not None, None)
+        precision = Precision(self._precision.computes_in)  # the map of modules is the student's
+        model = TrainedModel(teacher, precision, None, 0, self._teacher is not None, None)
         planner = planned.planner(model.prepared)
         program = dataclasses.replace(engine.program, graph=model.graph, noise_alpha=None)
-        pass_engine = Engine(program, None, planner, engine.mesh, engine.batches, config, None)
+        pass_engine = Engine(program, None, planner, engine.mesh, engine.batches, deterministic=engine.deterministic)
         k, temperature = self.k, self._column.temperature
         trainable, frozen = model.weights(pass_engine)
 
@@ -292,12 +304,12 @@ class StoredTeacher:
         """
         if self.digest is None:
             return None
-        documents, config, values = rows.documents, self._config, rows.values
-        piece_length = rows.length if config.data.overflow == "split" and self._file is None else None
+        documents, values = rows.documents, rows.values
+        piece_length = rows.length if self._data.overflow == "split" and self._file is None else None
         digest = hashlib.blake2b(repr((self.digest, values.k, values.limit, piece_length)).encode(), digest_size=16)
         for array in (documents.tokens, documents.mask, documents.starts, documents.lengths):
             digest.update(np.ascontiguousarray(array).tobytes())
-        return cache_folder(config.data.cache_dir) / f"teacher_{digest.hexdigest()}.npy"
+        return cache_folder(self._data.cache_dir) / f"teacher_{digest.hexdigest()}.npy"
 
 
 # ---- stored files

@@ -19,7 +19,8 @@ from jaxtune.models.files.quant import parameters, require_stated, stored_in
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.lora import copy_structure, freeze
 from jaxtune.models.registry import config_from_hf, weights_stored_in
-from jaxtune.train.config import ConfigError, TrainConfig
+from jaxtune.train.config import ConfigError, ModelConfig
+from jaxtune.train.config.objective import ObjectiveConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -64,9 +65,8 @@ def without_teacher(model: Decoder) -> Decoder:
     return model
 
 
-def teacher_of(config: TrainConfig) -> str | None:
-    """The teacher's folder or hub name; None if unset or "base". Raises ConfigError for an adapter."""
-    path = config.objective.teacher
+def _checkpoint(path: str | None) -> str | None:
+    """A teacher's folder or hub name; None if unset or "base". Raises ConfigError for an adapter."""
     if path is None or path == BASE:
         return None
     if base_of(path) is not None:
@@ -74,40 +74,35 @@ def teacher_of(config: TrainConfig) -> str | None:
     return path
 
 
-def _stored_before(config: TrainConfig) -> bool:
-    return config.objective.teacher_top_k is not None
+def _beside(objective: ObjectiveConfig) -> str | None:
+    """The checkpoint of a teacher that runs beside the student; None without one. Raises ConfigError for an adapter."""
+    return None if objective.teacher_top_k is not None else _checkpoint(objective.teacher)
 
 
-def teacher_shapes(config: TrainConfig) -> Decoder | None:
+def teacher_shapes(objective: ObjectiveConfig, dtype: str) -> Decoder | None:
     """The teacher with shapes for arrays, from its config.json; None without one during the run. Raises ConfigError for
     an adapter.
     """
-    path = None if _stored_before(config) else teacher_of(config)
-    return None if path is None else _shapes(path, config.dtype, config.objective.teacher_load_in)
+    path = _beside(objective)
+    return None if path is None else shapes_of(path, dtype, objective.teacher_load_in)
 
 
-def of_pass(config: TrainConfig, name: str | None) -> tuple[str, str | None]:
+def of_pass(name: str | None, load_in: str | None, base: ModelConfig) -> tuple[str, str | None]:
     """(Folder or hub name, weight format or None) of a teacher whose values are stored before the run. Raises
-    ConfigError for a base with random weights, or an adapter. name: the objective's `teacher`; None or "base": the
-    trained model's base.
+    ConfigError for a base with random weights, or an adapter.
+
+      name: the objective's `teacher`; None or "base": the trained model's base.
+      load_in: the format of a named one.
     """
-    if name not in (None, BASE):
-        return teacher_of(config) or name, config.objective.teacher_load_in
-    if config.model.path is None:
+    if (path := _checkpoint(name)) is not None:
+        return path, load_in
+    if base.path is None:
         raise ConfigError("objective.teacher = 'base': random weights (model.from_config) teach nothing; name one")
-    return config.model.path, config.model.load_in
-
-
-def pass_shapes(config: TrainConfig, name: str | None, load_in: str | None = None) -> Decoder:
-    """The teacher of `of_pass` with shapes for arrays. load_in: in place of the config's format. name: a folder or a
-    hub's name; "base" or None: the base.
-    """
-    path, config_format = of_pass(config, name)
-    return _shapes(path, config.dtype, load_in or config_format)
+    return base.path, base.load_in
 
 
 @functools.lru_cache(4)
-def _shapes(path: str, dtype: str, load_in: str | None) -> Decoder:
+def shapes_of(path: str, dtype: str, load_in: str | None) -> Decoder:
     """The frozen teacher with shapes for arrays, from config.json; shared and cached, so do not change it. Raises
     ValueError.
 
@@ -124,14 +119,12 @@ def _shapes(path: str, dtype: str, load_in: str | None) -> Decoder:
     return nnx.eval_shape(make)
 
 
-def open_teacher(config: TrainConfig) -> Pretrained | None:
+def open_teacher(objective: ObjectiveConfig, dtype: str) -> Pretrained | None:
     """Opens the teacher's checkpoint, so that a wrong folder shows at once; None without one during the run. Raises
     ConfigError for an adapter, ValueError or OSError for no model.
     """
-    path = None if _stored_before(config) else teacher_of(config)
-    if path is None:
-        return None
-    return Pretrained(path, config.dtype, config.objective.teacher_load_in)
+    path = _beside(objective)
+    return None if path is None else Pretrained(path, dtype, objective.teacher_load_in)
 
 
 def load_teacher(

@@ -20,7 +20,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.system.sealed import crc32
-from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
+from jaxtune.train.config import ConfigError, DataConfig
 from jaxtune.train.config.sections import Unset
 from jaxtune.train.data.batches import Batch, BatchSource, Json, Rollout, SampledRows, epoch_order
 from jaxtune.train.data.dataset import TokenDataset
@@ -29,7 +29,7 @@ from jaxtune.train.data.rendering.templates import RowEncoder
 from jaxtune.train.data.rows.row_errors import RowError
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.sampled.packed_answers import Answer, AnswerRows, fill_warning, packed_shape
-from jaxtune.train.sampled.prompts import prompt_of, read_each, rows_multiple
+from jaxtune.train.sampled.prompts import AnswerSteps, prompt_of, read_each
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -272,7 +272,7 @@ def own_samples(
     objective: Distill,
     rows: object,
     tokenizer: PreTrainedTokenizerFast,
-    config: TrainConfig,
+    steps: AnswerSteps,
     ends: Sequence[int],
     positions: int,
 ) -> OwnSamples:
@@ -290,23 +290,23 @@ def own_samples(
             f"objective.on_policy = {objective.on_policy}: rows that are tokenised already have no prompts to answer; "
             "give the rows themselves, or set objective.on_policy: 0"
         )
-    data, free = config.data, isinstance(config.data.length, Unset)
+    data, free = steps.data, isinstance(steps.data.length, Unset)
     length = positions if free else min(data.length, positions)
     reads = _Reading(tokenizer, data, length, length - objective.drawing.max_completion_length, objective.on_policy < 1)
-    asked_rows, row, multiple = read_each(rows, data, "data.train", reads), data.length, rows_multiple(config)
+    asked_rows, row, multiple = read_each(rows, data, "data.train", reads), data.length, steps.rows_multiple
     if free:
         longest = max(
             max(len(asked_row.prompt) + objective.drawing.max_completion_length, len(asked_row.own))
             for asked_row in asked_rows
         )
-        row, multiple = packed_shape(longest, config.rows_per_step, multiple)
+        row, multiple = packed_shape(longest, steps.answers, multiple)
     return OwnSamples(
         asked_rows,
         objective,
-        documents=config.rows_per_step,
+        documents=steps.answers,
         length=row,
         chosen_length=free,
-        seed=config.seed,
+        seed=steps.seed,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         ends=ends,
         rows_multiple=multiple,

@@ -14,7 +14,7 @@ from jaxtune.conversations.answers import AnswerReader, Completions
 from jaxtune.conversations.messages import ConversationError, read_messages, turns_in
 from jaxtune.models.placement import partition
 from jaxtune.system.terminal import say
-from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
+from jaxtune.train.config import ConfigError, DataConfig, MeshConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.config.sections import Unset
 from jaxtune.train.data.rendering.formats import HISTORY, Example, detect_format, normalize, refuse_media
@@ -108,10 +108,10 @@ def sampled_answers(
     objective: GRPO,
     rows: object,
     tokenizer: Any,
-    config: TrainConfig,
+    steps: AnswerSteps,
     ends: Sequence[int],
     positions: int,
-    user_functions: UserFunctions | None = None,
+    user_functions: UserFunctions,
 ) -> SampledAnswers:
     """The batch source of a run that learns from rewards. They are `user_functions.rewards`, then those of
     environments' `get_reward`; without both, the rollout function's column `reward`.
@@ -121,10 +121,8 @@ def sampled_answers(
 
       ends: token ids that end an answer.
       positions: most tokens of prompt and answer that the model allows.
-      user_functions: a script's functions; None: those that the config names.
     """
-    data, settings = config.data, objective.settings
-    user_functions = UserFunctions.named(config.objective) if user_functions is None else user_functions
+    data, settings = steps.data, objective.settings
     rewards, reference = user_functions.all_rewards(), user_functions.reference
     weights = np.asarray(rewards.weights, np.float64)
     if reference is None and objective.penalises:
@@ -135,22 +133,22 @@ def sampled_answers(
     cuts_prompts = user_functions.longest_prompt is not None
     room = min(room, user_functions.longest_prompt) if user_functions.longest_prompt is not None else room
     prompts = read_prompts(rows, tokenizer, data, room, tools=user_functions.tools, cuts_long=cuts_prompts)
-    length, multiple = data.length, rows_multiple(config)
+    length, multiple = data.length, steps.rows_multiple
     if chooses:
         longest = max(len(prompt.ids) for prompt in prompts) + settings.max_completion_length
-        length, multiple = packed_shape(longest, config.rows_per_step, multiple)
+        length, multiple = packed_shape(longest, steps.answers, multiple)
         if user_functions.tools is not None or user_functions.rollout is not None:  # they may make prompts longer
-            length, multiple = max(length, min(data.length, positions)), rows_multiple(config)
+            length, multiple = max(length, min(data.length, positions)), steps.rows_multiple
     return SampledAnswers(
         prompts,
         rewards,
         settings,
         functools.partial(objective.advantages, weights=weights),
-        _answering(user_functions, settings, tokenizer, config, ends, min(length, positions)),
-        answers_per_step=config.rows_per_step,
+        _answering(user_functions, settings, tokenizer, data, ends, min(length, positions)),
+        answers_per_step=steps.answers,
         length=length,
         chosen_length=chooses,
-        seed=config.seed,
+        seed=steps.seed,
         rows_multiple=multiple,
         score=functools.partial(log_probs_of, settings.temperature) if objective.reuses else None,
         reference=reference,
@@ -159,13 +157,25 @@ def sampled_answers(
     )
 
 
-def rows_multiple(config: TrainConfig) -> int:
-    """What a step's packed rows are a multiple of: the mesh's devices times the micro-batches; 1 without config.mesh,
-    as the run chooses one that divides them.
-    """
-    if config.mesh is None:
-        return 1
-    return partition.make_mesh(*config.mesh.sizes).size * (config.micro_batches or 1)
+@dataclasses.dataclass(frozen=True)
+class AnswerSteps:
+    """How prompts are read, and how many answers a step has."""
+
+    data: DataConfig
+    answers: int
+    """In a step."""
+    micro_batches: int | None
+    """None: any number."""
+    mesh: MeshConfig | None
+    """None: the run chooses one that divides the rows."""
+    seed: int
+
+    @property
+    def rows_multiple(self) -> int:
+        """What a step's packed rows are a multiple of: the mesh's devices times the micro-batches; 1 without a mesh."""
+        if self.mesh is None:
+            return 1
+        return partition.make_mesh(*self.mesh.sizes).size * (self.micro_batches or 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,15 +235,15 @@ def _answering(
     user_functions: UserFunctions,
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
+    data: DataConfig,
     ends: Sequence[int],
     length: int,
 ) -> Answering:
     """A RolloutFunction, ToolTurns, or OneTurn, by the user's functions. Raises ConfigError if the template cannot
     write calls. length: most tokens of prompt and answer.
     """
-    encoder = RowEncoder(tokenizer, template=config.data.trained_template, today=config.data.today)
-    completions = completions_of(tokenizer, config.data.trained_template)
+    encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today)
+    completions = completions_of(tokenizer, data.trained_template)
     sampling = Sampling(settings, tuple(sorted(set(ends))), completions.decode, completions=completions)
     if user_functions.rollout is not None:
 
@@ -252,7 +262,7 @@ def _answering(
         example = Example(messages=read_messages(messages), tools=tools.schemas(columns) or None)
         return tuple(map(int, encoder.encode_prompt(example)))
 
-    form = ToolFormat(tokenizer, config.data.trained_template, sampling.ends, config.data.today)
+    form = ToolFormat(tokenizer, data.trained_template, sampling.ends, data.today)
     return ToolTurns(sampling, tools, form, with_tools, length, user_functions.most_iterations)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.policy import GRPO
 from jaxtune.train.sampled.own_samples import own_samples
-from jaxtune.train.sampled.prompts import UserFunctions, sampled_answers
+from jaxtune.train.sampled.prompts import AnswerSteps, UserFunctions, sampled_answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -21,22 +20,22 @@ def sampled_source(
     objective: Objective,
     rows: object,
     tokenizer: PreTrainedTokenizerFast,
-    config: TrainConfig,
+    steps: AnswerSteps,
     ends: Sequence[int],
     positions: int,
-    user_functions: UserFunctions | None = None,
+    user_functions: UserFunctions,
 ) -> BatchSource:
     """The source of an objective that samples. Raises ValueError if it has none of its own, or prompts or functions
     cannot be used.
 
       ends: token ids that end an answer.
       positions: most tokens of prompt and answer that the model allows.
-      user_functions: a script's, for rewards; None: those that the config names.
+      user_functions: for rewards.
     """
     if isinstance(objective, GRPO):
-        return sampled_answers(objective, rows, tokenizer, config, ends, positions, user_functions)
+        return sampled_answers(objective, rows, tokenizer, steps, ends, positions, user_functions)
     if isinstance(objective, Distill):
-        return own_samples(objective, rows, tokenizer, config, ends, positions)
+        return own_samples(objective, rows, tokenizer, steps, ends, positions)
     raise ValueError(
         f"objective = {objective.label}: it samples its rows, and nothing says how: give Trainer a BatchSource that "
         "samples them as train_rows"

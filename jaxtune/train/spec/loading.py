@@ -48,7 +48,7 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     Leaving cancels loading. ValueError without a tokenizer, if the teacher gives a token another id, or if a checkpoint
     cannot be opened; the thread's errors come from `weights.result()`.
     """
-    model_config, teacher = config.model, open_teacher(config)
+    model_config, teacher = config.model, open_teacher(config.objective, config.dtype)
 
     def tokenizer(folder: Path | None) -> Any:
         loaded = _tokenizer(config, folder)

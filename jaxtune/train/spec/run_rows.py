@@ -21,6 +21,7 @@ from jaxtune.train.data.rows.streamed import InOrder, StreamedRows, is_stream
 from jaxtune.train.folder.record import require_same_rows
 from jaxtune.train.objectives.objective import Objective, require_known_rows
 from jaxtune.train.optimizer.schedule import total_steps
+from jaxtune.train.sampled.prompts import AnswerSteps, UserFunctions
 from jaxtune.train.sampled.sources import sampled_source
 
 
@@ -111,7 +112,10 @@ class Reader:
         """A source that samples answers to prompts from the model during the run. ValueError if prompts or reward
         functions cannot be used.
         """
-        return sampled_source(self.objective, rows, self.tokenizer, self.config, self.ends, self.model.context_length)
+        config, positions = self.config, self.model.context_length
+        steps = AnswerSteps(config.data, config.rows_per_step, config.micro_batches, config.mesh, config.seed)
+        functions = UserFunctions.named(config.objective)
+        return sampled_source(self.objective, rows, self.tokenizer, steps, self.ends, positions, functions)
 
     def row_set(self, rows: object, seed: int) -> RowSet:
         """A set from which batches are drawn during the run, in an order by `seed`. Of streamed rows a first window is
@@ -152,7 +156,7 @@ def source_of(
     rows cannot be packed, or epochs of a source without known steps.
     """
     source = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
-    steps = total_steps(config, source.steps_per_epoch)
+    steps = total_steps(config.steps, config.epochs, source.steps_per_epoch)
     if isinstance(train, TokenDataset) and train.unit.counts_examples:
         return *pack_steps(train, held_out, config, steps), steps
     return source, held_out, steps

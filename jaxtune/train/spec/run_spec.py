@@ -127,7 +127,17 @@ def resolve(
     reader = Reader(objective, tokenizer, rows_config, model.given.config, tuple(ends))
     held_out_source = config.data.eval if eval_rows is None else eval_rows
     rewards = train_rows.rewards if isinstance(train_rows, SampledAnswers) else None
-    answers = answer_metrics(rows_config, held_out_source, tokenizer, model.given, rewards)
+    answers = answer_metrics(
+        config.evaluation,
+        data,
+        held_out_source,
+        tokenizer,
+        model.given,
+        config.objective,
+        rewards,
+        seed=config.seed,
+        deterministic=config.deterministic,
+    )
     if checks_folder:
         require_own_folder(in_first_words(config))
     train, held_out = stored.attach(*run_rows(reader, train_rows, eval_rows, not trains))

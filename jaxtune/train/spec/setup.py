@@ -45,7 +45,9 @@ def engine_of(
     """
     programs = step_programs(spec, rows, model)
     config, mesh, planner = planned(spec.config, model, spec.needs, rows.batches, optimizer, trains)
-    return Engine(*programs, planner, mesh, rows.batches, config, rows.held_out and rows.held_out.rows)
+    held_out, qat_start = rows.held_out and rows.held_out.rows, config.qat.start if config.qat else 0
+    of_config = (config.deterministic, qat_start, config_to_dict(config))
+    return Engine(*programs, planner, mesh, rows.batches, held_out, *of_config)
 
 
 def step_programs(spec: RunSpec, rows: RunRows, model: TrainedModel) -> tuple[StepProgram, StepProgram | None]:
@@ -63,10 +65,11 @@ def step_programs(spec: RunSpec, rows: RunRows, model: TrainedModel) -> tuple[St
         # A limit would allow cuDNN's attention, whose sums are in no fixed order, so `deterministic` gives none.
         max_documents=None if config.deterministic else most_documents(rows.batches, rows.held_out),
         max_grad_norm=config.max_grad_norm,
+        noise_alpha=config.neftune_noise_alpha,
         dropout=any(rate > 0 for rate in rates),
         scale_loss=config.computes_in == "fp16",
         weights=weight_storage(config.optim.weights, config.computes_in, size),
-        aux_losses=aux_losses(config, model.prepared),
+        aux_losses=aux_losses(config.loss_coefficients, model.prepared),
         bound=rule.bound,
         # The many small tensors of adapters are updated in one program, which is faster.
         by_tensor=rule.bound is not None and not has_adapter(model.given),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 from jaxtune.models.files.model_folder import require_tokenizer
-from jaxtune.train.config import ConfigError, TrainConfig
+from jaxtune.train.config import ConfigError, DataConfig, ModelConfig
 from jaxtune.train.data.rendering.formats import PREFERENCE, normalize
 from jaxtune.train.data.rows.reading import open_sources, read_rows
 from jaxtune.train.data.rows.row_errors import RowError, attempt
@@ -15,7 +14,7 @@ from jaxtune.train.data.rows.row_errors import RowError, attempt
 _MOST_FILES = 32  # the most files of a folder that are opened
 
 
-def require_readable(config: TrainConfig, converts: bool) -> None:
+def require_readable(data: DataConfig, model: ModelConfig, converts: bool) -> None:
     """Reads the first row of each file of data.train and data.eval (at most 32 of a folder; of a stream the first
     shard), and looks for a local model's tokenizer. A data set named on the hub is downloaded unless streamed.
 
@@ -24,23 +23,20 @@ def require_readable(config: TrainConfig, converts: bool) -> None:
     Raises ConfigError for missing or empty sources and, unless data.on_bad_row is "skip", bad rows; ValueError for a
     missing tokenizer, an unusable config.json, an unknown data.format or an unreadable file; OSError.
     """
-    data = config.data
     mixed = [rows for rows, _ in data.mixed]
     train = [data.train] if isinstance(data.train, str) else mixed or list(data.train)
     held_out = [] if data.eval is None else [data.eval]
     for key, names in (("data.train", train), ("data.eval", held_out)):
         for rows in names:
-            _look(key, rows, config, converts)
-    model = config.model
+            _look(key, rows, data, converts)
     if model.path is not None and model.tokenizer is None and (folder := Path(model.path).expanduser()).exists():
         require_tokenizer(folder)
 
 
-def _look(key: str, rows: Any, config: TrainConfig, converts: bool) -> None:
+def _look(key: str, rows: object, data: DataConfig, converts: bool) -> None:
     """Reads a row of each of the first sources. ConfigError, about `key`, if there is none, or it cannot be used and
     on_bad_row is not skip.
     """
-    data = config.data
     streaming = data.streaming and key == "data.train"
     try:
         sources = open_sources(rows, streaming, data.columns)
