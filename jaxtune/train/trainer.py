@@ -317,7 +317,9 @@ class Trainer:
         """
         config = self.config
         traced = self.profile_steps if processes.first() else 0
-        facts = functools.partial(setup.profile_facts, config, self.batches, self.planner)
+        facts = functools.partial(
+            setup.profile_facts, config_to_dict(config), config.model, config.computes_in, self.batches, self.planner
+        )
         profile = Profile(self.profile_folder, traced, config.profile.start, facts)
         rows = rows_identity(self.eval_data and self.eval_data.documents, self.answers)
         due = is_evaluation_due(self.spec.evaluation, start, self.total_steps, self.output, rows)

@@ -18,6 +18,7 @@ from jaxtune.train.config import CheckpointConfig, EvaluationConfig, TrainConfig
 from jaxtune.train.config.sections import Unset, in_steps
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import BatchSource
+from jaxtune.train.data.packing.steps import pack_steps
 from jaxtune.train.digests import code_of
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics, answer_metrics
 from jaxtune.train.folder.record import (
@@ -29,11 +30,12 @@ from jaxtune.train.folder.record import (
 )
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective, RunNeeds
+from jaxtune.train.optimizer.schedule import total_steps
 from jaxtune.train.program.trained_model import TrainedModel
 from jaxtune.train.references.stored_teachers import StoredTeacher
 from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.spec import checks, own_parts
-from jaxtune.train.spec.run_rows import Reader, run_rows, source_of
+from jaxtune.train.spec.run_rows import Reader, run_rows
 from jaxtune.train.spec.update_rule import UpdateRule, update_rule
 
 if TYPE_CHECKING:
@@ -142,27 +144,29 @@ def resolve(
         require_own_folder(in_first_words(config))
     train, held_out = stored.attach(*run_rows(reader, train_rows, eval_rows, not trains))
     config = in_first_words(config)
-    batches, held_out, total_steps = source_of(train, held_out, config)
+    batches = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
+    steps = total_steps(config.steps, config.epochs, batches.steps_per_epoch)
+    if isinstance(train, TokenDataset) and train.unit.counts_examples:
+        division = config.rows_per_step, config.micro_batches, config.mesh, config.seed
+        batches, held_out = pack_steps(train, held_out, steps, *division)
     if isinstance(batches, SampledAnswers) and isinstance(config.data.length, Unset):
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, length=batches.length))
     needs = RunNeeds.of(objective, batches)
     checks.require_sampling(needs.sampler, config.mesh)
     checks.require_observable(model.qat, needs)
     checks.require_embeddings(config.optim.embedding_learning_rate, model.trainable)
-    checks.require_starts_within(total_steps, config.profile, profile_steps, config.qat)
+    checks.require_starts_within(steps, config.profile, profile_steps, config.qat)
     rows = RunRows(batches, train if isinstance(train, TokenDataset) else None, held_out, answers)
-    counts = total_steps, batches.steps_per_epoch
+    counts = steps, batches.steps_per_epoch
     spec = RunSpec(
         config=config,
         objective=objective,
         needs=needs,
-        update=update_rule(
-            config.optim, config.schedule, config.max_grad_norm, total_steps, parts.optimizer, parts.schedule
-        ),
-        total_steps=total_steps,
+        update=update_rule(config.optim, config.schedule, config.max_grad_norm, steps, parts.optimizer, parts.schedule),
+        total_steps=steps,
         evaluation=in_steps(config.evaluation, *counts),
         checkpoint=in_steps(config.checkpoint, *counts),
-        identities=own_parts.identities(model.trainable, total_steps, parts.optimizer, parts.schedule, parts.objective),
+        identities=own_parts.identities(model.trainable, steps, parts.optimizer, parts.schedule, parts.objective),
         code=code_of(_functions(rows, parts.objective)),
     )
     return spec, rows
