@@ -357,7 +357,8 @@ class SFTTrainer(ScriptWords):
             metrics=metrics_config(args, log_every),
             output=os.fspath(args.output_dir),
         )
-        config = with_today(config, self.tokenizer)
+        data = with_today(config.data, Path(config.output), self.tokenizer)
+        config = dataclasses.replace(config, data=data)
         self._today = config.data.today
         return config
 

@@ -30,7 +30,7 @@ from jaxtune.pallas.formats import MXFP4
 from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, DataConfig, MeshConfig, ModelConfig
 from jaxtune.train.folder.checkpoint import CheckpointError
-from jaxtune.train.folder.record import recorded_config
+from jaxtune.train.folder.record import model_sections
 from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.spec.loading import adapted
 from jaxtune.train.trainer import Trainer
@@ -279,5 +279,6 @@ def test_experts_that_no_adapter_changed_are_exported_with_the_same_codes(folder
 @pytest.mark.full
 def test_a_model_that_is_given_is_recorded_with_its_format(folder):
     model = adapted_model(kept(folder), r=2)
-    config = recorded_config(make_config("out", adapter=AdapterConfig(r=2)), model)
+    plain = make_config("out", adapter=AdapterConfig(r=2))
+    config = dataclasses.replace(plain, **model_sections(model, plain.model, plain.adapter, plain.numbers))
     assert config.model.load_in == "mxfp4" and config.components == {}

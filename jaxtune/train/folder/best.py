@@ -14,7 +14,7 @@ import jax
 
 from jaxtune.system import processes
 from jaxtune.train.config import CheckpointConfig, ConfigError
-from jaxtune.train.display.metrics import JSONL, ROWS, read_metrics
+from jaxtune.train.display.metrics import JSONL, ROWS, of_rows, read_metrics
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, saved_steps
 from jaxtune.train.folder.run_folder import CHECKPOINTS
 
@@ -42,7 +42,7 @@ def best_saved(output: Path, wanted: CheckpointConfig) -> BestEvaluation | None:
     evaluations = [
         BestEvaluation(step=line["step"], metric=name, value=float(line[name]))
         for line in lines
-        if line["step"] in saved and line.get(ROWS, rows) == rows and not math.isnan(line[name])
+        if line["step"] in saved and of_rows(line, rows) and not math.isnan(line[name])
     ]
     sign = -1 if wanted.best_is_greatest else 1
     # Of equal ones the first, as in a run.
@@ -80,7 +80,7 @@ class BestCheckpoint:
             (line["step"], float(line[self.config.best]))
             for line in lines
             if line["step"] in saved and line["step"] <= start
-            if self.config.best in line and line.get(ROWS, rows) == rows
+            if self.config.best in line and of_rows(line, rows)
         ]
 
     def offer(self, step: int, values: Mapping[str, float], save: Callable[[], bool]) -> None:

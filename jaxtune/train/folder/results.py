@@ -19,6 +19,7 @@ from jaxtune.models.files.folders import new_folder
 from jaxtune.system.files import atomic_write, fingerprints, sync, temporary_path
 from jaxtune.train.folder.record import LENGTHENED, compare_meta, require_same_code
 from jaxtune.train.folder.run_folder import next_name
+from jaxtune.train.folder.translations import translated
 
 PROOF = RUN_RECORD
 _FORMAT = 1
@@ -29,7 +30,7 @@ class Result:
     """An exported folder, as its valid proof describes it."""
 
     folder: Path  # the exported folder
-    run: dict[str, Any]  # the values that identify the run, as record.same_run returns them
+    run: dict[str, Any]  # the values that identify the run, as record.same_run returns them, translated
     # The number of steps of the run when it was written. With checkpoint.best its weights may be those after fewer
     # steps, which results.json names.
     step: int
@@ -59,7 +60,7 @@ def read_result(folder: Path) -> Result:
         proof = json.loads((folder / PROOF).read_text(encoding="utf-8"))
         if proof["format"] != _FORMAT:
             raise ValueError(f"{folder / PROOF} has format {proof['format']}, not {_FORMAT}")
-        result = Result(folder, dict(proof["run"]), int(proof["step"]))
+        result = Result(folder, translated(proof["run"]), int(proof["step"]))
         expected = {str(name): dict(entry) for name, entry in proof["files"].items()}
     except FileNotFoundError:
         raise ValueError(f"{folder} was not written by a run: it has no {PROOF}") from None

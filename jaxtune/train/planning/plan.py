@@ -58,14 +58,14 @@ class StepPlan:
 
     @classmethod
     def from_record(cls, record: dict, num_layers: int, residuals: Sequence[Residual]) -> StepPlan:
-        """The plan of a `to_record`; unknown entries are ignored, and older versions wrote "per_layer_embeddings" for
-        "embeddings". Raises ValueError if it is not possible for these layers and residuals.
+        """The plan of a `to_record`; unknown entries are ignored. Raises ValueError if it is not possible for these
+        layers and residuals.
 
           record: JSON values. num_layers, residuals: of the model that the plan is for.
         """
         plan = parse_residuals(record["residuals"], num_layers, residuals)
-        tables = "host" in (record.get("embeddings"), record.get("per_layer_embeddings"))
-        placements = tables, record.get("optimizer_states") == "host", record.get("transposed_codes") == "device"
+        hosted = record.get("embeddings") == "host", record.get("optimizer_states") == "host"
+        placements = *hosted, record.get("transposed_codes") == "device"
         return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), *placements)
 
 

@@ -233,7 +233,7 @@ def require_fit_for_processes(config: TrainConfig) -> None:
     """ValueError for what several processes cannot do: other configs or packages, sampled answers, optim.offload."""
     if (count := processes.count()) == 1:
         return
-    require_same_settings(config)
+    require_same_settings(config_to_dict(config))
     if (sampler := RunNeeds.of(objective_of(config)).sampler) is not None:
         require_sampling(sampler, config.mesh or MeshConfig())
     for key, value in config.evaluation.asking:
