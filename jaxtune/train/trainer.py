@@ -133,7 +133,8 @@ class Trainer:
         self.model = TrainedModel(self.stored.student(model), config, keeps_model, weights)
         if not jax.tree.leaves(self.model.trainable):
             raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
-        own_parts.require_nothing_beside(config, optimizer, schedule, objective)
+        void = (config.optim, config.schedule, config.objective)
+        own_parts.require_nothing_beside(*void, optimizer, schedule, objective)
         sections = model_sections(self.model.prepared, config.model, config.adapter, config.numbers)
         dated = with_today(config.data, self.output, tokenizer)
         self.config = config = dataclasses.replace(config, **sections, data=dated)

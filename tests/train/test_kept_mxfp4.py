@@ -23,6 +23,7 @@ from jaxtune.export import api
 from jaxtune.models.adapters import trained_over
 from jaxtune.models.components import common_format
 from jaxtune.models.files.quant import dequantize, quantize
+from jaxtune.models.heads import TEXT
 from jaxtune.models.hf import Pretrained, from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import experts, get_peft_model, linears
 from jaxtune.models.placement import partition
@@ -153,7 +154,10 @@ def test_what_contradicts_it_is_refused(folder, tmp_path, capsys):
 def test_a_model_that_is_planned_has_the_shapes_of_the_one_that_is_loaded(folder, capsys):
     wanted = make_config("unused", model=ModelConfig(path=str(folder), load_in="mxfp4"), adapter=AdapterConfig(r=2))
     pretrained = Pretrained(folder, "float32", "mxfp4")
-    states = nnx.state(abstract_model(pretrained.config, wanted)), nnx.state(adapted(pretrained.load(), wanted))
+    states = (
+        nnx.state(abstract_model(pretrained.config, wanted)),
+        nnx.state(adapted(pretrained.load(), TEXT, None, wanted.adapter, wanted.seed)),
+    )
     one, other = (jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), state) for state in states)
     assert one == other and jax.tree.structure(states[0]) == jax.tree.structure(states[1])
     changes = [f"model.path={folder}", "plan.device=RTX 4090", "data.length=128"]
