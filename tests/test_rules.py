@@ -236,6 +236,49 @@ def test_what_is_private_to_jax_is_in_one_place():
         assert private_uses(source, "jaxtune.models.hf") and not private_uses(source, "jaxtune.system.private_jax")
 
 
+# Files that appear under their name when they are whole, their checksums, and room on a disk: one module for each.
+HOMES = {
+    "jaxtune.system.files": ("os.replace", "os.rename", "os.link", "os.fsync", "shutil.move", "tempfile.mkstemp"),
+    "jaxtune.system.sealed": ("zlib.crc32", "zlib.adler32", "binascii.crc32", "xxhash"),
+    "jaxtune.system.disk": ("shutil.disk_usage", "os.statvfs"),
+}
+PATH_RENAMED = re.compile(r".*(path|file|folder|temporary|partial|target)\w*\.(rename|replace)\([^,]*\)")
+
+
+def file_uses(source: str, module: str) -> list[str]:
+    """What a module does to files that another one is for, one line each."""
+    homes = {name: home for home, names in HOMES.items() for name in names if home != module}
+    found = [(name.split(".")[0], line) for name, line in imports(ast.parse(source), module, False)]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            call = ast.unparse(node)
+            found.append(("os.rename" if PATH_RENAMED.fullmatch(call) else ast.unparse(node.func), node.lineno))
+    return [f"{module}:{line}: {name}: {homes[name]} does that" for name, line in found if name in homes]
+
+
+def test_files_get_their_names_and_checksums_in_one_place():
+    found = [use for path in MODULES for use in file_uses(path.read_text(encoding="utf-8"), module_name(path))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "os.replace(temporary, path)",
+        "temporary.rename(path)",
+        "temporary.replace(path)",
+        "os.fsync(descriptor)",
+        "def f():\n    import xxhash",
+        "descriptor, name = tempfile.mkstemp()",
+        "digest = zlib.crc32(data)",
+        "free = shutil.disk_usage(folder).free",
+    ],
+)
+def test_a_second_way_to_write_a_file_is_found(source):
+    assert file_uses(source, "jaxtune.train.folder.checkpoint")
+    assert not file_uses("text.replace('a', 'b'); dataclasses.replace(a, b=1)", "jaxtune.train.folder.checkpoint")
+
+
 def import_graph(sources: dict[str, str], packages: Iterable[str] = ()) -> dict[str, set[str]]:
     """{module: the modules of ours that it imports}, at any level of its code, and for a checker of types alone."""
     graph: dict[str, set[str]] = {}

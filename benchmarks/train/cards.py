@@ -110,7 +110,7 @@ def time_parts(parts: dict[str, float]) -> None:
     from jaxtune.export import gguf_file
     from jaxtune.models import hf
     from jaxtune.models.adapters import merge
-    from jaxtune.models.files import folders
+    from jaxtune.system import files
     from jaxtune.train.folder import results
 
     def timed(module: Any, function: str, part: str) -> None:
@@ -130,8 +130,8 @@ def time_parts(parts: dict[str, float]) -> None:
     timed(gguf_file, "write", "write")
     timed(gguf_file, "verify", "read_back")
     timed(merge, "check_logits", "check_logits")
-    timed(results, "fingerprints", "fingerprints")
-    timed(folders, "sync", "sync")
+    timed(results, "write_manifest", "fingerprints")
+    timed(files, "sync", "sync")
 
 
 def empty_shards() -> None:
@@ -156,7 +156,7 @@ def empty_shards() -> None:
         return written
 
     shards.write_file = emptied
-    hf.require_space = lambda *_: None
+    hf.require_room = lambda *_: None
 
 
 def child(record: Path, emptied: bool, arguments: list[str]) -> int:

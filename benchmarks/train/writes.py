@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.record import write
-from jaxtune.system.files import start_flush
+from jaxtune.models.files.byte_files import start_flush
 
 _CHUNK_BYTES = 16 << 20
 _FLUSHED_CHUNKS = 16

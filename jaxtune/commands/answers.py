@@ -55,11 +55,17 @@ def answer_file(
     Each line is written once its answer and all before it have ended. An output that the same model and settings made
     is continued; what an answer draws depends on the seed and its index alone. ValueError, with the line: a row that
     cannot be asked or is too long; an output of other prompts or settings, or in use; slots that do not fit.
+
+      model: answers the prompts.
+      tokenizer: of the model.
       prompts: JSONL of objects with `messages` or `prompt`.
+      output: JSONL of answers, new or continued.
       raw: a prompt is a text without the chat template.
+      max_new_tokens: of each answer.
       num_answers: to each prompt, written one below the other.
       slots: answers that decode at once; None: by memory, at most 64.
       settings: keyword arguments of Sampler.submit, "seed" among them.
+      template_arguments: further variables of the chat template, such as enable_thinking; None: none.
     """
     from jaxtune.models.generation.sampler import Sampler
 
@@ -112,7 +118,9 @@ def answer_file(
 def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
     """Drives a sampler to its end, and yields (index, token ids, finish reason) in the order of the indices.
 
+    sampler: to which the requests were submitted.
     numbers: {request number: index of its answer}; indices are consecutive from `first`.
+    first: the lowest index.
     """
     ids: dict[int, list[int]] = {index: [] for index in numbers.values()}
     reasons: dict[int, str] = {}
@@ -157,8 +165,13 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def read_answer(tokenizer: Tokenizer, row: Row, prompt: Sequence[int], ids: Sequence[int], raw: bool) -> Answer:
-    """The answer `ids` to a row's prompt, with its thoughts apart where the chat template writes the prompt. raw: the
-    prompt was a plain text.
+    """The answer to a row's prompt, with its thoughts apart where the chat template writes the prompt.
+
+    tokenizer: of the model.
+    row: of the prompts; only its `tools` are read.
+    prompt: the prompt's token ids.
+    ids: the answer's.
+    raw: the prompt was a plain text.
     """
     if raw or not tokenizer.chat_template:
         return Answer(text_of(tokenizer, ids))
@@ -179,6 +192,8 @@ def prompt_ids(
 
     A conversation loses a last message of the assistant; a text is a user's message. With `raw`, or without a chat
     template, a text is tokenised as it is, and a conversation is an error.
+      row: of the prompts, with `messages` or `prompt`.
+      tokenizer: of the model.
       location: "FILE:LINE" or "--prompt", for errors.
       template_arguments: further variables of the chat template, such as enable_thinking; None: none.
     """
@@ -215,7 +230,9 @@ def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: in
     Line n (from 0) must be row n // num_answers with an answer. A last line that a killed process cut off must agree
     with its row as far as it goes, and is removed.
 
+      file: the output, open for reading and writing; a cut last line is removed from it.
       rows: of the prompts. name: of the file, for errors.
+      num_answers: to each prompt.
     """
     file.seek(0)
     *lines, cut_line = file.read().split(b"\n")
@@ -275,8 +292,12 @@ def show(
 ) -> None:
     """Prints the answers to the prompts of --prompt, after all have ended.
 
+    model: answers the prompts.
+    tokenizer: of the model.
+    prompts: texts.
+    raw: they are taken without the chat template.
     settings: keyword arguments of jaxtune.generate.
-    raw, template_arguments: as for `prompt_ids`.
+    template_arguments: further variables of the chat template, such as enable_thinking; None: none.
     """
     import jaxtune
 

@@ -28,7 +28,10 @@ def print_columns(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of `jaxtune COMMAND`. Abbreviations are refused, so that a new option changes no old command line."""
+    """The parser of `jaxtune COMMAND`. Abbreviations are refused, so that a new option changes no old command line.
+
+    description: of the command, for its --help; None: none.
+    """
     description = " ".join((description or "").split())
     return argparse.ArgumentParser(prog=f"jaxtune {command}", description=description, allow_abbrev=False)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from jaxtune.models.adapters.adapter_files import adapter_content
 from jaxtune.models.components import common_format
 from jaxtune.models.lora import has_adapter
 from jaxtune.system import files
+from jaxtune.system.sealed import crc32
 
 if TYPE_CHECKING:
     from jaxtune.models.decoder import Decoder
@@ -33,9 +33,10 @@ def agree(output: Path, settings: Mapping[str, object], prompts: Sequence[Sequen
     """Writes the record of a new file. If `continues`, raises ValueError unless the record has the same settings and
     its prompts are the first of these.
 
+      output: the file of answers, beside which the record lies.
       settings: {name: JSON value} of all that the lines depend on, beside the prompts.
       prompts: token ids.
-      output: the file of answers, beside which the record lies.
+      continues: the file has answers already.
     """
     path, record = record_path(output), json.loads(json.dumps({"format": _FORMAT, **settings}))
     if continues:
@@ -56,10 +57,7 @@ def agree(output: Path, settings: Mapping[str, object], prompts: Sequence[Sequen
 
 
 def _prompts(prompts: Sequence[Sequence[int]]) -> dict[str, object]:
-    digest = 0
-    for ids in prompts:
-        digest = zlib.crc32(json.dumps([*ids]).encode(), digest)
-    return {"prompts": len(prompts), "tokens_crc32": digest}
+    return {"prompts": len(prompts), "tokens_crc32": crc32(json.dumps([*ids]).encode() for ids in prompts)}
 
 
 def model_settings(model: Decoder) -> dict[str, object]:

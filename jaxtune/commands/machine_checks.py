@@ -7,13 +7,13 @@ import functools
 import importlib.util
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from jaxtune.system.disk import free_bytes
 from jaxtune.system.extras import install
 from jaxtune.system.invocation import spelled
 
@@ -139,8 +139,7 @@ def _room() -> Iterator[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     yield Finding("ok", f"host memory: {memory:.0f} GB")
     folder = Path(constants.HF_HUB_CACHE)
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free / 1e9
+    free = free_bytes(folder) / 1e9
     if free < _LEAST_DISK_GB:
         yield Finding(
             "note",

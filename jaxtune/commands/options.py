@@ -60,7 +60,11 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 
 
 def as_override(option: str, value: str = "...") -> str:
-    """What to write in place of an option such as --lr; "" if no key is near."""
+    """What to write in place of an option such as --lr, as key=value; "" if no key is near.
+
+    option: with its dashes.
+    value: to the right of the "=".
+    """
     from jaxtune.train.config.file import config_keys
 
     name, equals, given_value = option.lstrip("-").partition("=")

@@ -16,8 +16,10 @@ from jaxtune.compat.settings import plain_value
 from jaxtune.models.decoder import Decoder
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Between, Callback, users_callback
+from jaxtune.train.config.sections import is_greatest
 from jaxtune.train.display.metrics import read_metrics
-from jaxtune.train.evaluation.early_stop import is_better, waited
+from jaxtune.train.evaluation.early_stop import waited
+from jaxtune.train.folder.best import best_of, is_better
 
 
 @dataclasses.dataclass
@@ -159,8 +161,7 @@ def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
 
 def _greatest(args: Any) -> bool:
     """Whether greater values of metric_for_best_model are better."""
-    greater = args.greater_is_better
-    return not args.metric_for_best_model.endswith("loss") if greater is None else bool(greater)
+    return is_greatest(args.metric_for_best_model, args.greater_is_better)
 
 
 # Numbers of a step that transformers does not print; metrics.jsonl has them.
@@ -373,13 +374,10 @@ class Events(Callback):
         """
         current_step = steps_done if self.state.best_global_step is None else self.state.best_global_step
         name = best_name(self.args)
-        evaluations = {
-            line["step"]: line[name] for line in read_metrics(metrics) if not np.isnan(line.get(name, np.nan))
-        }
-        best = current_step
-        for step, value in evaluations.items():
-            best = step if is_better(value, evaluations.get(best), _greatest(self.args)) else best
-        if best != current_step:
+        values = {line["step"]: line[name] for line in read_metrics(metrics) if name in line}
+        current_first = {step: values[step] for step in (current_step, *values) if step in values}
+        best = best_of(current_first, _greatest(self.args))
+        if best not in (None, current_step):
             say(
                 f"SFTTrainer: load_best_model_at_end: the evaluation after step {best} was the best, but its weights "
                 f"were lost when the run was interrupted: the model has those of step {current_step}"

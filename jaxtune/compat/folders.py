@@ -4,6 +4,7 @@ what anybody else wrote. The resume state is in output_dir/checkpoints; checkpoi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,7 +16,7 @@ import jaxtune
 from jaxtune.compat.callbacks import TrainerState
 from jaxtune.compat.saves import save
 from jaxtune.models.decoder import Decoder
-from jaxtune.system.files import temporary_path
+from jaxtune.system.files import atomic_write, discard, new_folder
 from jaxtune.system.terminal import say
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.file import load_config
@@ -36,7 +37,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 def write_state(folder: Path, state: TrainerState) -> None:
     """Writes trainer_state.json into an existing folder, with the entry that `is_own` looks for."""
     values = {**dataclasses.asdict(state), _WRITER: f"jaxtune {jaxtune.__version__}"}
-    (folder / STATE).write_text(json.dumps(values, indent=2, default=float) + "\n", encoding="utf-8")
+    atomic_write(folder / STATE, json.dumps(values, indent=2, default=float) + "\n", durable=False)
 
 
 def is_own(folder: Path) -> bool:
@@ -91,7 +92,7 @@ def replace_run(output: Path, overwrite: bool) -> bool:
             )
         for folder in (output / CHECKPOINTS).iterdir():
             if folder.is_dir():
-                shutil.rmtree(folder)
+                discard(folder)
         for name in (CONFIG, JSONL, ROLLOUTS, RESULTS, RUN_STATE):
             (output / name).unlink(missing_ok=True)
         shutil.rmtree(output / "tensorboard", ignore_errors=True)
@@ -144,21 +145,14 @@ class Checkpoints:
 
     def write(self, module: Decoder, step: int) -> bool:
         """Writes a step's folder, once in a call of train(). An error is printed and gives False: the run continues."""
-        folder, temporary = self.folder(step), temporary_path(self.folder(step))
         if step in self.written:
             return True
+        folder = self.folder(step)
         try:
-            save(module, temporary, self._tokenizer)
-            write_state(temporary, self._state)
-            if folder.exists():  # written by an earlier call, which continued from a step before
-                old = temporary_path(folder)
-                os.rename(folder, old)
-                os.rename(temporary, folder)
-                shutil.rmtree(old)
-            else:
-                os.rename(temporary, folder)
+            with new_folder(folder) as temporary:  # may replace one of an earlier call, continued from a step before
+                save(module, temporary, self._tokenizer)
+                write_state(temporary, self._state)
         except (OSError, ValueError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
             say(f"warning: {folder} could not be written: {error}")
             return False
         self.written.add(step)
@@ -174,4 +168,5 @@ class Checkpoints:
         old.sort(key=lambda item: item[0] in self.written or item[0] not in self._earlier)
         spared_count = len({step for step in spared if step is not None and self.folder(step).exists()})
         for _, path in old[: max(0, len(old) + spared_count - max(self._limit, spared_count))]:
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                discard(path)

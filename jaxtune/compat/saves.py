@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import jaxtune
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter
-from jaxtune.system.files import atomic_write, temporary_path
+from jaxtune.system.files import atomic_write, put, temporary_folder
 from jaxtune.system.terminal import say
 from jaxtune.train.folder.run_folder import next_name
 
@@ -43,14 +42,13 @@ def saved_into(folder: str | os.PathLike, where: str, write: Callable[[Path], ob
     """
     path = require_free(folder, where)
     before = _mark(path)
-    temporary = temporary_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with temporary_folder(path) as temporary:
         write(temporary)
         new = {file.name: _stamp(file) for file in _model_files(temporary)}
         atomic_write(temporary / MARK, json.dumps({name: [stamp] for name, stamp in new.items()}))
         if not path.exists() or not any(path.iterdir()):
-            os.replace(temporary, path)
+            put(temporary, path)
             return
         # Killed in between, the folder is still known as a script's.
         stamps = {name: [*before.get(name, ()), *([new[name]] if name in new else ())] for name in before.keys() | new}
@@ -58,13 +56,7 @@ def saved_into(folder: str | os.PathLike, where: str, write: Callable[[Path], ob
         for name in before.keys() - new.keys():
             (path / name).unlink(missing_ok=True)
         for file in sorted(temporary.iterdir(), key=lambda file: (file.name == MARK, file.name)):
-            if file.is_dir() and (path / file.name).is_dir():
-                shutil.rmtree(path / file.name)
-            os.replace(file, path / file.name)
-        temporary.rmdir()
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+            put(file, path / file.name, durable=False)
     if before:
         say(f"{where}: {folder}: the model that was saved there before is replaced")
 

@@ -48,6 +48,7 @@ from jaxtune.conversations import dates
 from jaxtune.export.hub import require_login
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8, stored_in
+from jaxtune.system.files import atomic_write
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import (
@@ -59,7 +60,8 @@ from jaxtune.train.config import (
     OptimConfig,
     TrainConfig,
 )
-from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.config.objective import ObjectiveConfig, example_of
+from jaxtune.train.config.step_unit import StepUnit
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.rendering.templates import derive_markers
 from jaxtune.train.data.rows.streamed import InOrder, is_stream
@@ -304,6 +306,8 @@ class SFTTrainer(ScriptWords):
         packing, section = self._packing(), self._objective()
         objective = of_section(section)
         # These losses depend on which examples share a micro-batch; all others are sums over examples.
+        # Padded, a stream trains on the same rows in as many steps.
+        unit = StepUnit.of_trainers(example_of(section.name), packing, known=not streamed)
         keeps_micro_batches = packing or objective.by_micro_batch
         residuals = self.model.residuals
         if args.gradient_checkpointing is not None:
@@ -320,8 +324,7 @@ class SFTTrainer(ScriptWords):
                 eval="eval_dataset" if "eval" in self._rows else None,
                 format=self._format,
                 length=row_length(args, self.model),
-                # Of a stream no step can be laid out before; padded, it trains on the same rows in as many steps.
-                packing=packing or objective.samples or (False if streamed else "step"),
+                packing=objective.samples or unit.packing,
                 buffer_size=_TRL_WINDOW if streamed and packing else DataConfig.buffer_size,
                 template=args.chat_template_path,
                 today=self._today,
@@ -654,7 +657,7 @@ def rows_report(name: str, trainer: Trainer) -> list[str]:
     if data is None or source.steps_per_epoch is None:
         return lines
     report, a_step = data.report, source.rows_per_step
-    if data.packing is True:
+    if data.unit.shares_rows:
         plain = -(-report.documents // a_step)
         lines.append(
             f"{name}: packing=True: an update has {a_step:,} packed rows, so that an epoch has "
@@ -669,7 +672,7 @@ def rows_report(name: str, trainer: Trainer) -> list[str]:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=4, sort_keys=True, default=float) + "\n", encoding="utf-8")
+    atomic_write(path, json.dumps(values, indent=4, sort_keys=True, default=float) + "\n")
 
 
 def _renamed(values: Mapping[str, float], prefix: str) -> dict[str, float]:

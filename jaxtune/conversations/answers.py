@@ -118,6 +118,7 @@ class AnswerReader:
         return bool(marks) and set(marks) <= self._thought_marks.keys()
 
     def _special(self) -> tuple[dict[str, int], dict[str, int]]:
+        """({mark: id} of thoughts, the same of calls), of marks that are special tokens; other marks are plain text."""
         by_text = {str(self._tokenizer.convert_ids_to_tokens(token)): token for token in self._specials}
         thoughts, form = self._thoughts, self.form
         of_thoughts = _CHANNEL_MARKS if self._channels else ()
@@ -130,8 +131,11 @@ class AnswerReader:
         return first, second
 
     def text(self, ids: Sequence[int], ends: Sequence[int] = (), calls: bool = True) -> str:
-        """The text of an answer, with no special tokens but the marks of thoughts and, with `calls`, of calls. ends:
-        ids that are dropped as last token.
+        """The text of an answer, with no special tokens but the marks of thoughts and, with `calls`, of calls.
+
+        ids: of the answer.
+        ends: ids that are dropped as last token.
+        calls: whether marks of calls stay in the text.
         """
         marks = {*self._thought_marks.values(), *(self._call_marks.values() if calls else ())}
         visible_ids = list(ids[:-1] if len(ids) and ids[-1] in ends else ids)
@@ -139,8 +143,10 @@ class AnswerReader:
         return str(self._tokenizer.decode(visible_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def opening(self, prompt_ids: Sequence[int], continues: bool = False) -> str:
-        """The beginning of an answer that a prompt's end holds, such as <think>, or "". continues: the prompt ends
-        within a message, whose text is no part of the answer.
+        """The beginning of an answer that a prompt's end holds, such as "<think>", or "".
+
+        prompt_ids: token ids of the prompt.
+        continues: the prompt ends within a message, whose text is no part of the answer.
         """
         if not self.thinks:
             return ""
@@ -160,8 +166,10 @@ class AnswerReader:
         return next((text for text in openings if tail.endswith(text)), "")
 
     def stream(self, schemas: Schemas | None = None, opening: str = "") -> AnswerStream:
-        """A stream that reads an answer piece by piece. schemas: of the tools whose calls are looked for; None: all is
-        text. opening: of `opening`.
+        """A stream that reads an answer piece by piece.
+
+        schemas: {tool's name: JSON schema of its arguments} of the tools that it may call; None: calls stay text.
+        opening: the beginning of the answer that the prompt's end holds (`opening`), such as "<think>"; "": none.
         """
         if self._channels:
             return _Channels(schemas is not None, opening)
@@ -171,12 +179,22 @@ class AnswerReader:
     def read(
         self, ids: Sequence[int], schemas: Schemas | None = None, opening: str = "", ends: Sequence[int] = ()
     ) -> Answer:
-        """The answer of these tokens. schemas, opening: as `stream`; ends: as `text`. ids: of the answer alone, without
-        the prompt.
+        """The answer of tokens.
+
+        ids: of the answer alone, without the prompt.
+        schemas: {tool's name: JSON schema of its arguments} of the tools that it may call; None: calls stay text.
+        opening: the beginning of the answer that the prompt's end holds (`opening`), such as "<think>"; "": none.
+        ends: ids that are dropped as last token.
         """
         return self.read_text(self.text(ids, ends, schemas is not None), schemas, opening)
 
     def read_text(self, text: str, schemas: Schemas | None = None, opening: str = "") -> Answer:
+        """The answer of a text.
+
+        text: of the answer, with the marks of thoughts and calls.
+        schemas: {tool's name: JSON schema of its arguments} of the tools that it may call; None: calls stay text.
+        opening: the beginning of the answer that the prompt's end holds (`opening`), such as "<think>"; "": none.
+        """
         stream = self.stream(schemas, opening)
         pieces = [*stream.add(text), *stream.end()]
         thoughts, content = ("".join(text for kind, text in pieces if kind == name) for name in ("thought", "content"))
@@ -461,7 +479,11 @@ class Completions:
     def __call__(
         self, prompt: str | list[Message], prompt_ids: Sequence[int], ids: Sequence[int]
     ) -> str | list[Message]:
-        """The answer with the tokens `ids`, without its end token."""
+        """An answer in the form of its prompt.
+
+        prompt, prompt_ids: a text or messages, and its token ids.
+        ids: the answer's, without its end token.
+        """
         reader, is_text = self.reader, isinstance(prompt, str)
         if reader is None or not reader.thinks or (is_text and not (self.renders_texts and reader.marks_are_special)):
             return self.decode(ids)

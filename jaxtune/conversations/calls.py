@@ -68,6 +68,7 @@ def arguments_of(value: object) -> Arguments:
 
 
 def _call_of(value: object) -> Call:
+    """A call of a JSON object; ValueError if it has no name."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     name = value.get("name", value.get("tool_name")) if isinstance(value, dict) else None
@@ -95,7 +96,7 @@ def _json_calls(text: str, schemas: Schemas) -> list[Call]:
 
 
 def _llama(text: str, schemas: Schemas) -> list[Call]:
-    """Llama 3's JSON objects, with or without <|python_tag|>."""
+    """Llama 3's JSON objects, with or without <|python_tag|>; ValueError if there is none."""
     text = text.strip().removeprefix("<|python_tag|>").strip()
     if not text.startswith("{"):
         raise ValueError("no JSON object")
@@ -149,7 +150,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTA
 
 
 def _xml(text: str, schemas: Schemas) -> list[Call]:
-    """Of Qwen3-Coder and others: <function=NAME><parameter=KEY>VALUE</parameter>...</function>."""
+    """Of Qwen3-Coder and others: <function=NAME><parameter=KEY>VALUE</parameter>...</function>; else ValueError."""
     function = _FUNCTION.fullmatch(text)
     if function is None:
         raise ValueError("a call is <function=NAME>...</function>")
@@ -162,7 +163,9 @@ _NAMED = re.compile(r"<parameter name=\"?([^\">]+)\"?>\n?(.*?)\n?</parameter>", 
 
 
 def _invoked(text: str, schemas: Schemas) -> list[Call]:
-    """Of MiniMax: <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>."""
+    """Of MiniMax: <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>; ValueError for other text
+    beside it.
+    """
     calls = [
         Call(name, {key: _typed(value, schemas.get(name, {}), key) for key, value in _NAMED.findall(body)})
         for name, body in _INVOKE.findall(text)
@@ -177,7 +180,7 @@ _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", r
 
 
 def _glm(text: str, schemas: Schemas) -> list[Call]:
-    """Of GLM 4.5 and later: NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>..."""
+    """Of GLM 4.5 and later: NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...; else ValueError."""
     call = _GLM.fullmatch(text)
     if call is None:
         raise ValueError("a call is NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
@@ -194,7 +197,9 @@ _DEEPSEEK = re.compile(
 
 
 def _deepseek(text: str, schemas: Schemas) -> list[Call]:
-    """Of DeepSeek: function<sep>NAME and a JSON block (V3, R1), or NAME<sep>JSON (V3.1)."""
+    """Of DeepSeek: function<sep>NAME and a JSON block (V3, R1), or NAME<sep>JSON (V3.1); ValueError for other text
+    beside it.
+    """
     calls = [
         Call(name or short, arguments_of(block if name else bare))
         for _, name, block, short, bare in _DEEPSEEK.findall(text)
@@ -212,7 +217,9 @@ _KIMI = re.compile(
 
 
 def _kimi(text: str, schemas: Schemas) -> list[Call]:
-    """Of Kimi K2: <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>."""
+    """Of Kimi K2: <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>; ValueError for
+    other text beside it.
+    """
     calls = [Call(name, arguments_of(value)) for name, value in _KIMI.findall(text)]
     if not calls or _KIMI.sub("", text).strip():
         raise ValueError("a call is <|tool_call_begin|>NAME<|tool_call_argument_begin|>JSON<|tool_call_end|>")
@@ -223,7 +230,7 @@ _NAME_AND_JSON = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\
 
 
 def _mistral(text: str, schemas: Schemas) -> list[Call]:
-    """A JSON list (versions 3 to 7), or NAME[ARGS]JSON (11 and later)."""
+    """A JSON list (versions 3 to 7), or NAME[ARGS]JSON (11 and later); else ValueError."""
     if text.lstrip().startswith(("[{", "{", "[ {")):
         return _json_calls(text, schemas)
     call = _NAME_AND_JSON.fullmatch(text)
@@ -233,7 +240,9 @@ def _mistral(text: str, schemas: Schemas) -> list[Call]:
 
 
 def _python(text: str, schemas: Schemas) -> list[Call]:
-    """Python calls with literal keyword arguments: [f(a=1), g()], or one a line."""
+    """Python calls with literal keyword arguments: [f(a=1), g()], or one a line. ValueError for other code; nothing is
+    run.
+    """
     try:
         bodies = [line.value for line in ast.parse(text.strip()).body if isinstance(line, ast.Expr)]
     except SyntaxError as error:
@@ -263,7 +272,7 @@ _GEMMA_CALL = re.compile(r"\s*call:([\w.-]+)(\{.*\})\s*", re.DOTALL)
 
 
 def _gemma(text: str, schemas: Schemas) -> list[Call]:
-    """Of Gemma 4: call:NAME{key:value,...}, texts between <|"|>."""
+    """Of Gemma 4: call:NAME{key:value,...}, texts between <|"|>; else ValueError."""
     call = _GEMMA_CALL.fullmatch(text)
     if call is None:
         raise ValueError("a call is call:NAME{key:value,...}")

@@ -33,6 +33,7 @@ def answer_ends(tokenizer: Tokenizer, named: Iterable[int] = ()) -> list[int]:
 
 
 def ends_in_words(tokenizer: Tokenizer, ends: Iterable[int]) -> str:
+    """A line such as "an answer ends at <|im_end|>". ends: token ids."""
     names = ", ".join(str(tokenizer.convert_ids_to_tokens(int(token))) for token in ends)
     return f"an answer ends at {names}" if names else "no token ends an answer"
 

@@ -109,6 +109,9 @@ def read_messages(value: object, column: str = "messages") -> list[Message]:
 def turns_in(value: object, column: str) -> object:
     """A prompt's or answer's cell with turns in JSON text decoded; other texts stay. Raises ConversationError for turns
     printed by Python.
+
+      value: the cell.
+      column: its name, for errors.
     """
     if not isinstance(value, str):
         return value
@@ -173,27 +176,35 @@ def exclusion(columns: Mapping[str, object]) -> str:
     """The column that leaves a row out of training, such as "weight = 0"; "" without one. Raises ConversationError if
     marks disagree.
     """
-    marks = row_marks(columns)
-    if len(set(marks.values())) > 1:
-        raise ConversationError(f"columns {', '.join(marks)} disagree whether the row is trained on: leave one")
-    return next((f"{name} = {columns[name]!r}" for name, trains in marks.items() if not trains), "")
+    trains_by_column = row_marks(columns)
+    if len(set(trains_by_column.values())) > 1:
+        raise ConversationError(
+            f"columns {', '.join(trains_by_column)} disagree whether the row is trained on: leave one"
+        )
+    return next((f"{name} = {columns[name]!r}" for name, trains in trains_by_column.items() if not trains), "")
 
 
 def row_marks(columns: Mapping[str, object]) -> dict[str, bool]:
     """{column: whether it says that the row is trained on}; values that are not true or false are left out."""
-    marks = {name: mark for name in columns if (mark := _mark(str(name))) is not None}
-    truths = {name: _TRUTH.get(str(columns[name]).strip().lower()) for name in marks}
-    return {name: truth is marks[name] for name, truth in truths.items() if truth is not None}
+    training_truths = {
+        name: training_truth for name in columns if (training_truth := _training_truth(str(name))) is not None
+    }
+    truths = {name: _TRUTH.get(str(columns[name]).strip().lower()) for name in training_truths}
+    return {name: truth is training_truths[name] for name, truth in truths.items() if truth is not None}
 
 
 @functools.lru_cache(1024)  # columns are those of all rows
-def _mark(name: str) -> bool | None:
+def _training_truth(name: str) -> bool | None:
+    """The value with which a column of this name trains on its row; None for a column that says nothing of it."""
     return MARKS.get(snake(name))
 
 
 def template_for(templates: object, tools: object) -> str | None:
     """The template of a tokenizer's `chat_template`, of several by name the one for conversations with or without
     `tools`; None without one.
+
+      templates: a Jinja text, {name: text}, or None.
+      tools: of the conversation; only whether there are any matters.
     """
     if isinstance(templates, Mapping):
         names = ("tool_use", "default") if tools else ("default",)
@@ -235,6 +246,7 @@ def _looks_written(value: object) -> bool:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object's pairs as a dict; ConversationError for a key that comes twice, of which json would keep the last."""
     names = [name for name, _ in pairs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConversationError(f"an object has the key {twice!r} twice")
@@ -242,6 +254,9 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _loaded(text: str, why: str, *path: int | str) -> object:
+    """The JSON value of a text; ConversationError, with a hint if Python printed it. why: the error's beginning. path:
+    keys and indices of the text within its row.
+    """
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except ConversationError as error:
@@ -256,7 +271,12 @@ def _loaded(text: str, why: str, *path: int | str) -> object:
 
 
 def turns_of(value: object, column: str) -> list[object]:
-    """The turns of a conversation in any form that `read_messages` takes, not yet read."""
+    """The turns of a conversation in any form that `read_messages` takes, not yet read; ConversationError for another
+    form.
+
+      value: the cell.
+      column: its name, for errors.
+    """
     if isinstance(value, str):
         value = _loaded(value, "the conversation is text, and not the JSON of a list of turns", column)
         value = turns_in(value, column)  # JSON text of JSON text
@@ -330,7 +350,9 @@ def _within[T](key: str | None, read: Callable[..., T], *values: object) -> T:
 
 
 def _role(extra: Message) -> tuple[str, bool]:
-    """(Role, whether the content is calls); removes the speaker's key from `extra`."""
+    """(Role, whether the content is calls); removes the speaker's key from `extra`. ConversationError for an unknown
+    role.
+    """
     key = next((key for key in SPEAKER if key in extra), None)
     if key is None:
         raise ConversationError(f"a message has no role; it has {', '.join(map(str, extra)) or 'nothing'}")
@@ -346,7 +368,9 @@ def _role(extra: Message) -> tuple[str, bool]:
 
 
 def _content(value: object, role: str) -> tuple[str, str, list[Message]]:
-    """(Text, thought, calls) of text, a list of typed parts, or a tool's result."""
+    """(Text, thought, calls) of text, a list of typed parts, or a tool's result. ConversationError for a part that is
+    no text, such as an image.
+    """
     if isinstance(value, str):
         return value, "", []
     if role == "tool" and _is_data(value):
@@ -402,7 +426,9 @@ def _thoughts(extra: Message) -> list[str]:
 
 
 def _calls(value: object) -> tuple[str, list[Message]]:
-    """(Text before the calls, calls) of a call, a list, or their JSON text, also in <tool_call> marks."""
+    """(Text before the calls, calls) of a call, a list, or their JSON text, also in <tool_call> marks; text after a
+    mark is lost. ConversationError for another form.
+    """
     text = ""
     if isinstance(value, str):
         if "<tool_call>" in value:
@@ -420,7 +446,7 @@ def _calls(value: object) -> tuple[str, list[Message]]:
 
 
 def _several(text: str) -> object:
-    """The JSON value of a text, or a list of those that follow one another in it."""
+    """The JSON value of a text, or a list of those that follow one another in it; ConversationError for other text."""
     values, decoder, tail = [], json.JSONDecoder(object_pairs_hook=_unique), text.strip()
     while tail:
         try:
@@ -436,7 +462,9 @@ def _several(text: str) -> object:
 
 
 def _call(call: object) -> Message:
-    """A call in the templates' form: {"id" (if any), "type": "function", "function": {"name", "arguments"}}."""
+    """A call in the templates' form: {"id" (if any), "type": "function", "function": {"name", "arguments"}}.
+    ConversationError without a name.
+    """
     if isinstance(call, str):
         call = _loaded(call, "a tool call is not JSON")
     if not isinstance(call, Mapping):
@@ -453,7 +481,7 @@ def _call(call: object) -> Message:
 
 
 def _arguments(value: object, name: str) -> dict[str, object]:
-    """The arguments of a call, from an object, its JSON text, a list of pairs, or nothing."""
+    """The arguments of a call, from an object, its JSON text, a list of pairs, or nothing; else ConversationError."""
     for _ in range(2):  # JSON text of JSON text is written too
         if isinstance(value, str):
             value = _loaded(value, f"the arguments of the tool call {name} are not JSON") if value.strip() else None
@@ -491,7 +519,9 @@ def _schema(tool: object, column: str, index: int) -> Message:
 
 
 def _marks(extra: Message, message: Message) -> Message:
-    """The training marks of a turn as {"train", "train_detail"}, removed from `extra`."""
+    """The training marks of a turn as {"train", "train_detail"}, removed from `extra`. ConversationError if they
+    disagree, or an unknown key looks like one.
+    """
     truths: dict[str, bool] = {}
     details = None
     for key in list(extra):
@@ -597,7 +627,9 @@ def _continues(before: Message, message: Message) -> bool:
 
 
 def _one(run: list[Message]) -> Message:
-    """Neighbouring turns of the assistant as one message, with train_detail where their train flags differ."""
+    """Neighbouring turns of the assistant as one message, with train_detail where their train flags differ.
+    ConversationError if calls or thoughts would have to be left out alone.
+    """
     merged: Message = {"role": "assistant", "content": ""}
     spans: list[Message] = []
     marks = [message.get("train", True) for message in run]

@@ -31,8 +31,10 @@ def prompt_tokens(
 
     Raises TemplateError if there is no template, it refuses the messages, or the text is not valid Unicode.
 
+      tokenizer: of the model.
       prompt: a text, taken as it is, or messages.
       template: Jinja text; None: the tokenizer's own, of several the one for `tools`.
+      tools: JSON schemas of the tools that the template names; None: none.
       arguments: further variables, such as {"enable_thinking": False}.
       begins_answer: end with the beginning of an answer.
       continues: the last message is continued; no answer begins.
@@ -58,8 +60,11 @@ def prompt_tokens(
 
 
 def text_tokens(tokenizer: Tokenizer, text: str, cuts: Sequence[int] = ()) -> list[int]:
-    """The token ids of a text, without special tokens around it. cuts: ascending character indices that no token
-    crosses; only fast tokenizers follow them. Raises TemplateError for surrogates.
+    """The token ids of a text, without special tokens around it. Raises TemplateError for surrogates.
+
+    tokenizer: of the model.
+    text: may contain special tokens, which are read as such.
+    cuts: ascending character indices that no token crosses; only fast tokenizers follow them.
     """
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise TemplateError("not valid Unicode: half of a surrogate pair")

@@ -50,9 +50,13 @@ def render(
 ) -> str:
     """The text of a conversation. Raises TemplateError if the template refuses it.
 
+    tokenizer: gives the template its special tokens.
+    template: Jinja text.
+    messages: of the conversation, in order.
+    tools: JSON schemas; None: none.
+    add_generation_prompt: end with the beginning of an assistant's turn.
     continue_final: the text ends within the last message.
-    arguments: further variables, such as enable_thinking.
-    tools: JSON schemas; None: none. add_generation_prompt: end with the beginning of an assistant's turn.
+    arguments: further variables, such as enable_thinking; None: none.
     """
     options = {**(arguments or {}), **({"continue_final_message": True} if continue_final else {})}
     try:
@@ -102,7 +106,11 @@ def guarded(messages: Sequence[Message], special: re.Pattern[str] | None) -> tup
 
 
 def unguarded(text: str, mark: str) -> tuple[str, list[int]]:
-    """The text without `guarded`'s marks, and their positions, which no token may span, or it would be special."""
+    """The text without marks, and their positions, which no token may span, or it would be special.
+
+    text: rendered from messages that `guarded` returned.
+    mark: what `guarded` put into them.
+    """
     if not mark:
         return text, []
     first, *later_pieces = text.split(mark)
@@ -124,8 +132,12 @@ _PROBES = (
 
 
 def asking_template(tokenizer: Tokenizer, template: str, arguments: Arguments | None = None) -> str:
-    """A template that itself writes the BOS that the tokenizer adds, and has `arguments` as defaults, for programs that
-    add nothing.
+    """A template that itself writes the BOS that the tokenizer adds, and has defaults for its variables, for programs
+    that add nothing.
+
+      tokenizer: of the model.
+      template: Jinja text.
+      arguments: {variable: default}; None: none.
     """
     if arguments:
         lines = (

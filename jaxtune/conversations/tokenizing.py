@@ -37,7 +37,12 @@ class Tokens:
         return len(self.ids)
 
     def section(self, first: int, last: int, shift: int = 0, cut: bool = False) -> Tokens:
-        """Tokens first to last - 1, with `shift` characters added to their positions. cut: the result's `is_cut`."""
+        """Some of the tokens.
+
+        first, last: the tokens first to last - 1.
+        shift: characters that are added to their positions.
+        cut: the result's `is_cut`.
+        """
         selected = slice(first, last)
         return Tokens(self.ids[selected], self.starts[selected] + shift, self.ends[selected] + shift, cut)
 
@@ -70,7 +75,12 @@ def beginning(tokenizer: Tokenizer) -> list[int]:
 
 
 def with_beginning(tokenizer: Tokenizer, ids: Sequence[int], begins: Sequence[int] | None = None) -> list[int]:
-    """Token ids with the tokenizer's beginning once, whether they have it or not. begins: `beginning`; None asks."""
+    """Token ids with the tokenizer's beginning once, whether they have it or not.
+
+    tokenizer: of the model.
+    ids: of the text.
+    begins: what `beginning` returned for the tokenizer; None: it is asked.
+    """
     ids, bos = list(ids), tokenizer.bos_token_id
     begins = beginning(tokenizer) if begins is None else begins
     leading = next((index for index, token in enumerate(ids) if token != bos), len(ids))
@@ -83,6 +93,7 @@ def tokenize(tokenizer: Tokenizer, texts: list[str], max_tokens: int | None = No
     """The tokens of each text, without special tokens around it.
 
     tokenizer: a fast Hugging Face tokenizer.
+    texts: each is tokenised alone.
     max_tokens: a longer text stops after the window that reaches it, with `is_cut` True if text is left.
     """
     short = iter(_at_once(tokenizer, [text for text in texts if len(text) <= WINDOW]))
@@ -92,8 +103,9 @@ def tokenize(tokenizer: Tokenizer, texts: list[str], max_tokens: int | None = No
 def tokenize_pieces(tokenizer: Tokenizer, text: str, cuts: Sequence[int], max_tokens: int | None = None) -> Tokens:
     """The tokens of a text, none across a position in `cuts` (ascending character indices).
 
-    max_tokens: stops after the piece that reaches it, with `is_cut` True if text is left.
     tokenizer: a fast one.
+    text: may contain special tokens, which are read as such.
+    max_tokens: stops after the piece that reaches it, with `is_cut` True if text is left.
     """
     pieces, count = [], 0
     for low, high in itertools.pairwise([0, *cuts, len(text)]):

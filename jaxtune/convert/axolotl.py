@@ -13,12 +13,14 @@ from jaxtune.train.config import ConfigError
 from jaxtune.train.data.rendering.packaged import PACKAGED
 
 _METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "grpo": "grpo", "gdpo": "grpo"}
-_PAIRS = ("dpo", "orpo", "simpo", "reward")
 _IS_FILE = re.compile(r"\.(jsonl?|csv|parquet)$")
 _READERS = ("json", "csv", "parquet", "text", "arrow")
 
 
 def translate(recipe: Translation, folder: Path) -> None:
+    """Fills the recipe from axolotl's config, in an order in which later keys read what earlier ones set. ConfigError
+    for a method that no recipe can mean.
+    """
     del folder
     recipe.set("model.path", recipe["base_model"])
     if recipe.sets("tokenizer_config") and recipe["tokenizer_config"] != recipe["base_model"]:
@@ -32,11 +34,10 @@ def translate(recipe: Translation, folder: Path) -> None:
     _data(recipe, method)
     _tokens(recipe)
     _adapter(recipe)
-    documents = {"kto": "answers", "grpo": "answers"}.get(method, "pairs" if method in _PAIRS else "rows")
     if recipe.sets("batch_size") and not recipe.sets("gradient_accumulation_steps"):
         recipe.set("rows_per_step", recipe["batch_size"])
     else:
-        common.batch(recipe, "micro_batch_size", documents)
+        common.batch(recipe, "micro_batch_size", method)
     common.length_of_run(recipe, "num_epochs")
     common.warmup(recipe, implied_ratio=0.03)
     if recipe.get("schedule.warmup_ratio") == 0.03 and not recipe.sets("warmup_ratio"):
@@ -127,7 +128,9 @@ def _objective(recipe: Translation) -> str:
 
 
 def _grpo(recipe: Translation, rl: str) -> None:
-    """Sets the objective's keys of the section `trl`."""
+    """Sets the objective's keys of the section `trl`. ConfigError without reward functions and without a rollout
+    function.
+    """
     section = recipe.table.sections["trl"]
     trl_values = {key: value for key, value in (recipe["trl"] or {}).items() if value is not None}
     recipe.set_same(section, trl_values, {})
@@ -202,9 +205,7 @@ def _data(recipe: Translation, method: str) -> None:
         recipe.set("data.overflow", overflow, "excess_length_strategy")
     packs = bool(recipe["sample_packing"]) or bool(pretraining)
     if method != "grpo":
-        common.packing(
-            recipe, packs and method == "sft", *(("sample_packing",) if recipe.sets("sample_packing") else ())
-        )
+        common.packing(recipe, method, packs, *(("sample_packing",) if recipe.sets("sample_packing") else ()))
     if recipe["train_on_inputs"]:
         recipe.set("data.train_on", "all")
 

@@ -8,23 +8,29 @@ from typing import Any
 from jaxtune.convert.schedules import schedule_keys
 from jaxtune.convert.translation import Translation
 from jaxtune.train.config import OptimConfig
+from jaxtune.train.config.objective import example_of
+from jaxtune.train.config.step_unit import StepUnit
 
 ROPES = ("yarn", "linear", "llama3", "longrope")
 
 
-def batch(recipe: Translation, rows_key: str, documents: str) -> None:
-    """rows_per_step of one GPU. documents: what a row is there, such as "pairs". rows_key: the other program's key for
-    rows on a device.
+def batch(recipe: Translation, rows_key: str, method: str) -> None:
+    """Sets rows_per_step, of one GPU.
+
+    recipe: gets the key, and a note.
+    rows_key: the other program's key for rows on a device.
+    method: of objective.name.
     """
     rows, count = recipe[rows_key] or 1, recipe["gradient_accumulation_steps"] or 1
     recipe.set("rows_per_step", rows * count)
     recipe.notes.append(
-        f"rows_per_step: {rows} {documents} x {count} micro-batches of one GPU (of several, multiply by their number); "
-        "the planner chooses the micro-batches"
+        f"rows_per_step: {rows} {example_of(method)} x {count} micro-batches of one GPU (of several, multiply by their "
+        "number); the planner chooses the micro-batches"
     )
 
 
 def length_of_run(recipe: Translation, epochs_key: str) -> None:
+    """Sets steps or epochs. epochs_key: the other program's key for epochs, read if max_steps is not set."""
     steps = recipe["max_steps"]
     if steps and steps > 0:
         recipe.set("steps", steps)
@@ -33,7 +39,7 @@ def length_of_run(recipe: Translation, epochs_key: str) -> None:
 
 
 def schedule(recipe: Translation, name_key: str) -> None:
-    """The section `schedule`, without warm-up."""
+    """Sets the section `schedule`, without warm-up. name_key: the other program's key for the scheduler's name."""
     name, arguments = recipe[name_key], recipe["lr_scheduler_kwargs"] or {}
     if name is None:
         return
@@ -48,7 +54,10 @@ def schedule(recipe: Translation, name_key: str) -> None:
 
 
 def warmup(recipe: Translation, implied_ratio: float | None = None) -> None:
-    """Warm-up as in transformers, whose first step has a rate of 0. Steps below 1 are a share of all."""
+    """Sets the warm-up as in transformers, whose first step has a rate of 0. Steps below 1 are a share of all.
+
+    implied_ratio: the share that the other program takes if the config names none; None: no warm-up.
+    """
     steps, ratio = recipe["warmup_steps"], recipe["warmup_ratio"]
     if isinstance(steps, float) and 0 < steps < 1:
         steps, ratio = None, steps
@@ -64,22 +73,38 @@ def warmup(recipe: Translation, implied_ratio: float | None = None) -> None:
 
 
 def precision(recipe: Translation, bf16: bool, fp16: bool, *sources: str) -> None:
+    """Sets `precision`.
+
+    recipe: gets the key.
+    bf16, fp16: whether the other program computes so; neither: float32.
+    sources: the other program's keys that decide it.
+    """
     recipe.set("precision", "bf16" if bf16 else "fp16" if fp16 else "fp32", *sources)
 
 
-def packing(recipe: Translation, packs: bool, *sources: str) -> None:
-    """data.packing. Without it a step has as many documents as there: "step", or false if rows are not known before."""
+def packing(recipe: Translation, method: str, packs: bool, *sources: str) -> bool:
+    """Sets data.packing, so that a step has as many examples as there; returns whether rows are packed.
+
+    recipe: has data.train already.
+    method: of objective.name.
+    packs: whether the other program packs.
+    sources: its keys that decide it.
+    """
     names = recipe.get("data.train")
     mixed = isinstance(names, list) and not isinstance(names[0], str)
-    alone = bool(recipe.get("data.streaming")) or mixed
-    recipe.set("data.packing", True if packs else False if alone else "step", *sources)
-    if not packs and not alone:
+    unit = StepUnit.of_trainers(example_of(method), packs, known=not (recipe.get("data.streaming") or mixed))
+    recipe.set("data.packing", unit.packing, *sources)
+    if unit.counts_examples:
         recipe.notes.append("data.packing: step: an update has as many documents as there; true makes fewer updates")
+    return unit.shares_rows
 
 
 def columns(recipe: Translation, names: Mapping[str, str], source_name: str) -> None:
-    """data.columns, one map for all rows: {our column: its name in the rows}; other maps are lacking. source_name:
-    where they come from, for messages.
+    """Sets data.columns, one map for all rows; other maps are lacking.
+
+    recipe: gets the key.
+    names: {our column: its name in the rows}.
+    source_name: where they come from, for messages.
     """
     names = {ours: source for ours, source in names.items() if ours != source}
     current = recipe.get("data.columns")
@@ -90,7 +115,12 @@ def columns(recipe: Translation, names: Mapping[str, str], source_name: str) -> 
 
 
 def template(recipe: Translation, name: str, source_name: str) -> None:
-    """data.template, one for all rows; another one is lacking. source_name: where it comes from, for messages."""
+    """Sets data.template, one for all rows; another one is lacking.
+
+    recipe: gets the key.
+    name: of the template in this program.
+    source_name: where it comes from, for messages.
+    """
     current = recipe.get("data.template")
     if current not in (None, name):
         recipe.lack(f"template of {source_name}", name, f"data.template is one for all rows, and {current} already")
@@ -101,6 +131,7 @@ def template(recipe: Translation, name: str, source_name: str) -> None:
 def plain_prompts(recipe: Translation, plain: Sequence[str], sets: int) -> None:
     """Removes data.template for rows whose prompts are plain text whatever template the config names.
 
+    recipe: loses the key.
     plain: names of these rows.
     sets: the number of all sets of rows.
     """
@@ -113,7 +144,12 @@ def plain_prompts(recipe: Translation, plain: Sequence[str], sets: int) -> None:
 
 
 def rows(recipe: Translation, key: str, names: Sequence[str]) -> None:
-    """data.train or data.eval; of several held-out sets the first. key: "data.train" or "data.eval"."""
+    """Sets data.train or data.eval; of several held-out sets the first.
+
+    recipe: gets the key.
+    key: "data.train" or "data.eval".
+    names: files or data sets; none: nothing is set.
+    """
     if names:
         recipe.set(key, names[0] if len(names) == 1 else list(names))
     if key == "data.eval" and len(names) > 1:
@@ -122,7 +158,9 @@ def rows(recipe: Translation, key: str, names: Sequence[str]) -> None:
 
 
 def held_out(recipe: Translation, size_key: str) -> None:
-    """data.eval_rows without held-out rows, and when they are evaluated."""
+    """Sets data.eval_rows without held-out rows, and when they are evaluated. size_key: the other program's key for
+    their number or share.
+    """
     size = recipe[size_key]
     if size and recipe.get("data.eval") is None:
         if recipe.get("data.streaming"):
@@ -144,7 +182,9 @@ def held_out(recipe: Translation, size_key: str) -> None:
 
 
 def early_stop(recipe: Translation, patience_key: str) -> None:
-    """guards.patience with its metric, which also chooses the best checkpoint."""
+    """Sets guards.patience with its metric, which also chooses the best checkpoint. patience_key: the other program's
+    key; "": it has none.
+    """
     patience, metric = recipe[patience_key], str(recipe["metric_for_best_model"] or "loss")
     metric = metric if metric.startswith("eval_") else f"eval_{metric}"
     greatest = recipe["greater_is_better"]
@@ -191,6 +231,11 @@ def trainer_keys(recipe: Translation) -> None:
 
 
 def quantised(recipe: Translation, four: bool, eight: bool) -> None:
+    """Sets model.load_in.
+
+    recipe: gets the key.
+    four, eight: whether the other program loads the base in 4 or 8 bits; neither: nothing is set.
+    """
     if four or eight:
         recipe.set("model.load_in", "nf4" if four else "int8")
 
@@ -200,7 +245,9 @@ _ROPE = ("rope_scaling", "rope_parameters")
 
 
 def model_options(recipe: Translation, key: str) -> None:
-    """What replaces keys of the model's config.json, and arguments of from_pretrained: positions are translated."""
+    """Sets what replaces keys of the model's config.json, and arguments of from_pretrained: positions are translated.
+    key: the other program's, of a mapping.
+    """
     options = recipe.config.get(key)
     if options and not isinstance(options, Mapping):
         recipe.lack(key, options, "a mapping")
@@ -215,8 +262,11 @@ def model_options(recipe: Translation, key: str) -> None:
 
 
 def rope_scaling(recipe: Translation, source_name: str, scaling: Mapping[str, object]) -> None:
-    """model.rope_scaling with transformers' names; a kind that is not here is lacking. source_name: what messages call
-    it, such as "rope_scaling of model_kwargs". scaling: the other program's mapping, "rope_type" or "type" among it.
+    """Sets model.rope_scaling with transformers' names; a kind that is not here is lacking.
+
+    recipe: gets the key.
+    source_name: what messages call it, such as "rope_scaling of model_kwargs".
+    scaling: the other program's mapping, "rope_type" or "type" among it.
     """
     kind = scaling.get("rope_type") or scaling.get("type")
     if kind not in ROPES or ("factor" not in scaling and kind != "longrope"):

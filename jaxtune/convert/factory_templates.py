@@ -43,8 +43,9 @@ def begins_with_bos(form: Form) -> bool:
 def jinja(form: Form, system: str | None, thinking: bool | None, last_only: bool) -> str:
     """The text of a chat template.
 
+    form: of the template, one of `forms`.
     system: the message of rows without one; None: the template's own.
-    thinking: whether an empty thought is trained on; False leaves out all thoughts.
+    thinking: True: an empty thought is trained on; False: all thoughts are left out; None: neither.
     last_only: earlier answers lose their thoughts.
     """
     user = _joined(form.get("format_user") or ["{{content}}"], "asked", form)

@@ -19,6 +19,9 @@ _ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")  # ro
 
 
 def translate(recipe: Translation, folder: Path) -> None:
+    """Fills the recipe from LLaMA-Factory's config, in an order in which later keys read what earlier ones set.
+    ConfigError for a stage that no recipe can mean. folder: the config's, for dataset_info.json.
+    """
     path = recipe["model_name_or_path"]
     if recipe["train_from_scratch"]:
         recipe.set("model.from_config", str(Path(path) / "config.json"))
@@ -34,7 +37,7 @@ def translate(recipe: Translation, folder: Path) -> None:
     method = _objective(recipe, stage)
     _data(recipe, folder, stage, method)
     _adapter(recipe)
-    common.batch(recipe, "per_device_train_batch_size", {"sft": "rows", "kto": "answers"}.get(method, "pairs"))
+    common.batch(recipe, "per_device_train_batch_size", method)
     common.length_of_run(recipe, "num_train_epochs")
     common.warmup(recipe)
     for key in _OTHER_OPTIMIZERS:
@@ -98,7 +101,7 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
             recipe.notes.append("data.streaming is off, as epochs of a stream cannot be counted")
     _mixture(recipe)
     packs = bool(recipe["neat_packing"]) or (stage == "pt" if recipe["packing"] is None else bool(recipe["packing"]))
-    common.packing(recipe, packs and method == "sft", *(("packing",) if recipe.sets("packing", "neat_packing") else ()))
+    common.packing(recipe, method, packs, *(("packing",) if recipe.sets("packing", "neat_packing") else ()))
     if recipe["train_on_prompt"] or stage == "pt":
         recipe.set("data.train_on", "all")
     if recipe["mask_history"]:
@@ -115,7 +118,9 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
 
 
 def _template(recipe: Translation, method: str) -> None:
-    """data.template: what the named template writes; without a name the tokenizer's own, as there."""
+    """data.template: what the named template writes; without a name the tokenizer's own, as there. ConfigError for an
+    unknown name.
+    """
     name = recipe["template"]
     if name is None:
         recipe.set("data.template", "tokenizer")
@@ -184,7 +189,9 @@ def _adapter(recipe: Translation) -> None:
 
 
 def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
-    """Entries of dataset_info.json below `folder` or the current folder, with the folder of the file as "base"."""
+    """Entries of dataset_info.json below `folder` or the current folder, with the folder of the file as "base"; {}
+    without such a file. ConfigError for a file of another form.
+    """
     for base in (folder, Path()):
         path = base / name / "dataset_info.json"
         if path.is_file():

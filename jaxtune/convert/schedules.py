@@ -13,10 +13,13 @@ _LOWEST = 1e-7  # transformers' lr_end of "polynomial"
 
 
 def schedule_keys(table: Table, name: str, arguments: Mapping[str, Any], peak: float) -> dict[str, Any]:
-    """{key of the section `schedule`: value} of transformers' scheduler `name`, without warm-up; else ValueError.
+    """{key of the section `schedule`: value} of a scheduler of transformers, without warm-up. Raises ValueError for one
+    that is not supported.
 
-    peak: the highest learning rate, of which min_lr and lr_end become shares.
-    table: of known schedulers. arguments: the scheduler's keyword arguments.
+      table: of known schedulers.
+      name: the scheduler's in transformers, such as "cosine_with_min_lr".
+      arguments: its keyword arguments.
+      peak: the highest learning rate, of which min_lr and lr_end become shares.
     """
     if name not in table.schedules:
         hint = table.refused_schedules.get(name) or f"one of {', '.join(table.schedules)}"

@@ -45,8 +45,12 @@ class Translation:
         return values[0] if values else next((self[key] for key in keys if self[key] is not None), None)
 
     def set(self, key: str, value: Any, *sources: str) -> None:
-        """Sets the recipe's dotted key. If the config has none of the keys `sources`, the value is the program's
-        default, and is written only where it differs from ours.
+        """Sets a key of the recipe.
+
+        key: dotted, such as "optimizer.learning_rate".
+        value: as in YAML.
+        sources: the config's keys that say so. If it has none of them, the value is the program's default, and is
+          written only where it differs from ours. No sources: it is written.
         """
         if sources and not self.sets(*sources):
             if key.startswith(_BESIDE) or _OURS().get(key) == _word(value):
@@ -66,6 +70,12 @@ class Translation:
         return inner
 
     def lack(self, subject: str, value: Any, fix: str = "") -> None:
+        """Notes something that the recipe lacks, once.
+
+        subject: what the other program's config has, such as its key.
+        value: its value there.
+        fix: a remedy or a reason; "": none.
+        """
         line = f"{subject}: {short(value)}" + (f" ({fix})" if fix else "")
         if line not in self.lacking:
             self.lacking.append(line)
@@ -73,8 +83,12 @@ class Translation:
     def set_same(
         self, section: Section, config: Mapping[str, Any], defaults: Mapping[str, Any], only: str = ""
     ) -> None:
-        """Sets the keys that have one value in both programs. only: a prefix of the recipe's keys. defaults: the other
-        program's, {its key: value}.
+        """Sets the keys that have one value in both programs.
+
+        section: what is known of the config's keys.
+        config: this part of the other program's config.
+        defaults: the other program's, {its key: value}.
+        only: a prefix of the recipe's keys; "": all are set.
         """
         for key, ours in section.same_value.items():
             if not ours.startswith(only) or (value := config.get(key, defaults.get(key))) is None:
@@ -83,8 +97,10 @@ class Translation:
 
     def leftovers(self, section: Section, config: Mapping[str, Any], section_name: str = "") -> None:
         """Lists keys that change training and are not translated; ConfigError for a method that no recipe can mean.
-        config: this part of the other program's config, of whose keys `section` knows; section_name: what messages call
-        it.
+
+        section: what is known of the config's keys.
+        config: this part of the other program's config.
+        section_name: what messages call it; "": the config itself.
         """
         for key, value in config.items():
             if key in section.read or key in section.same_value or not _is_set(key, value):
@@ -103,8 +119,11 @@ class Translation:
             self.lack(name, value, fix)
 
     def choose(self, keys: Sequence[str], ours: str, names: Mapping[str, str]) -> None:
-        """Sets the recipe's key `ours` to our name for the value of `keys`; an unknown name is lacking. names: {the
-        other program's name: ours}.
+        """Sets a key of the recipe to our name for a value; an unknown name is lacking, a missing one leaves it out.
+
+        keys: of the other program; the first that is set has the value.
+        ours: the recipe's dotted key.
+        names: {the other program's name: ours}.
         """
         value = self.first(*keys)
         if value is None:

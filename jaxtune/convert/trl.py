@@ -16,10 +16,13 @@ _LOSSES = {
     "kto": ("kto",),
     "sft": ("nll",),
 }
-_DOCUMENTS = {"sft": "rows", "dpo": "pairs", "reward": "pairs"}
 
 
 def translate(recipe: Translation, trainer: str | None) -> None:
+    """Fills the recipe from TRL's config, in an order in which later keys read what earlier ones set. ConfigError for
+    an unknown trainer or a method that no recipe can mean. trainer: TRL's command, such as "sft"; None: the one that
+    has all keys.
+    """
     trainer = trainer or _only_trainer(recipe)
     if trainer not in TRAINERS:
         raise ConfigError(f"--trainer {trainer}: one of {', '.join(TRAINERS)}")
@@ -33,7 +36,7 @@ def translate(recipe: Translation, trainer: str | None) -> None:
     _loss(recipe, trainer)
     _data(recipe, trainer)
     _adapter(recipe)
-    common.batch(recipe, "per_device_train_batch_size", _DOCUMENTS.get(trainer, "answers"))
+    common.batch(recipe, "per_device_train_batch_size", trainer)
     common.length_of_run(recipe, "num_train_epochs")
     common.warmup(recipe)
     recipe.choose(("optim",), "optim.name", recipe.table.optimizers)
@@ -78,6 +81,7 @@ def _has(recipe: Translation, trainer: str, key: str) -> bool:
 
 
 def _loss(recipe: Translation, trainer: str) -> None:
+    """Sets objective.loss_type; ConfigError for a loss that is not here, or several."""
     losses = common.listed(recipe["loss_type"])
     if not losses or trainer not in _LOSSES:
         return
@@ -90,7 +94,9 @@ def _loss(recipe: Translation, trainer: str) -> None:
 
 
 def _objective(recipe: Translation, trainer: str) -> None:
-    """Sets the keys of `objective`. trainer: TRL's command, such as "sft"."""
+    """Sets the keys of `objective`. ConfigError for GRPO or RLOO without reward functions. trainer: TRL's command, such
+    as "sft".
+    """
     trainer_defaults = recipe.table.sections[trainer].defaults
     for key, ours in recipe.table.top.same_value.items():
         if ours.startswith("objective.") and key in trainer_defaults and key in recipe.config:
@@ -153,8 +159,7 @@ def _data(recipe: Translation, trainer: str) -> None:
         recipe.lack("max_length", None, "data.length is a number; longer rows are cut")
     else:
         recipe.set("data.length", recipe["max_length"], "max_length")
-    packs = trainer == "sft" and bool(recipe["packing"])
-    common.packing(recipe, packs, *(("packing",) if recipe.sets("packing") else ()))
+    packs = common.packing(recipe, trainer, bool(recipe["packing"]), *(("packing",) if recipe.sets("packing") else ()))
     if packs and recipe["packing_strategy"] in ("wrapped", "bfd_split"):
         recipe.set("data.overflow", "split")
     if trainer == "sft":
@@ -181,7 +186,7 @@ def _name(path: Any, config: Any, split: Any) -> str:
 
 
 def _adapter(recipe: Translation) -> None:
-    """Sets `adapter`, and the format of the frozen weights."""
+    """Sets `adapter`, and the format of the frozen weights. ConfigError for quantised weights without an adapter."""
     common.quantised(recipe, bool(recipe["load_in_4bit"]), bool(recipe["load_in_8bit"]))
     if not recipe["use_peft"]:
         if recipe.get("model.load_in"):

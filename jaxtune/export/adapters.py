@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 from jaxtune.models.adapters.adapter_config import WEIGHTS_NAME, config_of, is_nested, peft_name
 from jaxtune.models.adapters.adapter_files import adapter_content, write_adapter
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.folders import require_space
 from jaxtune.models.files.model_folder import save_companions
 from jaxtune.models.lora import experts, linears
+from jaxtune.system.disk import require_room
 
 _BESIDE_BYTES = 64 << 10  # of the config and the header of the weights
 
@@ -28,11 +28,13 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
     """Writes a model's adapter, an embedding or head that was trained whole (modules_to_save), and the tokenizer into
     an empty folder, and verifies it. Returns `servers`' notes.
 
+      model: has an adapter.
+
     Raises ValueError for no adapter or one that PEFT cannot express, values that are not finite, or a full disk;
     ArithmeticError if the files do not verify.
     """
     config, arrays, metadata = adapter_content(model)
-    require_space(folder, sum(array.nbytes for array in arrays.values()) + _BESIDE_BYTES)
+    require_room(folder, sum(array.nbytes for array in arrays.values()) + _BESIDE_BYTES)
     write_adapter(folder, config, arrays, metadata)
     save_companions(folder, (), tokenizer)
     verify(model, load_file(folder / WEIGHTS_NAME), arrays)
@@ -86,10 +88,11 @@ def servers(model: Decoder) -> list[str]:
 
 
 def verify(model: Decoder, read_back: Mapping[str, np.ndarray], written: Mapping[str, np.ndarray]) -> None:
-    """Raises ArithmeticError unless tensors were read back (`read_back`) bit for bit, and each product B A, as PEFT
-    computes it from the files, is close to the model's (np.allclose). Neither alpha / r nor DoRA's magnitudes are
-    checked.
+    """Raises ArithmeticError unless tensors were read back bit for bit, and each product B A, as PEFT computes it from
+    the files, is close to the model's (np.allclose). Neither alpha / r nor DoRA's magnitudes are checked.
 
+      model: whose adapter was written.
+      read_back: {name in the file: array}, from the file.
       written: {name in the file: array}, what was to be written.
     """
     wrong = [

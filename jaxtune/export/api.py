@@ -25,13 +25,14 @@ from jaxtune.export.gguf_types import OUTTYPES, is_short, not_trained, stored_ty
 from jaxtune.export.modelfile import MODELFILE, modelfile
 from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.folders import new_folder, require_new, require_space
+from jaxtune.models.files.folders import new_folder, require_new
 from jaxtune.models.files.reading import are_finite, compile_are_finite
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import has_adapter
 from jaxtune.pallas.format_names import KEPT
 from jaxtune.pallas.formats import Format, Stored, exports
 from jaxtune.system import processes
+from jaxtune.system.disk import require_room
 
 _METADATA_BYTES = 64 << 20  # room reserved for tokenizer, template and headers
 _DEFAULT_OUTTYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -92,7 +93,11 @@ def export_model(
 
 def require_format(path: str | os.PathLike, to: str, outtype: str | None) -> None:
     """Raises ValueError for a format, outtype or path with which no model can be exported, or without the gguf package
-    if it is needed. to: the format's word.
+    if it is needed.
+
+      path: of the new folder.
+      to: the format's word, a key of FORMATS.
+      outtype: of a GGUF file; None: the default of the format.
     """
     if to not in FORMATS:
         raise ValueError(f"export: to = {to!r} is unknown; it can be {', '.join(FORMATS)}")
@@ -256,7 +261,7 @@ def _write_gguf(
     """
     tensors = gguf_tensors.all_tensors(sources)
     size = gguf_file.size_bytes(tensors, stored_types(tensors, outtype, arch, fields))
-    require_space(job.path.parent, size + _METADATA_BYTES)
+    require_room(job.path.parent, size + _METADATA_BYTES)
     with new_folder(job.path, "export") as folder:
         written = gguf_file.write(folder / file, arch, fields, sources, outtype, ready)
         gguf_file.verify(folder / file, arch, fields, written)

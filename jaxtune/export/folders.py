@@ -17,7 +17,6 @@ from jaxtune.models import hf
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.files import byte_files, file_plan, shards
 from jaxtune.models.files.file_plan import Group, Piece, Planned
-from jaxtune.models.files.folders import require_space
 from jaxtune.models.files.model_folder import read_config, weight_entries
 from jaxtune.models.files.quant import stored_in
 from jaxtune.models.files.weights import Weights, not_whole, tensors_of
@@ -26,11 +25,16 @@ from jaxtune.models.registry import config_from_hf, text_config
 from jaxtune.pallas.formats import FORMATS, Format, Layout, Stored
 from jaxtune.pallas.formats.layout import Config
 from jaxtune.system import terminal
+from jaxtune.system.disk import require_room
 
 
 def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes the model in its own dtype, quantised weights decoded. Errors as of write_planned. max_shard_bytes: of one
-    file.
+    """Writes the model in its own dtype, quantised weights decoded. Errors as of write_planned.
+
+    weights: the model, adapters merged.
+    folder: exists and is empty.
+    tokenizer: a Hugging Face tokenizer; None: none is written.
+    max_shard_bytes: of one file.
     """
     return write_planned(weights.dequantized(), folder, tokenizer, max_shard_bytes)
 
@@ -48,9 +52,13 @@ def write_stored(
     the format without `qat` is not quantised further. If the header contains values of weights (double-quantised NF4),
     they are quantised twice, for header and data.
 
+      format: the quantised format.
+      weights: the model, adapters merged.
+      folder: exists and is empty.
+      tokenizer: a Hugging Face tokenizer; None: none is written.
+      max_shard_bytes: of one file.
       edit_config: changes the entry quantization_config.
       input_scales: {linear: scale of activations} of NVFP4.
-      max_shard_bytes: of one file.
 
     Raises ValueError for experts that readers do not support, no matrix of whole blocks, or weights that left QAT's
     grid, and as write_planned does.
@@ -88,8 +96,12 @@ def write_stored(
 
 def write_nvfp4_activations(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
     """Writes a model of QAT in nvfp4-nvfp4 as NVFP4 with activations rounded too (W4A4), the scale of X's inputs as
-    `X.input_global_scale`. Raises ValueError without such scales, and as write_stored does. max_shard_bytes: of one
-    file.
+    `X.input_global_scale`. Raises ValueError without such scales, and as write_stored does.
+
+      weights: the model, adapters merged.
+      folder: exists and is empty.
+      tokenizer: a Hugging Face tokenizer; None: none is written.
+      max_shard_bytes: of one file.
     """
     qat = weights.model.qat
     if qat is None or not qat.input_scales:
@@ -108,8 +120,11 @@ def write_mxfp4(
     """Writes MXFP4 as compressed-tensors stores it, or gpt-oss as it is published, its linears unquantised. Returns
     notes.
 
-      activations: servers round activations, too.
+      weights: the model, adapters merged.
+      folder: exists and is empty.
+      tokenizer: a Hugging Face tokenizer; None: none is written.
       max_shard_bytes: of one file.
+      activations: servers round activations, too.
 
     Raises ValueError for gpt-oss with `activations`, or experts that left QAT's grid, and as write_stored does.
     """
@@ -157,16 +172,19 @@ def write_planned(
 ) -> list[str]:
     """Writes weights, config.json and tokenizer, and reads them back. Returns [].
 
+      weights: the model, adapters merged.
+      folder: exists and is empty.
+      tokenizer: a Hugging Face tokenizer; None: none is written.
+      max_shard_bytes: of one file.
       planned: {tensor of the model: Group}; None: the weights as they are.
       extra: entries that replace config.json's.
       loads: whether jaxtune can load such a folder; else `extra` needs a quantization_config.
-      max_shard_bytes: of one file.
 
     Raises ValueError for a full disk or what hf.checkpoint_tensors cannot write, ArithmeticError for a difference.
     """
     planned = hf.checkpoint_tensors(weights) if planned is None else planned
     model = weights.model
-    require_space(folder, file_plan.size_bytes(planned))
+    require_room(folder, file_plan.size_bytes(planned))
     config_json = hf.hf_config_of(model, tokenizer) | (extra or {})
     written = hf.write_checkpoint(folder, planned, config_json, max_shard_bytes)
     hf.write_companions(folder, model, tokenizer)
@@ -178,6 +196,7 @@ def verify(folder: Path, written: Mapping[str, shards.Written], config: DecoderC
     """Raises ArithmeticError unless a folder has the written config, names and bytes; no logits are computed.
 
     written: {tensor's name: what shards.write_file returned}.
+    config: that the folder must describe.
     loads: also compares names and shapes with config.json; else its quantization_config is ignored (KeyError without).
     """
     try:

@@ -86,6 +86,8 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
     """Encodes floats [..., columns] in runs of at most 2^26 numbers (2^24 in plain types), in the order of the file.
     Columns must be whole blocks.
 
+      name: of the tensor, for errors.
+      array: on the device or the host.
       kind: gguf's name of the type.
       grid: the dtype in which QAT rounded the values to this type (Q8_0 or Q4_0), which shortened the scales; they are
         encoded exactly. None: rounded here.
@@ -108,8 +110,11 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
 
 
 def programs(array: jax.ShapeDtypeStruct, kind: str, grid: str | None) -> dict[tuple, Callable[[], jax.stages.Lowered]]:
-    """{key: a function that traces a program of `encode`} for an array's shape, dtype and sharding, in order; equal
-    keys are one program. kind, grid: as in `encode`.
+    """{key: a function that traces a program of `encode`}, in order; equal keys are one program.
+
+    array: shape, dtype and sharding of the tensor.
+    kind: gguf's name of the type.
+    grid: the dtype in which QAT rounded the values to this type; None: `encode` rounds them.
     """
     lowerings: dict[tuple, Callable[[], jax.stages.Lowered]] = {}
     block, dtype, where = block_size(kind), array.dtype, array.sharding

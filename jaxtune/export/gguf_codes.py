@@ -67,7 +67,9 @@ def _five_bits(high: jax.Array, low: jax.Array) -> jax.Array:
 
 
 def encode_q4_0(blocks: jax.Array, dtype: str = "float32") -> jax.Array:
-    """float32[n, 32] -> uint8[n, 18]: d in f16, then 32 codes of four bits. dtype: as for encode_q8_0."""
+    """float32[n, 32] -> uint8[n, 18]: d in f16, then 32 codes of four bits. dtype: in which QAT rounded the numbers to
+    Q4_0, to encode them exactly; "float32" also without QAT.
+    """
     scales, codes = signed_codes(blocks, 8, dtype)
     return jnp.concatenate([_bytes_of(scales), _halves(codes.astype(jnp.uint8))], -1)
 
@@ -107,13 +109,15 @@ def decode_q5_1(coded: jax.Array) -> jax.Array:
 def allowed(
     blocks: jax.Array | np.ndarray, numpy: ModuleType, *, steps: int, worst: float, f16: int = 1
 ) -> jax.Array | np.ndarray:
-    """float32[n, 1]: a bound on the error of rounding in each block, with what f16 adds.
+    """float32[n, 1]: a bound on the error of rounding in each block, with what f16 adds. M is the block's largest
+    magnitude.
 
-    steps: a step between codes is M / steps, M the block's largest magnitude.
-    worst: in steps: 0.5 for Q8_0; 1 for Q4_0 and Q5_0, which have no code for one of M and -M; 1 for Q5_1, whose
-    steps divide a range of up to 2 M.
-    f16: in 2^-11 M: 1 for a scale; 3 for Q5_1, whose scale is multiplied up to 2 M and which has m.
-    blocks: float32[n, numbers of a block]. numpy: numpy or jax.numpy.
+      blocks: float32[n, numbers of a block].
+      numpy: numpy or jax.numpy.
+      steps: a step between codes is M / steps.
+      worst: in steps: 0.5 for Q8_0; 1 for Q4_0 and Q5_0, which have no code for one of M and -M; 1 for Q5_1, whose
+        steps divide a range of up to 2 M.
+      f16: in 2^-11 M: 1 for a scale; 3 for Q5_1, whose scale is multiplied up to 2 M and which has m.
     """
     largest = numpy.abs(blocks).max(-1, keepdims=True)
     return largest * numpy.float32(worst * 1.001 / steps + f16 * 2.0**-11) + numpy.float32(steps * 2.0**-25)

@@ -67,10 +67,11 @@ def write(
 ) -> dict[str, Stored]:
     """Writes a GGUF file: {tensor: what was written}. The device has what one Source makes and a few encoded runs.
 
+      file: new, or replaced.
+      architecture: gguf's name of it. outtype: the file's type; single tensors may differ (stored_types).
       fields: metadata; an int becomes uint32, a float float32, a list an array, whose ints are int32.
       sources: in the order of the file.
       ready: called with each tensor's name before it is made; may wait for its programs.
-      architecture: gguf's name of it. outtype: the file's type; single tensors may differ (stored_types).
 
     Raises ArithmeticError for a value that is not finite or not represented, another shape than planned, or a wrong
     merge; ValueError for one that left QAT's grid; OSError for a full disk.
@@ -196,7 +197,12 @@ def _packed(values: list[str] | list[int] | list[float]) -> bytes:
 
 def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Mapping[str, Stored]) -> None:
     """Reads a file back with gguf's reader, and raises ArithmeticError unless keys, shapes, types, positions and every
-    byte (by checksum) are those written. architecture, fields: as in `write`. written: what `write` returned.
+    byte (by checksum) are those written.
+
+      file: the GGUF file.
+      architecture: gguf's name of it.
+      fields: {key: value} of the metadata that was written.
+      written: what `write` returned.
     """
     total = sum(sums.size_bytes for stored in written.values() for sums in stored.sums)
     try:

@@ -54,10 +54,13 @@ def decoder(bits: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, bits: int) -> jax.Array | np.ndarray:
-    """[n, 1]: the largest error that rounding explains in blocks float32[n, 256]: one and a half steps, a step being
-    the largest range of a part, 0 included, divided by the largest code (Q6_K: the largest magnitude / 32). Half a step
-    is rounding to a code; one, because the best scale may cut off what is largest, and scales and least values are
-    rounded. numpy: numpy or jax.numpy.
+    """[n, 1]: the largest error that rounding explains in blocks: one and a half steps, a step being the largest range
+    of a part, 0 included, divided by the largest code (Q6_K: the largest magnitude / 32). Half a step is rounding to a
+    code; one, because the best scale may cut off what is largest, and scales and least values are rounded.
+
+      blocks: float32[n, 256].
+      numpy: numpy or jax.numpy.
+      bits: of a code: 4, 5 or 6.
     """
     if bits == 6:
         largest, steps = numpy.abs(blocks).max(-1, keepdims=True), 32

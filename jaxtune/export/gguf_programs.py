@@ -20,6 +20,7 @@ class Compiling:
     """Traces the programs of all tensors in one thread, in order, and compiles them in others; leaving the context
     drops what waits. Several threads would wait for Python's lock. An error is left to the call that needs the program.
 
+      kinds: {tensor: gguf's name of its type}, of all in `sources`.
       like: dtype and sharding of most arrays; None: nothing is compiled ahead, as arrays on several devices must get
         their programs in one order.
     """

@@ -37,6 +37,7 @@ def tokenizer_fields(
 ) -> Fields:
     """{GGUF's key: value} of a fast tokenizer and its chat template.
 
+      tokenizer: a Hugging Face tokenizer; None: ValueError.
       vocab_size: rows of the embedding; those without a token become unused tokens.
       ends: (llama.cpp's key, text) of end tokens that it does not recognise.
       shown_tokens: special tokens that llama.cpp is to write into answers, such as marks of tool calls.

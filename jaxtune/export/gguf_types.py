@@ -28,11 +28,14 @@ _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 def stored_types(
     tensors: Sequence[Tensor], outtype: str, architecture: str, fields: Mapping[str, object]
 ) -> dict[str, str]:
-    """{tensor: gguf's name of its type} in a file of type `outtype`. In q4_0, embedding and head are Q8_0: they are
-    read once a token, and their errors reach the logits undamped. In q4_k_m and q6_k types are llama-quantize's. Rows
-    that are not whole blocks get a type of smaller blocks, or f16 if they are no multiple of 32.
+    """{tensor: gguf's name of its type} in a file. In q4_0, embedding and head are Q8_0: they are read once a token,
+    and their errors reach the logits undamped. In q4_k_m and q6_k types are llama-quantize's. Rows that are not whole
+    blocks get a type of smaller blocks, or f16 if they are no multiple of 32.
 
-      tensors: in the order of the file. fields: the file's metadata.
+      tensors: in the order of the file.
+      outtype: the file's type, a key of OUTTYPES.
+      architecture: gguf's name of it.
+      fields: the file's metadata, by GGUF's keys.
     """
     kind = OUTTYPES[outtype][0]
     by_name = _k_type(tensors, kind, architecture, fields) if outtype in ("q4_k_m", "q6_k") else lambda _: kind
@@ -50,7 +53,11 @@ def is_short(tensor: Tensor, outtype: str) -> bool:
 
 
 def not_trained(tensors: Sequence[Tensor], kinds: Mapping[str, str]) -> list[str]:
-    """Tensors that a file rounds although QAT, which rounded others to its type, did not."""
+    """Tensors that a file rounds although QAT, which rounded others to its type, did not.
+
+    tensors: of the file.
+    kinds: {tensor: gguf's name of its type}.
+    """
     if not any(tensor.grid for tensor in tensors):
         return []
     return [

@@ -28,7 +28,10 @@ def grid_of_export(model: Decoder) -> FakeQuant | None:
 
 def require_representable(model: Decoder, to: str, outtype: str | None) -> None:
     """Raises ValueError if a format or its dtype would round the weights of QAT again. Formats of adapters pass.
-    outtype: of a GGUF file, never None there.
+
+    model: without QAT every format passes.
+    to: the format's word, such as "merged" or "gguf".
+    outtype: of a GGUF file, never None there; None for other formats.
     """
     grid = grid_of_export(model)
     if grid is None or to in ("adapter", "gguf-adapter"):
@@ -104,6 +107,8 @@ def exactly(name: str, format: str, weight: jax.Array) -> Stored:
     interval of scales, and the middle of what all allow is taken, or a neighbour.
 
       name: of the weight, for errors.
+      format: its name, such as "int8".
+      weight: [..., out, in], or its shape alone while it is traced.
     """
     stored = FORMATS[format].encode(weight)
     if isinstance(weight, core.Tracer):

@@ -10,6 +10,7 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
     """Uploads a folder as a model repository, made if need be, and returns its address. Files under other names stay in
     it.
 
+      folder: of the model.
       repository: owner/name.
       private: of a new repository.
       api: huggingface_hub.HfApi or the like; None: with this machine's login.

@@ -98,7 +98,12 @@ class Turns:
 
 
 def modelfile(model: Decoder, tokenizer: Tokenizer, file: str) -> tuple[str, list[str]]:
-    """(the Modelfile for the GGUF file `file` beside it, notes)."""
+    """(the text of Ollama's Modelfile for a GGUF file, notes).
+
+    model: that was exported, for its end tokens and sampling settings.
+    tokenizer: whose chat template becomes TEMPLATE.
+    file: the name of the GGUF file, which lies beside the Modelfile.
+    """
     turns, why = turns_of(tokenizer)
     lines = [f"FROM ./{file}"]
     notes = []

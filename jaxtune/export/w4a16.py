@@ -32,7 +32,13 @@ _PACKED = 8  # codes in an int32
 def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, activations: bool = False) -> list[str]:
     """Writes linears and experts in int4, those of QAT exactly in its groups, others rounded in groups of 128, and
     verifies the folder. SERVED_IN_16_BITS, rows that are not whole groups, routers, embeddings and head stay in the
-    model's dtype. Returns notes. activations: w4a8. max_shard_bytes: of one file.
+    model's dtype. Returns notes.
+
+      weights: the model, adapters merged.
+      folder: exists and is empty.
+      tokenizer: a Hugging Face tokenizer; None: none is written.
+      max_shard_bytes: of one file.
+      activations: servers round activations to 8 bits too (w4a8).
 
     Raises ValueError for experts in one tensor, no whole groups, or weights that left QAT's grid; ArithmeticError if
     codes do not decode to the weights, or files differ.
@@ -82,7 +88,12 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, 
 
 
 def quantization_config(group: int, ignored: list[str], activations: bool) -> dict[str, Any]:
-    """config.json's entry. group: numbers of a row that share a scale. ignored: modules in 16 bits."""
+    """config.json's entry.
+
+    group: numbers of a row that share a scale.
+    ignored: names of modules in 16 bits.
+    activations: servers round activations to 8 bits too (w4a8).
+    """
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     weights = {
         "num_bits": 4,
@@ -119,6 +130,7 @@ def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, k
     """
 
     def cut(value: Any) -> tuple[np.ndarray, np.ndarray]:
+        """(codes, scales) of the matrix. ValueError if the model says that it is on the grid, and it is not."""
         weight = jnp.asarray(tensor.array_of(value))
         codes, scales, off = _encode(weight, group, dtype)
         if exact and off:
@@ -179,7 +191,10 @@ def _pack(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    """float32[out, in] from a linear's three tensors of w4a16. packed: int32[out, in / 8]. scales: [out, groups].
+    """float32[out, in] from a linear's three tensors of w4a16.
+
+    packed: int32[out, in / 8], eight codes each, the first in the lowest bits.
+    scales: [out, groups].
     shape: int64[2], (out, in).
     """
     codes = (packed.view(np.uint32)[..., None] >> (4 * np.arange(_PACKED, dtype=np.uint32))) & 15

@@ -52,9 +52,10 @@ def resolved(model: Decoder, words: Mapping[str, str], default_format: str | Non
     """`precision.resolve` for a model, whose arrays may be abstract: {module's name in checkpoints: dtype or format},
     without modules that keep the model's dtype.
 
+      model: only its structure is read.
+      words: {pattern over names: dtype or format}; the first pattern that matches decides.
       default_format: the format of linears and experts that no pattern matches; of experts alone for a format in which
         weights only stay as they are stored ("mxfp4").
-      words: {pattern over names: dtype or format}; the first pattern that matches decides.
 
     Raises ValueError for a pattern or word that does not fit.
     """
@@ -100,6 +101,7 @@ def follow(model: Decoder, words: Mapping[str, str]) -> None:
 def of_tensors(model: Decoder, words: Mapping[str, str], paths: Mapping[str, tuple]) -> dict[str, str]:
     """{tensor's name: dtype or format} of the tensors that a precision map concerns.
 
+    model: the one whose tensors `paths` names.
     words: from `resolved`. A dtype is for all tensors of the module, a format for its weight alone.
     paths: {tensor's name: its path of attributes and indices in `model`, whose arrays may be abstract}.
     """
@@ -114,8 +116,8 @@ def stored_as(model: Decoder, words: Mapping[str, str], default_format: str | No
     """A new model whose modules are stored and computed as a precision map says. Quantised weights stay as they are. If
     any module gets a format, all tensors are frozen and `qat` is None.
 
-      default_format: the format of linears and experts that no pattern matches.
       words: {pattern over names: dtype or format}; the first pattern that matches decides.
+      default_format: the format of linears and experts that no pattern matches.
 
     Raises ValueError for a pattern or word that does not fit, or a model with adapters.
     """

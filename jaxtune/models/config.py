@@ -92,7 +92,12 @@ class PartConfig(Protocol):
         ...
 
     def make(self, config: DecoderConfig, key: Any, dtype: Any) -> nnx.Module:
-        """Builds the module with random weights; `config` is the whole decoder's. dtype: of the weights as stored."""
+        """Builds the module with random weights.
+
+        config: the whole decoder's.
+        key: a key of jax.random, which draws the weights.
+        dtype: of the weights as stored.
+        """
         ...
 
 

@@ -62,10 +62,13 @@ _rows.defvjp(lambda weight, tokens: (weight[tokens], (weight, tokens)), _rows_bw
 
 
 def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> jax.Array:
-    """Adds NEFTune's noise (arXiv:2310.05914) to embeddings x [B, T, hidden]: uniform within +-alpha / sqrt(tokens of
-    the document * hidden). It does not depend on packing, nor on how rows are divided over devices.
+    """Adds NEFTune's noise (arXiv:2310.05914) to embeddings: uniform within +-alpha / sqrt(tokens of the document *
+    hidden). It does not depend on packing, nor on how rows are divided over devices.
 
-      layout: has the bounds of each token's document. key: another one each step.
+      x: [B, T, hidden], the embeddings.
+      layout: has the bounds of each token's document.
+      key: draws the noise; another one each step.
+      alpha: the noise's strength, such as 5.
     """
     rows, length, hidden = x.shape
     tokens = jnp.maximum(layout.doc_end - layout.doc_start, 1).astype(jnp.float32)
@@ -206,9 +209,10 @@ class Decoder(nnx.Module):
     ) -> list[dict[str, jax.Array]] | None:
         """The per-layer embeddings (Gemma 4), {name: [B, T, size]} for each layer; None for models without.
 
+        tokens: int32[B, T].
         x: [B, T, hidden], the first layer's input, from which they are computed too.
-        per_layer_rows: [B, T, layers * size], the tokens' rows; ValueError if they are missing for a table on the host.
         dropout_key: draws the adapter's dropout mask; None: no dropout.
+        per_layer_rows: [B, T, layers * size], the tokens' rows; ValueError if they are missing for a table on the host.
         """
         if self.per_layer is None:
             return None
@@ -255,15 +259,20 @@ class Decoder(nnx.Module):
         noise: tuple[jax.Array, float] | None = None,
         table_rows: Mapping[str, jax.Array] | None = None,
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """Runs the model without its head: tokens int32[B, T] -> (hidden states [B, T, hidden] after the final norm, in
-        the compute dtype; {name: sum over the layers} of the values that `aux` names).
+        """Runs the model without its head: (hidden states [B, T, hidden] after the final norm, in the compute dtype;
+        {name: sum over the layers} of the values that `aux` names).
 
-          segment_ids, positions, max_documents: as for `layout`.
-          plan, gradient_sums: as for run_stack.
+          tokens: int32[B, T].
+          segment_ids: int32[B, T], the document of each token in a packed row; 0 is padding. None: one document a row.
+          positions: int32[B, T], each token's position; None: they restart with each document.
+          max_documents: an upper bound on the documents of a row, for faster attention; None: unknown.
+          plan: where each layer's residuals are until the backward; None: all stay in device memory.
           dropout_key: draws the adapters' dropout masks; None: no dropout.
+          gradient_sums: {layer's index: state like that of its `nnx.Param`s}, to which the backward adds gradients; its
+            cotangent is the new sums, and these `nnx.Param`s get none. None: gradients are returned as usual.
           aux: names of values that layers compute beside their outputs, such as "router_sums".
           noise: (key, alpha) of NEFTune's noise on the embeddings; None: no noise.
-          table_rows: {name in `tables`: the tokens' rows [B, T, size]} of tables on the host.
+          table_rows: {name in `tables`: the tokens' rows [B, T, size]} of tables on the host; None: no table is there.
 
         Raises ValueError for a plan that does not fit, an unknown name in `aux`, or missing rows.
         """
@@ -296,8 +305,14 @@ class Decoder(nnx.Module):
         plan: ResidualPlan | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """The hidden states [B, T, hidden] after the final norm, in the compute dtype. The arguments are those of
-        `run`.
+        """The hidden states [B, T, hidden] after the final norm, in the compute dtype.
+
+        tokens: int32[B, T].
+        segment_ids: int32[B, T], the document of each token in a packed row; 0 is padding. None: one document a row.
+        positions: int32[B, T], each token's position; None: they restart with each document.
+        max_documents: an upper bound on the documents of a row; None: unknown.
+        plan: where each layer's residuals are until the backward; None: all stay in device memory.
+        dropout_key: draws the adapters' dropout masks; None: no dropout.
         """
         return self.run(
             tokens, segment_ids, positions, max_documents=max_documents, plan=plan, dropout_key=dropout_key

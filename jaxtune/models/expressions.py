@@ -36,6 +36,7 @@ def matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
 
       key: the config key of the expression, for errors.
       pattern: the expression, in Python's syntax; it runs with limits because users write it.
+      names: the strings to try.
 
     Raises ValueError for an expression that is invalid, or needs more than LIMIT_SECONDS or 1 GiB because it
     backtracks.

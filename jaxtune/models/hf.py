@@ -30,7 +30,7 @@ from jaxtune.models.families.common import tensor_name
 from jaxtune.models.files import expert_files, file_plan, load_memory, passthrough, quant, shards, stored_weights
 from jaxtune.models.files.digests import base_digest, random_digest
 from jaxtune.models.files.file_plan import Group, Planned
-from jaxtune.models.files.folders import new_folder, require_new, require_space
+from jaxtune.models.files.folders import new_folder, require_new
 from jaxtune.models.files.gguf_reading import gguf_entries
 from jaxtune.models.files.model_folder import (
     INDEX,
@@ -56,6 +56,7 @@ from jaxtune.models.precision import DTYPES
 from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
 from jaxtune.pallas.formats import FORMATS, Stored, format_of
 from jaxtune.system import terminal
+from jaxtune.system.disk import require_room
 
 _ROUTERS = (".mlp.gate.weight", ".router.proj.weight")  # endings of the names of routers that files may quantise
 _DTYPE = "bfloat16"  # the default
@@ -66,11 +67,14 @@ _DTYPE = "bfloat16"  # the default
 
 class Pretrained:
     """A checkpoint folder whose config and weight headers have been read and checked, before any tensor is read. The
-    arguments and errors are those of from_pretrained, except:
+    errors are those of from_pretrained.
 
-      load_in: None: only `precision` quantises. Beside weights that stay quantised (`packed`) nothing else is
-        quantised.
-      precision: a precision map, which cannot name weights that are `packed`.
+      path: a folder, a hub name or a GGUF file; no PEFT folder.
+      dtype: of weights and compute: "bfloat16", "float16" or "float32".
+      load_in: the format to which linears and experts are quantised; None: only `precision` quantises. Beside weights
+        that stay quantised (`packed`) nothing else is quantised.
+      max_length: tokens of the longest row, which must have positions; None: not checked.
+      precision: {pattern over names: dtype or format}, which cannot name weights that are `packed`.
       positions: {"rope_scaling", "max_position_embeddings"} in place of the files' (files/positions.py).
 
     Attributes:
@@ -260,10 +264,17 @@ def load_base(
 ) -> tuple[Decoder, Any]:
     """Loads an adapter's base without the adapter, as it was in training if the adapter's folder records that: (base,
     the adapter folder's tokenizer, else the base's, or None). FP8 products of training are FP8 again, unless load_in is
-    another format. Arguments and errors are those of from_pretrained.
+    another format. Errors are those of from_pretrained.
 
-      dtype, load_in, precision: None: as in the adapter's training, if that is recorded; rope_scaling and
-      max_position_embeddings likewise, if both are None.
+      adapter: a PEFT folder, which names the base.
+      dtype: of weights and compute: "bfloat16", "float16" or "float32".
+      load_in: the format to which linears and experts are quantised, such as "nf4"; "stored": none.
+      max_length: tokens of the longest row; more than the base's positions is refused. None: not checked.
+      precision: {pattern over names: dtype or format} of modules stored and computed otherwise.
+      rope_scaling, max_position_embeddings: in place of config.json's, for longer documents.
+
+    dtype, load_in and precision that are None, and rope_scaling and max_position_embeddings if both are, stand for what
+    the folder records of the training, else for the base's own.
     """
     folder = Path(adapter).expanduser()
     base, over = base_of(adapter), trained_over.read(folder) or TrainedOver()
@@ -300,6 +311,7 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
     and adapters recognise it.
 
       config: a config.json (its path or folder), or its parsed content.
+      key: draws the weights.
       dtype: of the weights as stored.
 
     Raises ValueError for an unsupported config, or one that asks for quantisation.
@@ -399,6 +411,7 @@ def save_pretrained(
     transformers 4, because 5 has no 4-bit experts), FP8 as Qwen's or compressed-tensors'. Tensors are computed one at a
     time; host memory also has those that wait to be written (256 MiB, or one larger tensor).
 
+      path: the folder.
       tokenizer: saved with the model; None: none is.
       max_shard_bytes: larger weights are divided into several files with an index.
 
@@ -414,10 +427,13 @@ def save_weights(
     """save_pretrained for a model some of whose tensors are computed only when they are written (Weights), so that a
     model with merged adapters need not be in memory whole.
 
+      weights: the model, with functions that compute some of its tensors.
+      path: the folder, new or empty before.
+      tokenizer: a Hugging Face tokenizer, saved with the model; None: none is.
       max_shard_bytes: of one file; a tensor that is larger has a file of its own.
     """
     planned = checkpoint_tensors(weights)
-    require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
+    require_room(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
     with new_folder(path, "save_pretrained") as folder:
         write_checkpoint(folder, planned, hf_config_of(weights.model, tokenizer), max_shard_bytes)
         write_companions(folder, weights.model, tokenizer)
@@ -445,7 +461,9 @@ def write_checkpoint(
     """Writes weights, their index if there are several files, and config.json (`hf`), and shows progress. Returns
     {tensor's name in the files: shape, dtype and checksums}.
 
+      folder: exists, and has no weights yet.
       planned: from checkpoint_tensors; one tensor is computed at a time.
+      hf: the content of config.json.
       max_shard_bytes: of one file; a tensor that is larger has a file of its own.
     """
     if max_shard_bytes < 1:
@@ -468,5 +486,10 @@ def write_checkpoint(
 
 
 def write_companions(folder: Path, model: Decoder, tokenizer: Any) -> None:
-    """Writes generation_config.json and processors' configs as the source had them, and the tokenizer's files."""
+    """Writes generation_config.json and processors' configs as the source had them, and the tokenizer's files.
+
+    folder: the saved model's.
+    model: the one whose source's files are written.
+    tokenizer: a Hugging Face tokenizer; None: none is written.
+    """
     save_companions(folder, model.source.companions if model.source is not None else (), tokenizer)

@@ -77,7 +77,7 @@ class Lora(nnx.Module):
     """The LoRA adapter of one linear: a [r, in] and b [out, r] (zero at the start), float32. It adds scale * b a x to
     the output. With DoRA a magnitude [out] is the norm to which each row of W + scale b a is scaled.
 
-      alpha: the scale is alpha / r, or alpha / sqrt(r) with rslora, as in PEFT.
+      alpha: the scale is alpha / r, or alpha / sqrt(r) with rslora, as in PEFT; r is `rank`.
       rate: of dropout on the adapter's input.
       dora: the magnitude starts at zero; get_peft_model sets it to the norms of the weight's rows.
     """
@@ -126,10 +126,13 @@ class Lora(nnx.Module):
 
 
 def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """The Euclidean norms of the rows of weight [out, in] + scale b a, float32[out], without forming the sum. a is [r,
-    in], b [out, r]:
+    """The Euclidean norms of the rows of weight + scale b a, float32[out], without forming the sum:
 
-        |w + s b a|^2 = |w|^2 + 2 s (w a^T) . b + s^2 b (a a^T) . b        (arXiv 2402.09353)
+      |w + s b a|^2 = |w|^2 + 2 s (w a^T) . b + s^2 b (a a^T) . b        (arXiv 2402.09353)
+
+    weight: [out, in].
+    a, b: the adapter's matrices, [r, in] and [out, r].
+    scale: of the adapter, such as alpha / r.
     """
     precision = jax.lax.Precision.HIGHEST
     square = jnp.einsum("oi,oi->o", weight, weight, preferred_element_type=jnp.float32, precision=precision)
@@ -156,9 +159,10 @@ def merged_and_rounded(
     """The frozen weight [out, in] with the adapter merged in, rounded to the grid. The adapter gets the gradient where
     the merged weight is in the grid's range, whatever `clips` says; weight and x get none.
 
+      spec: the grid. lora: None: the weight alone is rounded.
+      weight: [out, in], an array or quantised.
       x: the activations that it multiplies. An optimization barrier ties the rounding to them; otherwise XLA would
         round once for forward and recomputation, and keep the rounded weight between.
-      spec: the grid. lora: None: the weight alone is rounded.
     """
     weight, lora, _ = optimization_barrier((weight, lora, x))
     weight = dense(weight, spec.dtype)
@@ -225,6 +229,7 @@ class Linear(nnx.Module):
         return 0.0 if self.lora is None else float(self.lora.rank * itemsize)
 
     def only_adapted(self, dtype, drops: bool) -> bool:
+        """Whether the linear is `plain` and has an adapter. dtype: of x. drops: whether dropout masks are drawn."""
         return self.lora is not None and self.plain(dtype, drops)
 
     def plain(self, dtype, drops: bool) -> bool:
@@ -265,6 +270,7 @@ def apply_fused(
     one rounds x. A Normed x is normed within the operation if all linears are `plain` and multiply in FP8, otherwise
     before it.
 
+      linears: all read x; at least one.
       key: draws the dropout mask that an operation's adapters share, with the largest of their rates; None: no dropout.
     """
     if isinstance(x, Normed):

@@ -84,6 +84,7 @@ def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]
     name or its end after a dot, and the first match decides.
 
       key: the config's key, for errors.
+      patterns: {regular expression: value}, in the order of precedence.
       names: whole names of modules.
 
     Raises ValueError for an expression that is invalid or backtracks for too long.
@@ -107,6 +108,7 @@ def _ends(name: str) -> list[str]:
 def select_targets(names: Sequence[str], target_modules: str | Sequence[str], experts: Sequence[str] = ()) -> list[str]:
     """The names of linears that target_modules selects, in the order of `names`.
 
+      names: whole names of all linears of the model, with dots.
       target_modules: "all-linear"; a regular expression over whole names; or a list of names or their ends after a dot.
       experts: names of expert matrices, for the error.
 
@@ -205,6 +207,8 @@ def get_peft_model(
     """Adds LoRA adapters to a model and freezes its weights: a new model that shares every array of the base. Arguments
     mean what they do in PEFT's LoraConfig.
 
+      model: the base, without adapters.
+      r: the rank of the adapters, unless rank_pattern names another.
       lora_alpha: the adapters' output is multiplied by alpha / r, or alpha / sqrt(r) with use_rslora (arXiv
         2312.03732).
       target_modules: "all-linear"; a regular expression over whole names; or a list of names or last parts of names,
@@ -212,6 +216,7 @@ def get_peft_model(
       target_parameters: expert matrices, such as ["experts.gate_up_proj", "experts.down_proj"]; each expert gets rank
         r. Neither lora_dropout nor use_dora goes with them.
       lora_dropout: at least 0 and below 1; linears with the same input share one mask.
+      use_rslora: the scale is alpha / sqrt(r), not alpha / r.
       use_dora: the norms of the rows train too (arXiv 2402.09353).
       modules_to_save: of "embed_tokens" and "lm_head", which train whole in float32; tied heads stay tied. A head that
         is not a language model's always trains.
@@ -286,6 +291,7 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
         return None
 
     def common(setting, values):
+        """The one value of all adapters; ValueError if they differ."""
         if len(set(values)) > 1:
             raise ValueError(f"{setting} differs between adapters ({set(values)}); PEFT has one for all")
         return next(iter(values))

@@ -106,7 +106,12 @@ class LayerNorm(nnx.Module):
 
 
 def norm_of(config: DecoderConfig, size: int, dtype) -> RMSNorm | LayerNorm:
-    """The norm over `size` numbers that the config asks for; `dtype` is the weight's."""
+    """The norm that the config asks for, with weights of ones.
+
+    config: of the decoder.
+    size: numbers of a token that are normed together.
+    dtype: of the weight as stored.
+    """
     if config.centred_norm:
         return LayerNorm(size, config.norm_eps, dtype)
     return RMSNorm(size, config.norm_eps, config.norm_offset, dtype, config.float32_norm)

@@ -56,8 +56,9 @@ def resolve(
     pattern that matches a module decides. A pattern with a format skips modules that cannot be quantised; later ones
     can name them.
 
-      default_format: the format of quantizable modules that no pattern matches.
-      components: of the model, in order. words: {pattern over names: dtype or format}.
+      components: of the model, in order.
+      words: {pattern over names: dtype or format}, in the order of precedence.
+      default_format: the format of quantizable modules that no pattern matches; None: they keep the model's dtype.
 
     Raises ValueError for an unknown word, a pattern that matches nothing new, or a format that fits none of its
     modules.

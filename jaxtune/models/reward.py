@@ -27,6 +27,7 @@ def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
     """A model over the same arrays with a new head [outputs, hidden]; one that has that head already is returned
     unchanged. An embedding that was tied to the old head stays. Passthrough tensors are dropped.
 
+      head: the kind of head, such as SCORE.
       seed: draws the weight as transformers does, normal with initializer_range.
 
     Raises ValueError for adapters, a model whose head is not a language model's, or a language model's `head`.

@@ -30,8 +30,10 @@ class RotaryFrequencies(NamedTuple):
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> RotaryFrequencies:
     """The angles of a rotary base, by the formulas of transformers' modeling_rope_utils: llama3 from Llama 3.1's
-    reference code, longrope from arXiv 2402.13753, yarn from arXiv 2309.00071.
+    reference code, longrope from arXiv 2402.13753, yarn from arXiv 2309.00071. ValueError for an unknown kind.
 
+      rope: kind and numbers of the rotary base.
+      head_dim: numbers of a head, of which partial_rotary_factor are rotated.
       max_positions: max_position_embeddings, the original context if `rope` names none.
     """
     if rope.kind == "proportional":
@@ -85,10 +87,12 @@ def rotary_table(
     """(cos, sin), each float32[B, T, rotary_dim / 2], times RotaryFrequencies.scale. With llama_4_scaling_beta a third
     array float32[B, T, 1], the factor on queries: 1 + beta * log(1 + floor(position / original context)).
 
+      rope: kind and numbers of the rotary base.
+      head_dim: numbers of a head.
+      max_positions: the original context if `rope` names none.
       positions: int32[B, T], each token's position in its document.
       lengths: int32 that broadcasts to [B, T], the length of each token's document, which selects longrope's long
         factors (transformers decides for a whole batch). None: a row is one document.
-      max_positions: the original context if `rope` names none.
     """
     short, long, scale = rotary_frequencies(rope, head_dim, max_positions)
     frequencies = jnp.asarray(short, jnp.float32)
@@ -106,17 +110,24 @@ def rotary_table(
 
 
 def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
-    """Rotates queries or keys x [B, T, heads, D] in float32, returned in x's dtype. Dimensions beyond rotary_dim, and
-    all if `table` is None, stay unchanged.
+    """Rotates queries or keys in float32, returned in x's dtype. Dimensions beyond rotary_dim, and all if `table` is
+    None, stay unchanged.
 
+      x: [B, T, heads, D].
+      table: (cos, sin), each float32[B, T, rotary_dim / 2]; further arrays are not read.
       interleaved: True: the numbers 2i and 2i + 1 of a head are a pair; False: i and i + rotary_dim / 2.
     """
     return x if table is None else rotated(interleaved, x, *table[:2])
 
 
 def rotate_normed(x: jax.Array, norm: RMSNorm | LayerNorm, table, interleaved: bool = False) -> jax.Array:
-    """Norms each head of x [B, T, heads, D], and rotates it as `rotate` does; one operation, which has kernels, for an
-    RMSNorm and halves. table: from `rotary_table`. interleaved: pairs are neighbours, not halves of the head.
+    """Norms each head of x, and rotates it as `rotate` does; one operation, which has kernels, for an RMSNorm and
+    halves.
+
+      x: [B, T, heads, D].
+      norm: over the D numbers of a head.
+      table: from `rotary_table`; None: no rotation.
+      interleaved: pairs are neighbours, not halves of the head.
     """
     in_one = isinstance(norm, RMSNorm) and norm.compute in (None, "float32") and not interleaved
     if table is None or not in_one:
@@ -136,7 +147,11 @@ def scaled_by_position(query: jax.Array, table) -> jax.Array:
 
 def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Array | None = None):
     """The rotary tables of a batch, one (rotary_table) for each rotary base; LayerSpec.rotary is an index into them.
-    positions, lengths: as in `rotary_table`.
+
+    config: its `rotary` has the rotary bases.
+    positions: int32[B, T], each token's position in its document.
+    lengths: int32 that broadcasts to [B, T], the length of each token's document, for longrope; None: a row is one
+      document.
     """
     limit = config.max_position_embeddings
     return tuple(

@@ -14,14 +14,21 @@ MOST_LAYERS = 4096  # ten times as many as any published model has
 
 
 def whole(key: str, value: Any, least: int = 1, most: int = LARGEST) -> None:
-    """An integer (no bool) from `least` to `most`, both included."""
+    """Raises ValueError unless a value is an integer (no bool) from `least` to `most`, both included.
+
+    key: the value's name in the error, such as "lora.r".
+    """
     if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= most:
         bounds = f"from {least} to {most}" if most != LARGEST else f"of at least {least}"
         raise ValueError(f"{key} = {_shown(value)}: must be an integer {bounds}")
 
 
 def number(key: str, value: Any, above: float | None = None, least: float | None = None) -> None:
-    """A finite number (no bool) greater than `above` and at least `least`."""
+    """Raises ValueError unless a value is a finite number (no bool).
+
+    key: the value's name in the error, such as "lora.alpha".
+    above, least: it must be greater than `above` and at least `least`; None: no such bound.
+    """
     finite = isinstance(value, Real) and not isinstance(value, bool) and _finite(value)
     if not finite or (above is not None and value <= above) or (least is not None and value < least):
         conjunction = "" if above is None or least is None else " and"
@@ -38,12 +45,12 @@ def _finite(value: Real) -> bool:
 
 
 def positive(key: str, value: Any) -> None:
-    """A finite number (no bool) above 0."""
+    """Raises ValueError, with the name `key`, unless a value is a finite number (no bool) above 0."""
     number(key, value, above=0)
 
 
 def not_negative(key: str, value: Any) -> None:
-    """A finite number (no bool) of at least 0."""
+    """Raises ValueError, with the name `key`, unless a value is a finite number (no bool) of at least 0."""
     number(key, value, least=0)
 
 
@@ -58,13 +65,17 @@ def text(key: str, value: Any) -> None:
 
 
 def mapping(key: str, value: Any) -> None:
-    """A mapping; its keys and values are not checked."""
+    """Raises ValueError, with the name `key`, unless a value is a mapping; its keys and values are not checked."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{key} = {_shown(value)}: must be an object with keys of its own")
 
 
 def items(key: str, value: Any, check: Callable[[str, Any], None]) -> None:
-    """A list or tuple of which every item passes the check `check`, under the name key[index]."""
+    """Raises ValueError unless a value is a list or tuple of which every item passes `check`.
+
+    key: the value's name in the error.
+    check: (name, item), raises ValueError; the name is key[index].
+    """
     if not isinstance(value, list | tuple):
         raise ValueError(f"{key} = {_shown(value)}: must be a list")
     for index, item in enumerate(value):
@@ -72,7 +83,7 @@ def items(key: str, value: Any, check: Callable[[str, Any], None]) -> None:
 
 
 def texts(key: str, value: Any) -> None:
-    """A list or tuple of strings."""
+    """Raises ValueError, with the name `key`, unless a value is a list or tuple of strings."""
     items(key, value, text)
 
 

@@ -24,7 +24,8 @@ class Parted(Protocol):
 
 
 class Arguments:
-    """Checks the arguments of one call of the operation `op`; raises TypeError or ValueError that names both.
+    """Checks the arguments of one call of the operation `op`; raises TypeError or ValueError that names both. Methods
+    get an argument's name, for the error, and its value.
 
     A shape is written as words: "B T heads D". The first array that has a word binds its size. A number stands for
     itself, a leading "..." for any axes. `sizes` is {word: (size, text on where it is from)}; operations may add words.
@@ -36,12 +37,11 @@ class Arguments:
         self.sizes: dict[str, tuple[int, str]] = {word: (size, "") for word, size in sizes.items()}
 
     def array(self, name: str, value: Any, shape: str, dtypes: Any, stored: tuple[type[Parted], ...] = ()) -> None:
-        """Checks an array's shape and dtype.
+        """Checks an array's shape and dtype; TypeError for what is no array.
 
+        shape: names of its axes, such as "T k"; an axis of a known name must have the known size.
         dtypes: the only dtype, or a tuple of names.
         stored: classes of quantised weights allowed instead; their dtype is not checked.
-        name: of the argument, for the error. shape: names of its axes, such as "T k"; an axis of a known name must have
-        the known size.
         """
         if isinstance(value, stored):
             if value.problem() is not None:
@@ -75,7 +75,7 @@ class Arguments:
                 self.sizes.setdefault(word, (size, f" (as {name} has)"))
 
     def is_a(self, name: str, value: Any, kind: type | tuple[type, ...], hint: str) -> None:
-        """Checks a class. hint: what it must be, in words."""
+        """Checks a class, or one of several. hint: what it must be, in words."""
         if not isinstance(value, kind):
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {hint}")
 
@@ -114,7 +114,7 @@ class Arguments:
             raise ValueError(f"{self.op}: {name} = {value}: must be {limits or 'finite'}")
 
     def choice(self, name: str, value: Any, choices: Sequence[str]) -> None:
-        """Checks one of several strings."""
+        """Checks that the value is one of the strings `choices`."""
         if not isinstance(value, str):
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {_either(choices)}")
         if value not in choices:

@@ -52,6 +52,10 @@ def triton_call(
 
       contract: products and sums may fuse into multiply-adds; False: each is rounded.
       aliases: {argument: output that takes its memory}, by index, for a kernel that works in place.
+      kernel: a @triton.jit function: first `arguments`, then outputs, then constexprs.
+      out_types: shape and dtype of each output. grid: programs along up to three axes.
+      warps, stages: Triton's num_warps, and num_stages of its software pipelines.
+      constants: constexprs by name.
     """
     import jax_triton
 
@@ -99,6 +103,8 @@ def triton_graph_call(
 
       arguments: they and outputs are bfloat16, float16, float32, int32 or float8_e4m3fn (else KeyError).
       constants: compile-time; None for an array that this call does not read.
+      out_types: shape and dtype of each output. grid: programs along up to three axes.
+      warps, stages: Triton's num_warps and num_stages. aliases: {argument: output that takes its memory}, by index.
     """
     capability = dispatch.compute_capability()
     assert capability is not None

@@ -76,6 +76,7 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
 
       call: the kind of call, such as dtype and head dim; equal texts share one check.
       compare: () -> (the implementation's results, the reference's in float32).
+      op, name: the operation and the implementation, as in error messages.
     """
     if _target is not None or _device_capability(jax.default_backend()) is None:
         return None
@@ -274,6 +275,9 @@ def on_request(
 ) -> Callable[[], str | None]:
     """The refusal, for a table, of an implementation that runs only if requested by name. why: such as "not measured on
     a GPU yet".
+
+      name, implementation: the implementation's name, and the one that was requested, or None.
+      refusal: why it cannot run a call even on request, or None.
     """
     if implementation == name:
         return refusal
@@ -287,6 +291,8 @@ def choose(op: str, table: Table, implementation: str | None) -> str:
     Raises ValueError for an unknown name, or if the requested one, or all, refuse.
 
       op: the operation's name, for errors, warnings and `record`.
+      table: {name: why it refuses this call, or None}, the preferred first.
+      implementation: the name that the user requested, or None.
     """
     if implementation is not None:
         if implementation not in table:

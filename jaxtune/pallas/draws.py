@@ -16,6 +16,7 @@ def uniform(key: jax.Array, shape: tuple[int, int], block: jax.Array | int = 0) 
     threefry2x32 key, block 0 is jax.random.uniform(key, shape). Raises ValueError for 2^16 columns or more.
 
       block: 0 or more, such as the device's number.
+      shape: of one block. key: typed or uint32[2].
     """
     hash_a, hash_b = _hashes(key, shape, block)
     digits = ((hash_a ^ hash_b) >> 9) | jnp.uint32(0x3F800000)  # as jax.random.uniform: 1 to 2
@@ -27,6 +28,7 @@ def mask(key: jax.Array, shape: tuple[int, int], rate: float, block: jax.Array |
     blocks. Nothing is scaled. Raises ValueError for more than 4 (2^16 - 1) columns.
 
       rate: rounded to a multiple of 2^-16.
+      key: typed or uint32[2]. shape: of one block. block: 0 or more.
     """
     hash_a, hash_b = _hashes(key, (shape[0], -(-shape[1] // 4)), block)
     numbers = (hash_a & 0xFFFF, hash_a >> 16, hash_b & 0xFFFF, hash_b >> 16)

@@ -82,7 +82,10 @@ def ir_scalar(array):
 
 
 def ir_address(ref, index, element):
-    """A pointer to element `index` (int32) of `ref`, taken as a flat array of the MLIR type `element`."""
+    """A pointer to element `index` (int32) of `ref`, taken as a flat array of the MLIR type `element`.
+
+    ref: an MLIR memref of Pallas' kernel.
+    """
     return utils.getelementptr(utils.memref_ptr(ref), [index], element)
 
 
@@ -101,7 +104,10 @@ def ir_product(a, b):
 
 
 def ir_narrow(low, high, dtype):
-    """float32 `low` and `high` rounded to bfloat16 or float16, as one int32 with `low` in the lower half."""
+    """float32 `low` and `high` rounded to bfloat16 or float16, as one int32 with `low` in the lower half.
+
+    dtype: jnp.bfloat16; any other means float16.
+    """
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
     return utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=ir_i32())
 
@@ -120,6 +126,7 @@ def _signed(word: int) -> int:
 def _entries(table: bytes, word):
     """Looks up eight 4-bit codes of an int32 in 16 float32 values (`table`, their bytes), lowest bits first, by byte
     permutations alone: for each byte of an entry and both halves of the table, one looks up four codes in eight bytes.
+    A byte that is 0 in all entries, as of tables in bfloat16, costs nothing.
     """
     values = np.frombuffer(table, np.float32).view(np.uint32)
     planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]
@@ -202,6 +209,7 @@ def fill_banks(table_ref, table_smem, warpgroups: int):
     reads its own memory bank. All threads of the program call it; a barrier of all must follow.
 
       warpgroups: of the program.
+      table_ref, table_smem: in global and shared memory.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
@@ -632,7 +640,7 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
       slots: for each source a shared array of several slots, each for a chunk.
       sizes: bytes of a chunk of each source, multiples of 16.
       full_smem: barriers from `begin_barriers`, one a slot, complete when all chunks have arrived.
-      number, slot: int32[]; the slot's previous chunk must have been read.
+      number, slot: int32[], the chunk's number in the sources, and the slot, whose previous chunk must have been read.
     """
     refs = (*sources, *slots, full_smem)
 

@@ -30,6 +30,8 @@ def random_bits(shape: tuple[int, ...], seed: jax.Array, stream: int) -> jax.Arr
 
     jax.random would first write its numbers to memory, twice the bytes of the bf16 weight; these twenty integer
     operations fuse with the update.
+
+      stream: different for each tensor of a step.
     """
     if math.prod(shape) > 1 << 32:
         raise ValueError(f"stochastic_round: {shape} has more than 2^32 elements")

@@ -52,6 +52,7 @@ def tuned(op: str, bucket: str, dtype, kind_of_blocks: type | None = None) -> di
 
     op, bucket: such as "attention forward", and the class of shapes, such as "head_dim=128".
     kind_of_blocks: the dataclass of the sizes; an entry that does not fit it is ignored with a warning.
+    dtype: of the operands.
     """
     if op in _forced.get():
         return dict(_forced.get()[op])
@@ -90,6 +91,8 @@ def measure(
       wrong: a candidate's result -> why it is wrong, or None; called in order.
       say: gets text for the user.
       path: None: the user's cache, whose errors are only logged.
+      op, bucket, dtype: the entry's key: operation, class of shapes, dtype of the operands.
+      candidates: {field of the blocks: value} each.
 
     Raises RuntimeError if no candidate runs or there is no GPU, OSError for `path`.
     """

@@ -57,7 +57,7 @@ def _parse(file: Path, data: bytes) -> Trace:
 
 def _find(path: Path) -> Path:
     """The trace in a folder: `capture`'s, or the newest file of the first pattern of _PATTERNS, as XPlane files say
-    more than Chrome traces.
+    more than Chrome traces. TraceError if there is none.
     """
     if path.is_file():
         return path
@@ -96,7 +96,9 @@ def _bytes(file: Path) -> bytes:
 
 
 def _add_record(trace: Trace, file: Path) -> None:
-    """Adds profile.json to a trace, in place: meta, versions, and the device and peak memory that the trace lacks."""
+    """Adds profile.json to a trace, in place: meta, versions, and the device and peak memory that the trace lacks.
+    TraceError for a damaged file; a missing one adds nothing.
+    """
     if not file.is_file():
         return
     try:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtune.system.files import atomic_write
+
 # Files of a profile's folder: the trace, which contains the optimised HLO of every program that ran; versions, device
 # and meta as JSON; and the HLO of the given programs as text.
 TRACE_FILE = "trace.xplane.pb.gz"
@@ -31,6 +33,7 @@ def capture(
     stays if the block raises. ValueError: the folder has other files, meta is no JSON, or another trace is running.
 
     Args:
+      folder: new, empty, or with an earlier capture.
       meta: JSON values; "tokens_per_step" gives tokens per second and scales comparisons, "what" heads the tables.
       programs: {name: jax.stages.Compiled}, whose HLO text is written to hlo/NAME.txt.gz.
     """
@@ -67,7 +70,7 @@ def capture(
     record = {"format": _FORMAT, "seconds": seconds, "meta": dict(meta or {}), **_environment()}
     if programs:
         record["memory"] = {name: _write_program(folder, name, program) for name, program in programs.items()}
-    (folder / RECORD_FILE).write_text(json.dumps(record, indent=2), encoding="utf-8")
+    atomic_write(folder / RECORD_FILE, json.dumps(record, indent=2))
 
 
 def _check_folder(folder: Path) -> None:

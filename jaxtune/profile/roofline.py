@@ -1,4 +1,6 @@
-"""What a step loses compared with the device's ceilings."""
+"""What a step loses in time compared with the device's ceilings. A Loss is one of time; events of the category "loss"
+compute the cross-entropy or another objective.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class Loss:
     """One reason why a step takes longer than it could on this device."""
 
     what: str  # the loss's short name, such as "GEMM", "idle" or "passes over memory: layer/mlp"
-    won_ms: float  # milliseconds a step that would be saved without it
+    saved_ms: float  # milliseconds a step that would be saved without it
     text: str  # a sentence with its size and its remedy
 
 
@@ -40,11 +42,13 @@ def product_ceiling(dtype: str, ceilings: Ceilings) -> tuple[str, float]:
 
 
 def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -> tuple[float, str]:
-    """(least ns, "compute" or "memory") by the roofline model: FLOPs or bytes at the ceilings, whichever takes longer.
+    """(least ns, "compute" or "memory") by the roofline model: FLOPs or bytes at the ceilings, whichever takes longer;
+    (ns of the bytes, "") if there are FLOPs and their rate is unknown.
 
-    "" if there are FLOPs and their rate is unknown: the time is then that of the bytes. dtype chooses the rate.
-
+      flops: of the operation, a multiply-add as two.
       moved_bytes: to and from device memory.
+      dtype: of the operands, which chooses the rate (product_ceiling).
+      ceilings: of the device; 0 is unknown.
     """
     _, peak = product_ceiling(dtype, ceilings)
     memory = moved_bytes / (ceilings.copy_tbps * 1e3) if ceilings.copy_tbps else 0.0
@@ -61,10 +65,12 @@ def losses(
 
     Large products, attention and experts lose the time beyond their FLOPs at the ceiling (nothing if that or their
     FLOPs are unknown), transfers the time that the step waits for them, all others their whole time.
+
       events: of the captured steps, with `self_ns`.
-      idle_ms: per step.
-      wait: words on the longest wait, which begin with a space.
       num_steps: over which times are divided.
+      idle_ms: per step.
+      ceilings: of the device; 0 is unknown.
+      wait: words on the longest wait, which begin with a space.
     """
     per_step = 1e-6 / num_steps
     kinds: dict[str, list[Event]] = collections.defaultdict(list)
@@ -97,7 +103,7 @@ def losses(
     if idle_ms > 0:
         text = f"The device waits {idle_ms:.1f} ms a step for its next launch{wait}: won with launches ahead of it."
         out.append(Loss("idle", idle_ms, text))
-    return sorted((loss for loss in out if loss.won_ms > 0), key=lambda loss: -loss.won_ms)
+    return sorted((loss for loss in out if loss.saved_ms > 0), key=lambda loss: -loss.saved_ms)
 
 
 _PRODUCTS = {"GEMM": "The large matrix products take", "attention": "Attention takes", "MoE": "The experts take"}

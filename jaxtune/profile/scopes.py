@@ -136,9 +136,10 @@ def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = Non
     A product is "GEMM" in the loss as in a layer, so that frameworks that divide their work differently can be
     compared; in attention, dequantising and experts it has that category.
       kind: of trace.py, such as "to_host".
+      kernel: its name in the trace.
+      scope: the path of jax.named_scopes around the operation.
       is_gemm: as the instruction tells; None: the kernel's name decides.
       target: of a custom call.
-      scope: the path of jax.named_scopes around the operation.
     """
     if kind == TO_HOST:
         return "copies to host"

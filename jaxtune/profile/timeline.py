@@ -57,7 +57,11 @@ def _overlap(start: float, end: float, busy: list[tuple[float, float]], starts: 
 
 
 def gaps(events: Sequence[Event], start: float, end: float) -> list[tuple[float, float]]:
-    """The intervals within `start` to `end` in which no event ran, in order."""
+    """The intervals in which no event ran, in order, in ns.
+
+    events: in any order, also beyond the interval.
+    start, end: of the interval, in ns.
+    """
     busy = union(
         [(max(e.start_ns, start), min(e.end_ns, end)) for e in events if e.end_ns > start and e.start_ns < end]
     )

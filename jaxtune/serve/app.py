@@ -44,12 +44,13 @@ def make_app(
 ) -> ASGIApp:
     """The ASGI application with all routes of the server.
 
+    models: {name in requests: model}.
+    engine: decodes the answers to all models' requests.
     key: the API key of all requests but /health; None: no key.
     local: the server listens on a loopback address only: Host and Origin are checked, so that no web page in the
       user's browser can ask it.
     seconds: from the arrival of a body until its answer has been made and, if streamed, read; else error 504.
     encoding: an executor of one thread, which tokenises prompts.
-    models: {name in requests: model}.
     """
     api = _Api(models, engine, seconds, encoding)
     app = Starlette(

@@ -248,6 +248,7 @@ def _short(value: object) -> str:
 
 
 def _model(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
+    """ApiError 404 for a name that is not served."""
     if name not in models:
         raise ApiError(404, f"model = {_short(name)}: there are {', '.join(models)}", "model", "model_not_found")
     return models[name]

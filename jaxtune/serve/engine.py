@@ -55,6 +55,8 @@ class Answers:
     The request's handler awaits `next` until `left` is 0, and must `close` whatever happens, so that no slot decodes
     for a client that is gone.
 
+      model: its name in requests. count: rows of the request.
+
     Attributes:
       left: rows whose last tokens `next` has not returned.
       numbers: of the rows in the sampler; only the engine's thread uses them.
@@ -80,7 +82,9 @@ class Answers:
         return index, piece
 
     def put(self, index: int, piece: Piece | _Failed) -> None:
-        """Queues a row's tokens or its error, from the engine's thread; nothing happens after the event loop's end."""
+        """Queues a row's tokens or its error, from the engine's thread; nothing happens after the event loop's end.
+        index: the row's among those of the request.
+        """
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._made.put_nowait, (index, piece))
 
@@ -310,7 +314,9 @@ class Engine:
         self._of_request.clear()
 
     def _failed(self, error: Exception) -> ApiError:
-        """Prints an unexpected error's traceback, sets `failure`, and makes the ApiError; the engine continues."""
+        """Prints an unexpected error's traceback, sets `failure`, and returns an ApiError for the caller to raise,
+        whose text, the error's first line, reaches the client; the engine continues.
+        """
         say("jaxtune: the engine failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
         self.failure = f"{type(error).__name__}: {error}".split("\n")[0]
         return ApiError(500, f"the engine failed: {self.failure}")

@@ -60,7 +60,9 @@ class _Choice:
         return self._text.calls
 
     def logprobs(self) -> dict[str, object] | None:
-        """OpenAI's `logprobs` of all tokens since the last call, at least -9999; None if they are not asked for."""
+        """OpenAI's `logprobs` of all tokens since the last call, which it then forgets; at least -9999. None if they
+        are not asked for.
+        """
         if not self._asked.logprobs:
             return None
         form = _chat_logprobs if self._asked.chat else self._completion_logprobs
@@ -157,7 +159,9 @@ class Answer:
         return [self._chunk({"index": c.index, "delta": begin, "finish_reason": None}) for c in self._choices]
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, object]]:
-        """What a stream sends for new tokens of a row. The first chunk has the log-probabilities since the last one."""
+        """What a stream sends for new tokens of a row. The first chunk has the log-probabilities since the last one.
+        index: the row's among those of the request.
+        """
         choice = self._choices[index]
         pieces, chunk_list = choice.add(piece, stream=True), []
 

@@ -26,7 +26,13 @@ class Tokenizer(Protocol):
 
     def decode(
         self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = ..., clean_up_tokenization_spaces: bool = ...
-    ) -> str: ...
+    ) -> str:
+        """The text of token ids.
+
+        skip_special_tokens: leave out special tokens.
+        clean_up_tokenization_spaces: remove spaces before punctuation.
+        """
+        ...
 
     def apply_chat_template(self, conversation: list[dict[str, object]], /, **options: object) -> str: ...
 

@@ -50,7 +50,8 @@ class Server(uvicorn.Server):
 
     Args:
       listener: on a loopback address, requests of another Host or Origin are refused; closed at the shutdown.
-      key, seconds: as in make_app.
+      key: the API key of all requests but /health; None: no key.
+      seconds: until an answer has been made and read; else error 504.
     Attributes:
       second: the second signal, or a later one.
     """

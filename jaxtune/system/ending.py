@@ -15,6 +15,7 @@ import threading
 import time
 from typing import Any
 
+from jaxtune.system import waiting
 from jaxtune.system.processes import all_of, count, first, index, service_client
 from jaxtune.system.terminal import printable
 
@@ -23,6 +24,7 @@ _WORDS_SECONDS = 10.0  # how long a failing process and the first one wait for e
 # What the first process leaves the others between their report that they have heard and their exit: JAX aborts a
 # process whose service ends, with another exit code.
 _EXIT_SECONDS = 1.0
+_POLL_SECONDS = 0.05
 
 
 class _Run:
@@ -64,10 +66,8 @@ def leave(code: int) -> None:
     with contextlib.suppress(Exception):
         _heard(client)
     if first():  # the service ends with this process
-        deadline = time.monotonic() + _WORDS_SECONDS
         with contextlib.suppress(Exception):
-            while len(client.key_value_dir_get(_HEARD)) < count() and time.monotonic() < deadline:
-                time.sleep(0.05)
+            waiting.until(lambda: len(client.key_value_dir_get(_HEARD)) >= count(), _WORDS_SECONDS, _POLL_SECONDS)
         time.sleep(_EXIT_SECONDS)
     os._exit(code)
 
@@ -102,9 +102,7 @@ def _watch() -> None:
         if report["code"] == 0:
             return
         if first():  # it may be ending for the same reason, and still be writing to disk
-            deadline = time.monotonic() + _WORDS_SECONDS
-            while not _Run.leaving and time.monotonic() < deadline:
-                time.sleep(0.05)
+            waiting.until(lambda: _Run.leaving, _WORDS_SECONDS, _POLL_SECONDS)
         if not _Run.leaving and report["process"] != index():
             with contextlib.suppress(JaxRuntimeError):
                 _heard(client)

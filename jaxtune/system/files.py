@@ -1,13 +1,12 @@
-"""Files that are complete or not there.
+"""Files and folders that are complete or not there.
 
-A file is written under a temporary name, .NAME.PROCESS-RANDOM.tmp, and renamed at the end. A lock (`hold`) tells what a
+They are written under a temporary name, .NAME.PROCESS-RANDOM.tmp, and renamed at the end. A lock (`hold`) tells what a
 living process writes from the leftovers of a killed one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -15,19 +14,18 @@ import re
 import secrets
 import shutil
 import stat
-import zlib
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 PACKAGE = Path(__file__).parents[1]  # jaxtune's folder
 
-# Linux's system call, which Python has no function for; None on other systems.
-_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
-if _SYNC_FILE_RANGE is not None:
-    _SYNC_FILE_RANGE.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-_START_ONLY = 2  # SYNC_FILE_RANGE_WRITE: writes what is not on its way yet, and waits for nothing
+_TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
+_REPLACED = re.compile(r"\.(.+)\.\d+-[0-9a-f]{8}\.replaced\.tmp")
+
+
+# ---- writing
 
 
 def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, durable: bool = True) -> None:
@@ -36,28 +34,103 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
     Raises OSError; the old content is then untouched, unless only the folder's flush failed. A symbolic link is
     replaced.
 
+      data: a text is written as UTF-8.
       mode: permissions, less the umask.
       durable: wait until data and name are on disk. Without, a power failure may leave an incomplete file: for files
-      that are verified when read, or flushed with their folder.
+        that are verified when read, or flushed with their folder.
     """
-    path = Path(path)
     data = data.encode() if isinstance(data, str) else data
-    temporary, descriptor = create_temporary(path, mode)
-    try:
-        with writing(path, len(data)), open(descriptor, "wb") as file:
-            file.write(data)
+    with new_file(path, mode, durable) as (_, file), writing(path, len(data)):
+        file.write(data)
+        file.flush()
+
+
+@contextlib.contextmanager
+def new_file(path: str | os.PathLike, mode: int = 0o666, durable: bool = True) -> Iterator[tuple[Path, BinaryIO]]:
+    """A context with a locked temporary file beside `path`: (its path, the file, open for reading and writing). It is
+    renamed to `path` at the end, and removed after an error. mode, durable: of `atomic_write`.
+    """
+    temporary, descriptor = _create(Path(path), lambda new: os.open(new, _NEW_FILE, mode))
+    with open(descriptor, "w+b") as file:
+        try:
+            yield temporary, file
             file.flush()
             if durable:
                 os.fsync(descriptor)
-            os.replace(
-                temporary, path
-            )  # while it is locked, so that no process takes it for the leftover of a dead one
+            put(temporary, Path(path), durable)  # locked, so that no process takes it for the leftover of a dead one
+        except BaseException:
+            file.raw.close()  # without its buffer, which a full disk would refuse again
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A context with a `temporary_folder` that is flushed, and `put` at `path`, unless an error ends the context."""
+    with temporary_folder(path) as folder:
+        yield folder
+        for entry in [*folder.rglob("*"), folder]:
+            sync(entry)
+        put(folder, path)
+
+
+@contextlib.contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """A context with a new locked folder beside `path`, whose parents exist. It is removed at the end, unless `put`
+    gave it a name.
+    """
+    temporary, lock = _create(path, _new_folder)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(lock)
+
+
+def put(temporary: Path, path: Path, durable: bool = True) -> None:
+    """Gives a complete file or folder its name, in place of what has it. Killed between two renames, a replaced folder
+    gets its name back by `remove_temporary`. Raises OSError; what was there then stays.
+    """
+    replaced: list[Path] = []
+    try:
+        while not _renamed(temporary, path):
+            aside = temporary_path(path).with_suffix(".replaced.tmp")
+            with contextlib.suppress(FileNotFoundError):  # another process moved it
+                os.rename(path, aside)
+                replaced.append(aside)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
+        if replaced and not path.exists():
+            os.rename(replaced[-1], path)
         raise
+    for folder in replaced:
+        with contextlib.suppress(OSError):
+            discard(folder)
     if durable:
         sync(path.parent)
+
+
+def _renamed(temporary: Path, path: Path) -> bool:
+    """False if a folder that is not empty has the name."""
+    try:
+        os.replace(temporary, path)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
+
+
+def put_back(replaced: Path, path: Path) -> None:
+    """Gives a folder that was to be replaced its name again, or removes it if `path` is there. Raises OSError."""
+    discard(replaced) if path.exists() else os.rename(replaced, path)
+
+
+def discard(folder: Path) -> None:
+    """Removes a folder, of which no part is ever under its name. Raises OSError."""
+    temporary = temporary_path(folder)
+    os.rename(folder, temporary)
+    shutil.rmtree(temporary)
 
 
 def temporary_path(path: str | os.PathLike) -> Path:
@@ -66,16 +139,25 @@ def temporary_path(path: str | os.PathLike) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
-def create_temporary(path: str | os.PathLike, mode: int = 0o666) -> tuple[Path, int]:
-    """Creates and locks an empty temporary file beside `path`: (its path, read-write descriptor). Write it, rename it
-    to `path`, then close the descriptor, which ends the lock. Raises OSError.
-    """
+_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+def _new_folder(path: Path) -> int:
+    path.mkdir()
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # another process removed it as a leftover
+        return _new_folder(path)
+
+
+def _create(path: Path, create: Callable[[Path], int]) -> tuple[Path, int]:
+    """(new temporary path beside `path`, descriptor whose lock keeps processes from removing it as a leftover)."""
     while True:
         temporary = temporary_path(path)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        descriptor = create(temporary)
         if hold(descriptor) and temporary.exists():
             return temporary, descriptor
-        os.close(descriptor)  # another process removes it, as a leftover, which it found before it was locked
+        os.close(descriptor)  # another process removes it, as a leftover, which it saw before it was locked
 
 
 @contextlib.contextmanager
@@ -93,37 +175,13 @@ def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
         raise OSError(error.errno or errno.EIO, reason, os.fspath(path)) from None
 
 
-def hold(descriptor: int) -> bool:
-    """Locks an open file or folder (flock) until the descriptor closes or the process ends. False if it is locked
-    elsewhere; does not wait. True also where there are no locks.
-    """
+def sync(path: str | os.PathLike) -> None:
+    """Waits until the disk has the content of a file, or the names in a folder. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def remove_left(path: Path) -> None:
-    """Removes a temporary file or folder unless a living process has locked it (`hold`). Errors are ignored; a symbolic
-    link is removed itself.
-    """
-    with contextlib.suppress(OSError):
-        if path.is_symlink():
-            path.unlink()
-            return
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if not hold(descriptor):
-                return
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        finally:
-            os.close(descriptor)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_plain(path: str | os.PathLike) -> bytes:
@@ -137,60 +195,50 @@ def read_plain(path: str | os.PathLike) -> bytes:
         return file.read()
 
 
-_TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
+# ---- leftovers of killed processes
 
 
-def remove_temporary(folder: str | os.PathLike) -> None:
-    """Removes temporary files and folders (`temporary_path`) of killed processes; those of living ones are locked."""
-    for leftover in Path(folder).glob(".*.tmp"):
-        if _TEMPORARY.fullmatch(leftover.name):
-            remove_left(leftover)
-
-
-def sync(path: str | os.PathLike) -> None:
-    """Waits until the disk has the content of a file, or the names in a folder. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
+def hold(descriptor: int) -> bool:
+    """Locks an open file or folder (flock) until the descriptor closes or the process ends. False if it is locked
+    elsewhere; does not wait. True also where there are no locks.
+    """
     try:
-        os.fsync(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def remove_temporary(folder: str | os.PathLike, pattern: str = "*", idle_seconds: float = 0.0) -> None:
+    """Removes temporary files and folders of killed processes; those of living ones are locked. A folder that one of
+    them was replacing gets its name back. Errors are ignored.
+
+      pattern: of the final names, for Path.glob.
+      idle_seconds: without a write, for folders that hosts share, where locks may not reach.
+    """
+    for leftover in Path(folder).glob(f".{pattern}.*tmp"):
+        with contextlib.suppress(OSError):
+            if name := _REPLACED.fullmatch(leftover.name):
+                put_back(leftover, leftover.with_name(name[1]))
+            elif _TEMPORARY.fullmatch(leftover.name):
+                _remove_left(leftover, idle_seconds)
+
+
+def _remove_left(path: Path, idle_seconds: float) -> None:
+    """Removes a temporary file, folder or link unless a living process has locked it."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        written = max(entry.lstat().st_mtime for entry in (path, *path.glob("*"))) if idle_seconds else 0.0
+        if not hold(descriptor) or time.time() - written < idle_seconds:
+            return
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     finally:
         os.close(descriptor)
-
-
-def start_flush(descriptor: int, offset: int, size_bytes: int) -> None:
-    """Has the kernel begin to write bytes of a file, so that the final flush, which stays needed and raises errors, is
-    short. It may wait while the disk is busy. Linux only.
-
-      offset, size_bytes: of the range in the file; descriptor: of the open file.
-    """
-    if _SYNC_FILE_RANGE is not None:
-        _SYNC_FILE_RANGE(descriptor, offset, size_bytes, _START_ONLY)
-
-
-def fingerprints(paths: Iterable[Path]) -> dict[Path, dict[str, Any]]:
-    """{path: {"bytes": size, "crc32": eight hexadecimal digits}}, in order, read by eight threads. Raises OSError.
-
-    CRC-32 finds accidental changes only, at 4 GB/s a core where SHA-256 runs at 1.7.
-    """
-    paths = list(paths)
-    with ThreadPoolExecutor(8) as pool:
-        return dict(zip(paths, pool.map(_fingerprint, paths), strict=True))
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    checksum, count = 0, 0
-    buffer = bytearray(2**22)
-    view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as file:
-        while n := file.readinto(buffer):
-            checksum, count = zlib.crc32(view[:n], checksum), count + n
-    return {"bytes": count, "crc32": f"{checksum:08x}"}
-
-
-def require_makeable(key: str, value: str) -> None:
-    """Raises ValueError unless the folder `value` is writable or can be created. key: the setting's name."""
-    target = Path(value).absolute()
-    nearest = next(folder for folder in (target, *target.parents) if folder.exists())
-    if not nearest.is_dir():
-        raise ValueError(f"{key} = {value!r}: {nearest} is a file; choose a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"{key} = {value!r}: {nearest} cannot be written to; choose another folder")

@@ -18,8 +18,13 @@ _ends: list[weakref.finalize] = []
 
 
 def end_with(owner: object, end: Callable[..., object], *arguments: object) -> Callable[[], object]:
-    """Has end(*arguments) called once: by the returned function, when `owner` is freed, or when Python ends (last
-    registered first). The arguments must not refer to the owner.
+    """Has a cleanup run once: when the returned function is called, when its owner is freed, or when Python ends (last
+    registered first).
+
+      owner: any object that can have weak references.
+      end: the cleanup.
+      arguments: of `end`. Neither they nor a bound `end` may refer to the owner, which would then live until Python
+        ends.
     """
     _ends[:] = [earlier for earlier in _ends if earlier.alive]
     finalizer = weakref.finalize(owner, end, *arguments)

@@ -66,6 +66,7 @@ class LockAlarm:
             self._start(0)
 
     def _make(self) -> bool:
+        """Makes the timer; False where there is none (another system, or no resources)."""
         self._library = ctypes.CDLL(None)
         if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_void_p) != 8:
             return False

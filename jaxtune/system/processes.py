@@ -80,7 +80,9 @@ def all_of(value: Any) -> list[Any]:
 
 
 def all_within(value: object, seconds: float) -> list[Any] | None:
-    """`all_of` for a process that ends: None if not all call it in time, as they may wait for this one."""
+    """The values of all processes, in order, for a process that ends: None if not all call it within `seconds`, as they
+    may wait for this one. value: this process's, as JSON.
+    """
     client, number = service_client(), next(_calls)
     if client is None:
         return [value]
@@ -162,6 +164,7 @@ def meet(
     """Waits until every process's `future` is done, or one failed, got a signal, or the first one's save is due; the
     same in all. Collective: nobody returns before all have called it.
 
+      future: the work that this process waits for.
       failure: `shared_errors.described` of this process's failure, or None; asked when the future is done.
       signal_name: a signal that came to this process; asked several times a second.
       due: whether a save is due; asked in the first process.

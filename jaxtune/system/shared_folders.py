@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxtune.system import processes
+from jaxtune.system import processes, waiting
 
 _LATE_SECONDS = 30.0  # after which a network file system shows a new name at the latest
 
@@ -39,13 +39,8 @@ def must_write(folder: Path) -> bool:
 
 
 def wait_until_seen(look: Callable[[], bool]) -> bool:
-    """Calls `look` until it is true or half a minute has passed, as a network file system may show a new file late; the
-    last value.
-    """
-    deadline = time.monotonic() + _LATE_SECONDS
-    while not (is_seen := look()) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return is_seen
+    """waiting.until, for half a minute, as a network file system may show a new file late."""
+    return waiting.until(look, _LATE_SECONDS)
 
 
 def _see_first(folder: Path) -> list[bool]:

@@ -137,8 +137,12 @@ def reworded(text: str) -> str:
 
 
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Prints `text` made safe (`printable`). file: None is stdout, on which a silent process prints nothing. flush:
-    write out buffered text at once.
+    """Prints a text made safe (`printable`).
+
+    text: anything with a str().
+    file: None: stdout, on which a silent process prints nothing.
+    end: written after the text.
+    flush: write out buffered text at once.
     """
     if _silent and file is None:
         return
@@ -146,8 +150,10 @@ def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: 
 
 
 def fitted(text: str, console: Console, hang: int = 2) -> str:
-    """`text` broken between words at the terminal's width; unchanged without one. hang: further columns of continuation
-    lines.
+    """A text broken between words at the terminal's width; unchanged without one.
+
+    console: of the terminal to which the text goes.
+    hang: further columns of continuation lines.
     """
     if not console.is_terminal:
         return text
@@ -214,8 +220,9 @@ def progress(description: str, total_bytes: int) -> Iterator[Callable[[int], Non
 @contextlib.contextmanager
 def counted(description: str, total: int, completed: int = 0) -> Iterator[Callable[[int], None]]:
     """As `progress`, for items, with a bar that stays; the function takes the number of items done since its last call.
-    completed: items done before.
+    description: before the bar.
     total: items in all.
+    completed: items done before.
     """
     if _silent or not sys.stderr.isatty():
         yield lambda _: None

@@ -19,6 +19,7 @@ from jaxtune.system.lock_alarm import LockAlarm
 
 logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.2
+_MOST_SLICE_SECONDS = 2.0  # the most that one slice counts: in a longer one this process itself was stopped
 SILENT_SECONDS = 10.0  # a longer wait, or longer code of the user's, is reported once
 # From a signal until the watchdog saves in place of the main thread: in the user's code, and in work of this package
 # that has no look for so long, such as a compilation.
@@ -98,22 +99,37 @@ def look() -> None:
         _listeners[-1].looks()
 
 
-def result[T](future: Future[T], description: str, timeout_seconds: float | None = None) -> T:
-    """What the future returns or raises. description: such as "rows of step 3", for a line after ten seconds. Raises
-    TimeoutError; `future.done()` tells it from the future's own. timeout_seconds: None: no limit.
+def result[T](
+    future: Future[T], description: str, timeout_seconds: float | None = None, poll: Callable[[], None] = look
+) -> T:
+    """What the future returns or raises. Raises TimeoutError; `future.done()` tells it from the future's own.
+
+    description: such as "rows of step 3", for a line after ten seconds.
+    timeout_seconds: without time in which this process was stopped (Ctrl-Z); None: no limit.
+    poll: called about five times a second.
     """
-    began, reported, kind = time.monotonic(), False, re.sub(r"\d+", "#", description)
+    waited, last, reported, kind = 0.0, time.monotonic(), False, re.sub(r"\d+", "#", description)
     while True:
-        waited = time.monotonic() - began
+        now = time.monotonic()
+        waited, last = waited + min(now - last, _MOST_SLICE_SECONDS), now
         seconds = _SLICE_SECONDS if timeout_seconds is None else min(_SLICE_SECONDS, timeout_seconds - waited)
         if wait([future], max(seconds, 0.0)).done:
             return future.result()
         if seconds <= 0:
             raise TimeoutError(f"{description}: not there after {timeout_seconds} s")
-        look()
+        poll()
         if not reported and waited > (limit := _silent.get(kind, SILENT_SECONDS)):
             reported, _silent[kind] = True, 2 * limit  # a wait of every step is not reported at every step
             logger.warning("waiting for %s, for %.0f s now", description, waited)
+
+
+def until(happened: Callable[[], bool], seconds: float, every_seconds: float = _SLICE_SECONDS) -> bool:
+    """Asks again and again until it is true or the time is over; the last answer."""
+    deadline = time.monotonic() + seconds
+    while not (is_true := happened()) and time.monotonic() < deadline:
+        look()
+        time.sleep(every_seconds)
+    return is_true
 
 
 @contextlib.contextmanager
@@ -257,6 +273,9 @@ class Worker:
         self._thread.join(None if kind is None else 2.0)
 
     def submit[T](self, function: Callable[..., T], *arguments: object) -> Future[T]:
+        """Queues a task; the future gets its result or any exception, SystemExit too. After the context has ended it
+        never runs.
+        """
         future: Future[T] = Future()
 
         def task() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jaxtune.system import ending, processes, terminal
-from jaxtune.system.files import require_makeable
+from jaxtune.system.disk import require_makeable
 from jaxtune.system.terminal import fitted
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.delivery import Delivery, RunIsComplete
@@ -18,7 +18,7 @@ from jaxtune.train.program.program_cache import use_program_cache
 from jaxtune.train.shown_plan import show_memory, show_plan
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.spec.loading import loading
-from jaxtune.train.spec.setup import require_fit_for_processes
+from jaxtune.train.spec.run_spec import decided_objective
 from jaxtune.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     """
     console = console or terminal.console(soft_wrap=True)
     require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)
-    require_fit_for_processes(config)
+    decided_objective(config)
     require_makeable("output", config.output)
     if plan and (config.plan.device is not None or not config.data.train):
         show_plan(config, console)

@@ -104,7 +104,7 @@ class Delivery:
         """Whether the evaluations after training were made: held-out loss and exact match. Metrics of
         evaluation.generate are not looked for.
         """
-        settings, last = self.trainer.evaluation, self.trainer.total_steps
+        settings, last = self.trainer.spec.evaluation, self.trainer.total_steps
         due = settings.after_last(last) and self.rows
         answers = settings.at_end and settings.exact_match_rows
         measured = not due or last in m.evaluations(self.output / m.JSONL, self.rows)

@@ -9,9 +9,10 @@ import json
 import re
 import textwrap
 import types
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+
+from jaxtune.system.sealed import crc32
 
 _PACKAGE = Path(__file__).parents[1]
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
@@ -32,16 +33,13 @@ def code_of(functions: Mapping[str, Callable]) -> dict[str, str]:
 
 def values_crc32(values: Iterable[object]) -> int:
     """CRC-32 of values of rows: JSON whatever the order of keys, bytes, arrays and others."""
-    digest = 0
-    for value in values:
-        text = json.dumps(value, sort_keys=True, default=_described, skipkeys=False)
-        digest = zlib.crc32(text.encode("utf-8", "backslashreplace"), digest)
-    return digest
+    texts = (json.dumps(value, sort_keys=True, default=_described, skipkeys=False) for value in values)
+    return crc32(text.encode("utf-8", "backslashreplace") for text in texts)
 
 
 def _described(value: object) -> object:
     if isinstance(value, bytes | bytearray):
-        return ["bytes", len(value), zlib.crc32(value)]
+        return ["bytes", len(value), crc32([value])]
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, set | frozenset):
@@ -49,7 +47,7 @@ def _described(value: object) -> object:
     raw: Callable[[], bytes] | None = getattr(value, "tobytes", None)  # of arrays and pictures
     if raw is not None:
         about = [str(getattr(value, name, "")) for name in ("dtype", "shape", "mode", "size")]
-        return [type(value).__name__, *about, zlib.crc32(raw())]
+        return [type(value).__name__, *about, crc32([raw()])]
     return _text(value).decode()
 
 

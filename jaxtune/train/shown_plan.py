@@ -61,11 +61,12 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
     require_stated(f"model.path = {config.model.path!r}", hf, config.model.load_in)
     config = replace(config, model=replace(config.model, load_in=config.model.load_in or stored_in))
     packed, sampled = objective_of(config).packed, config.data.length
-    answers = config.rows_per_step
+    answers, sizes = config.rows_per_step, (-1,) if config.mesh is None else config.mesh.sizes
+    sharing = None if -1 in sizes else math.prod(sizes)  # devices of a known mesh
+    config = config.shared_by(sharing or (1 if device is not None else jax.device_count()))
     if packed is not None and isinstance(config.data.length, Unset):
         sampled = _ASSUMED_PROMPT + packed.max_completion_length
-        multiple = math.prod(config.mesh.sizes) if config.mesh and -1 not in config.mesh.sizes else 1
-        length, rows = packed_shape(sampled, answers, multiple * (config.micro_batches or 1))
+        length, rows = packed_shape(sampled, answers, (sharing or 1) * (config.micro_batches or 1))
         config = replace(config, rows_per_step=rows, data=replace(config.data, length=length))
         text = f"rows are not read: prompts of at most {_ASSUMED_PROMPT} tokens are assumed; set data.length for others"
         console.print(fitted(text, console), markup=False, highlight=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -25,29 +25,22 @@ from jaxtune.system.terminal import outliving, say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
-from jaxtune.train.config.sections import Unset, in_steps
-from jaxtune.train.data import Batches, TokenDataset
+from jaxtune.train.data import Batches
 from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.rendering.templates import trained_tokenizer, writes_today
-from jaxtune.train.digests import code_of
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import plan_text, rows_report
 from jaxtune.train.display.monitor import Monitor, MonitoredRun
 from jaxtune.train.display.precision_notes import precision_notes
-from jaxtune.train.evaluation.answer_metrics import answer_metrics
 from jaxtune.train.evaluation.early_stop import EarlyStop
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, NoRoom, checkpoint_bytes, saved_steps
 from jaxtune.train.folder.record import (
-    in_first_words,
     is_longer,
-    model_sections,
     record_of,
-    require_own_folder,
     require_same_code,
     require_same_config,
     require_same_run,
     same_run,
-    with_today,
     write_config,
 )
 from jaxtune.train.folder.results import Delivery
@@ -56,7 +49,7 @@ from jaxtune.train.folder.run_state import recorded_state
 from jaxtune.train.folder.saving import Saver, TrainingInterrupted
 from jaxtune.train.folder.translations import POSITION, section, translated
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.objective import Objective, RunNeeds
+from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.optimizer.schedule import new_rates
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.disk import Written, disk_lines, written_by
@@ -65,16 +58,15 @@ from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.program import gradient_sync
 from jaxtune.train.program.flops import flop_counter
-from jaxtune.train.program.programs import Engine, Programs
+from jaxtune.train.program.programs import Programs
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
 from jaxtune.train.program.trained_model import TrainedModel, trainable_names, with_embedding_on_device
 from jaxtune.train.references import references
 from jaxtune.train.references.stored_teachers import StoredTeacher
 from jaxtune.train.run import Profile, Run, is_evaluation_due, rows_identity
-from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.signals import StopSignal
-from jaxtune.train.spec import own_parts, setup
-from jaxtune.train.spec.run_rows import Reader, run_rows, source_of
+from jaxtune.train.spec import setup
+from jaxtune.train.spec.run_spec import UserParts, resolve
 from jaxtune.train.user_code.calling import running
 
 
@@ -119,63 +111,48 @@ class Trainer:
         trains: bool = True,
         checks_folder: bool = False,
     ):
-        self.config, self.trains = config, trains
+        self.trains, self.output = trains, Path(config.output)
         self.tokenizer = trained_tokenizer(tokenizer, config.data.template, config.data.template_arguments)
-        self.output = Path(config.output)
         self.profile_folder = Path(profile) if profile is not None else self.output / "profile"
         self.profile_steps = config.profile.steps or (0 if profile is None else 3)
         self.history: list[dict[str, Any]] = []
         self.steps_done = 0
         self.unsaved: str | None = None
         self.sampled: Sampled | None = None  # how many questions are answered at a time, if any will be
-        self.objective = objective_of(config, objective)
-        self.stored = StoredTeacher(self.objective, config, model, self.tokenizer)
+        parts = UserParts(objective, optimizer, schedule)
+        self.stored = StoredTeacher(objective_of(config, objective), config, model, self.tokenizer)
         self.model = TrainedModel(self.stored.student(model), config, keeps_model, weights)
-        if not jax.tree.leaves(self.model.trainable):
-            raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
-        void = (config.optim, config.schedule, config.objective)
-        own_parts.require_nothing_beside(*void, optimizer, schedule, objective)
-        sections = model_sections(self.model.prepared, config.model, config.adapter, config.numbers)
-        dated = with_today(config.data, self.output, tokenizer)
-        self.config = config = dataclasses.replace(config, **sections, data=dated)
-        if not (isinstance(train_rows, SampledAnswers) and train_rows.own_reference):
-            self.objective.check(self.model.prepared)
-        self.callbacks = tuple(callbacks)
-        ends = ends_of(self.model.given, self.tokenizer) if self.objective.samples else ()
-        data = dataclasses.replace(config.data, template=config.data.trained_template)
-        rows_config = dataclasses.replace(config, data=data)
-        reader = Reader(self.objective, self.tokenizer, rows_config, self.model.given.config, tuple(ends))
-        held_out_source = config.data.eval if eval_rows is None else eval_rows
-        rewards = train_rows.rewards if isinstance(train_rows, SampledAnswers) else None
-        self.answers = answer_metrics(rows_config, held_out_source, self.tokenizer, self.model.given, rewards)
-        config = dataclasses.replace(config, **in_first_words(config.data, config.adapter))
-        if checks_folder:
-            require_own_folder(config_to_dict(config), isinstance(config.data.length, Unset))
-        rows, held_out = self.stored.attach(*run_rows(reader, train_rows, eval_rows, not trains))
-        self.train_data = rows if isinstance(rows, TokenDataset) else None
-        self.config = config
-        self.batches, self.eval_data, self.total_steps = source_of(rows, held_out, config)
-        counts = self.total_steps, self.batches.steps_per_epoch
-        self.evaluation, self.saves = in_steps(config.evaluation, *counts), in_steps(config.checkpoint, *counts)
-        if config.guards.patience is not None:
-            self.callbacks += (EarlyStop(config.guards, self.evaluation, self.output),)
-        if isinstance(self.batches, SampledAnswers) and isinstance(config.data.length, Unset):
-            data_config = dataclasses.replace(config.data, length=self.batches.length)
-            self.config = config = dataclasses.replace(config, data=data_config)
-        setup.require_starts_within(self.total_steps, config, self.profile_steps)
-        # `own` identifies the parts that were given to this trainer, for checkpoints.
-        self.own = own_parts.identities(self.model.trainable, self.total_steps, optimizer, schedule, objective)
-        self.code = code_of(self._functions(objective))
-        self.needs = RunNeeds.of(self.objective, self.batches)
-        rule = setup.update_rule(config, self.total_steps, optimizer, schedule)
-        programs = setup.step_programs(
-            config, self.model, self.objective, self.needs, rule, self.batches, self.eval_data
+        self.spec, rows = resolve(
+            config,
+            self.model,
+            self.tokenizer,
+            self.stored,
+            parts,
+            train_rows,
+            eval_rows,
+            trains=trains,
+            profile_steps=self.profile_steps,
+            checks_folder=checks_folder,
         )
+        self.batches, self.train_data, self.eval_data = rows.batches, rows.train, rows.held_out
+        self.callbacks = tuple(callbacks)
+        if (guards := self.config.guards).patience is not None:
+            self.callbacks += (EarlyStop(guards, self.spec.evaluation, self.output),)
         self.names = trainable_names(self.model.trainable)
         self.flops = flop_counter(self.model.prepared)
-        config, mesh, planner = setup.planned(config, self.model, self.needs, self.batches, optimizer, trains)
-        self.slots, self.answers = setup.with_slots(planner, self.model.prepared, self.batches, self.answers)
-        self.engine = Engine(*programs, planner, mesh, self.batches, config, self.eval_data and self.eval_data.rows)
+        self.engine = setup.engine_of(self.spec, rows, self.model, optimizer, trains)
+        self.slots, self.answers = setup.with_slots(
+            self.engine.planner, self.model.prepared, self.batches, rows.answers
+        )
+
+    @property
+    def config(self) -> TrainConfig:
+        """As the run's folder records it."""
+        return self.spec.config
+
+    @property
+    def total_steps(self) -> int:
+        return self.spec.total_steps
 
     @property
     def planner(self) -> Planner:
@@ -252,7 +229,7 @@ class Trainer:
             progress_bar = m.Progress(self.total_steps, start)
             with logger, progress_bar as progress, Monitor(self._watched(), logger, progress) as monitor:
                 monitor.applied = start
-                saver = Saver(checkpointer, self.saves, start, self._meta, monitor, stop)
+                saver = Saver(checkpointer, self.spec.checkpoint, start, self._meta, monitor, stop)
                 state, self.steps_done = self._run(resumed, start, saver, monitor, stop)
             self.unsaved = None if saver.failed is None else str(saver.failed)
             del resumed
@@ -267,19 +244,8 @@ class Trainer:
                 with stop.at_once() if saved else contextlib.nullcontext(), phase("export", remedy):
                     delivery.finish(trained, self._same_run(), start < self.total_steps)
             if processes.first():
-                m.try_optional("loss.png", lambda: m.loss_plot(self.output, self.objective.unit))
+                m.try_optional("loss.png", lambda: m.loss_plot(self.output, self.spec.objective.unit))
         return with_embedding_on_device(trained)
-
-    def _functions(self, objective: Objective | None) -> dict[str, Callable]:
-        functions = dict(self.batches.functions())
-        if self.answers is not None and not self.answers.are_rewards:
-            scoring = self.answers.functions
-            functions |= {
-                f"evaluation {n}": function for n, function in zip(scoring.names, scoring.functions, strict=True)
-            }
-        if objective is not None:
-            functions[f"objective {type(objective).__name__}"] = type(objective)
-        return functions
 
     def _require_room(self, checkpointer: Checkpointer) -> None:
         """NoRoom if not even the first checkpoint fits on the disk, before anything is computed."""
@@ -299,7 +265,7 @@ class Trainer:
 
     def disk_notes(self) -> list[str]:
         """Lines on what the run writes, if that is much of the disk, and on what a kill loses without saves."""
-        config = dataclasses.replace(self.config, checkpoint=self.saves)
+        config = dataclasses.replace(self.config, checkpoint=self.spec.checkpoint)
         trained = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model.trainable))
         size = checkpoint_bytes({"state": self.model.state_shapes(self.engine)})
         saved_count = len(saved_steps(self.output / CHECKPOINTS))
@@ -325,14 +291,16 @@ class Trainer:
             config=self.config,
             total_steps=self.total_steps,
             batches=self.batches,
-            unit=self.objective.unit,
+            unit=self.spec.objective.unit,
             trained=self.names,
             flops=self.flops,
             peak_flops=None if peak is None else peak * self.mesh.size,
             planner=self.planner,
             history=self.history,
             callbacks=self.callbacks,
-            check_first=references.first_check(self.objective, self.config, self.train_data, lambda: self.model.fresh),
+            check_first=references.first_check(
+                self.spec.objective, self.config, self.train_data, lambda: self.model.fresh
+            ),
         )
 
     def _run(self, resumed: TrainState | None, start: int, saver, monitor: Monitor, stop) -> tuple[TrainState, int]:
@@ -344,9 +312,9 @@ class Trainer:
         facts = functools.partial(setup.profile_facts, config, self.batches, self.planner)
         profile = Profile(self.profile_folder, traced, config.profile.start, facts)
         rows = rows_identity(self.eval_data and self.eval_data.documents, self.answers)
-        due = is_evaluation_due(self.evaluation, start, self.total_steps, self.output, rows)
+        due = is_evaluation_due(self.spec.evaluation, start, self.total_steps, self.output, rows)
         saver.best.resume(self.output, start, rows)
-        of_run = (self.engine, monitor, saver, self.total_steps, self.evaluation, due)
+        of_run = (self.engine, monitor, saver, self.total_steps, self.spec.evaluation, due)
         run = Run(*of_run, lambda: self.eval_batches, profile, self.model.finished, self.answers)
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
@@ -400,7 +368,7 @@ class Trainer:
         for rows in (data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)):
             base = self.model.given.base_digest
             references.fill_reference(
-                rows, self.objective, self.engine, self.config, base, trainable, frozen, say, trained
+                rows, self.spec.objective, self.engine, self.config, base, trainable, frozen, say, trained
             )
 
     # ---- descriptions of the run
@@ -409,7 +377,7 @@ class Trainer:
         """Lines on teacher, rows, tokens, steps, warnings and end tokens."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
         about = rows_report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
-        lines = [*self.stored.described(self.model.prepared, self.objective), about]
+        lines = [*self.stored.described(self.model.prepared, self.spec.objective), about]
         if self.tokenizer is not None and self.model.given.config.head.is_text:
             lines.append(ends_in_words(self.tokenizer, ends_of(self.model.given, self.tokenizer)))
         dated = self.tokenizer is not None and writes_today(self.tokenizer, None)
@@ -428,18 +396,20 @@ class Trainer:
             self.config,
             partition.MeshShape.of(self.mesh).shard_count,
         )
-        phases = phases_of(model.prepared, model.trainable, *of_plan, self.sampled, self.slots, self.needs.rows_before)
+        phases = phases_of(
+            model.prepared, model.trainable, *of_plan, self.sampled, self.slots, self.spec.needs.rows_before
+        )
         phases = [*self.stored.phases(self.engine), *phases]
         return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)
 
     def notes(self) -> list[str]:
         how = self.storage(), self.gradients, self.program.aux_losses
-        return precision_notes(self.config, self.objective, *how, self.model.given, self.model.qat)
+        return precision_notes(self.config, self.spec.objective, *how, self.model.given, self.model.qat)
 
     def storage(self) -> dict[str, str]:
         """{"weights": "fp32" or "bf16", "optimizer": "fp32", "8 bits" or "as it was given"}."""
         state_format = "8 bits" if self.config.optim.name.endswith("_8bit") else "fp32"
-        optimizer = "as it was given" if "optimizer" in self.own else state_format
+        optimizer = "as it was given" if "optimizer" in self.spec.identities else state_format
         return {"weights": self.program.weights, "optimizer": optimizer}
 
     @property
@@ -507,8 +477,8 @@ class Trainer:
             teacher=self.stored.digest or self.model.teacher_digest,
             data=self.batches.identity(),
             total_steps=self.total_steps,
-            user_parts=self.own,
-            code=self.code,
+            user_parts=self.spec.identities,
+            code=self.spec.code,
             numerics={
                 **self.engine.planner.plan.to_record(),
                 "gradients": self.gradients,

@@ -97,7 +97,7 @@ def test_a_save_that_fails_or_has_fewer_files_leaves_a_whole_model(tmp_path):
 
     def write(names):
         def into(new):
-            new.mkdir()
+            new.mkdir(exist_ok=True)
             for name in names:
                 (new / name).write_text(name)
 

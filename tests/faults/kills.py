@@ -52,7 +52,7 @@ def main() -> int:
     around(trainer.m, "loss_plot")
     around(trainer.m.Progress, "evaluating")
     around(loading, "load_tokenizer")
-    around(results, "fingerprints")
+    around(results, "write_manifest")
     around(files.os, "replace")
     around(files.os, "fsync")
     around(files.os, "rename")

@@ -83,9 +83,9 @@ with Checkpointer(folder) as checkpointer:
     if how == "arrays":
         Checkpointer._finish = hang
     elif how == "manifest":
-        module.fingerprints = hang
+        module.write_manifest = hang
     elif how == "rename":
-        module.sync = hang
+        module.put = hang
     elif how == "replace":
         save(2)
         checkpointer.wait()
@@ -114,13 +114,22 @@ def test_killed_at_each_stage_of_a_save(tmp_path, where, expected, caplog):
         process.kill()
         process.wait()
     left = {path.name for path in tmp_path.iterdir()}
-    assert any(name.startswith((".tmp_step_", ".old_step_")) for name in left), left
+    assert any(re.fullmatch(r"\.(tmp_)?step_.*", name) for name in left), left
     assert_restores(tmp_path, expected)
     assert "taking over" in caplog.text and f'"pid": {process.pid}' in caplog.text
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
     with Checkpointer(tmp_path) as checkpointer:  # and the next save works
         checkpointer.save(expected + 1, state_of(expected + 1), {"cursor": expected + 1})
     assert_restores(tmp_path, expected + 1)
+
+
+def test_a_checkpoint_that_version_0_2_was_replacing_gets_its_name_back(tmp_path):
+    fill(tmp_path)
+    for step in (1, 2):
+        shutil.copytree(tmp_path / f"step_0000000{step}", tmp_path / f".old_step_0000000{step}")
+    shutil.rmtree(tmp_path / "step_00000002")
+    assert_restores(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000001", "step_00000002"}
 
 
 def test_killed_at_any_moment(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 import jaxtune
 from jaxtune.conversations import tokenizing
+from jaxtune.system.sealed import write_manifest
 from jaxtune.train.data import prepare
 from jaxtune.train.data.rendering.preview import preview
 from jaxtune.train.data.rows import row_files
@@ -362,10 +364,10 @@ def test_a_folder_that_another_user_keeps_is_built_beside_it(write, tmp_path, to
     (folder,) = (tmp_path / "cache").iterdir()
     read_meta = cache._read_meta
 
-    def refused(file):
-        if file.parent == folder:
-            raise PermissionError(13, "Permission denied", str(file))
-        return read_meta(file)
+    def refused(at):
+        if at == folder:
+            raise PermissionError(13, "Permission denied", str(at))
+        return read_meta(at)
 
     monkeypatch.setattr(cache, "_read_meta", refused)
     said: list[str] = []
@@ -375,8 +377,8 @@ def test_a_folder_that_another_user_keeps_is_built_beside_it(write, tmp_path, to
     # One that is damaged, and cannot be removed.
     monkeypatch.setattr(cache, "_read_meta", read_meta)
     (folder / "meta.json").write_text("{}")
-    cache.shutil.rmtree(folder.with_name(f"{folder.name}-{os.getuid()}"))
-    monkeypatch.setattr(cache.shutil, "rmtree", lambda path, ignore_errors: None)
+    shutil.rmtree(folder.with_name(f"{folder.name}-{os.getuid()}"))
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)
     assert not cached(write, tmp_path, tokenizer, say=said.append).cached
     assert cached(write, tmp_path, tokenizer, say=said.append).cached
 
@@ -419,8 +421,8 @@ def test_arrays_with_right_checksums_and_wrong_content_are_built_anew(write, tmp
     array[0] = value
     array.tofile(folder / f"{field}.bin")
     meta = json.loads((folder / "meta.json").read_text())
-    meta["crc32"][field] = cache._checksum(folder / f"{field}.bin")
-    (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / "meta.json").unlink()
+    write_manifest(folder, "meta.json", meta)
     said: list[str] = []
     assert not cached(write, tmp_path, tokenizer, say=said.append).cached
     assert len(said) == 1 and "is damaged" in said[0]

@@ -38,13 +38,12 @@ def _start(path: Path, how: str) -> subprocess.Popen:
 
 def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path):
     _start(tmp_path / "merged", "kill").communicate()
-    (tmp_path / ".merged.123.tmp").mkdir()  # as older versions named it
-    (tmp_path / ".merged-2.5.tmp").mkdir()  # of another folder
-    assert len(list(tmp_path.glob(".merged.*.tmp"))) == 2
+    (tmp_path / ".merged-2.5-abcd0123.tmp").mkdir()  # of another folder
+    assert len(list(tmp_path.glob(".merged.*.tmp"))) == 1
     assert not (tmp_path / "merged").exists()
     with new_folder(tmp_path / "merged", "test") as folder:
         (folder / "model.safetensors").write_bytes(b"whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".merged-2.5.tmp", "merged"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".merged-2.5-abcd0123.tmp", "merged"]
     assert (tmp_path / "merged" / "model.safetensors").read_bytes() == b"whole"
 
 

@@ -32,9 +32,11 @@ from jaxtune.export.gguf_tensors import Source, Tensor
 from jaxtune.models.adapters.adapter_files import save_adapter
 from jaxtune.models.files import shards
 from jaxtune.models.hf import save_pretrained
+from jaxtune.system import waiting
 from jaxtune.system.files import atomic_write, remove_temporary, temporary_path
 from jaxtune.train.data import prepare
 from jaxtune.train.data.rows.reading import open_sources, read_rows
+from jaxtune.train.data.rows.row_files import Row
 from jaxtune.train.data.tokens import cache, workers
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import run_figures, watch
@@ -251,7 +253,7 @@ def test_a_stopped_worker_is_told_at_once(woken, monkeypatch, caplog):
 def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
     """After Ctrl-Z and fg an hour later the worker has had no hour."""
     clock = iter(range(0, 10**9, 3600))
-    monkeypatch.setattr(workers.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: next(clock))
     future: workers.concurrent.futures.Future = workers.concurrent.futures.Future()
     polls = iter([None] * 20)
 
@@ -259,7 +261,7 @@ def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
         if next(polls, "last") == "last":
             future.set_result("chunk")
 
-    assert workers._wait_for([], future, [], poll) == "chunk"
+    assert workers._wait_for([Row("rows", 1, {}, 2)], future, [], poll) == "chunk"
 
 
 # ---- pages of runs

@@ -139,7 +139,7 @@ def test_several_programs_share_a_head_of_few_rows(case, monkeypatch):
         got = attended(*given, **options, batch_invariant=False)
         alone = attended(*given, **options)
     assert [call["SHARES"] for call in calls] == [5 if len(positions) == 3 else 6, 1]
-    counts = calls[0]["turns"][calls[0]["ROTATES"] * len(positions) * 128 :]
+    counts = calls[0]["rotations"][calls[0]["ROTATES"] * len(positions) * 128 :]
     assert len(counts) == len(positions) * given[1].shape[1] and not counts.any()
     for array, other in zip(got[1:], alone[1:], strict=True):
         np.testing.assert_array_equal(array, other)

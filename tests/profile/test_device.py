@@ -156,7 +156,7 @@ def test_a_kernel_whose_ceiling_is_unknown_loses_nothing(category, dtype):
     assert losses([unknown], 1, 0.0, NO_FP8) == []
     assert losses([unknown, event(1, category)], 1, 0.0, NO_FP8) == []  # with a helper, which has no FLOPs
     (found,) = losses([unknown, event(2, category, flops=5e11)], 1, 0.0, NO_FP8)
-    assert (found.what, found.won_ms) == (category, pytest.approx(1))  # that of bf16
+    assert (found.what, found.saved_ms) == (category, pytest.approx(1))  # that of bf16
     assert "ceiling is 500 in bf16, unknown in FP8 (" in found.text
     (row,) = _kernels([unknown], 1, NO_FP8)
     assert (row.bound, row.of_ceiling) == ("", 0.0)
@@ -173,7 +173,7 @@ def test_losses_are_ranked_and_count_each_moment_once():
     unknown = losses(events, 1, 0.5, Ceilings("unknown", 0, 0, 0))
     assert [loss.what for loss in unknown] == ["recompute", "passes over memory: layer/mlp", "copies to device", "idle"]
     found = losses(events, 1, 0.5, DEVICE)
-    won = {loss.what: pytest.approx(loss.won_ms) for loss in found}
+    won = {loss.what: pytest.approx(loss.saved_ms) for loss in found}
     assert won == {
         "recompute": 6,
         "passes over memory: layer/mlp": 5,
@@ -182,6 +182,6 @@ def test_losses_are_ranked_and_count_each_moment_once():
         "copies to device": 1.5,
         "idle": 0.5,
     }
-    assert [loss.won_ms for loss in found] == sorted((loss.won_ms for loss in found), reverse=True)
+    assert [loss.saved_ms for loss in found] == sorted((loss.saved_ms for loss in found), reverse=True)
     assert "at 400 TFLOP/s" in next(loss.text for loss in found if loss.what == "GEMM")
     assert "1.0 ms by reaching 4.0 TB/s" in next(loss.text for loss in found if loss.what.startswith("passes"))

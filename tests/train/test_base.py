@@ -18,6 +18,7 @@ from tiny import CONFIGS
 
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import get_peft_model, matrices
+from jaxtune.system.sealed import sealed
 from jaxtune.train.config import AdapterConfig, CheckpointConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.packing.pairs import PairDataset
@@ -153,7 +154,7 @@ def test_a_kept_reference_is_checked(base, tmp_path, capsys):
     whole = file.read_bytes()
     changed = bytearray(whole)
     changed[-30] ^= 1  # the last digits of a number
-    elsewhere = bytes(changed[:-16]) + references._checksum(file.with_name("reference_of_others.npy"), changed[:-16])
+    elsewhere = sealed("reference_of_others.npy", bytes(changed[:-16]))
     for damaged in (bytes(changed), elsewhere, whole[:-1], whole[:-16], b""):
         file.write_bytes(damaged)
         capsys.readouterr()
@@ -174,7 +175,7 @@ def test_the_first_loss_is_ln_2_or_the_run_is_refused(base, tmp_path):
         file.unlink()
         with open(file, "wb") as stream:
             np.save(stream, wrong.astype(np.float32))
-        file.write_bytes(file.read_bytes() + references._checksum(file, file.read_bytes()))
+        file.write_bytes(sealed(file.name, file.read_bytes()))
         with pytest.raises(TrainingStopped, match=r"step 1: .* must give the answers the same log-probabilities"):
             dpo(base, tmp_path / f"wrong {number}").train()
 

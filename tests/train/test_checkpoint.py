@@ -137,8 +137,8 @@ def test_save_returns_before_the_files_are_written(checkpointer, monkeypatch):
     import jaxtune.train.folder.checkpoint as module
 
     go_on = threading.Event()
-    real = module.fingerprints
-    monkeypatch.setattr(module, "fingerprints", lambda files: (go_on.wait(), real(files))[1])
+    real = module.write_manifest
+    monkeypatch.setattr(module, "write_manifest", lambda *a: (go_on.wait(), real(*a))[1])
     checkpointer.save(1, {"x": jnp.ones(3)}, {})
     assert checkpointer.steps() == []
     go_on.set()
@@ -210,12 +210,8 @@ def test_old_ones_stay_until_the_new_one_is_complete(tmp_path, monkeypatch):
         checkpointer.save(1, {"x": jnp.ones(2)}, {})
         checkpointer.wait()
         seen = []
-        real = module.Checkpointer._commit
-        monkeypatch.setattr(
-            module.Checkpointer,
-            "_commit",
-            lambda self, *a: (seen.append(self.steps()), real(self, *a), seen.append(self.steps())),
-        )
+        real, steps = module.put, checkpointer.steps
+        monkeypatch.setattr(module, "put", lambda *a: (seen.append(steps()), real(*a), seen.append(steps())))
         checkpointer.save(2, {"x": jnp.ones(2)}, {})
         checkpointer.wait()
         assert seen == [[1], [1, 2]]

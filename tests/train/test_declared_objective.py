@@ -103,7 +103,7 @@ EXACT = HELD_OUT | dict(evaluation=EvaluationConfig(exact_match_rows=5))
         ),
         (
             section("grpo"),
-            HELD_OUT | dict(checkpoint=CheckpointConfig(best="eval_loss")),
+            HELD_OUT | dict(checkpoint=CheckpointConfig(best="eval_loss"), evaluation=EvaluationConfig(every_steps=2)),
             "have no loss with grpo",
         ),
         *(
@@ -117,7 +117,7 @@ EXACT = HELD_OUT | dict(evaluation=EvaluationConfig(exact_match_rows=5))
         (
             section("distill"),
             dict(mesh=MeshConfig(1, 2)),
-            "objective.on_policy = 1.0: nothing is sampled from weights that mesh.fsdp divides",
+            "objective.on_policy = 1.0: nothing is sampled from weights that mesh.fsdp = 2 divides",
         ),
         (
             section("grpo"),

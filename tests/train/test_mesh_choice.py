@@ -25,7 +25,7 @@ from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.planning import devices, meshes
 from jaxtune.train.planning.cost import abstract_model, step_cost
-from jaxtune.train.spec import setup
+from jaxtune.train.spec import checks
 
 SMALL = PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"] | {"num_hidden_layers": 4}
 LARGE = PUBLISHED["meta-llama/Llama-3.1-8B"] | {"num_hidden_layers": 16}
@@ -84,9 +84,9 @@ def test_an_objective_of_ones_own_that_samples_divides_no_weights_either():
     mesh, _ = chosen(LARGE, "RTX 4090", 2, objective=own)
     assert mesh == MeshConfig(2, 1)
     needs = RunNeeds.of(own)
-    setup.require_sampling(needs.sampler, mesh)
+    checks.require_sampling(needs.sampler, mesh)
     with pytest.raises(ConfigError, match="mesh.fsdp = 2: objective = Sampling samples from the model"):
-        setup.require_sampling(needs.sampler, MeshConfig(1, 2))
+        checks.require_sampling(needs.sampler, MeshConfig(1, 2))
 
     class Asking(BatchSource):
         needs_model = True

@@ -26,7 +26,7 @@ from jaxtune.train.config import (
 from jaxtune.train.config.file import config_from_dict, config_to_dict
 from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.program import trained_model
-from jaxtune.train.spec import setup
+from jaxtune.train.spec import checks
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, make_config
 
@@ -237,10 +237,10 @@ def test_what_cannot_be_observed_is_refused(tmp_path, monkeypatch):
     of_run = trainer_of(tmp_path / "run", model_of(), QatConfig("nvfp4-nvfp4"))
     before = "nvfp4-nvfp4 observes activations on the rows of the first step"
     with pytest.raises(ValueError, match=f"{before}, and objective = grpo samples them during it: take nvfp4 or"):
-        setup._require_observable(of_run.model, RunNeeds("objective = grpo"))
-    monkeypatch.setattr(setup.processes, "count", lambda: 2)
+        checks.require_observable(of_run.model.qat, RunNeeds("objective = grpo"))
+    monkeypatch.setattr(checks.processes, "count", lambda: 2)
     with pytest.raises(ValueError, match=f"{before}, in a run of one process: this one has 2"):
-        setup._require_observable(of_run.model, of_run.needs)
+        checks.require_observable(of_run.model.qat, of_run.spec.needs)
     monkeypatch.undo()
     model = model_of()
     _, linear = next(linears(model))

@@ -76,13 +76,13 @@ def test_the_code_of_every_kind_is_known(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": text}], "goal": 1} for text in "abc"]
     evaluation = EvaluationConfig(generate=(f"{file}:scored",), generate_rows=1, max_new_tokens=2, at_end=False)
     own = trainer_of(tmp_path, tools, rows, OWN, TEMPLATE)
-    assert {"reward even", "tool roll", "environment Game"} <= own.code.keys()
-    assert own.code != trainer_of(tmp_path, tools, rows, OWN.replace("// 2", "// 3"), TEMPLATE).code
+    assert {"reward even", "tool roll", "environment Game"} <= own.spec.code.keys()
+    assert own.spec.code != trainer_of(tmp_path, tools, rows, OWN.replace("// 2", "// 3"), TEMPLATE).spec.code
     rollout = trainer_of(tmp_path, dict(rollout_func=f"{file}:play"), rows, OWN, TEMPLATE)
-    assert "the rollout function" in rollout.code
+    assert "the rollout function" in rollout.spec.code
     data = DataConfig(train="rows", eval="held-out rows", length=32)
     scored = trainer_of(tmp_path, dict(reward_funcs=("brevity",)), evaluation=evaluation, data=data)
-    assert scored.code.keys() == {"evaluation scored"}
+    assert scored.spec.code.keys() == {"evaluation scored"}
 
     @dataclasses.dataclass(frozen=True)
     class Own(SFT):
@@ -90,8 +90,8 @@ def test_the_code_of_every_kind_is_known(tmp_path):
 
     config = make_config(tmp_path / "sft")
     given = Trainer(lora_model(), None, config, dataset(documents(8)), objective=Own())
-    assert given.code.keys() == {"objective Own"} and given.record()["code"] == given.code
-    assert Trainer(lora_model(), None, config, dataset(documents(8))).code == {}
+    assert given.spec.code.keys() == {"objective Own"} and given.record()["code"] == given.spec.code
+    assert Trainer(lora_model(), None, config, dataset(documents(8))).spec.code == {}
 
 
 def test_code_decides_whose_a_complete_result_is(tmp_path):
@@ -138,7 +138,7 @@ def test_a_process_of_another_boot_or_start_is_not_the_runs(tmp_path):
 def test_arrays_of_another_shape_than_recorded_are_damage(tmp_path):
     import jax.numpy as jnp
 
-    from jaxtune.system.files import fingerprints
+    from jaxtune.system.sealed import fingerprints
     from jaxtune.train.folder.checkpoint import MANIFEST, META
 
     with Checkpointer(tmp_path) as checkpointer:

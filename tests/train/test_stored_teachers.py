@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -31,9 +32,8 @@ from jaxtune.train.data.tokens.teacher_files import open_file
 from jaxtune.train.data.tokens.teacher_values import TEACHER_IDS, TEACHER_LOG_PROBS, TeacherValues
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.objectives.distillation import Distill
-from jaxtune.train.planning import disk
 from jaxtune.train.planning.layer_costs import nbytes
-from jaxtune.train.references import stored_teachers
+from jaxtune.train.references import references, stored_teachers
 from jaxtune.train.references.teachers import open_teacher, teacher_shapes, with_teacher
 from jaxtune.train.spec.loading import loading
 from jaxtune.train.trainer import Trainer
@@ -81,7 +81,7 @@ def test_with_the_whole_vocabulary_it_is_the_run_with_the_teacher_beside(run, tm
     whole = trainer_of(tmp_path)
     trained = whole.train()
     stored, result = run
-    assert stored.model.prepared.teacher is None and stored.objective.reference_runs == 0
+    assert stored.model.prepared.teacher is None and stored.spec.objective.reference_runs == 0
     for name in ("loss", "eval_loss", "entropy", "grad_norm"):
         np.testing.assert_allclose(of_metric(stored, name), of_metric(whole, name), rtol=2e-5)
     for one, other in zip(*(jax.tree.leaves(nnx.state(each)) for each in (result, trained)), strict=True):
@@ -122,7 +122,7 @@ def test_the_plan_says_what_the_stored_values_take_of_the_disk(tmp_path, monkeyp
     trainer = trainer_of(tmp_path, teacher_top_k=6)
     folder, size = trainer.stored.unwritten((trainer.train_data, trainer.eval_data))
     usage = SimpleNamespace(total=10**12, used=0, free=2 * size)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert folder == tmp_path / "cache"
     assert any(f"log-probabilities of the teacher {size / 1e9:.2f} GB" in line for line in trainer.disk_notes())
     trainer.stored.fill((trainer.train_data, trainer.eval_data), trainer.engine)
@@ -142,7 +142,8 @@ def test_other_runs_do_not_take_a_file_that_is_being_written_for_a_leftover(tmp_
             path = tmp_path / f"teacher_{number}_{round}.npy"
             with stored_teachers._stored(path, values) as array:
                 array["ids"] = number
-            found.append(np.unique(stored_teachers._read(path, values, print)["ids"]).tolist())
+            stored = references.read_values(path, (values.total,), TeacherValues.entry(2), print)
+            found.append(np.unique(stored["ids"]).tolist())
         return found
 
     with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -449,20 +449,20 @@ def test_a_save_that_fails_between_steps_is_made_again(tmp_path, disk, undisturb
         if how == "room":
             disk["free"] = 0
         else:
-            monkeypatch.setattr(checkpoint, "fingerprints", fail)
+            monkeypatch.setattr(checkpoint, "write_manifest", fail)
 
     failed = threading.Event()
 
-    def fail(files):
+    def fail(*_):
         failed.set()
         raise OSError(28, "No space left on device")
 
-    real = checkpoint.fingerprints
+    real = checkpoint.write_manifest
 
     def free(model):
         assert how == "room" or failed.wait(60)  # the files are written in a thread
         disk["free"] = 10**12
-        monkeypatch.setattr(checkpoint, "fingerprints", real)
+        monkeypatch.setattr(checkpoint, "write_manifest", real)
 
     trained = trainer_of(tmp_path, Drawn({1: fill, 3: free}), checkpoint=EVERY).train()
     assert_same(trained, undisturbed)

@@ -139,26 +139,27 @@ def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _names(key: str, value: Any) -> None:
-    """A string (a regular expression, or one name) or a list of names."""
+def _check_names(key: str, value: Any) -> None:
+    """A string (a regular expression, or one name) or a list of names; else ValueError."""
     if not isinstance(value, str):
         values.texts(key, value)
 
 
-def _layers(key: str, value: Any) -> None:
+def _check_layers(key: str, value: Any) -> None:
+    """An integer from 0, or a list of them, of any size; else ValueError."""
     if isinstance(value, list):
         values.items(key, value, functools.partial(values.whole, least=0))
     else:
         values.whole(key, value, least=0)
 
 
-def _dropout(key: str, value: Any) -> None:
+def _check_dropout(key: str, value: Any) -> None:
     values.not_negative(key, value)
     if value >= 1:
         raise ValueError(f"{key} = {value!r}: must be below 1")
 
 
-def _patterns(check: Callable[[str, Any], None], key: str, value: Any) -> None:
+def _check_patterns(check: Callable[[str, Any], None], key: str, value: Any) -> None:
     """A mapping whose values pass `check`."""
     values.mapping(key, value)
     for pattern, setting in value.items():
@@ -168,15 +169,15 @@ def _patterns(check: Callable[[str, Any], None], key: str, value: Any) -> None:
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "r": values.whole,
     "lora_alpha": values.positive,
-    "lora_dropout": _dropout,
-    "target_modules": _names,
-    "exclude_modules": _names,
+    "lora_dropout": _check_dropout,
+    "target_modules": _check_names,
+    "exclude_modules": _check_names,
     "target_parameters": values.texts,
     "modules_to_save": values.texts,
-    "layers_to_transform": _layers,
-    "layers_pattern": _names,
-    "rank_pattern": functools.partial(_patterns, values.whole),
-    "alpha_pattern": functools.partial(_patterns, values.positive),
+    "layers_to_transform": _check_layers,
+    "layers_pattern": _check_names,
+    "rank_pattern": functools.partial(_check_patterns, values.whole),
+    "alpha_pattern": functools.partial(_check_patterns, values.positive),
     "use_rslora": values.boolean,
     "use_dora": values.boolean,
     "base_model_name_or_path": values.text,

@@ -132,6 +132,8 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
     """Writes the model's adapter as a PEFT folder that `peft.PeftModel.from_pretrained` loads, in float32. The folder,
     new or empty before, appears complete or not at all.
 
+      model: has an adapter.
+      path: the folder.
       tokenizer: saved with its chat template; after training pass Trainer.tokenizer.
 
     Raises ValueError for an adapter that PEFT's config cannot express, other trainable tensors, a value that is not
@@ -146,8 +148,12 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
 def write_adapter(
     folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes an adapter's two files (AdapterContent) into `folder`, without flushing them to the disk, which new_folder
-    does for the whole folder. arrays: {name in the file: tensor}, all in host memory.
+    """Writes an adapter's two files into `folder`, without flushing them to the disk, which new_folder does for the
+    whole folder.
+
+      config: adapter_config.json.
+      arrays: {name in the file: float32 tensor}, all in host memory.
+      metadata: of the safetensors file, texts by name.
     """
     tensors = [(name, array.shape, array.dtype) for name, array in sorted(arrays.items())]
     shards.write_file(folder / WEIGHTS_NAME, tensors, arrays.__getitem__, metadata)

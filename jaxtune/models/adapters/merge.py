@@ -206,7 +206,7 @@ def merged_weights(model: Decoder) -> Weights:
 
 
 def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
-    """(the merged weights, not verified yet; the function that verifies their logits)."""
+    """(the merged weights, not verified yet; the function that verifies their logits). ValueError: no adapter."""
     if not has_adapter(model):
         raise ValueError("merge_adapter: this model has no adapter")
     merged = copy_structure(model)

@@ -116,6 +116,8 @@ def check_logits(model: Decoder, merged: Weights, views: dict[int, Merged], chan
     add up like a random walk. The root mean square of the difference must be at most 8 u sqrt(changed) times that of
     the logits around their mean, where u includes fp32's own sums.
 
+      model: with its adapter.
+      merged: the same model with the adapter merged, whose tensors may be computed only on use.
       views: {id() of a variable of the merged model: the Merged that computes its value}.
       changed: how many matrices are merged or decoded, or were trained whole.
       at_once: two threads compute both, which saves a second of compiling and takes twice the memory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import threading
@@ -12,14 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from jaxtune.models.placement.host_pieces import Piece
-from jaxtune.system.files import start_flush
+from jaxtune.system.sealed import checksum
 
 CHUNK_BYTES = 16 << 20  # how much one thread writes or reads at a time; each chunk has a checksum
 IN_FLIGHT_BYTES = 256 << 20  # host memory of tensors that wait to be written; a single larger tensor is allowed
 _THREADS = min(8, os.cpu_count() or 1)
+
+# Linux's system call, which Python has no function for; None on other systems.
+_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _SYNC_FILE_RANGE is not None:
+    _SYNC_FILE_RANGE.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_START_ONLY = 2  # SYNC_FILE_RANGE_WRITE: writes what is not on its way yet, and waits for nothing
 
 
 class Sums:
@@ -28,13 +34,13 @@ class Sums:
     sizes: bytes of each chunk; also an attribute, and size_bytes their sum.
     """
 
-    def __init__(self, sizes: list[int], futures: list[Future[int]]):
+    def __init__(self, sizes: list[int], futures: list[Future[bytes]]):
         self.sizes, self.size_bytes = sizes, sum(sizes)
         self._futures = futures
 
-    def values(self) -> list[int]:
-        """The XXH3-64 of each chunk; waits for the writes and raises their OSError. A chunk that was left out after
-        another failure has 0.
+    def values(self) -> list[bytes]:
+        """The checksum of each chunk; waits for the writes and raises their OSError. A chunk that was left out after
+        another failure has b"".
         """
         return [future.result() for future in self._futures]
 
@@ -51,7 +57,7 @@ class Writer:
         self._advanced = advanced
         self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-write")
-        self._waiting: deque[Future[int]] = deque()
+        self._waiting: deque[Future[bytes]] = deque()
         self._sizes: deque[int] = deque()
         self._failed = threading.Event()
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="jaxtune-flush")
@@ -61,6 +67,9 @@ class Writer:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
+        """Waits for all writes and raises their first error, unless the block raised one. The file is closed later, in
+        a thread.
+        """
         if kind is not None:
             self._failed.set()
         try:
@@ -116,13 +125,13 @@ class Writer:
         else:
             future.exception()
 
-    def _write(self, make: list[Callable[[], np.ndarray]], offset: int, ready: threading.Semaphore | None) -> int:
-        """Makes a chunk, writes it at the byte `offset`, and returns its XXH3-64; 0 after any failure, because the file
-        is useless then. make: the function is taken out of it, so that it holds no tensor during the write.
+    def _write(self, make: list[Callable[[], np.ndarray]], offset: int, ready: threading.Semaphore | None) -> bytes:
+        """Makes a chunk, writes it at the byte `offset`, and returns its checksum; b"" after any failure, because
+        the file is useless then. make: the function is taken out of it, so that it holds no tensor during the write.
         """
         try:
             if self._failed.is_set():
-                return 0
+                return b""
             chunk = memoryview(make.pop()())
         except BaseException:
             self._failed.set()
@@ -141,7 +150,17 @@ class Writer:
             start_flush, self._descriptor, offset, len(chunk)
         )  # it waits while the disk has much to do
         self._advanced(len(chunk))
-        return xxhash.xxh3_64_intdigest(chunk)
+        return checksum([chunk])
+
+
+def start_flush(descriptor: int, offset: int, size_bytes: int) -> None:
+    """Has the kernel begin to write bytes of a file, so that the final flush, which stays needed and raises errors, is
+    short. It may wait while the disk is busy. Linux only.
+
+      offset, size_bytes: of the range in the file; descriptor: of the open file.
+    """
+    if _SYNC_FILE_RANGE is not None:
+        _SYNC_FILE_RANGE(descriptor, offset, size_bytes, _START_ONLY)
 
 
 def _itself(chunk: np.ndarray) -> np.ndarray:
@@ -149,8 +168,11 @@ def _itself(chunk: np.ndarray) -> np.ndarray:
 
 
 def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int], Any] = lambda _: None) -> bool:
-    """Whether the file has the written bytes from `offset` on; False if it ends early. Waits for `sums` and raises
-    their OSError. advanced: called with numbers of read bytes.
+    """Whether the file has the written bytes; False if it ends early. Waits for `sums` and raises their OSError.
+
+    offset: bytes of the file before them.
+    sums: sizes and checksums of the written pieces, in order.
+    advanced: called with numbers of read bytes.
     """
     position, digests = offset, []
     data = _buffer(max(sums.sizes, default=0))
@@ -165,7 +187,7 @@ def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int],
                     return False
                 bytes_read += count
             position += size
-            digests.append(xxhash.xxh3_64_intdigest(view))
+            digests.append(checksum([view]))
             advanced(len(view))
     finally:
         os.close(descriptor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -19,11 +20,11 @@ from typing import Any
 
 import jax
 import numpy as np
-import xxhash
 from jax.core import Tracer
 
 from jaxtune.models.config import DecoderConfig
 from jaxtune.system.files import atomic_write
+from jaxtune.system.sealed import checksum, sealed, unsealed
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _READ_BYTES = 1 << 26  # how much is read at a time of a tensor that is read only for its digest
@@ -48,9 +49,8 @@ class Digest:
     def of(cls, name: str, array: np.ndarray) -> Digest:
         """Digests a tensor in host memory. name: the model's, or in a quantised weight the layout's label."""
         label, data = f"{name} {array.dtype.name} {array.shape}", array.reshape(-1).view(np.uint8)
-        hasher = xxhash.xxh3_128(label.encode())
-        hasher.update(data)
-        return cls(_sampled(label, data.size, lambda start, stop: data[start:stop]), hasher.digest())
+        whole = checksum([label.encode(), data])
+        return cls(_sampled(label, data.size, lambda start, stop: data[start:stop]), whole)
 
     @classmethod
     def read(
@@ -64,16 +64,14 @@ class Digest:
     ) -> Digest:
         """Digests a tensor that is not in memory, as `of` does.
 
+        name, dtype, shape: they enter the digest. size: bytes.
         read: (start, stop) -> these bytes, uint8.
         cached: its cached `whole` digest; then only the sampled blocks are read.
-        name, dtype, shape: they enter the digest. size: bytes.
         """
         label = f"{name} {dtype.name} {shape}"
         if cached is None:
-            hasher = xxhash.xxh3_128(label.encode())
-            for start in range(0, size, _READ_BYTES):
-                hasher.update(read(start, min(start + _READ_BYTES, size)))
-            cached = hasher.digest()
+            blocks = (read(start, min(start + _READ_BYTES, size)) for start in range(0, size, _READ_BYTES))
+            cached = checksum(itertools.chain([label.encode()], blocks))
         return cls(_sampled(label, size, read), cached)
 
     @classmethod
@@ -99,7 +97,12 @@ def base_digest(config: DecoderConfig, weights: bytes) -> str:
 
 
 def random_digest(config: DecoderConfig, key: jax.Array, dtype: str) -> str | None:
-    """The identity of a base model with random weights, from their key and dtype; None if the key is traced."""
+    """The identity of a base model with random weights; None if the key is traced.
+
+    config: of the model.
+    key: the jax.random key that drew the weights.
+    dtype: of the weights as stored.
+    """
     if isinstance(key, Tracer):
         return None
     key_data = np.asarray(jax.random.key_data(key)).tolist()
@@ -141,10 +144,10 @@ class DigestCache:
         self._began = time.time()
         self._states = self._look()
         path_hash = hashlib.sha256("\n".join(os.path.abspath(file) for file in self._files).encode()).hexdigest()
-        self._path = cache_folder() / f"{path_hash[:32]}.json"
+        self._path = cache_folder() / f"{path_hash[:32]}.digests"
         self._known: dict[str, str] = {}
         try:
-            record = json.loads(self._path.read_text(encoding="utf-8"))
+            record = json.loads(unsealed(self._path.name, self._path.read_bytes()))
             if record["format"] == _FORMAT and record["files"] == self._states:
                 self._known = {
                     str(name): str(bytes.fromhex(digest).hex()) for name, digest in record["digests"].items()
@@ -183,6 +186,6 @@ class DigestCache:
             if self._look() != self._states:
                 return
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(self._path, json.dumps(content), durable=False)
+            atomic_write(self._path, sealed(self._path.name, json.dumps(content).encode()), durable=False)
         except OSError:
             pass

@@ -84,8 +84,10 @@ def gather_experts(
 
 
 def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
-    """The bytes from `start` to before `stop`, over all parts, uint8. Raises ValueError if a file ends early. start,
-    stop: bytes from the first expert's first number.
+    """The bytes of an expert matrix, uint8, from `start` to before `stop`. Raises ValueError if a file ends early.
+
+    entry: the tensors that make up the matrix, in order.
+    start, stop: bytes from the first expert's first number.
     """
     data, offset = np.empty(stop - start, np.uint8), 0
     for tensor in entry.parts:
@@ -105,8 +107,11 @@ class ExpertPiece(NamedTuple):
 
 
 def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[int, list[ExpertPiece]]:
-    """(rows of each, the tensors in which files store an expert matrix (E, rows, in), by expert and row). name: the
-    model's, such as model.layers.0.mlp.experts.gate_up_proj.
+    """(rows of each, the tensors in which files store an expert matrix, by expert and row).
+
+    name: the model's, such as model.layers.0.mlp.experts.gate_up_proj.
+    shape: (E, rows, in) of the matrix.
+    files: the family's names.
     """
     match = _FUSED.fullmatch(name)
     assert match is not None
@@ -121,8 +126,12 @@ def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[in
 
 
 def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> tuple[Piece, ...]:
-    """The Pieces in which an unquantised expert matrix is written, one tensor for each expert and matrix. Of `value`
-    only the shape is used. name: the model's. dtype: in which the pieces are written. files: the family's names.
+    """The Pieces in which an unquantised expert matrix is written, one tensor for each expert and matrix.
+
+    name: the model's, such as model.layers.0.mlp.experts.gate_up_proj.
+    value: [E, rows, in]; only the shape is used.
+    dtype: in which the pieces are written.
+    files: the family's names.
     """
     rows, pieces = pieces_of(name, value.shape, files)
     shape = (rows, value.shape[2])

@@ -72,8 +72,12 @@ Planned = dict[str, Group]  # by the model's tensor names, in the order in which
 def single_tensor_group(
     name: str, shape: Iterable[int], dtype: Any, make: Callable[[], Any], compute: Callable[[Any], Any]
 ) -> Group:
-    """The Group of a model's tensor that is one tensor of a file. compute: the model's tensor -> the array to write.
-    shape, dtype: of the array to write. make: returns the model's tensor.
+    """The Group of a model's tensor that is one tensor of a file.
+
+    name: of the tensor in the file.
+    shape, dtype: of the array to write.
+    make: returns the model's tensor.
+    compute: the model's tensor -> the array to write.
     """
     return Group(make, (Piece({name: FileTensor(tuple(shape), np.dtype(dtype), compute)}),))
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxtune.system import processes
-from jaxtune.system.files import hold, remove_left, sync, temporary_path
+from jaxtune.system import files
 
 
 def require_new(path: str | os.PathLike, caller: str) -> Path:
@@ -28,54 +26,14 @@ def require_new(path: str | os.PathLike, caller: str) -> Path:
     return path
 
 
-def require_space(folder: Path, need_bytes: int) -> None:
-    """Raises ValueError if the disk of a folder, which need not exist, has too few free bytes. Only the first process
-    checks.
-    """
-    if not processes.first():
-        return  # only the first process writes large files
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if need_bytes > free:
-        raise ValueError(f"{folder}: {need_bytes:,} bytes to write, but only {free:,} bytes are free on that disk")
-
-
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike, caller: str) -> Iterator[Path]:
-    """Yields a temporary folder beside `path`. If the block succeeds it is flushed and renamed to `path`, otherwise
-    removed. Missing parents are created, and leftovers of killed processes removed. Raises ValueError as require_new
-    does. Processes of one run must not share `path`: one alone writes (processes.written_by_first).
+    """files.new_folder for what the user named: missing parents are created, and leftovers of killed processes removed.
+    Raises ValueError as require_new does. Processes of one run must not share `path`: one alone writes
+    (processes.written_by_first).
     """
     path = require_new(path, caller)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_left(path)
-    temporary, lock = _make_locked(path)
-    try:
-        yield temporary
-        for entry in [*temporary.rglob("*"), temporary]:
-            sync(entry)
-        os.replace(temporary, path)
-        sync(path.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    finally:
-        os.close(lock)
-
-
-def _make_locked(path: Path) -> tuple[Path, int]:
-    """(temporary folder beside `path`, descriptor whose lock keeps processes from removing it as a leftover)."""
-    while True:
-        temporary = temporary_path(path)
-        temporary.mkdir()
-        descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-        if hold(descriptor) and os.fstat(descriptor).st_nlink:
-            return temporary, descriptor
-        os.close(descriptor)  # another process removed it as a leftover before it was locked
-
-
-def _remove_left(path: Path) -> None:
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        if leftover.is_dir() and not leftover.is_symlink():
-            remove_left(leftover)
+    files.remove_temporary(path.parent, glob.escape(path.name))
+    with files.new_folder(path) as folder:
+        yield folder

@@ -147,7 +147,12 @@ def in_halves(array: np.ndarray, heads: int) -> np.ndarray:
 
 
 def heads_of(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
-    """The heads of a q or k tensor, by Hugging Face's name, whose rows llama.cpp has `interleaved`; else None."""
+    """The number of heads of a q or k tensor whose rows llama.cpp has `interleaved`; None for all other tensors.
+
+    config: of the model.
+    arch: its architecture in GGUF.
+    name: Hugging Face's name of the tensor.
+    """
     match = _QUERY_OR_KEY.search(name)
     if match is None or not arch.permuted:
         return None

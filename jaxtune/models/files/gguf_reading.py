@@ -134,6 +134,8 @@ def gguf_entries(
     """{Hugging Face's name: entry} of the model's tensors. Raises ValueError for tensors that are missing, not the
     model's, of another shape, or in a type that gguf does not decode.
 
+      file: the GGUF file.
+      config: of the model, from the same file.
       shapes: {Hugging Face's name: shape} of the model's tensors.
     """
     parsed, arch = opened(file), ARCHITECTURES[config.family]
@@ -194,8 +196,10 @@ def _joined(arrays: list[np.ndarray], rows: tuple[slice, slice], turned: bool) -
 def _entry(
     parsed: _Opened, name: str, shape: tuple[int, ...], sources: list[str], combine: Combine | None
 ) -> GgufEntry:
-    """The entry of a model's tensor that is one or several of the file's. combine: makes the tensor of their arrays;
-    None: there is one.
+    """The entry of a model's tensor that is one or several of the file's. A wrong shape raises ValueError only when it
+    is read.
+
+      combine: makes the tensor of their arrays; None: there is one.
     """
     tensors = [parsed.tensors[source] for source in sources]
     kinds = {tensor.tensor_type.name for tensor in tensors}

@@ -68,7 +68,7 @@ def tokenizer_of(file: str, fields: Config) -> PreTrainedTokenizerFast:
     if spm:  # runs of spaces that SentencePiece lists as the user's are pieces that merge first
         pairs = zip(tokens, types, strict=True)
         types = [NORMAL if SPACE in token and kind == USER_DEFINED else kind for token, kind in pairs]
-    backend = _pieces(fields, tokens, types) if spm else _bytes(fields, tokens, types)
+    backend = _sentencepiece_tokenizer(fields, tokens, types) if spm else _byte_level_tokenizer(fields, tokens, types)
 
     def text(key: str) -> str | None:
         number = fields.get(f"tokenizer.ggml.{key}_token_id")
@@ -97,7 +97,7 @@ def tokenizer_of(file: str, fields: Config) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _bytes(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
+def _byte_level_tokenizer(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
     """A byte-level tokenizer ("gpt2")."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -118,7 +118,7 @@ def _bytes(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
     return tokenizer
 
 
-def _pieces(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
+def _sentencepiece_tokenizer(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
     """A tokenizer of SentencePiece's kind ("llama"); scores order its merges."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -135,8 +135,9 @@ def _pieces(fields: Config, tokens: list[str], types: list[int]) -> Tokenizer:
 
 
 def merges_of(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """The merges that make the pieces of a vocabulary, by the piece's score, then by the longest beginning. tokens,
-    types, scores: lists of the vocabulary's length, as the file has them; types are gguf.TokenType's.
+    """The merges that make the pieces of a vocabulary, by the piece's score, then by the longest beginning.
+
+    tokens, types, scores: of the vocabulary's length, as the file has them; types are gguf.TokenType's.
     """
     ordinary = {token: scores[number] for number, token in enumerate(tokens) if types[number] == NORMAL}
     merges = [

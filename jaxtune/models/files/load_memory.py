@@ -31,10 +31,12 @@ def load_bytes(
 ) -> int:
     """Bytes on a device that has all of each tensor in `shapes`.
 
+    shapes: {name: shape} of the model's tensors.
+    entries: {name: where and how the files have it}.
+    dtype: into which plain tensors are converted.
     encoded: {name: format} of tensors to quantise.
     kept_quantised: quantised tensors that stay so; others are decoded.
     dtypes: {name: dtype} of tensors with another dtype than `dtype`.
-    entries: of the files. dtype: into which plain tensors are converted.
     """
     total = 0
     for name, shape in shapes.items():
@@ -50,8 +52,11 @@ def load_bytes(
 
 @functools.cache
 def encoded_shapes(shape: tuple[int, ...], dtype: str, load_in: str) -> Stored:
-    """A weight [..., out, in] quantised to `load_in`, with jax.ShapeDtypeStructs. dtype: to which it is decoded.
-    load_in: a format's word.
+    """A quantised weight with jax.ShapeDtypeStructs in place of arrays.
+
+    shape: [..., out, in], of the weight.
+    dtype: to which it is decoded.
+    load_in: a format's word, such as "nf4".
     """
     return jax.eval_shape(lambda array: quant.encode(array, load_in), jax.ShapeDtypeStruct(shape, dtype))
 
@@ -60,9 +65,10 @@ def require_room(folder: Path, need_bytes: int, storage: str, nf4_bytes: int | N
     """Raises ValueError if the weights exceed the free memory of this process's first device. XLA would retry the
     allocation for seconds, and not say what fits.
 
-      storage: the dtype or format, for the error.
-      nf4_bytes: in NF4, which the error recommends if it fits, or None.
-      folder: of the checkpoint, for the error. need_bytes: on this device.
+      folder: of the checkpoint, for the error.
+      need_bytes: of the weights on this device.
+      storage: their dtype or format, for the error.
+      nf4_bytes: of the weights in NF4, which the error recommends if it fits; None: it does not.
     """
     device = jax.local_devices()[0]
     limit, free = _memory(device)

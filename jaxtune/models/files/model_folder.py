@@ -43,8 +43,11 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer: Any) -> None:
-    """Writes (name, content) of `files` and the files of a Hugging Face tokenizer, or None. Raises OSError, which names
-    the file.
+    """Writes the files of a model's folder that are no weights. Raises OSError, which names the file.
+
+    folder: exists.
+    files: pairs (name, content).
+    tokenizer: a Hugging Face tokenizer, whose files are written; None: none are.
     """
     for name, content in files:
         atomic_write(folder / name, content, durable=False)
@@ -99,6 +102,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def _in_folder(folder: Path) -> Path:
+    """The folder, or the one GGUF file in a folder without config.json; ValueError for several."""
     if (folder / "config.json").exists() or not (files := sorted(folder.glob("*.gguf"))):
         return folder
     if len(files) > 1:

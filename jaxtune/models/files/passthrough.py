@@ -32,6 +32,8 @@ def divide(
     """({name: entry} of the text model's tensors, a Passthrough with the others or None). Raises ValueError for a
     passthrough tensor that cannot be copied.
 
+      entries: {name: entry} of all tensors in the folder.
+      config: of the text model; its family decides which tensors pass through.
       hf, folder_config: config.json of the text part and of the folder, one object for a text model. Otherwise the
         Passthrough also has `folder_config` and the configs of image and video processors.
     """
@@ -103,6 +105,8 @@ def whole_config(
 
       hf: config.json of the text model as saved alone.
       family_keys: keys that the family writes (Family.to_hf), for a text part whose config has changed.
+      config: of the text model as saved.
+      passthrough: from `divide`; None: `hf` is returned.
     """
     if passthrough is None:
         return dict(hf)

@@ -19,9 +19,12 @@ _SCALING = frozenset(
 
 
 def stretched(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
-    """A config.json with `scaling`, such as {"rope_type": "yarn", "factor": 4.0}, for its rope_scaling, and
-    `positions`, or `factor` times the original context. Of several rotary bases, full attention's changes. Raises
-    ValueError for a scaling that cannot be read, or fewer positions than before.
+    """A config.json for longer rows. Of several rotary bases, full attention's changes. Raises ValueError for a scaling
+    that cannot be read, or fewer positions than before.
+
+      hf: config.json.
+      scaling: the new rope_scaling, such as {"rope_type": "yarn", "factor": 4.0}; None: it stays.
+      positions: the new number of positions; None: `factor` times the original context, or what it was if that is more.
     """
     if scaling is None and positions is None:
         return dict(hf)
@@ -36,7 +39,7 @@ def stretched(hf: Config, scaling: Config | None, positions: int | None) -> Fiel
 
 
 def _text(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
-    """`stretched` for a text model's config.json."""
+    """`stretched` for a text model's config.json, with its errors; `hf` is not changed."""
     config, stretched_config = config_from_hf(dict(hf)), dict(hf)
     nested = _by_type(stretched_config.get("rope_parameters"))
     first = config.rotary[0]
@@ -68,6 +71,7 @@ def _by_type(parameters: object) -> bool:
 
 
 def _scaled(hf: Fields, scaling: Fields, original: int, nested: bool) -> Fields:
+    """Sets the scaling in a config.json. Changes `hf` and `scaling`."""
     if scaling["rope_type"] in _BY_ORIGINAL:
         scaling.setdefault(ORIGINAL_POSITIONS, original)
         if hf.get(ORIGINAL_POSITIONS) is not None:  # which takes precedence

@@ -31,8 +31,11 @@ def check_load_in(name: str | None) -> None:
 
 
 def require_kept(where: str, load_in: str | None, is_stored: bool) -> None:
-    """Raises ValueError if weights are to stay in `load_in` (format_names.KEPT) and the checkpoint stores none so
-    (`is_stored`). where: the checkpoint, for errors.
+    """Raises ValueError if weights are to stay in the codes of their files and the checkpoint stores none so.
+
+    where: the checkpoint, for errors.
+    load_in: the format asked for; only those of format_names.KEPT are checked.
+    is_stored: whether files have weights in this format.
     """
     layout = kept_layout(load_in) if load_in in KEPT else None
     if layout is not None and not is_stored:
@@ -43,7 +46,12 @@ def require_kept(where: str, load_in: str | None, is_stored: bool) -> None:
 
 
 def require_stated(where: str, hf: dict, load_in: str | None) -> None:
-    """require_kept by config.json (`hf`) alone, for a model that is not loaded. load_in: None: nothing is required."""
+    """`require_kept` by config.json alone, for a model that is not loaded.
+
+    where: the checkpoint, for errors.
+    hf: config.json.
+    load_in: the format asked for; None: nothing is required.
+    """
     require_kept(where, load_in, load_in in KEPT and stated_layout(hf) is kept_layout(load_in))
 
 
@@ -209,9 +217,10 @@ def convert_qat(model: Decoder) -> Decoder:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def round_to_grid(weight: jax.Array, spec: FakeQuant, transposed: bool = False) -> jax.Array:
-    """Rounds a weight [..., out, in], or [..., in, out] if `transposed`, as the forward of QAT does, in its own dtype;
-    experts one at a time. Compiled for each shape and grid.
+    """Rounds a weight as the forward of QAT does, in its own dtype; experts one at a time. Compiled for each shape and
+    grid.
 
+      weight: [..., out, in], or [..., in, out] if `transposed`.
       spec: the grid: bits, and the size of groups along the input axis.
     """
 
@@ -276,10 +285,10 @@ def check_stored(
     """Raises ValueError if weights stay quantised in another format than load_in, or if none is in the format that
     quantization_config names and that is neither load_in, nor decoded on loading, nor a passthrough tensor's.
 
+      folder: for errors. hf: config.json. load_in: None: no format was asked for.
       formats: {weight that files store quantised: format}.
       packed: those that stay quantised in the model.
       passthrough_formats: formats of passthrough tensors.
-      folder: for errors. hf: config.json. load_in: None: no format was asked for.
     """
     stored = {formats[name] for name in packed}
     if load_in is not None and stored - {load_in}:

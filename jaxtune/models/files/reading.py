@@ -129,6 +129,9 @@ def _checked(load: Callable, name: str, entry: headers.TensorEntry) -> tuple:
 
 
 def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
+    """Raises ValueError for tensors with a value that is not finite. finite: {name: flags on the device}, for which it
+    waits.
+    """
     if broken := [name for name, flags in jax.device_get(finite).items() if not all(flags)]:
         files = sorted({entries[name].file.name for name in broken})
         raise ValueError(
@@ -150,6 +153,8 @@ def read_tensors(
     """({name: array or quantised weight}, digest of all as stored). Eight threads read; at most 1 GiB, or one larger
     tensor, is on its way.
 
+      entries: {the model's name: where files have it}.
+      dtype: into which plain tensors are converted, and quantised ones decoded.
       encoded: {name: format} of tensors to quantise on the device, one at a time.
       kept_quantised: quantised tensors that stay so; others are decoded.
       cancelled: once set, CancelledError is raised before the next tensor.
@@ -157,7 +162,6 @@ def read_tensors(
         parts of a tensor are read only for a digest that is not cached.
       dtypes: {name: dtype} of tensors with another dtype than `dtype`.
       on_host: plain tensors that stay in host memory.
-      entries: {the model's name: where files have it}.
 
     Raises ValueError for files that end early, values that are not finite after the cast, or impossible scales.
     """

@@ -26,7 +26,11 @@ _READ_BYTES = 1 << 30  # Linux reads at most 2 GiB in one call
 
 
 def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """A tensor's bytes from `start` to before `stop`, uint8[n]. Raises ValueError if the file ends early."""
+    """A tensor's bytes from `start` to before `stop`, uint8[n]. Raises ValueError if the file ends early.
+
+    entry: where a file has the tensor.
+    start, stop: bytes from its first number; None: to the end.
+    """
     size = (entry.size_bytes if stop is None else stop) - start
     data = np.empty(size, np.uint8)
     view, bytes_read = memoryview(data), 0
@@ -57,6 +61,7 @@ def entry_digest(
     """The digest of a tensor in files.
 
     name: the model's.
+    entry: its dtype, shape and size.
     read: (start, stop) -> these of the tensor's bytes, uint8.
     cached: its cached `Digest.whole`, trusted; None: every byte is read.
     """
@@ -67,8 +72,11 @@ def over_devices(
     entry: TensorEntry, sharding: jax.sharding.Sharding, read: Callable[[int, int], np.ndarray]
 ) -> jax.Array:
     """The tensor in its stored dtype, divided over devices. This process reads only its own parts along the first axis,
-    each once, and cuts rows along other axes. read: (start, stop) -> these bytes, uint8. entry: the tensor's dtype and
-    shape.
+    each once, and cuts rows along other axes.
+
+      entry: the tensor's dtype and shape.
+      sharding: of the array.
+      read: (start, stop) -> these of the tensor's bytes, uint8.
     """
     sections: dict[tuple[int, int], np.ndarray] = {}
     row = entry.size_bytes // entry.shape[0]
@@ -109,6 +117,7 @@ def write_file(
 
       tensors: (name, shape, dtype), in file order.
       fetch: name -> that array, possibly divided over processes; called once each, in order.
+      metadata: texts by name, in the file's header.
       advanced: called with numbers of written bytes, from any thread.
 
     Raises ValueError for another shape or dtype than planned, OSError for a failed write.
@@ -148,8 +157,11 @@ class Written:
 
 
 def is_as_written(entry: TensorEntry, written: Written, advanced: Callable[[int], Any] = lambda _: None) -> bool:
-    """Whether a file contains the written tensor: shape, dtype and all bytes by checksums. advanced: called with
-    numbers of read bytes.
+    """Whether a file contains the written tensor: shape, dtype and all bytes by checksums.
+
+    entry: where the file has it.
+    written: what write_file returned for it.
+    advanced: called with numbers of read bytes.
     """
     if entry.shape != written.shape or STORED.get(entry.dtype) != written.dtype:
         return False

@@ -84,11 +84,13 @@ def _entry(layout: Layout, name: str, tensors: Mapping[str, headers.TensorEntry]
 
 
 def stacked(name: str, entries: Sequence[headers.TensorEntry], shape: tuple[int, ...], per_expert: int) -> StoredEntry:
-    """The entry of an expert matrix (E, rows, in) that files store as quantised matrices (`entries`, by rows). Raises
-    ValueError for different formats or shapes, or blocks that cannot form one tensor.
+    """The entry of an expert matrix that files store as quantised matrices. Raises ValueError for different formats or
+    shapes, or blocks that cannot form one tensor.
 
+      name: of the matrix, for errors.
+      entries: of its pieces, by expert and row.
+      shape: (E, rows, in) of the matrix.
       per_expert: matrices an expert: 2 for gate_up_proj, 1 for down_proj.
-      name: of the matrix, for errors. shape: (E, rows, in).
     """
     packed = [entry for entry in entries if isinstance(entry, StoredEntry)]
     first = entries[0]
@@ -138,6 +140,7 @@ def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[i
     """Plans how a quantised weight is written; values are computed later, one weight at a time. Warns for experts if
     the layout has an expert_note.
 
+      name: the weight's in the model by Hugging Face's names; pieces of experts have their own.
       weight: may have jax.ShapeDtypeStructs.
       make: returns it with numbers; also called once for the header if that needs one (NF4).
       pieces: for experts [E, rows, in], as pieces_of returns them; None: a single matrix.

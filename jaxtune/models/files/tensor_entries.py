@@ -61,10 +61,12 @@ def _same_content(first: headers.TensorEntry, second: headers.TensorEntry) -> bo
 
 
 def match(expected_shapes: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, folder: Path) -> dict:
-    """{name: entry} of every tensor that the model needs, in the order of `expected_shapes` ({name: shape}).
+    """{name: entry} of every tensor that the model needs, in the order of `expected_shapes`.
 
+      expected_shapes: {name: shape} of the model's tensors.
+      entries: {name: entry} of the files.
       tied: the head is the embedding; a separate one is read and must equal it, or stands for a missing embedding.
-      entries: {name: entry} of the files; folder: for errors.
+      folder: of the checkpoint, for errors.
 
     Raises ValueError for tensors that are missing, unexpected, of another shape or not readable, or a tied head that
     differs.

@@ -43,8 +43,10 @@ class Convertible:
 
     @classmethod
     def of(cls, model: Decoder, prefill_tokens: int, most: int | None = None) -> Convertible:
-        """Measures a model, arrays or shapes, for programs that prefill at most `prefill_tokens`. most: the most
-        layers.
+        """Measures a model, arrays or shapes.
+
+        prefill_tokens: the most that one program prefills, which decides the buffers.
+        most: the most layers that are converted; None: all.
         """
         itemsize = jnp.dtype(model.dtype).itemsize
         sizes = [sum(weight.size for _, weight in layer) * itemsize for layer in _quantised(model)]
@@ -63,7 +65,13 @@ class Convertible:
 def convertible_of(
     structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], prefill_tokens: int, most: int | None
 ) -> Convertible:
-    """Convertible.of, cached. shapes: in the order of jax.tree.leaves(nnx.state(model))."""
+    """Convertible.of, cached.
+
+    structure: the model without its arrays.
+    shapes: of the model's arrays, in the order of jax.tree.leaves(nnx.state(model)).
+    prefill_tokens: the most that one program prefills, which decides the buffers.
+    most: the most layers that are converted; None: all.
+    """
     return Convertible.of(structure.model(shapes), prefill_tokens, most)
 
 

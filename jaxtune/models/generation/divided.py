@@ -49,7 +49,11 @@ class DividedSampler:
         self._numbers: list[dict[int, int]] = [{} for _ in devices]  # of each device: {its number of a request: ours}
 
     def submit(self, prompt: Sequence[int], *arguments, **settings) -> int:
-        """Submits token ids. Returns the request's number, from 0 in the order of submission."""
+        """Submits a prompt. Returns the request's number, from 0 in the order of submission.
+
+        prompt: token ids.
+        arguments, settings: further arguments of Sampler.submit.
+        """
         number, self._submitted = self._submitted, self._submitted + 1
         count = len(self._samplers)
         device_index = number * count // self._rows

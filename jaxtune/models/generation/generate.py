@@ -63,19 +63,21 @@ def generate(
     row.
 
     Args:
+      prompts: token ids of each.
+      max_new_tokens: of each answer, at most.
       temperature: divides the logits; 0 takes the most likely token.
+      seed: one, or one a prompt, which then draws as if alone.
       top_k: only this many most likely tokens remain; 0: all.
       top_p: the fewest most likely tokens with at least this total probability remain.
       min_p: tokens remain that are at least this many times as likely as the likeliest.
       repetition_penalty: divides positive logits of tokens that the row contains, and multiplies negative ones.
-      seed: one, or one a prompt, which then draws as if alone.
       stop_strings: a row ends with the token that completes one; needs `tokenizer`.
+      tokenizer: decodes tokens for stop_strings; None: there are none.
       streamer: gets a row's index and its new tokens, one at a time.
       eos_token_ids: None: those of the model's files.
       output_logprobs: also returns each new token's log softmax, in nats, without temperature, penalty or filters.
       deterministic: a row has the same bits whatever the other prompts are, and log-probabilities come from
         `training_logprobs`, not from the decoding steps.
-      max_new_tokens: of each answer, at most.
 
     Returns each prompt's new tokens, with the one that ended it; with output_logprobs (tokens, log-probabilities).
 
@@ -142,6 +144,7 @@ def training_logprobs(
     """Log-probabilities of each answer's tokens, in nats, as training with `deterministic: true` computes them. Texts
     are padded to other shapes than a step's, so bits may differ from a step's.
 
+    model: not divided over devices.
     rows: token ids of each prompt.
     answers: token ids of one answer to each.
     max_new_tokens: of the run; it decides the padding.

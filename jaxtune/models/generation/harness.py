@@ -114,7 +114,12 @@ class JaxtuneLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids. add_special_tokens: None: BOS only, once, if the tokenizer adds one."""
+        """Token ids.
+
+        string: the text.
+        add_special_tokens: None: BOS only, once, if the tokenizer adds one.
+        _: further arguments, ignored.
+        """
         if add_special_tokens is None:
             return prompt_tokens(self.tokenizer, string)
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)

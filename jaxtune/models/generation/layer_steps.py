@@ -29,12 +29,14 @@ def through_layers(
 ) -> tuple[jax.Array, States]:
     """(hidden states [N, C, hidden] after the final norm, new states) for C new tokens in each of N rows.
 
-    tokens: int32[N, C]; none where `real` (bool[N]) is False.
+    model: its embedding, norms and config are used.
+    splits: nnx.split of each layer: its graph and states.
+    tokens: int32[N, C].
     states: a pytree for each layer.
     positions: int32[N], the position of each row's first token; -1 for none.
     tables: rotary tables, one for each rotary base.
+    real: bool[N]; False for a row that does not decode, whose results are ignored.
     batch_invariant: a row must have the same bits beside any other rows.
-    splits: nnx.split of each layer: its graph and states.
     """
     x, new_states, shared = model.embed(tokens), [], {}
     layers = list(zip(model.layers, model.config.layers, strict=True))

@@ -93,12 +93,13 @@ def step(
     """Runs the next token of each row through a plain layer: (output and the same normed with next_weight, {"mixer":
     updated caches}).
 
+      block: a layer for which `is_plain` holds.
       stream: [N, hidden], with the norm before attention.
       state: {"mixer": (keys, values)}, each [N, kv_heads, capacity, head_dim].
       positions: int32[N], positions; -1 for a row that does not decode.
+      context: its layout has the rotary tables of `positions`.
       next_weight: [hidden], of the next norm, which rounds as this layer's do.
       batch_invariant: a row must have the same bits in any batch.
-      context: its layout has the rotary tables of `positions`.
     """
     attention, norm = block.parts["mixer"], norm_before(block, "mlp")
     options = rounding(norm)

@@ -35,7 +35,12 @@ class Batch:
     def insert(
         self, programs: device.Programs, states: device.States, placed: Sequence[tuple[int, int]]
     ) -> device.States:
-        """Copies (row of this batch, slot) pairs into the states of all slots, which are donated."""
+        """Copies states of this batch into the states of all slots, and returns these.
+
+        programs: the sampler's compiled functions.
+        states: of all slots, which are donated.
+        placed: pairs (row of this batch, slot).
+        """
         arrays = jax.tree.leaves(self.states)
         if not arrays:  # no layer of the model has a mixer
             return states
@@ -68,6 +73,7 @@ class Prefills:
     A program also takes prompts that get no slot yet, unless `one_at_a_time`: slots become free one at a time, and a
     program of few tokens takes about as long as one of several times as many.
 
+      structure, shapes: the model without its arrays, and their shapes in the order of jax.tree.leaves.
       one_at_a_time: each prompt is prefilled alone, so that its states do not depend on other prompts.
 
     Attributes:
@@ -143,11 +149,11 @@ class Prefills:
         """Dispatches one program: the next chunk of a long prompt, or the first waiting prompt and others alike.
         Returns its tokens with padding; 1 for a prompt of one token, which needs none.
 
+          leaves: the model's arrays, in the order of jax.tree.leaves.
           waiting: in the order of slots; the first is not ready.
           free: how many of them get a slot now, at least one.
           budget: tokens that may be prefilled before the next round.
           capacity: tokens of the slots' caches.
-          leaves: the model's arrays, in the order of jax.tree.leaves.
         """
         if self._long is not None:
             return self._next_chunk(leaves, self._long)
@@ -212,6 +218,9 @@ class Prefills:
         return [r for r, end in zip(requests[:most], lengths, strict=False) if end <= size]
 
     def _pack(self, leaves, requests: Sequence[Request], width: int, size: int) -> device.States:
+        """The states after prompts that are packed in one row of `size` tokens, each without its last token. width: of
+        their caches.
+        """
         tokens = np.zeros((1, size), np.int32)
         room = 2 * size // _power(width)
         starts, lengths, totals = np.full(room, size, np.int32), *np.zeros((2, room), np.int32)
@@ -224,6 +233,7 @@ class Prefills:
         return self._programs.pack(self._structure, width, leaves, tokens, starts, lengths, totals)
 
     def _next_chunk(self, leaves, long: _Long) -> int:
+        """Dispatches the next chunk of a long prompt, whose states are donated. Returns its tokens."""
         tokens = np.array([long.request.tokens[long.done : long.done + self._chunk]], np.int32)
         start, totals = np.array([long.done], np.int32), np.array([len(long.request.tokens)], np.int32)
         long.states = self._programs.extend(self._structure, leaves, long.states, tokens, start, totals)

@@ -17,7 +17,12 @@ class Decodes(Protocol):
     def decode(
         self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = ..., clean_up_tokenization_spaces: bool = ...
     ) -> str:
-        """The text of token ids."""
+        """The text of token ids.
+
+        token_ids: of the text.
+        skip_special_tokens: leave out special tokens.
+        clean_up_tokenization_spaces: remove spaces before punctuation.
+        """
         ...
 
 
@@ -129,8 +134,11 @@ class Request:
 
 
 def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[int]:
-    """The prompt as a list. Raises ValueError if it is empty or not a list of ids of this vocabulary. name: of the
-    prompt, in errors. vocab_size: ids must be below it.
+    """The prompt as a list. Raises ValueError if it is empty or not a list of ids of this vocabulary.
+
+    prompt: token ids.
+    vocab_size: ids must be below it.
+    name: of the prompt, in errors.
     """
     row = np.asarray(prompt)
     if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
@@ -144,10 +152,12 @@ def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[in
 
 
 def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions: int, name: str, whose: str) -> int:
-    """The length at which a row ends: the prompt's + max_new_tokens, or without it `positions`. Raises ValueError for
-    too few positions.
+    """The length at which a row ends, in tokens with the prompt's. Raises ValueError for too few positions.
 
-      name, whose: for errors, such as "generate: prompt 3" and "the model has".
+    prompt: token ids.
+    max_new_tokens: of the answer; None: as many as there are positions for, at least one.
+    positions: the most tokens of a row.
+    name, whose: for errors, such as "generate: prompt 3" and "the model has".
     """
     if max_new_tokens is None:
         max_new_tokens = max(positions - len(prompt), 1)
@@ -162,8 +172,11 @@ def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions:
 
 
 def seeds_of(seed: int | Sequence[int], count: int, caller: str) -> list[tuple[int, int]]:
-    """(seed, index) for each of `count` rows: one seed with the rows' indices, or a seed a row with index 0, so that it
-    draws as if alone. Raises ValueError for another number. caller: the caller, for errors.
+    """(seed, index) for each row. Raises ValueError for another number of seeds.
+
+    seed: one for all, with the rows' indices, or one a row with index 0, so that it draws as if alone.
+    count: of the rows.
+    caller: the caller's name, for errors.
     """
     if isinstance(seed, int | np.integer):
         return [(int(seed), index) for index in range(count)]

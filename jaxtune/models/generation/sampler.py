@@ -198,16 +198,25 @@ class Sampler:
         scaled_logprobs: bool = False,
         top_logprobs: int = 0,
     ) -> int:
-        """Appends a prompt to the queue, also while rows decode. Returns the request's number. Settings are those of
-        `generate`.
+        """Appends a prompt to the queue, also while rows decode. Returns the request's number.
 
         Args:
+          prompt: token ids.
           max_new_tokens: None: as many as the row has room for.
+          temperature: divides the logits; 0 takes the most likely token.
           seed, index: with the step they determine what the row draws.
-          scaled_logprobs: of the logits divided by the temperature.
+          top_k: only this many most likely tokens remain; 0: all.
+          top_p: the fewest most likely tokens with at least this total probability remain.
+          min_p: tokens remain that are at least this many times as likely as the likeliest.
+          repetition_penalty: divides positive logits of tokens that the row contains, and multiplies negative ones.
+          stop_strings: the row ends with the token that completes one; needs `tokenizer`.
+          tokenizer: decodes tokens for stop_strings.
+          eos_token_ids: end the row; None: those of the model's files.
+          scaled_logprobs: log-probabilities are of the logits divided by the temperature.
           top_logprobs: how many of the most likely tokens come with each new token, 0 to 20.
 
-        Raises ValueError as `generate` does, for filters with temperature 0, or while `run` has rows to yield.
+        Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, filters
+        with temperature 0, or while `run` has rows to yield.
         """
         if self._closed:
             raise ValueError("Sampler: submit after close: make a new Sampler")
@@ -275,9 +284,12 @@ class Sampler:
         be submitted before the last row. Closing it, or an error, cancels the rest.
 
         Args:
-          prompts: equal ones are best consecutive.
-          max_new_tokens, seed: for all rows, or one a prompt, which then draws as if alone.
+          prompts: token ids of each; equal ones are best consecutive.
+          max_new_tokens: for all rows, or one a prompt; None: as many as a row has room for.
+          temperature: divides the logits; 0 takes the most likely token.
+          seed: for all rows, or one a prompt, which then draws as if alone.
           in_order: whether rows come in the order of the prompts, or as they end.
+          settings: further arguments of `submit`.
 
         Raises ValueError while requests are not done, for a wrong number of limits or seeds, and as submit does.
         """

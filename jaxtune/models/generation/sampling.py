@@ -117,8 +117,11 @@ def filtered(logits: jax.Array, numbers: Numbers) -> jax.Array:
 def uniform_of(
     seed: jax.Array | np.ndarray, index: jax.Array | np.ndarray, token_counts: jax.Array | np.ndarray
 ) -> jax.Array:
-    """float32[N] from 0 to 1: jax.random.key(seed) folded with index and `token_counts` (tokens that the row has made),
-    so that draws depend neither on slots nor on other rows.
+    """float32[N] from 0 to 1: jax.random.key(seed) folded with index and token_counts, so that draws depend neither on
+    slots nor on other rows.
+
+      seed, index: uint32[N], of each row.
+      token_counts: int32[N], tokens that each row has made.
     """
     keys = jax.random.wrap_key_data(jnp.stack([jnp.zeros_like(seed), seed], axis=-1), impl="threefry2x32")
     for number in (index, token_counts):

@@ -54,7 +54,12 @@ class SlotPlan:
 
 def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], slots: int, length: int) -> int:
     """Device bytes of the slots' states, and of the values around a step's logits (16 bytes for each slot and token of
-    the vocabulary). shapes: of jax.tree.leaves(nnx.state(model)). length: tokens of a row, prompt and answer.
+    the vocabulary).
+
+      structure: the model without its arrays.
+      shapes: of the model's arrays, in the order of jax.tree.leaves(nnx.state(model)).
+      slots: rows that decode in one batch.
+      length: tokens of a row, prompt and answer.
     """
     states = device.states_shape(structure, shapes, slots, length_bucket(length))
     state_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
@@ -62,10 +67,14 @@ def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], s
 
 
 def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, deterministic: bool = False) -> SlotPlan:
-    """The slots with which a sampler would run rows of `length` tokens in `room_bytes`. `model` may have
-    jax.ShapeDtypeStructs. Raises ValueError if no slot fits or the model has too few positions.
+    """The slots with which a sampler would run rows. Raises ValueError if no slot fits or the model has too few
+    positions.
 
-      most_slots: more are not tried. deterministic: no layers are converted.
+      model: arrays or jax.ShapeDtypeStructs.
+      room_bytes: free device memory.
+      length: tokens of a row, prompt and answer.
+      most_slots: more are not tried.
+      deterministic: no layers are converted.
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -94,8 +103,10 @@ def plan_slots(
     the free memory.
 
       bytes_of: (slots, tokens of a row) -> bytes of their states and of a step's logits.
+      positions: the most tokens of a row that the model allows.
       room_bytes: free device memory, a tenth of it for other buffers; None: unknown, which limits and converts nothing.
       slots, length: fixed; None: planned.
+      most_slots: more are not tried.
       convertible: layers that can be converted to a faster format; None: none.
 
     Raises ValueError for a number that is not a positive integer, a length above `positions`, or no room.
@@ -122,7 +133,11 @@ def plan_slots(
 
 def prefilled_at_once(plan: SlotPlan, room_bytes: float | None, prefill_tokens: int) -> int:
     """The most tokens that one program prefills while most slots are free: four times `prefill_tokens` if memory is
-    left. room_bytes: free device memory; None: unknown.
+    left.
+
+      plan: slots, length and bytes of the sampler.
+      room_bytes: free device memory; None: unknown.
+      prefill_tokens: the most that a program prefills while slots decode.
     """
     if room_bytes is None:
         return prefill_tokens
@@ -139,7 +154,9 @@ def _planned(
     length: int | None,
     most_slots: int,
 ) -> SlotPlan:
-    """plan_slots for `room` bytes, without converted weights."""
+    """plan_slots for `room` bytes, without converted weights. ValueError if not even one slot of the shortest length
+    fits.
+    """
 
     def fits(slots: int, length: int) -> bool:
         return bytes_of(slots, length) <= room

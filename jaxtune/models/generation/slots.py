@@ -69,7 +69,12 @@ class Rows(NamedTuple):
 
 
 def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
-    """Numpy arrays of `count` empty slots with room for `ends` end tokens each."""
+    """Numpy arrays of empty slots.
+
+    count: of the slots.
+    ends: end tokens for which each has room.
+    vocab_size: tokens of the model's vocabulary.
+    """
 
     def zeros(dtype):
         return np.zeros(count, dtype)
@@ -116,8 +121,10 @@ def programs_of(deterministic: bool, slots: int) -> Programs:
 
 @functools.cache
 def programs(same_choices: bool, many_rows: bool) -> Programs:
-    """The sampler's jitted functions, one object for equal arguments, so that samplers share them. Arguments as of
-    sampler_options; with same_choices a row also has the same bits beside any other rows.
+    """The sampler's jitted functions, one object for equal arguments, so that samplers share them.
+
+    same_choices: every process computes the same bits, and a row has the same bits beside any other rows.
+    many_rows: the slots are more than few_rows' kernels multiply (MOST_ROWS).
     """
     jit = functools.partial(jax.jit, compiler_options=sampler_options(same_choices, many_rows))
     of_prompts = functools.partial(jax.jit, compiler_options=prompt_options(same_choices))
@@ -135,16 +142,25 @@ def programs(same_choices: bool, many_rows: bool) -> Programs:
 
 
 def empty_states(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], rows: int, capacity: int) -> States:
-    """Zeros as the states of `rows` rows, with room for `capacity` tokens each. shapes: of
-    jax.tree.leaves(nnx.state(model)).
+    """Zeros as the states of rows (KV caches and the like), allocated at once.
+
+    structure: the model without its arrays.
+    shapes: of the model's arrays, in the order of jax.tree.leaves(nnx.state(model)); a model of these shapes is traced,
+      not run, to learn the states' shapes.
+    rows: number of rows.
+    capacity: tokens for which each has room.
     """
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), states_shape(structure, tuple(shapes), rows, capacity))
 
 
 @functools.lru_cache(64)
 def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], rows: int, capacity: int) -> States:
-    """The states of `rows` rows of `capacity` tokens as jax.ShapeDtypeStructs. shapes: of
-    jax.tree.leaves(nnx.state(model)).
+    """The states of rows as jax.ShapeDtypeStructs.
+
+    structure: the model without its arrays.
+    shapes: of the model's arrays, in the order of jax.tree.leaves(nnx.state(model)).
+    rows: number of rows.
+    capacity: tokens for which each has room.
     """
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
     row_states = jax.eval_shape(functools.partial(_prefill, structure, capacity), list(shapes), tokens, counts, counts)
@@ -259,7 +275,13 @@ def grown(state: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def mark_seen(seen, slot, tokens, length) -> jax.Array:
-    """Replaces a slot's entries of `seen` (bool[N, V], donated) by the first `length` of `tokens`, int32[T]."""
+    """Replaces the tokens that a slot's row contains.
+
+    seen: bool[N, V], of all slots; donated.
+    slot: int32[], the slot.
+    tokens: int32[T], the row's, with padding.
+    length: int32[], how many of them count.
+    """
     row = jnp.zeros(seen.shape[1], bool).at[tokens].max(jnp.arange(len(tokens)) < length)
     return seen.at[slot].set(row)
 

@@ -35,6 +35,10 @@ class Structure:
 def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) -> Structure:
     """The same object for equal arguments (of the last 32). Identity, because comparing two descriptions of a deep
     model takes the host as long as a token takes the device.
+
+      graph: of nnx.split(model).
+      treedef: the tree structure of nnx.state(model).
+      config: the model's.
     """
     return Structure(graph, treedef, config)
 

@@ -58,6 +58,9 @@ class AttentionShape:
     hf_name: str = "self_attn"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> Attention:
+        """Builds the attention with random weights. config: the decoder's. key: draws the weights. dtype: of the
+        weights as stored.
+        """
         settings = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         del settings["hf_name"]
         sharing = settings.pop("gives_keys", None), settings.pop("takes_keys", None)
@@ -162,6 +165,12 @@ class Attention(nnx.Module):
             slower = (wide.forward, wide.backward)
 
         def multiplications(tokens: int, length: int, backward: bool) -> float:
+            """The duration of attention alone, as multiplications that large products do in that time.
+
+            tokens: of the micro-batch on one device.
+            length: tokens of a row.
+            backward: of the derivative, else of the forward.
+            """
             fit = ATTENTION_STAGE.of("cudnn", device_name())
             forward = fit.slower * (1 + fit.half_tokens / length) * tokens * width * length
             return forward * (fit.backward if backward else 1.0) * slower[backward]
@@ -257,8 +266,11 @@ class Attention(nnx.Module):
         return rotate(x, rotary, interleaved)
 
     def output(self, out: jax.Array, gate: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
-        """The heads' outputs [B, T, heads, D], multiplied by the sigmoid of the gates if there are any, -> [B, T,
-        hidden]. key: draws the adapter's dropout mask; None: no dropout.
+        """The heads' outputs through the output projection, [B, T, hidden].
+
+        out: [B, T, heads, D].
+        gate: [B, T, heads, D], whose sigmoid multiplies `out`; None: no gate.
+        key: draws the adapter's dropout mask; None: no dropout.
         """
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
@@ -272,8 +284,8 @@ class Attention(nnx.Module):
     def attended(self, context: Context, query: jax.Array, key: jax.Array, *value: jax.Array) -> tuple[jax.Array, ...]:
         """(query, key, value) as the attention kernels read them, normed and rotated.
 
-        query, key, value: residuals, or an earlier layer's key and value; no value is passed where it comes from `key`.
         context: its layout has the rotary tables.
+        query, key, value: residuals, or an earlier layer's key and value; no value is passed where it comes from `key`.
         """
         if not self._normed_late:
             return query, key, *value
@@ -298,7 +310,10 @@ class Attention(nnx.Module):
         """The caches (keys, values), each [B, kv_heads, capacity, D], filled as attention reads them; () where both are
         another layer's. With a sliding window they have room for the window at most (rounded up to 128 tokens).
 
-          lengths: int32[B], tokens of each prompt. new_tokens: for which the caches have room.
+          values: {name: value} of the residuals that `state_reads` names.
+          lengths: int32[B], tokens of each prompt.
+          new_tokens: for which the caches have room beyond the prompts.
+          context: its layout has one prompt a row, with rotary tables.
         """
         if self.takes:
             return ()
@@ -309,13 +324,25 @@ class Attention(nnx.Module):
         return cache_of(key, lengths, capacity), cache_of(value, lengths, capacity)
 
     def step(self, x: jax.Array, state, positions: jax.Array, context: Context):
+        """Runs the next N tokens of each row: (output [B, N, hidden], the caches with them).
+
+        x: [B, N, hidden], the layer's normed input.
+        state: (keys, values), each [B, kv_heads, capacity, D]; () where both are another layer's.
+        positions: int32[B], the position of each row's first token; negative for a row that does not decode.
+        context: its layout has the rotary tables of these positions.
+        """
         return self.step_giving(x, state, positions, context)[:2]
 
     def step_giving(self, x: jax.Array, state, positions: jax.Array, context: Context):
-        """As Mixer.step, with a third result: {name under which later layers take them: (cache, new)} of keys and
-        values; {} if the layer gives none. If N is 1, `cache` contains the new token and `new` is None. Otherwise
-        `cache` is the one before the N tokens, because a window's cache has no room for them and all that they see, and
-        `new` is [B, N, kv_heads, D].
+        """`step` with a third result: {name under which later layers take them: (cache, new)} of keys and values; {} if
+        the layer gives none. If N is 1, `cache` contains the new token and `new` is None. Otherwise `cache` is the one
+        before the N tokens, because a window's cache has no room for them and all that they see, and `new` is [B, N,
+        kv_heads, D].
+
+          x: [B, N, hidden], the layer's normed input.
+          state: (keys, values), each [B, kv_heads, capacity, D]; () where both are another layer's.
+          positions: int32[B], the position of each row's first token; negative for a row that does not decode.
+          context: its layout has the rotary tables of these positions, `taken` another layer's (cache, new).
         """
         options, chunk = self.options(context.spec.window), x.shape[1] > 1
         if self.takes:

@@ -51,6 +51,8 @@ class PartMatrix(NamedTuple):
 class Block(nnx.Module):
     """The modules of one layer: its mixers and feed-forwards (each the attribute that its Part names) and norms. Apart
     from arrays, it contains nothing that differs between layers of a kind, so that their programs are traced once.
+
+      spec: the layer's kind. config: the decoder's. key: draws the weights. dtype: of the weights as stored.
     """
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, key: jax.Array, dtype):
@@ -104,7 +106,12 @@ class Block(nnx.Module):
         return x if norm is None else getattr(self, norm)(x)
 
     def to_norm(self, part: str, x: jax.Array) -> jax.Array | Normed:
-        """As `normed`, but a Normed if linears may compute the norm within their products."""
+        """As `normed`, but a Normed (norm and x, not multiplied yet) if linears may compute the norm within their
+        products.
+
+          part: its name, such as "mixer".
+          x: [B, T, hidden], the residual stream.
+        """
         name = connections_of(self.stages)[0][part].norm
         norm = None if name is None else getattr(self, name)
         if isinstance(norm, RMSNorm) and (norm.float32 or norm.compute is None):
@@ -114,16 +121,17 @@ class Block(nnx.Module):
     def added(self, part: str, x: jax.Array | None, out: jax.Array) -> jax.Array:
         """Adds a part's output, after its post-norm, to x; the output alone if x is None. All are [B, T, hidden].
 
+        part: its name, such as "mixer".
         x: the residual stream, or in a stage whose sum is normed the sum so far, None for its first part.
         out: the part's output, before its post-norm.
         """
-        place = connections_of(self.stages)[0][part]
-        out = out if place.post_norm is None else getattr(self, place.post_norm)(out)
+        connection = connections_of(self.stages)[0][part]
+        out = out if connection.post_norm is None else getattr(self, connection.post_norm)(out)
         if x is None:
             return out
-        if place.in_sum:
+        if connection.in_sum:
             return x + out
-        return self._on_stream(x, out, place.makes)
+        return self._on_stream(x, out, connection.makes)
 
     def _on_stream(self, x: jax.Array, out: jax.Array, makes: str) -> jax.Array:
         """Adds `out`, times residual_scale, to the residual stream x; at the layer's end (`makes`) times
@@ -158,10 +166,16 @@ class Block(nnx.Module):
         return {s.outputs[0]: s for name in self.parts for s in self.part_segments(name) if s.aux}
 
     def part_segments(self, part: str, apart: Collection[str] = ()) -> tuple[Segment, ...]:
-        """The segments of one part as segments of the block, with norms, additions and auxiliary values."""
-        (segments, names), (places, norms) = self._own_segments()[part], connections_of(self.stages)
-        place = places[part]
-        block_segments = tuple(new for s in segments for new in _in_block(s, part, place, names, place.norm in apart))
+        """The segments of one part as segments of the block, with norms, additions and auxiliary values.
+
+        part: its name, such as "mixer".
+        apart: names of norms whose output is a value of the layer, which the caller computes.
+        """
+        (segments, names), (connections, norms) = self._own_segments()[part], connections_of(self.stages)
+        connection = connections[part]
+        block_segments = tuple(
+            new for s in segments for new in _in_block(s, part, connection, names, connection.norm in apart)
+        )
         return block_segments + (
             () if part not in norms else (_sum_norm_segment(norms[part], block_segments[-1].tokenwise),)
         )
@@ -236,6 +250,8 @@ class Block(nnx.Module):
     def waiting_bytes(self, part: str, sizes: Sizes) -> float:
         """Bytes of a mixer's results that exist while the backward of a later feed-forward runs, before the mixer's
         own. sizes: of one micro-batch, residuals by the layer's names.
+
+          part: the mixer's name.
         """
         return self.parts[part].waiting_bytes(self.sizes_of(part, sizes))
 
@@ -261,8 +277,12 @@ class Block(nnx.Module):
     def first_state(
         self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
     ) -> dict[str, object]:
-        """{mixer's name: its state for generation} after prompts. values: {name: value} of the layer's residuals, by
-        the layer's names; other arguments as for Mixer.first_state.
+        """{mixer's name: its state for generation} after prompts.
+
+        values: {name: value} of the residuals that `state_reads` names.
+        lengths: int32[B], tokens of each prompt.
+        new_tokens: tokens beyond the prompts for which there must be room.
+        context: its layout has one prompt a row, with rotary tables.
         """
         states: dict[str, object] = {}
         for part, mixer in self.mixers.items():
@@ -280,24 +300,31 @@ class Block(nnx.Module):
         taken: Mapping[str, object] | None = None,
     ):
         """Runs the next N tokens of each row in generation: (layer_output [B, N, hidden], {mixer's name: its state
-        after them}, {name: value} that the layer gives to later layers). Arguments as for Mixer.step.
+        after them}, {name: value} that the layer gives to later layers).
 
-          taken: {name: value} that the layer takes from outside for these tokens.
+          layer_input: [B, N, hidden].
+          state: {mixer's name: its state}, from first_state or an earlier step.
+          positions: int32[B], the position of each row's first token, also the number of tokens in the state; negative
+            for a row that does not decode, whose results are ignored.
+          context: its layout has the rotary tables of these positions.
+          taken: {name: value} that the layer takes from outside for these tokens; None: nothing.
         """
         values, after, given_values = {LAYER_INPUT: layer_input, **(taken or {})}, {}, {}
         context = dataclasses.replace(context, taken=taken or {})
-        places, norms = connections_of(self.stages)
+        connections, norms = connections_of(self.stages)
         for part, module in self.parts.items():
             segments = self.part_segments(part)
             if part in state:
-                place = places[part]
-                x = self.normed(part, values[place.reads])
+                connection = connections[part]
+                x = self.normed(part, values[connection.reads])
                 if getattr(module, "gives", {}):
                     out, after[part], shared_values = module.step_giving(x, state[part], positions, context)
                     given_values |= shared_values
                 else:
                     out, after[part] = module.step(x, state[part], positions, context)
-                values[place.makes] = self.added(part, None if place.adds_to is None else values[place.adds_to], out)
+                values[connection.makes] = self.added(
+                    part, None if connection.adds_to is None else values[connection.adds_to], out
+                )
                 # a mixer's own segments are replaced by its step; of these only the norm of the sum remains
                 segments = segments[-1:] if part in norms else ()
             for segment in segments:
@@ -308,32 +335,33 @@ class Block(nnx.Module):
 
 
 def _in_block(
-    segment: Segment, part: str, place: Connection, names: Mapping[str, str], apart: bool
+    segment: Segment, part: str, connection: Connection, names: Mapping[str, str], normed_outside: bool
 ) -> tuple[Segment, ...]:
     """One segment of a part as one or two of the block. A norm of the output and the addition are a segment of their
     own: the norm's derivative reads the output, which a product would otherwise compute again. A segment with its own
     backward may not read INPUT or make OUTPUT.
 
+      connection: how the part is connected to the residual stream.
       names: {the part's name of a residual: the block's}.
-      apart: INPUT is normed already, a value with the norm's name.
+      normed_outside: INPUT is normed already, a value with the norm's name.
     """
     ending = segment.outputs == (OUTPUT,)
-    stream = {STREAM: place.reads, INPUT: place.norm if apart else place.reads}
+    stream = {STREAM: connection.reads, INPUT: connection.norm if normed_outside else connection.reads}
     reads = tuple(stream.get(name) or names.get(name, name) for name in segment.reads)
-    adds = ending and place.post_norm is None
-    added = adds and place.adds_to is not None and place.adds_to not in reads
+    makes_sum = ending and connection.post_norm is None
+    reads_sum = makes_sum and connection.adds_to is not None and connection.adds_to not in reads
 
     def run(block: Block, context: Context, *values):
-        part_values = values[:-1] if added else values
-        if not apart:
+        part_values = values[:-1] if reads_sum else values
+        if not normed_outside:
             norm = block.to_norm if segment.norms else block.normed
             part_values = [
                 norm(part, v) if name == INPUT else v for name, v in zip(segment.reads, part_values, strict=True)
             ]
         outputs = segment.run(getattr(block, part), context, *part_values)
-        if not adds:
+        if not makes_sum:
             return tuple(outputs)
-        x = None if place.adds_to is None else values[-1 if added else reads.index(place.adds_to)]
+        x = None if connection.adds_to is None else values[-1 if reads_sum else reads.index(connection.adds_to)]
         return (block.added(part, x, outputs[0]),)
 
     def add(block: Block, context: Context, out: jax.Array, *x: jax.Array):
@@ -344,33 +372,36 @@ def _in_block(
     if backward is not None:
         assert INPUT not in segment.reads and not ending, "a backward of its own has no norm in it"
         backward = functools.partial(_backward_in_block, segment.backward, part)
-    output_name = place.makes if adds else f"{part}_out"
-    with_before = segment.with_before
-    if with_before is not None:
-        with_before = _in_block(with_before, part, place, names, apart)[0]
+    output_name = connection.makes if makes_sum else f"{part}_out"
+    joined_with_previous = segment.joined_with_previous
+    if joined_with_previous is not None:
+        joined_with_previous = _in_block(joined_with_previous, part, connection, names, normed_outside)[0]
     first = dataclasses.replace(
         segment,
-        reads=(*reads, place.adds_to) if added else reads,
+        reads=(*reads, connection.adds_to) if reads_sum else reads,
         makes=(dataclasses.replace(segment.makes[0], name=output_name),) if ending else _renamed(segment.makes, names),
         run=run,
         backward=backward,
-        with_before=with_before,
+        joined_with_previous=joined_with_previous,
         matrices=tuple(f"{part}.{name}" for name in segment.matrices),
     )
-    if not ending or adds:
+    if not ending or makes_sum:
         return (first,)
-    adds_to = () if place.adds_to is None else (place.adds_to,)
+    adds_to = () if connection.adds_to is None else (connection.adds_to,)
     after = Segment(
-        f"{part}_post_norm", (output_name, *adds_to), (Residual(place.makes),), add, tokenwise=segment.tokenwise
+        f"{part}_post_norm", (output_name, *adds_to), (Residual(connection.makes),), add, tokenwise=segment.tokenwise
     )
     return first, after
 
 
 def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple[Residual, ...]:
+    """The values between a part's segments (not the residual stream) by the block's names. KeyError for one that
+    `names` lacks.
+    """
 
     def in_block(residual: Residual) -> Residual:
-        decided_with = residual.decided_with and names[residual.decided_with]
-        return dataclasses.replace(residual, name=names[residual.name], decided_with=decided_with)
+        partner = residual.decided_with and names[residual.decided_with]
+        return dataclasses.replace(residual, name=names[residual.name], decided_with=partner)
 
     return tuple(map(in_block, residuals))
 

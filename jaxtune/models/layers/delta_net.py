@@ -78,6 +78,9 @@ class DeltaNetShape:
         return self.heads * self.value_dim
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> DeltaNet:
+        """Builds the delta net with random weights. config: the decoder's. key: draws the weights. dtype: of the
+        weights as stored.
+        """
         return DeltaNet(self, config, key, dtype)
 
     def derivative_bytes(self, sizes: Sizes) -> float:
@@ -169,6 +172,8 @@ class DeltaNet(nnx.Module):
     def project(self, x: jax.Array, key: jax.Array | None = None):
         """x [B, T, hidden] -> (queries, keys and values, concatenated [B, T, 2 key_size + value_size]; gates [B, T,
         heads, value_dim]; rates b and a, concatenated [B, T, 2 heads]).
+
+          key: draws the adapters' dropout masks; None: no dropout.
         """
         shape = self.shape
         if not shape.fused:
@@ -194,6 +199,7 @@ class DeltaNet(nnx.Module):
         value_dim], log decay and beta float32[B, T, heads]). The convolution does not cross the documents of `layout`.
 
           qkv, rates: the residuals of these names, [B, T, ...].
+          layout: the documents of the rows.
         """
         sizes = (self.shape.key_size, self.shape.key_size, self.shape.value_size)
         query, key, value = short_convolution_parts(qkv, self._taps(), layout, sizes)
@@ -219,8 +225,12 @@ class DeltaNet(nnx.Module):
         return query, key, value.reshape(*value.shape[:2], -1, shape.value_dim), decay, jax.nn.sigmoid(b)
 
     def output(self, out: jax.Array, gate: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """The recurrence's output [B, T, heads, value_dim], normed and times SiLU(gate), -> [B, T, hidden] in gate's
-        dtype. key: draws the adapter's dropout mask; None: no dropout.
+        """The recurrence's output, normed and times SiLU(gate), through the output projection: [B, T, hidden] in gate's
+        dtype.
+
+          out: [B, T, heads, value_dim].
+          gate: [B, T, heads, value_dim].
+          key: draws the adapter's dropout mask; None: no dropout.
         """
         out = self.norm(out).astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         return self.out_proj(out.astype(gate.dtype).reshape(*gate.shape[:2], -1), key)
@@ -231,7 +241,9 @@ class DeltaNet(nnx.Module):
         """(qkv of each prompt's last tokens [B, taps - 1, 2 key_size + value_size], zero before the prompt; the
         recurrence's state float32[B, heads, key_dim, value_dim]). It does not grow.
 
-          lengths: int32[B], tokens of each prompt. The state holds no position, so new_tokens is not used.
+          values: {name: value} of "qkv" and "rates".
+          lengths: int32[B], tokens of each prompt.
+          new_tokens, context: not used, because the state holds no position.
         """
         qkv, rates = values["qkv"], values["rates"]
         rows, length = rates.shape[:2]
@@ -241,6 +253,12 @@ class DeltaNet(nnx.Module):
         return jnp.where((indices >= 0)[..., None], window, 0), delta_rule_state(key, value, decay, beta, lengths)
 
     def step(self, x: jax.Array, state, positions: jax.Array, context: Context):
+        """Runs the next N tokens of each row: (output [B, N, hidden], the state after them).
+
+        x: [B, N, hidden], the layer's normed input.
+        state: of `first_state`.
+        positions, context: not used, because the state holds no position.
+        """
         window, state = state
         qkv, gate, rates = self.project(x)
         if x.shape[1] > 1:

@@ -100,7 +100,7 @@ def _merged_and_rounded_bwd(spec: FakeQuant, transposed: bool, residuals, dmerge
         dmerged = dmerged.T if transposed else dmerged
         return unclipped_gradients(spec, lambda lora: _merged(weight, lora, transposed), lora, dmerged)
 
-    return None, jax.lax.map(expert_gradient, (dense(weight, spec.dtype), lora, dmerged)), None
+    return None, jax.lax.map(expert_gradient, (dense(weight, spec.dtype), lora, dmerged)), None  # weight, lora, x
 
 
 _merged_and_rounded.defvjp(
@@ -210,6 +210,8 @@ class ExpertLinear(nnx.Module):
         """Multiplies each token of x [T, in] by the matrices of its experts: [rows, out] in x's dtype, a row for each
         pair of token and expert, sorted by expert and padded with empty rows to whole tiles. A decoded weight is kept
         for the derivative, which is expected right after.
+
+          routing: how tokens are sorted by expert.
         """
         lora, input_dtype = self.adapter(), x.dtype
         x = x.astype(self.compute or input_dtype)
@@ -243,9 +245,10 @@ class ExpertLinear(nnx.Module):
         """Multiplies rows [rows, in], sorted by expert and already times the router's weights, by the experts'
         matrices, and sums for each token: [T, out] in the rows' dtype.
 
+          rows: [rows, in].
+          routing: how tokens are sorted by expert.
           choice: int32[T, k], each token's experts; E for none.
           weights: float32[T, k], the router's, by which biases are multiplied.
-          routing: how tokens are sorted by expert.
         """
         lora, input_dtype = self.adapter(), rows.dtype
         rows = rows.astype(self.compute or input_dtype)

@@ -119,6 +119,9 @@ class ExpertsShape:
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MoE:
+        """Builds the experts with random weights. config: the decoder's. key: draws the weights. dtype: of the weights
+        as stored.
+        """
         return MoE(dataclasses.replace(config, moe=self.moe), key, dtype)
 
 
@@ -177,10 +180,12 @@ class MoE(nnx.Module):
 
     @jax.named_scope("experts")
     def down(self, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
-        """The experts' output [B, T, hidden] from gate_up [rows, 2 * expert_size], with the router's weights, which are
-        computed again from x. Products are in x's dtype unless down_proj has its own.
+        """The experts' output [B, T, hidden] with the router's weights, which are computed again from x. Products are
+        in x's dtype unless down_proj has its own.
 
+          gate_up: [rows, 2 * expert_size], rows sorted by expert.
           choice: int32[tokens, k], each token's experts.
+          x: [B, T, hidden], the experts' input.
         """
         weights = self.router.weights(self._logits(x), choice)
         routing = route(choice, self.moe.num_experts)
@@ -238,6 +243,9 @@ class MoE(nnx.Module):
             )
 
         def router_alone(tokens: int, length: int, backward: bool) -> float:
+            """The router's duration, as multiplications that large products do in that time. tokens: of the
+            micro-batch. length, backward: not used.
+            """
             return float(tokens * hidden)
 
         return (

@@ -26,6 +26,9 @@ class MLPShape:
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MLP:
+        """Builds the MLP with random weights. config: the decoder's. key: draws the weights. dtype: of the weights as
+        stored.
+        """
         return MLP(dataclasses.replace(config, intermediate_size=self.intermediate_size), key, dtype)
 
 
@@ -50,7 +53,10 @@ class MLP(nnx.Module):
         self.down_proj = linear(keys[2], inner, hidden)
 
     def gate_up(self, x: jax.Array | Normed, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """x [B, T, hidden] -> (gate, up), each [B, T, intermediate], before the activation."""
+        """x [B, T, hidden] -> (gate, up), each [B, T, intermediate], before the activation.
+
+        key: draws the adapters' dropout masks; None: no dropout.
+        """
         if self.config.fused_gate_up:
             gate_and_up = self.gate_up_proj(x, key)
             half = self.config.intermediate_size
@@ -62,6 +68,7 @@ class MLP(nnx.Module):
         """down(activation(gate) * up), [B, T, hidden], with a derivative that needs little memory: gated_matmul's if
         down_proj has an adapter and nothing else that gated_matmul does not know, else that of `_down`.
 
+          gate, up: [B, T, intermediate].
           key: draws the adapter's dropout mask; None: no dropout.
         """
         linear, activation = self.down_proj, self.config.activation
@@ -79,7 +86,7 @@ class MLP(nnx.Module):
             "mlp",
             (INPUT, "gate", "up"),
             (Residual(OUTPUT),),
-            lambda mlp, context, x, gate, up: (mlp.whole(x, gate, up),),
+            lambda mlp, context, x, gate, up: (mlp.down_from_input(x, gate, up),),
             matrices=("gate_proj", "up_proj", "down_proj"),
         )
         return (
@@ -100,7 +107,7 @@ class MLP(nnx.Module):
                 lambda mlp, context, gate, up: (mlp.down(gate, up, context.key),),
                 matrices=("down_proj",),
                 tokenwise=True,
-                with_before=joined if self._joins() else None,
+                joined_with_previous=joined if self._joins() else None,
             ),
         )
 
@@ -116,8 +123,14 @@ class MLP(nnx.Module):
         )
         return plain and joins(*(linear.stored_weight for linear in linears[:2]))
 
-    def whole(self, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """`down` of gate and up, which `gate_up` returned for x [B, T, hidden], with the derivative of both."""
+    def down_from_input(self, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """As `down`, with a derivative that goes through all three linears to x, in place of one for `down` and one for
+        `gate_up`. All three must have quantised weights (`_joins`); else it raises ValueError.
+
+          x: [B, T, hidden].
+          gate, up: [B, T, intermediate], which `gate_up` returned for x; the gradients go to x and the adapters, not to
+            them.
+        """
         linears = self.gate_proj, self.up_proj, self.down_proj
         weights = [weight for linear in linears if isinstance(weight := linear.stored_weight, Stored)]
         loras = [linear.lora.weights(weight) for linear, weight in zip(linears, weights, strict=True) if linear.lora]

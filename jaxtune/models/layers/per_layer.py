@@ -29,6 +29,9 @@ class PerLayerShape:
     hf_name: str = ""
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> PerLayerGate:
+        """Builds the gate with random weights. config: the decoder's. key: draws the weights. dtype: of the weights as
+        stored.
+        """
         return PerLayerGate(config, self.size, key, dtype)
 
 

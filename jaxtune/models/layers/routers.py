@@ -68,6 +68,11 @@ class ScaledRouter(nnx.Module):
         return self.proj((scaled.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype), key)
 
     def weights(self, logits: jax.Array, choice: jax.Array) -> jax.Array:
-        """As Router.weights, for logits [T, E]."""
+        """The factors float32[T, k] on the outputs of each token's experts: softmax over the chosen logits, times each
+        expert's scale.
+
+          logits: [T, E].
+          choice: int32[T, k], each token's experts; E, which gets 0, where it has none.
+        """
         scale = self.per_expert_scale[...].astype(jnp.float32).at[choice].get(mode="clip")
         return expert_weights(logits, choice, renormalize=True) * scale

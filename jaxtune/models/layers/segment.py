@@ -116,10 +116,10 @@ class Segment:
     # the keys of adapters are drawn
     matrices: tuple[str, ...] = ()
     backward: Backward | None = None  # its hand-written derivative; None: jax.vjp of `run`
-    # the segment that a layer's backward differentiates instead of this one and the one before it, where this is
-    # faster. It reads what the one before reads, and the outputs of that, to which it gives no gradient. None:
-    # this segment is differentiated alone.
-    with_before: Segment | None = None
+    # the segment that a layer's backward differentiates instead of this one and the one right before it, which must be
+    # differentiable, where this is faster. It reads what the one before reads, and the outputs of that, to which it
+    # gives no gradient. None: this segment is differentiated alone.
+    joined_with_previous: Segment | None = None
     # whether any gradient flows through it; False for one with integer outputs, such as a choice of experts
     differentiable: bool = True
     # the losses that are computed from its one output. That output is no residual: if it is wanted, the layer returns
@@ -273,6 +273,7 @@ class Mixer(LayerPart, Protocol):
         rows decode; a long prompt is prefilled in chunks.
 
           x: [B, N, hidden], the part's input after the norm.
+          state: from first_state or an earlier step.
           positions: int32[B], the position of the first of them, also the number of tokens in the state; negative for a
             row that is not decoding, whose results are ignored.
           context: its layout has the rotary tables of these positions; `taken` what the layer takes.
@@ -286,7 +287,13 @@ class GivingMixer(Mixer, Protocol):
     def step_giving(
         self, x: jax.Array, state, positions: jax.Array, context: Context
     ) -> tuple[jax.Array, object, dict[str, object]]:
-        """As Mixer.step, with a third result: {name: value, any pytree} of what later layers take in this step."""
+        """`step` with a third result: {name: value, any pytree} of what later layers take in this step.
+
+        x: [B, N, hidden], the part's input after the norm.
+        state: from first_state or an earlier step.
+        positions: int32[B], the position of each row's first token; negative for a row that does not decode.
+        context: its layout has the rotary tables of these positions.
+        """
         ...
 
 
@@ -324,10 +331,11 @@ def multiplications(segment: Segment, module: nnx.Module, tokens: int, length: i
     """The duration of a segment, as the number of multiplications (not FLOPs) that large matrix products do in that
     time.
 
+      segment: of the layer, with the block's names.
+      module: the layer, which has the weights.
       tokens: of the whole micro-batch on this device.
       length: tokens of a row.
       backward: of the derivative, if the segment has a formula for it, else of the forward.
-      module: the layer, which has the weights.
     """
     if segment.multiplications is not None:
         return segment.multiplications(tokens, length, backward)

@@ -38,6 +38,7 @@ def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tu
     """The chain with each run of tokenwise segments that can be joined as one segment over tiles.
 
     module: the block, whose matrices give the joined segment's duration.
+    segments: of a layer, in order.
     tile: tokens of each row, which it divides. Gradients of weights are summed tile by tile.
     """
     for chain in _chains(segments):

@@ -18,11 +18,12 @@ from jaxtune.models.placement.partition import TENSORS, Shard, shards
 
 
 def rows_of(variable: nnx.Variable, index: jax.Array, lookup: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """take(table, index) of a variable [n, ...], which the devices may divide; its gradient is a Shard then.
+    """The rows of a table, which the devices may divide; its gradient is a Shard then.
 
     Devices exchange rows of a divided table: each takes its own rows for the indices of all. It is gathered instead if
     all look up more rows than it has, or if it is divided along another axis than the first.
 
+      variable: the table, [n, ...].
       index: int32[...] in [0, n), this device's.
       lookup: (table, index) -> table[index], with its derivative. Where rows are exchanged, it gets this device's part
         and row numbers in it, int32[devices, ...].
@@ -120,8 +121,10 @@ def scatter(shard: Shard, gradient: jax.Array) -> Shard:
 
 
 def shards_of_layer(trainables, frozens, index: int) -> list[Shard]:
-    """The Shards of a layer in the order of leaves, trained ones first; [] if there is no such layer. trainables,
-    frozens: a state for each layer. index: of the layer, from 0.
+    """The Shards of a layer in the order of leaves, trained ones first; [] if there is no such layer.
+
+    trainables, frozens: a state for each layer.
+    index: of the layer, from 0; -1, before the first layer, and the number of layers are allowed.
     """
     return shards((trainables[index], frozens[index])) if 0 <= index < len(trainables) else []
 

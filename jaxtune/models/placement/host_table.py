@@ -28,12 +28,14 @@ def rows_of(
     lookup: Callable[[jax.Array, jax.Array], jax.Array],
     rows: jax.Array | None = None,
 ) -> jax.Array:
-    """The rows [B, T, size] of a table for tokens int32[B, T], in the table's dtype. A numpy table is looked up on the
-    host without `lookup`, but becomes a constant of a traced program.
+    """The rows [B, T, size] of a table, in the table's dtype. A numpy table is looked up on the host without `lookup`,
+    but becomes a constant of a traced program.
 
+      name: of the table, a key of TITLES, for the error.
       variable: [vocabulary, size]; without rows in a program whose table is on the host.
+      tokens: int32[B, T].
       lookup: (table, tokens) -> rows, with its derivative.
-      rows: the result, if it is known.
+      rows: the result, if it is known; None: they are looked up.
 
     Raises ValueError if the table has no rows and `rows` is None.
     """

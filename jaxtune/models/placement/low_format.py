@@ -34,13 +34,13 @@ def bytes_per_number(format: SyncFormat) -> float:
 
 
 def encode(x: jax.Array, format: SyncFormat, seed: jax.Array | None = None, stream: int = 0) -> dict[str, jax.Array]:
-    """Encodes float32[..., n], n a multiple of 64.
+    """Rounds numbers to a low format. Returns {"codes": uint16[..., n] (bits of bfloat16), int8[..., n] or uint8[..., n
+    / 2]}, with "scales": float32[..., n / 64] for int8, for int4 uint8[..., n / 16] and "largest": float32[..., 1].
 
+      x: float32[..., n], n a multiple of 64.
+      format: "bf16", "int8" or "int4".
       seed: uint32[2], for stochastic rounding; None: to the nearest.
       stream: differs between arrays that share a seed.
-
-    Returns {"codes": uint16[..., n] (bits of bfloat16), int8[..., n] or uint8[..., n / 2]}, with "scales": float32[...,
-    n / 64] for int8, for int4 uint8[..., n / 16] and "largest": float32[..., 1].
     """
     if format == "bf16":
         rounded = x.astype(jnp.bfloat16) if seed is None else stochastic_round(x, seed, stream)
@@ -89,14 +89,14 @@ def _inverse(scales: jax.Array) -> jax.Array:
 
 
 def weights_in_blocks(usual: jax.Array) -> jax.Array:
-    """Weights float32[n], 1/8 to 1, that divide numbers before int4 and multiply them after, so that usually small ones
-    keep digits beside large ones.
+    """Factors float32[n], 1/8 to 1 (no weights of a model), that divide numbers before int4 and multiply them after, so
+    that usually small ones keep digits beside large ones.
 
-    A weight is the root of a number's usual size relative to its block's largest: midway between the least total error
+    A factor is the root of a number's usual size relative to its block's largest: midway between the least total error
     and errors in proportion to each number. At least 1/8, so that one unusually large number does not cost its block
-    their digits.
+    their digits. In a block whose usual sizes are all zero they are 1.
 
-      usual: float32[n], usual sizes in any unit; n is a multiple of 16.
+      usual: float32[n], usual sizes in any unit, at least 0; n is a multiple of 16.
     """
     blocks = usual.reshape(-1, INT4_BLOCK)
     inverse = _inverse(blocks.max(-1, keepdims=True))
@@ -121,9 +121,14 @@ def decode(encoded: dict[str, jax.Array], format: SyncFormat) -> jax.Array:
 
 
 def reduce_scatter(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: int = 0):
-    """Sums float32[devices, n] over `axes` within jax.shard_map: (float32[n], this device's row of the sum;
-    float32[devices, n], what rounding took from this x, for error feedback). n is a multiple of 64. seed: uint32[2],
-    must differ between devices. stream: as in `encode`.
+    """Sums over devices within jax.shard_map: (float32[n], this device's row of the sum; float32[devices, n], what
+    rounding took from this x, for error feedback).
+
+      x: float32[devices, n], this device's terms; n a multiple of 64.
+      axes: mesh axes over which it sums.
+      format: in which numbers are sent.
+      seed: uint32[2], for stochastic rounding, which must differ between devices; None: to the nearest.
+      stream: differs between arrays that share a seed.
     """
     sent = encode(x, format, seed, stream)
     received = {name: jax.lax.all_to_all(array, axes, 0, 0, tiled=True) for name, array in sent.items()}
@@ -131,8 +136,14 @@ def reduce_scatter(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stre
 
 
 def all_gather(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: int = 0):
-    """Collects float32[n] over `axes` within jax.shard_map: (float32[devices, n], the same bits everywhere; float32[n],
-    what rounding took from this x). seed, stream: as in `encode`.
+    """Collects arrays of devices within jax.shard_map: (float32[devices, n], the same bits everywhere; float32[n], what
+    rounding took from this x).
+
+      x: float32[n], this device's; n a multiple of 64.
+      axes: mesh axes over which it collects.
+      format: in which numbers are sent.
+      seed: uint32[2], for stochastic rounding; None: to the nearest.
+      stream: differs between arrays that share a seed.
     """
     sent = encode(x, format, seed, stream)
     gathered = {name: jax.lax.all_gather(array, axes) for name, array in sent.items()}
@@ -140,11 +151,15 @@ def all_gather(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: 
 
 
 def sum_shard(gradient: jax.Array, axes: Axes, axis: int, count: int, format: SyncFormat) -> jax.Array:
-    """This device's part, float32, of an array's sum over `axes`: psum_scatter along `axis` in a low format, rounded
+    """This device's part, float32, of an array's sum over devices: psum_scatter in a low format, rounded
     stochastically. The seed is a checksum of the bits, so that equal arrays give equal sums and no key is passed to
     each layer's backward.
 
-      gradient: this device's, with the whole shape. count: devices along `axes`.
+      gradient: this device's, with the whole shape.
+      axes: mesh axes over which it sums.
+      axis: of the array, along which the sum is divided.
+      count: devices along `axes`.
+      format: in which numbers are sent.
     """
     wide = gradient.astype(jnp.float32)
     shape = (*wide.shape[:axis], count, wide.shape[axis] // count, *wide.shape[axis + 1 :])

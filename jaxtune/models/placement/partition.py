@@ -126,6 +126,8 @@ def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any
     Nothing checks that arrays which the specs call whole are equal on all devices. Inside, take jax.grad of this
     device's share of a sum over devices: after a psum each gradient would count once a device (see `total`).
 
+      function: of arrays; its results are arrays too.
+      mesh: None: the function itself is returned.
       in_specs, out_specs: PartitionSpecs, or trees of them, as jax.shard_map takes them.
     """
     if mesh is None or mesh.size == 1:
@@ -299,7 +301,9 @@ def divide(tree: Any, mesh: Mesh | None, sync: SyncFormat | None = None) -> Any:
     """Wraps the arrays of nnx variables that the mesh divides in Shards; no array is cut. Quantised tensors are divided
     between blocks; what does not divide evenly stays whole.
 
-      mesh: None: nothing is divided. sync: the format in which gradients are summed; None: their own.
+      tree: of nnx variables.
+      mesh: None: nothing is divided.
+      sync: the format in which gradients are summed; None: their own.
     """
     return divided_into(tree, 1 if mesh is None else MeshShape.of(mesh).shard_count, sync)
 
@@ -327,7 +331,12 @@ def divided_sizes(tree: Any, shard_count: int) -> tuple[float, float]:
 
 
 def divided_into(tree: Any, count: int, sync: SyncFormat | None = None) -> Any:
-    """`divide` for a number of parts instead of a mesh. count: shards."""
+    """`divide` for a number of parts instead of a mesh.
+
+    tree: of nnx variables.
+    count: shards of each array.
+    sync: the format in which gradients are summed; None: their own.
+    """
     if count == 1:
         return tree
 
@@ -359,8 +368,12 @@ def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
 
 
 def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
-    """The state with empty `axes` for the first `resident` of `layers` layers, which `divide` then leaves whole; if
-    these are all, everything else (embedding, head, a teacher) too.
+    """The state with empty `axes` for the first layers, which `divide` then leaves whole; if these are all, everything
+    else (embedding, head, a teacher) too.
+
+      frozen: the state of the tensors that do not train.
+      resident: how many first layers.
+      layers: how many there are.
     """
     if not resident:
         return frozen
@@ -437,7 +450,10 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
     tensors are divided if evenly: along the same axis if the shape is the tensor's, else (8-bit blocks, factors) along
     the first. All others are whole.
 
-      opt_state: arrays or shapes.
+      opt_state: arrays or shapes. A part whose tree structure is that of `trainable` counts as having one for each
+        tensor.
+      trainable: the state of the tensors that train.
+      mesh: of the devices.
     """
     structure = jax.tree.structure(trainable)
     tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)

@@ -37,6 +37,7 @@ def int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     The scale max(max(w) / 7, -min(w) / 8) clips nothing; codes round to nearest even. These are the values of W4A16
     formats (GPTQ, compressed-tensors; torchao's SYMMETRIC_NO_CLIPPING_ERR).
 
+      weight: an array, not quantised.
       group_size: must divide `in`; not None.
       dtype: of scales and result.
     """
@@ -62,6 +63,7 @@ def int4_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
 def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to symmetric int8, in the weight's shape: integers from -127 to 127 times a scale.
 
+    weight: an array, not quantised.
     group_size: None: the values of the declared format int8, one scale a row. Otherwise it must divide `in`; a scale is
       the group's largest magnitude / 127, rounded to `dtype`, and codes round to nearest even.
     dtype: of scales and result.
@@ -98,14 +100,19 @@ def q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     that every product is exact in `dtype` and a file has the same numbers.
 
       group_size: 32, the block; must divide `in`.
+      dtype: "float32" or a 16-bit dtype, of the result.
     """
     scales, codes = signed_codes(_blocks(weight, group_size), 8, dtype)
     return (as_float16(scales) * (codes - 8)).astype(dtype).reshape(weight.shape)
 
 
 def q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """As `q4_0` for GGUF's Q8_0: a float16 scale times whole numbers from -127 to 127; in 16 bits scales are powers of
-    two.
+    """Rounds a weight to GGUF's Q8_0, in the weight's shape: a float16 scale times whole numbers from -127 to 127; in
+    16 bits scales are powers of two, so that every product is exact in `dtype`.
+
+      weight: [..., out, in].
+      group_size: 32, the block; must divide `in`.
+      dtype: "float32" or a 16-bit dtype, of the result.
     """
     scales, codes = q8_0_codes(_blocks(weight, group_size), dtype)
     return (as_float16(scales) * codes).astype(dtype).reshape(weight.shape)

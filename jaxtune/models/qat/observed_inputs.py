@@ -48,7 +48,11 @@ def observed_scales(
     without rounding; padding does not count. For nvfp4-nvfp4 a scale is compressed-tensors' input_global_scale: 448 * 6
     / the largest magnitude, rounded to the linear's dtype, and 1 if all inputs are zero.
 
-      tokens: int32[rows, length]; segment_ids: the same, a token's document or 0 on padding; positions: the same.
+      model: not changed.
+      format: of QAT, such as "nvfp4-nvfp4".
+      tokens: int32[rows, length].
+      segment_ids: int32[rows, length], each token's document, 0 on padding; None: one document a row.
+      positions: int32[rows, length], in the document; None: from 0 in each.
 
     Raises ValueError for a format that observes no scales or weights divided over devices, FloatingPointError for an
     activation that is not finite.

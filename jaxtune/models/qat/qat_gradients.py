@@ -17,9 +17,11 @@ from jaxtune.models.qat.fake_quant import FakeQuant
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Array:
-    """A weight [..., out, in] rounded to the grid, in its own dtype. It gets the result's gradient, with zeros where
-    the grid clips if `spec` clips gradients; x gets none.
+    """A weight rounded to the grid, in its own dtype. It gets the result's gradient, with zeros where the grid clips if
+    `spec` clips gradients; x gets none.
 
+      spec: the grid.
+      weight: [..., out, in].
       x: the activations that it multiplies. A barrier ties the rounding to them, so that forward and backward each
         round; otherwise XLA would keep the rounded weight in memory.
     """
@@ -45,9 +47,9 @@ def unclipped_gradients[A](spec: FakeQuant, merge: Callable[[A], jax.Array], lor
     """The gradient of an adapter through a merged weight that is rounded to the grid: it passes only where the merged
     weight is in the grid's range.
 
+      spec: the grid. lora: the adapter's arrays.
       merge: adapter -> merged weight float32[out, in], of one linear or one expert.
       dmerged: [out, in], the gradient of the rounded weight.
-      spec: the grid. lora: the adapter's arrays.
     """
     merged, pullback = jax.vjp(merge, lora)
     (dlora,) = pullback(jnp.where(spec.in_range(merged), dmerged, 0).astype(merged.dtype))
@@ -56,8 +58,13 @@ def unclipped_gradients[A](spec: FakeQuant, merge: Callable[[A], jax.Array], lor
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def adapter_gradients(out: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """`out` [..., out] unchanged; a [r, in] and b [out, r] get the gradients of the term `scale b a x`, so that the
-    adapter trains although `out` came from the rounded merged weight. x [..., in] gets none.
+    """`out` unchanged; a and b get the gradients of the term `scale b a x`, so that the adapter trains although `out`
+    came from the rounded merged weight. x gets none.
+
+      out: [..., out], the product with the rounded merged weight.
+      x: [..., in].
+      a, b: the adapter's matrices, [r, in] and [out, r].
+      scale: of the adapter, such as alpha / r.
     """
     del x, a, b, scale
     return out
@@ -117,13 +124,17 @@ def adapter_noise(
     """What dropout adds to a product with a rounded merged weight: the term `scale b a x` with dropout minus the term
     without, [..., out] in x's dtype. Its mean over masks is zero. x and `dropped` get gradients.
 
-      dropped: x [..., in] after dropout; a: [r, in]; b: [out, r].
+      x: [..., in].
+      dropped: x after dropout.
+      a, b: the adapter's matrices, [r, in] and [out, r].
+      scale: of the adapter, such as alpha / r.
       both_terms: True: a and b get the gradients of both terms, for clipped gradients; False: those of the term with
         dropout.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
     def term(x, a, b):
+        """scale b a x, [..., out], for x [..., in], a [r, in], b [out, r]."""
         inner = jnp.matmul(x, a.astype(x.dtype).T, precision=precision)
         return scale * jnp.matmul(inner, b.astype(x.dtype).T, precision=precision)
 

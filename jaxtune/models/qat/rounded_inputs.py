@@ -82,6 +82,9 @@ def nvfp4_scale(largest: jax.Array, dtype: str) -> jax.Array:
 def between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     """bool in the shape of `numbers`: low <= number <= high, with a slack of 2^-22 of the bound, which the rounding of
     a float32 scale may add.
+
+      numbers: float32, any shape.
+      low, high: the bounds, which broadcast to it.
     """
     slack = np.float32(2**-22)
     return (numbers >= low - slack * jnp.abs(low)) & (numbers <= high + slack * jnp.abs(high))

@@ -117,8 +117,11 @@ class ResidualPlan:
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:
-        """The same plan for every layer; whole_weights and resident are 0. tile_tokens: tokens of a tile of tokenwise
-        segments; None: no tiles.
+        """The same plan for every layer; whole_weights and resident are 0.
+
+        layer: the plan.
+        num_layers: of the model.
+        tile_tokens: tokens of each row in a tile of tokenwise segments; None: no tiles.
         """
         return cls((layer,) * num_layers, tile_tokens)
 

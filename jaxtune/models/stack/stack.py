@@ -50,24 +50,26 @@ from jaxtune.pallas.attention import PackedLayout
 from jaxtune.pallas.quant_matmul import in_e4m3
 
 
-def _barrier(order, saved_inputs, doutputs, total):
+def _barrier(backward_order, saved_inputs, doutputs, total):
     """The arguments unchanged, but XLA uses none before all are computed, so that what a segment's derivative computes
     again takes no memory before its gradient arrives. `total`, the sum of weight gradients so far, is tied too only if
-    order.weights_first. `saved_inputs` lacks order.shared.
+    the block's BackwardOrder (`backward_order`) has weights_first. `saved_inputs` lacks the order's `shared`.
     """
-    if order.weights_first:
+    if backward_order.weights_first:
         return optimization_barrier((saved_inputs, doutputs, total))
     return *optimization_barrier((saved_inputs, doutputs)), total
 
 
-def _differentiable(names, gradients, inside: Collection[str]) -> dict[str, jax.Array]:
-    """{name: gradient} of a segment's inputs, without float0 (of integers) and names in `inside`."""
+def _differentiable(names, gradients, names_without_gradient: Collection[str]) -> dict[str, jax.Array]:
+    """{name: gradient} of a segment's inputs, without float0 (of integers) and names in `names_without_gradient`."""
     named = zip(names, gradients, strict=True)
-    return {name: value for name, value in named if value.dtype != jax.dtypes.float0 and name not in inside}
+    return {
+        name: value for name, value in named if value.dtype != jax.dtypes.float0 and name not in names_without_gradient
+    }
 
 
-def _differentiated_at_once(segment: Segment, order) -> bool:
-    at_once = order.derivatives_at_once or segment.derivative_bytes is not None
+def _differentiated_at_once(segment: Segment, backward_order) -> bool:
+    at_once = backward_order.derivatives_at_once or segment.derivative_bytes is not None
     return at_once and segment.differentiable and segment.backward is None
 
 
@@ -116,14 +118,16 @@ def layer_forward(
     Returns (layer_output, {name: value} for the wanted names, copies of `to_host`, `gathers` whole).
 
       graph, trainable, frozen: the layer's Block, for nnx.merge.
+      spec: the layer's kind: its parts, window and rotary base.
       returned_names: names of residuals and auxiliary values; the layer may lack some.
       layer_input: [B, T, hidden].
+      layout: documents and rotary tables of the rows.
+      key: draws the adapters' dropout masks; None: no dropout.
       to_host: Pieces (arrays cut into slices) of the previous layer's residuals.
       gathers: Shards (this device's parts) of weights that the next layer needs whole.
       tile: tokens of each row that tokenwise segments process at a time; None: whole rows.
       in_fp8: those of `returned_names` that are returned rounded to e4m3.
-      taken: {name: value} that the layer takes from outside (Block.takes).
-      layout: of the rows. key: draws the adapters' dropout masks; None: no dropout.
+      taken: {name: value} that the layer takes from outside (Block.takes); None: nothing.
     """
     with jax.named_scope("layer"), copies_start_at_once():
         block = nnx.merge(graph, trainable, frozen)
@@ -161,24 +165,31 @@ def layer_backward(
     gathers=(),
     scatters=(),
     tile=None,
-    dothers=None,
+    dother_outputs=None,
 ):
     """Runs the backward of a layer, with the copies and collectives of its neighbours. Returns (gradients of trainable;
     of layer_input; {value taken: gradient}; to_device copied; gathers whole; Shards of sums).
 
-      graph, spec, trainable, frozen, layout, key, tile: as in layer_forward.
+      graph, trainable, frozen: the layer's Block, for nnx.merge.
+      spec: the layer's kind: its parts, window and rotary base.
       saved: {name: value} of residuals, arrays or FP8, and of what the layer takes; missing ones are recomputed.
-      doutput, dothers: layer_output's gradient; {name: gradient} of auxiliary values and of what later layers took.
-      to_device, gathers: Pieces of residuals and Shards for the layer that is next.
+      doutput: layer_output's gradient, [B, T, hidden].
+      layout, key, tile: those of the layer's forward.
+      to_device: Pieces of the residuals of the layer that is next in the backward, on the host.
+      gathers: Shards of the weights that it needs whole.
       scatters: pairs (Shard, gradient of the whole tensor), to be summed over devices.
+      dother_outputs: {name: gradient} of auxiliary values and of what later layers took; None: there are none.
     """
     values, pullbacks, block = dict(saved), {}, nnx.merge(graph, trainable, frozen)
-    norms = NormsApart(block, doutput, tile, tuple(dothers or {}), saved)
-    segments, order = norms.segments, block.order
+    norms_apart = NormsApart(block, doutput, tile, tuple(dother_outputs or {}), saved)
+    segments, backward_order = norms_apart.segments, block.order
     context_of = _contexts(block, spec, layout, key)
-    again = [s for s in segments[:-1] if not s.aux and any(name not in values for name in s.outputs)]
-    back, inside = norms.differentiated[::-1], without_gradient(segments, norms.differentiated)
-    work = [*_work(again, block, doutput), *_work(back, block, doutput, backward=True)]
+    recomputed = [s for s in segments[:-1] if not s.aux and any(name not in values for name in s.outputs)]
+    backward_segments, names_without_gradient = (
+        norms_apart.differentiated[::-1],
+        without_gradient(segments, norms_apart.differentiated),
+    )
+    work = [*_work(recomputed, block, doutput), *_work(backward_segments, block, doutput, backward=True)]
     copies = TransferSchedule(to_device, work, jax.memory.Space.Device, last_is_thin=True)
     collectives = CollectiveSchedule(gathers, scatters, work)
 
@@ -192,23 +203,27 @@ def layer_backward(
     pullback_of = functools.partial(pullback_of_segment, block_of, trainable)
     with jax.named_scope("layer"), copies_start_at_once():
         with jax.named_scope("recompute"):
-            for stage, segment in enumerate(again):
-                inputs = start(stage, norms.values(segment, values))
+            for stage, segment in enumerate(recomputed):
+                inputs = start(stage, norms_apart.values(segment, values))
                 context, inputs = context_of(segment, inputs)
-                if _differentiated_at_once(segment, order):
+                if _differentiated_at_once(segment, backward_order):
                     outputs, pullbacks[segment.name] = pullback_of(segment, context, inputs)
                 else:
                     outputs, low_rank = run_segment(segment, block, context, inputs)
                     values |= low_rank
                 values = {**dict(zip(segment.outputs, finish(stage, outputs), strict=True)), **values}
         with jax.named_scope("backward"):
-            gradients, total = {LAYER_OUTPUT: doutput, **(dothers or {})}, None
-            for stage, segment in enumerate(back, len(again)):
+            gradients, total = {LAYER_OUTPUT: doutput, **(dother_outputs or {})}, None
+            for stage, segment in enumerate(backward_segments, len(recomputed)):
                 doutputs = tuple(gradients[name] for name in segment.outputs if name in gradients)
-                saved_inputs = {name: values[name] for name in norms.saved(segment) if name not in order.shared}
-                saved_inputs, doutputs, total = _barrier(order, saved_inputs, doutputs, total)
-                read = values | start(stage, {name: (values | saved_inputs)[name] for name in norms.saved(segment)})
-                inputs = norms.values(segment, read)
+                saved_inputs = {
+                    name: values[name] for name in norms_apart.saved(segment) if name not in backward_order.shared
+                }
+                saved_inputs, doutputs, total = _barrier(backward_order, saved_inputs, doutputs, total)
+                read = values | start(
+                    stage, {name: (values | saved_inputs)[name] for name in norms_apart.saved(segment)}
+                )
+                inputs = norms_apart.values(segment, read)
                 context, doutputs = context_of(segment, doutputs)
                 if segment.backward is not None:
                     outputs = tuple(values.get(name) for name in segment.outputs)
@@ -216,14 +231,16 @@ def layer_backward(
                         gradient_pair = segment.backward(block_of, trainable, context, tuple(inputs), outputs, doutputs)
                     dtrainable, dinputs = gradient_pair
                 else:
-                    operands = low_rank_of(segment, segments, values), norms.factors(segment, read)
+                    operands = low_rank_of(segment, segments, values), norms_apart.factors(segment, read)
                     pullback = pullbacks.get(segment.name) or pullback_of(segment, context, inputs, *operands)[1]
                     dtrainable, *dinputs = pullback(doutputs)
                 if dtrainable is not None:
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
-                for name, value in finish(stage, _differentiable(segment.reads, dinputs, inside)).items():
+                for name, value in finish(
+                    stage, _differentiable(segment.reads, dinputs, names_without_gradient)
+                ).items():
                     gradients[name] = gradients[name] + value if name in gradients else value
-                total = norms.added(segment, block_of, trainable, values | saved_inputs, gradients, total)
+                total = norms_apart.added(segment, block_of, trainable, values | saved_inputs, gradients, total)
         dtaken = {name: gradients[name] for name in block.takes}
         return total, gradients[LAYER_INPUT], dtaken, copies.arrays, collectives.gathered, collectives.scattered
 
@@ -237,7 +254,8 @@ def _layer_key(keys, index):
     return None if keys is None else keys[index]
 
 
-_untuned = jax.jit(
+# For a stack outside of any program, in which each layer is a program of its own that runs a few times.
+_untuned_layer_forward = jax.jit(
     inspect.unwrap(layer_forward),
     static_argnums=(0, 1, 2),
     static_argnames=("tile", "in_fp8"),
@@ -246,30 +264,31 @@ _untuned = jax.jit(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, decoder_inputs):
+def _stack(static: StackProgram, trainables, frozens, x, layout, keys, gradient_sums, decoder_inputs):
     """Runs all layers without saving residuals: (last layer_output, {name: sum over the layers} of auxiliary values).
     Tuples have one entry for each layer.
 
       keys: dropout keys, or None.
-      sums: to which gradients are added (run_stack's gradient_sums), or None.
+      gradient_sums: to which gradients are added (as of run_stack), or None.
+      decoder_inputs: {name: value} that the decoder gives each layer.
     """
-    aux, shared = [], {}
+    aux, layer_values = [], {}
     gathered = first_gathered(trainables, frozens)
     for index, layer in enumerate(static.layers):
         weights = with_whole((trainables[index], frozens[index]), gathered)
         arguments = (*weights, x, layout, _layer_key(keys, index), (), shards_of_layer(trainables, frozens, index + 1))
-        taken = layer.taken(decoder_inputs[index], shared)
-        x, residuals, _, gathered = (layer_forward if isinstance(x, Tracer) else _untuned)(
+        taken = layer.taken(decoder_inputs[index], layer_values)
+        x, residuals, _, gathered = (layer_forward if isinstance(x, Tracer) else _untuned_layer_forward)(
             layer.graph, layer.spec, static.aux + tuple(layer.gives), *arguments, tile=layer.tile, taken=taken
         )
-        shared |= {name: residuals[residual] for residual, name in layer.gives.items()}
+        layer_values |= {name: residuals[residual] for residual, name in layer.gives.items()}
         aux.append({name: residuals[name] for name in static.aux if name in residuals})
     return x, total_over_layers(aux)
 
 
-def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, decoder_inputs):
+def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, gradient_sums, decoder_inputs):
     """Keeps residuals by plan, and copies a layer's offloaded ones to the host while the next layer runs."""
-    resident, hosted, aux, whole_weights, takens, shared = [], [], [], [], [], {}
+    resident, hosted, aux, whole_weights, taken_by_layer, layer_values = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
     next_weights = first_gathered(trainables, frozens)
@@ -278,7 +297,7 @@ def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums,
         gathered, gathers = next_weights, shards_of_layer(trainables, frozens, index + 1)
         weights = with_whole((trainables[index], frozens[index]), gathered)
         arguments = (*weights, x, layout, _layer_key(keys, index), to_host, gathers)
-        takens.append(layer.taken(decoder_inputs[index], shared))
+        taken_by_layer.append(layer.taken(decoder_inputs[index], layer_values))
         x, residuals, copies, next_weights = layer_forward(
             layer.graph,
             layer.spec,
@@ -286,9 +305,9 @@ def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums,
             *arguments,
             tile=layer.tile,
             in_fp8=layer.in_fp8,
-            taken=takens[index],
+            taken=taken_by_layer[index],
         )
-        shared |= {name: residuals[residual] for residual, name in layer.gives.items()}
+        layer_values |= {name: residuals[residual] for residual, name in layer.gives.items()}
         whole_weights.append(gathered if static.stays_whole(index) else [])
         aux.append({name: residuals.pop(name) for name in static.aux if name in residuals})
         if index:
@@ -304,22 +323,24 @@ def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums,
         whole_weights,
         resident,
         [*hosted, {}],
-        takens,
+        taken_by_layer,
         layout,
         keys,
-        sums,
+        gradient_sums,
     )
 
 
 def _stack_bwd(static: StackProgram, residuals, gradient):
     """Runs the layers' backwards from the last to the first, each with the copies and collectives of its neighbours.
-    With `sums`, their cotangent is sums plus gradients, and trainables get None.
+    With `gradient_sums`, their cotangent is sums plus gradients, and trainables get None.
     """
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
-    trainables, frozens, whole_weights, resident, hosted, takens, layout, keys, sums = residuals
+    trainables, frozens, whole_weights, resident, hosted, taken_by_layer, layout, keys, gradient_sums = residuals
     gradients: list[Any] = [None] * len(resident)
-    dgiven: list[dict[str, jax.Array]] = [{} for _ in resident]
-    dshared: dict[str, jax.Array] = {}  # gradients of what earlier layers give, summed over the layers that took it
+    ddecoder_inputs: list[dict[str, jax.Array]] = [{} for _ in resident]
+    dlayer_values: dict[
+        str, jax.Array
+    ] = {}  # gradients of what earlier layers give, summed over the layers that took it
     reloaded, scatters, gathered = (), [], []
 
     def add_to_sums(index, shards):
@@ -331,30 +352,34 @@ def _stack_bwd(static: StackProgram, residuals, gradient):
             gradients[index],
             is_leaf=lambda leaf: isinstance(leaf, Shard),
         )
-        if sums is not None:
+        if gradient_sums is not None:
             with jax.named_scope("accumulate"):
-                gradients[index] = jax.tree.map(jnp.add, sums[index], gradients[index])
+                gradients[index] = jax.tree.map(jnp.add, gradient_sums[index], gradients[index])
 
     for index in range(len(resident) - 1, -1, -1):
         layer = static.layers[index]
-        saved = {**resident[index], **takens[index]}
+        saved = {**resident[index], **taken_by_layer[index]}
         saved |= {name: join(pieces) for name, pieces in zip(hosted[index], reloaded, strict=True)}
         # Ties this layer's work to its gradient; otherwise XLA shares recomputed values with the forward and keeps
         # them. The same holds for trained weights in the compute dtype: 26 MB a layer of adapters on a 30B's experts.
         gathered = whole_weights[index] if static.stays_whole(index) else gathered
         gathered_trainable, frozen = with_whole((trainables[index], frozens[index]), gathered)
         # If memory is short these are tied too, because a plan does not count what is computed from them.
-        free = {name: saved.pop(name) for name in layer.free if name in resident[index] and not static.short}
+        untied = {
+            name: saved.pop(name) for name in layer.free if name in resident[index] and not static.memory_is_short
+        }
         saved, dx, trainable = optimization_barrier((saved, dx, gathered_trainable))
         to_device = tuple(hosted[index - 1].values()) if index else ()
-        dothers = {name: daux[name] for name in static.aux if name in layer.aux}
-        dothers |= {residual: dshared.pop(name) for residual, name in layer.gives.items() if name in dshared}
+        dother_outputs = {name: daux[name] for name in static.aux if name in layer.aux}
+        dother_outputs |= {
+            residual: dlayer_values.pop(name) for residual, name in layer.gives.items() if name in dlayer_values
+        }
         gradients[index], dx, dtaken, reloaded, gathered, scattered = layer_backward(
             layer.graph,
             layer.spec,
-            trainable if static.short else gathered_trainable,
+            trainable if static.memory_is_short else gathered_trainable,
             frozen,
-            {**saved, **free},
+            {**saved, **untied},
             dx,
             layout,
             _layer_key(keys, index),
@@ -362,19 +387,19 @@ def _stack_bwd(static: StackProgram, residuals, gradient):
             [] if static.stays_whole(index - 1) else shards_of_layer(trainables, frozens, index - 1),
             scatters,
             tile=layer.tile,
-            dothers=dothers,
+            dother_outputs=dother_outputs,
         )
         for name, value in dtaken.items():
             if name not in layer.shared:
-                dgiven[index][name] = value
+                ddecoder_inputs[index][name] = value
             else:
-                dshared[name] = dshared[name] + value if name in dshared else value
+                dlayer_values[name] = dlayer_values[name] + value if name in dlayer_values else value
         if scatters:
             add_to_sums(index + 1, scattered)
         scatters = with_gradients(trainables[index], gradients[index])
         if not scatters:
             add_to_sums(index, ())
-        if index and static.short:
+        if index and static.memory_is_short:
             # If memory is short: otherwise XLA puts off the products of adapter gradients, which nothing waits for, and
             # keeps their large operands. An 8B LoRA step of 16 layers took 21 GB instead of 13.
             gradients[index], dx = optimization_barrier((gradients[index], dx))
@@ -384,7 +409,11 @@ def _stack_bwd(static: StackProgram, residuals, gradient):
     trained = tuple(gradients)
     # Gradients that were added to sums are returned as the sums' cotangent, and the tensors get none.
     middle = (None, dx, None, None)
-    return (trained, *middle, None, tuple(dgiven)) if sums is None else (None, *middle, trained, tuple(dgiven))
+    return (
+        (trained, *middle, None, tuple(ddecoder_inputs))
+        if gradient_sums is None
+        else (None, *middle, trained, tuple(ddecoder_inputs))
+    )
 
 
 _stack.defvjp(_stack_fwd, _stack_bwd)
@@ -401,19 +430,20 @@ def run_stack(
     aux: tuple[str, ...] = (),
     layer_inputs: Sequence[Mapping[str, jax.Array]] | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """Runs all layers of a decoder on x [B, T, hidden], with residuals placed by `plan`: (the last layer's output,
-    {name: sum over the layers} of auxiliary values). Differentiable by x, `layer_inputs` and `nnx.Param`s; TypeError
-    for `Frozen` tensors.
+    """Runs all layers of a decoder, with residuals placed by `plan`: (the last layer's output, {name: sum over the
+    layers} of auxiliary values). Differentiable by x, `layer_inputs` and `nnx.Param`s; TypeError for `Frozen` tensors.
 
       layers, specs: the Blocks, and the LayerSpec of each.
-      plan: None: everything is kept.
+      x: [B, T, hidden], the first layer's input.
+      layout: documents and rotary tables of the rows, for all layers.
+      plan: where each layer's residuals are until the backward; None: everything is kept in device memory.
       dropout_key: draws the adapters' dropout masks; None: no dropout.
       gradient_sums: {layer's index: state like that of its `nnx.Param`s}, to which gradients are added layer by layer,
         so that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s get
-        none.
+        none. None: these get their gradients.
       aux: names of auxiliary values, such as router_sums.
-      layer_inputs: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes).
-      layout: of the rows (Decoder.layout), for all layers.
+      layer_inputs: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes); None:
+        nothing.
 
     Raises ValueError for a plan that does not fit, tiles that do not divide the rows or go with dropout, a name in
     `aux` that no layer has, or a layer that takes what nothing gives.
@@ -437,10 +467,10 @@ def run_stack(
             raise ValueError("a tiled MLP has no dropout: leave tile_tokens out of the residual plan")
     splits = [nnx.split(layer, nnx.Param, ...) for layer in layers]
     layer_inputs = tuple(map(dict, layer_inputs or [{}] * len(layers)))
-    short = any(layer != KEEP for layer in plan.layers)
+    memory_is_short = any(layer != KEEP for layer in plan.layers)
     layers_of_program = tuple(
-        describe_layer(layer, split[0], spec, layer_plan, plan.tile_tokens, tuple(layer_given))
-        for layer, split, spec, layer_plan, layer_given in zip(
+        describe_layer(layer, split[0], spec, layer_plan, plan.tile_tokens, tuple(decoder_values))
+        for layer, split, spec, layer_plan, decoder_values in zip(
             layers, splits, specs, plan.layers, layer_inputs, strict=True
         )
     )
@@ -448,6 +478,6 @@ def run_stack(
     keys = None if dropout_key is None else jax.random.split(dropout_key, len(layers))
     if gradient_sums is not None:  # it has no entry for a layer without trained tensors
         gradient_sums = tuple(gradient_sums.get(index, nnx.State({})) for index in range(len(layers)))
-    static = StackProgram(layers_of_program, aux, short, max(plan.whole_weights, 1))
+    static = StackProgram(layers_of_program, aux, memory_is_short, max(plan.whole_weights, 1))
     frozens = not_differentiated(tuple(s[2] for s in splits))
     return _stack(static, tuple(s[1] for s in splits), frozens, x, layout, keys, gradient_sums, layer_inputs)

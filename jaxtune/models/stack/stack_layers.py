@@ -39,7 +39,7 @@ class StackLayer:
     aux: tuple[str, ...]  # names of the auxiliary values that it can return beside its output
     tile: int | None  # tokens of each row in a tile of its tokenwise segments; None: they run whole
     # names of residuals that, where they are kept, need not be tied to the layer's gradient, unless memory is short
-    # (StackProgram.short): XLA may keep what the forward computed from them alone. They are `free` of the
+    # (StackProgram.memory_is_short): XLA may keep what the forward computed from them alone. They are `free` of the
     # block's BackwardOrder.
     free: tuple[str, ...]
     shared: tuple[str, ...]  # names of the values that it takes from earlier layers, such as their keys and values
@@ -67,7 +67,7 @@ class StackProgram:
     # True: the plan of some layer is another than KEEP (it offloads, recomputes or rounds residuals), which means that
     # memory is short, and the backward ties more values to gradients, because XLA would keep them otherwise; False:
     # every layer's plan is KEEP
-    short: bool
+    memory_is_short: bool
     # how many of the last layers keep their weights gathered (ResidualPlan.whole_weights), at least 1
     whole_weights: int
 
@@ -92,10 +92,13 @@ def describe_layer(
 ) -> StackLayer:
     """The static description of a layer under a plan. Residuals that later layers take are always kept.
 
+      block: the layer; its arrays are not read.
+      graph: its nnx.GraphDef.
+      spec: its kind: parts, window and rotary base.
+      plan: where its residuals are until the backward.
       tile: tokens of each row in a tile of tokenwise segments; without effect unless the plan recomputes every value
-        inside them.
+        inside them. None: no tiles.
       decoder_names: names of what the decoder gives the layer; the others that it takes come from earlier layers.
-      graph: the Block's nnx.GraphDef.
 
     Raises ValueError for a placement that a residual cannot have.
     """

@@ -24,6 +24,9 @@ class NormsApart:
     tiles, no norm is taken out.
 
       x: like the residual stream; only shape and dtype matter.
+      tile: tokens of each row in a tile of tokenwise segments; None: no tiles.
+      aux: names of the auxiliary values that have gradients.
+      saved: {name: residual} that the backward has.
     """
 
     def __init__(self, block: Block, x: jax.Array, tile: int | None, aux: Collection[str], saved: Mapping):
@@ -42,7 +45,10 @@ class NormsApart:
         return [self._stream.get(name, name) for name in segment.reads]
 
     def values(self, segment: Segment, values: Mapping) -> list:
-        """The arrays that the segment reads; the normed stream is computed anew."""
+        """The arrays that the segment reads; the normed stream is computed anew.
+
+        values: {name: value} of the layer; those that `saved` names are needed.
+        """
 
         def value(name: str):
             return (
@@ -72,18 +78,24 @@ class NormsApart:
 
     def added(self, segment: Segment, block_of, trainable, values: Mapping, gradients: dict, total):
         """Computes the gradients of the norms that no segment after this one reads, puts those of the stream into
-        `gradients`, and returns `total`, the sum for the trainable tensors or None, with those of the norms' weights.
+        `gradients`, and returns `total` with those of the norms' weights.
 
           segment: the one whose gradients were computed last.
-          values: {name: value} of the layer, as far as the backward has them. gradients: {name: gradient}, changed in
-          place.
+          block_of: trainable tensors -> the layer's Block.
+          trainable: the layer's trainable tensors.
+          values: {name: value} of the layer, as far as the backward has them.
+          gradients: {name: gradient}, changed in place.
+          total: the sum of gradients for the trainable tensors so far; None: there are none yet.
         """
         for name in [name for name, last in self._last.items() if last is segment]:
             stream = self._stream[name]
 
             def run(trainable, x, name=name, with_stream=stream in gradients):
-                """The norm of x, after x itself if the stream has other gradients already. trainable: the layer's
-                trainable tensors.
+                """The norm of x, after x itself if the stream has other gradients already.
+
+                trainable: the layer's trainable tensors.
+                x: [B, T, hidden], the residual stream.
+                name: the norm's; with_stream: whether x is returned too.
                 """
                 norm = getattr(block_of(trainable), name)
                 return norm.stream_and_normed(x) if with_stream else norm(x)

@@ -31,7 +31,7 @@ from jaxtune.system.private_mlir import arith, ir, llvm
 
 
 def _elementwise(arrays, refs, layout, dtype, function):
-    """An array of `dtype` in `layout`: `function` of each element of `arrays`, in PTX or MLIR.
+    """An array of `dtype` (uint8 or a float) in `layout`: `function` of each element of `arrays`, in PTX or MLIR.
 
     arrays: in registers, of one shape and of `layout`. refs: in memory, which the function may read.
     function: gets a list of one MLIR scalar from each array, and refs; returns an MLIR scalar.
@@ -90,6 +90,7 @@ def direction(m, v, mean_factor, root_factor, eps, layout):
     reciprocal, much faster than exact ones: the last bits may be off, and subnormal numbers count as 0.
 
       mean_factor: 1 / (1 - beta1^t) in m's shape and layout; root_factor: 1 / sqrt(1 - beta2^t).
+      m, v: float32 in registers, the new moments. eps: Python number. layout: of m, v, both factors and the result.
     """
 
     def of_one(elements, _):
@@ -142,6 +143,8 @@ def nearest_codes(x, cells_smem, shift: int, first_cell: int, signed: bool, layo
 def store_chunk(array, ref, number, layout):
     """Stores [rows, columns] in registers as chunk `number` (int32[]) of the flat array `ref`. The address has 64 bits,
     because an element's index may exceed int32. layout: of `array`.
+
+      ref: in global memory, any length that is whole chunks.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))

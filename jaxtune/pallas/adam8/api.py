@@ -126,6 +126,7 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
       scale: float32 factor on the gradient.
       finite: False: the moments stay, and the direction means nothing.
       betas: (beta1, beta2).
+      eps: added to the root of v / correction2.
 
     Raises TypeError or ValueError for other arrays, betas or eps; the scalars are not checked.
     """
@@ -156,6 +157,8 @@ def _check(op, dtypes, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
 def nearest_codes_in_jnp(x, table, signed: bool):
     """adam_lanes.nearest_codes in jnp, as Pallas' interpreter cannot run PTX. x: float32, in [-1, 1] if `signed`, else
     in [0, 1]. table: int32, of the cells.
+
+      table: int32, `cells(signed)`. signed: the first moment's map.
     """
     shift, first = _SHIFT[signed], _FIRST[signed]
     bits = lax.bitcast_convert_type(x, jnp.int32)
@@ -264,8 +267,8 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
 def adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, divided=None
 ):
-    """One step of Adam on a tensor with 8-bit moments by the Hopper kernel; ask `refusal` first. Arguments and results
-    are those of plain_update, with a bfloat16 or float32 gradient.
+    """One step of Adam on a tensor with 8-bit moments by the Hopper kernel; ask `refusal` first. Results are
+    those of plain_update; the gradient is bfloat16 or float32.
 
     Donated moments are updated in place if nothing else reads them; a choice between old and new moments outside would
     read them, so `finite` makes it here.
@@ -274,6 +277,10 @@ def adam_update(
         None: they are whole, and each device updates all, which is faster and smaller than an exchange. A divided
         tensor is gathered first if its gradient has one axis, or its shards are uneven, no whole blocks, or below 2,048
         elements.
+      m, v: codes uint8[blocks, 256]; m_absmax, v_absmax: float32[blocks].
+      correction1, correction2: float32[], 1 - beta^t. scale: float32[], factor on the gradient.
+      finite: bool[]; False: nothing changes, and the direction means nothing.
+      betas, eps: (beta1, beta2), and what is added to the root of the second moment.
     """
     _check("adam_update", _GRADIENTS, gradient, m, m_absmax, v, v_absmax, betas, eps)
     numbers = (correction1, correction2, scale, finite)

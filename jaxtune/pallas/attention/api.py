@@ -30,11 +30,12 @@ def implementations(
     """{name: function that returns why it refuses the call (gradients included), or None}, in the order of trial.
 
     "reference" refuses nothing. A function may first compare its kernel with the reference on this GPU, which takes
-    seconds. Arguments are those of `attention`.
+    seconds.
 
       query: only shape and dtype are read.
       layout: only max_documents is read; it decides the order, what cuDNN and Triton can run, and Mosaic's blocks.
       kv_heads: heads of key and value.
+      window: keys that a query sees, or None. soft_cap: of the scores, or None. sinks: any array, or None.
     """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
 
@@ -156,10 +157,13 @@ def attention_backward(
     """Gradients of attention from its saved output and log-sum-exp: (dquery, dkey, dvalue, dsinks) in the operands'
     shapes and dtypes, 0 at padding. dsinks is None without sinks.
 
-    Operands and options are those of attention_forward; the implementation may differ from the forward's.
+    The implementation may differ from the forward's.
 
       out, lse: results of attention_forward, by whatever implementation.
       dout: [B, T, heads, D], gradient of out. It must be finite at padding, too (`attention` zeroes it there).
+      query, key, value: [B, T, heads or kv_heads, D], the forward's operands.
+      layout, scale, window, soft_cap, sinks: those of the forward; another one gives wrong gradients, unnoticed.
+      implementation: "cudnn", "mosaic", "triton", "reference", or None: the first that supports the call.
     """
     check = _checked("attention_backward", query, key, value, layout, scale, window, soft_cap, sinks)
     check.array("out", out, "B T heads D", query.dtype)
@@ -222,6 +226,10 @@ def attention(
       backward_implementation: of the gradients; None: `implementation`. One that refuses raises when gradients are
         taken.
       layout: of the rows (packed_layout). scale: multiplies the logits, such as 1 / sqrt(D).
+      query, key, value: [B, T, heads, D] and twice [B, T, kv_heads, D] of one float dtype.
+      window: a query sees itself and the window - 1 keys before it; None: all of its document.
+      soft_cap: scores s become soft_cap * tanh(s / soft_cap). sinks: float[heads], a logit per head without a value.
+      implementation: "cudnn", "mosaic", "triton", "reference", or None: the first that supports the call.
     """
     _checked("attention", query, key, value, layout, scale, window, soft_cap, sinks)
     static = (("scale", scale), ("window", window), ("soft_cap", soft_cap))

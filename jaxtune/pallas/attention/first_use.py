@@ -36,6 +36,7 @@ def refusal(name: str, module, query, kv_heads: int, soft_cap, blocks: Mapping[s
       query: [B, T, heads, D]; only shape and dtype are read.
       blocks: {name in tuning.py, such as "attention forward": fields of its Blocks}; other blocks are another kernel.
       kv_heads: heads of key and value. soft_cap: None: none.
+      name, module: of the implementation, such as "mosaic"; module has forward and backward.
     """
     dim, dtype = query.shape[-1], jnp.dtype(query.dtype)
     group = 2 if query.shape[2] // kv_heads % 2 == 0 else 1

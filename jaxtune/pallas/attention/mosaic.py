@@ -89,7 +89,11 @@ def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blo
 
 
 def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict[str, Any]]:
-    """{operation of tuning.py: fields of its Blocks that are not defaults}, for the kernels of the call's head dim."""
+    """{operation of tuning.py: fields of its Blocks that are not defaults}, for the kernels of the call's head dim.
+
+    query: [B, T, heads, D], array or shape. layout: tells whether rows are single documents.
+    window: keys that a query sees, or None.
+    """
     query = jax.ShapeDtypeStruct((kernel_dim(query.shape[-1]),), query.dtype)
     return {
         f"attention {kernel}": _blocks(kernel, query, layout, window).as_dict()
@@ -99,7 +103,10 @@ def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Why these kernels cannot serve the call, or None."""
+    """Why these kernels cannot serve the call, or None.
+
+    query: [B, T, heads, D], array or shape. layout, window, soft_cap, sinks: never a reason.
+    """
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
@@ -267,7 +274,13 @@ def _pairs(query, key) -> bool:
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_forward; lse is 0 at padding, too. The same call gives the same bits."""
+    """As api.attention_forward: (out, lse); lse is 0 at padding, too. The same call gives the same bits.
+
+    query, key, value: [B, T, heads or kv_heads, D] of 16 bits.
+    layout: PackedLayout of the rows. scale: factor on query . key.
+    window: keys that a query sees, itself included; None: all of its document.
+    soft_cap: scores s become soft_cap * tanh(s / soft_cap). sinks: float[heads], a logit per head without a value.
+    """
     _, length, _, given_dim = query.shape
     lower, _ = _prepare(layout, window)
     query, key, value = (_operand(a) for a in (query, key, value))
@@ -347,7 +360,7 @@ def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, opti
 def _query_gradient(operands, lower, blocks: Blocks, layout, options):
     """dq, in query's shape. All arrays are padded.
 
-    operands: (query, key, value, dout, stat, delta), the last two as in mosaic_parts.py.
+    operands: (query, key, value, dout, stat, delta): log-sum-exp in log2, and the sum of out * dout times scale.
     """
     query, key = operands[:2]
     if query.shape[-1] == HALVED:
@@ -444,9 +457,7 @@ def _head_shares(query, key, blocks: Blocks, window: int | None) -> int:
 
 
 def _sum_of_shares(gradient, shares: int):
-    """Adds the gradients of a key head's shares in float32, in order: [B, T, kv_heads * shares, D] -> [B, T, kv_heads,
-    D].
-    """
+    """[B, T, kv_heads * shares, D] -> [B, T, kv_heads, D], added in float32, in order."""
     if shares == 1:
         return gradient
     share_gradients = gradient.reshape(*gradient.shape[:2], -1, shares, gradient.shape[-1])
@@ -454,7 +465,12 @@ def _sum_of_shares(gradient, shares: int):
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_backward. The same call gives the same bits."""
+    """As api.attention_backward: (dquery, dkey, dvalue, dsinks). The same call gives the same bits.
+
+    query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D], finite at padding.
+    layout, scale: the forward's. window: keys that a query sees, itself included; None: all.
+    soft_cap: c of c tanh(s / c), or None. sinks: float[heads], or None.
+    """
     _, length, _, given_dim = query.shape
     lower, upper = _prepare(layout, window)
     delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32))

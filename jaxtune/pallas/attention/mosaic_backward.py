@@ -61,7 +61,7 @@ def query_kernel(
     dq_ref,
     q_smem,
     do_smem,
-    numbers_smem,
+    stat_delta_smem,
     lower_smem,
     k_smem,
     v_smem,
@@ -70,7 +70,7 @@ def query_kernel(
     v_full,
     k_free,
     v_free,
-    turn_barrier,
+    swap_barrier,
     *,
     blocks,
     pairs,
@@ -78,8 +78,21 @@ def query_kernel(
     soft_cap,
     interpreted,
 ):
-    """Writes dq of tiles of queries for head dims of 64, 128 and 256, a warpgroup `blocks.own` queries of a head.
-    Common arguments: mosaic_parts.py.
+    """Writes dq of tiles of queries for head dims of 64, 128 and 256, a warpgroup `blocks.own` queries of a head. The
+    order of barriers is delicate: the buffer of queries is reused for dq, so the next item's queries are loaded after
+    its store.
+
+      q_ref, k_ref, v_ref, do_ref, dq_ref: [B, T, heads or kv_heads, D]; do: gradient of out. Global memory.
+      stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2; sum of out * dout, times scale.
+      lower_ref: int32[B, T], the first key that each query sees.
+      table_ref: int32[tiles of queries, 4]: row, first query, first block of keys, blocks.
+      q_smem, do_smem, lower_smem: [buffers, own, ...], the warpgroups' own queries (later dq), dout and bounds.
+      stat_delta_smem: float32[4, own], stat of both warpgroups, then delta.
+      k_smem, v_smem: slots of blocks of keys and values.
+      own_full, k_full, v_full: barriers: an item's own operands, or a slot's block, have arrived.
+      k_free, v_free: both warpgroups have read a slot. swap_barrier: of Turns.
+      blocks: mosaic_parts.Blocks. pairs: the warpgroups take the same queries of two heads that share keys.
+      scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
@@ -93,7 +106,7 @@ def query_kernel(
 
     @computing(wg)
     def _():
-        turns = Turns(turn_barrier, wg, blocks.turns)
+        turns = Turns(swap_barrier, wg, blocks.turns)
 
         def buffer(turn):
             return wg * blocks.buffers + lax.rem(turn, jnp.int32(blocks.buffers))
@@ -103,8 +116,8 @@ def query_kernel(
             token_slice, full = pl.ds(base, own_tokens), own_full.at[buffer(turn)]
             plgpu.copy_gmem_to_smem(q_ref.at[row, token_slice, head], q_smem.at[buffer(turn)], full)
             plgpu.copy_gmem_to_smem(do_ref.at[row, token_slice, head], do_smem.at[buffer(turn)], full)
-            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], numbers_smem.at[wg], full)
-            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, token_slice], numbers_smem.at[WARPGROUPS + wg], full)
+            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], stat_delta_smem.at[wg], full)
+            plgpu.copy_gmem_to_smem(delta_ref.at[row, head, token_slice], stat_delta_smem.at[WARPGROUPS + wg], full)
             plgpu.copy_gmem_to_smem(lower_ref.at[row, token_slice], lower_smem.at[buffer(turn)], full)
 
         def work(turn, steps_before, item, following):
@@ -114,10 +127,10 @@ def query_kernel(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left the buffer
                 fetch(turn, item)
             plgpu.barrier_wait(own_full.at[buffer(turn)])
-            stat = plgpu.load(numbers_smem.at[wg], layout=rows)
-            delta = plgpu.load(numbers_smem.at[WARPGROUPS + wg], layout=rows)
-            lower = plgpu.load(lower_smem.at[buffer(turn)], layout=rows)
-            last_lower = lower_smem[buffer(turn), own_tokens - 1]
+            stat = plgpu.load(stat_delta_smem.at[wg], layout=rows)
+            delta = plgpu.load(stat_delta_smem.at[WARPGROUPS + wg], layout=rows)
+            first_keys = plgpu.load(lower_smem.at[buffer(turn)], layout=rows)
+            largest_first_key = lower_smem[buffer(turn), own_tokens - 1]
             plgpu.commit_smem()  # every warp has read them: the next item's may come
 
             def step(i, acc):
@@ -133,7 +146,7 @@ def query_kernel(
                     (do_smem.at[operand_buffer], v_smem.at[value_slot].transpose((1, 0))),
                     shape,
                     rows_of(stat, shape),
-                    lambda weights: side.masked(weights, item, i, lower, last_lower, 0.0),
+                    lambda weights: side.masked(weights, item, i, first_keys, largest_first_key, 0.0),
                     lambda: plgpu.barrier_wait(v_full.at[value_slot]),
                     turns.swap,
                     scale,
@@ -158,7 +171,7 @@ def query_kernel(
             query[...] = acc.astype(q_ref.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(query, dq_ref.at[row, pl.ds(base, own_tokens), head])
-            return item[4]
+            return item[4]  # steps: blocks of keys
 
         if blocks.buffers == 2:
             pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.item_at(jnp.int32(0))))
@@ -171,9 +184,10 @@ def query_kernel(
 def masked_keys(weights, *, base, upper, queries, lean):
     """`weights` float32[keys, queries] with 0 where a query does not see a key.
 
-    base, queries: index in the row of the first key, and of the first query.
     upper: int32[keys], the query after the last that sees each key.
     lean: one unsigned comparison in place of two.
+    weights: in registers.
+    base, queries: int32[], index in the row of the first key, and of the first query.
     """
     shape = weights.shape
     if lean:
@@ -192,9 +206,10 @@ def bring_queries(items, group, width, operands, slots, full, free):
       group: query heads of a key head; width: queries of a block.
       operands: (query, dout, stat, delta); slots: (query's, dout's, numbers: stat of each slot, then delta).
       full, free: (query's, dout's) barriers; stat comes with query, delta with dout.
+      items: mosaic_parts.Items, whose lines are tiles of keys.
     """
     q_ref, do_ref, stat_ref, delta_ref = operands
-    q_smem, do_smem, numbers_smem = slots
+    q_smem, do_smem, stat_delta_smem = slots
     (q_full, do_full), (q_free, do_free) = full, free
     stages = jnp.int32(q_smem.shape[0])
 
@@ -213,9 +228,9 @@ def bring_queries(items, group, width, operands, slots, full, free):
                 ),
             )
             # These have the same slots as q and do, which are free at the same time.
-            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], numbers_smem.at[slot], q_full.at[slot])
+            plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], stat_delta_smem.at[slot], q_full.at[slot])
             plgpu.copy_gmem_to_smem(
-                delta_ref.at[row, head, token_slice], numbers_smem.at[stages + slot], do_full.at[slot]
+                delta_ref.at[row, head, token_slice], stat_delta_smem.at[stages + slot], do_full.at[slot]
             )
             return ()
 
@@ -241,13 +256,13 @@ def key_kernel(
     upper_smem,
     q_smem,
     do_smem,
-    numbers_smem,
+    stat_delta_smem,
     own_full,
     q_full,
     do_full,
     q_free,
     do_free,
-    turn_barrier,
+    swap_barrier,
     *,
     blocks,
     scale,
@@ -255,8 +270,17 @@ def key_kernel(
     interpreted,
 ):
     """Writes dk and dv of tiles of keys for head dims up to 128, a warpgroup `blocks.own` keys of a head. It visits the
-    query blocks that see a tile, for every query head in turn: sums in one fixed order without atomics. Common
-    arguments: mosaic_parts.py.
+    query blocks that see a tile, for every query head in turn: sums in one fixed order without atomics.
+
+      q_ref, k_ref, v_ref, do_ref, dk_ref, dv_ref: [B, T, heads or kv_heads, D]; do: gradient of out. Global memory.
+      stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2; sum of out * dout, times scale.
+      upper_ref: int32[B, T], the query after the last that sees each key.
+      table_ref: int32[tiles of keys, 4]: row, first key, first block of queries, blocks.
+      k_smem, v_smem, upper_smem: [4, own, ...], two buffers a warpgroup: keys (later dk), values (later dv), bounds.
+      q_smem, do_smem: slots of blocks of queries. stat_delta_smem: float32[2 slots, step], stat, then delta.
+      own_full, q_full, do_full: barriers: an item's own operands, or a slot's block, have arrived.
+      q_free, do_free: both warpgroups have read a slot. swap_barrier: of Turns.
+      blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]
@@ -267,12 +291,12 @@ def key_kernel(
 
     @bringing(wg)
     def _():
-        operands, slots = (q_ref, do_ref, stat_ref, delta_ref), (q_smem, do_smem, numbers_smem)
+        operands, slots = (q_ref, do_ref, stat_ref, delta_ref), (q_smem, do_smem, stat_delta_smem)
         bring_queries(items, group, width, operands, slots, (q_full, do_full), (q_free, do_free))
 
     @computing(wg)
     def _():
-        turns = Turns(turn_barrier, wg, blocks.turns)
+        turns = Turns(swap_barrier, wg, blocks.turns)
 
         def buffer(turn):
             return wg * 2 + lax.rem(turn, jnp.int32(2))
@@ -328,10 +352,10 @@ def key_kernel(
                 masked = functools.partial(masked_keys, base=base, upper=upper, queries=queries, lean=blocks.lean)
                 crossed = (queries < base + own_tokens - 1) | (queries + width > first_upper)
                 scores, slope = capped(scores, scale, soft_cap)
-                stat = plgpu.load(numbers_smem.at[slot], layout=columns)
+                stat = plgpu.load(stat_delta_smem.at[slot], layout=columns)
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(stat, shape, [1]))
                 weights = lax.cond(crossed, masked, lambda weights: weights, weights)
-                delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
+                delta = plgpu.load(stat_delta_smem.at[stages + slot], layout=columns)
                 # delta comes times scale
                 dscores = weights * (dweights * scale - lax.broadcast_in_dim(delta, shape, [1]))
                 if slope is not None:

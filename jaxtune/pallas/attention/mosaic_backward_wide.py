@@ -42,7 +42,7 @@ def wide_key_kernel(
     weights_smem,
     q_smem,
     do_smem,
-    numbers_smem,
+    stat_delta_smem,
     key_full,
     value_full,
     q_full,
@@ -58,12 +58,18 @@ def wide_key_kernel(
     interpreted,
 ):
     """Writes dk and dv of tiles of keys for heads of 256, visiting the query blocks that see a tile for every query
-    head in turn. Common arguments: mosaic_parts.py.
+    head in turn.
 
-      k_smem, v_smem: an item's keys, later its dv; its values, later its dk.
-      weights_smem: float32[2, keys, queries], what the first warpgroup passes to the second, with weights_full and
-        weights_free.
-      key_full: keys and bounds have arrived; value_full: values have.
+      q_ref, k_ref, v_ref, do_ref, dk_ref, dv_ref: [B, T, heads or kv_heads, 256]; do: gradient of out. Global memory.
+      stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2; sum of out * dout, times scale.
+      upper_ref: int32[B, T], the query after the last that sees each key.
+      table_ref: int32[tiles of keys, 4]: row, first key, first block of queries, blocks.
+      k_smem, v_smem: an item's keys, later its dv; its values, later its dk. upper_smem: its bounds.
+      weights_smem: float32[2, keys, queries], what the first warpgroup passes to the second.
+      q_smem, do_smem: slots of blocks of queries. stat_delta_smem: float32[2 slots, step], stat, then delta.
+      key_full: barrier: keys and bounds have arrived; value_full: values have.
+      q_full, do_full, weights_full: barriers: a slot is filled. q_free, do_free, weights_free: it was read.
+      blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]
@@ -75,7 +81,7 @@ def wide_key_kernel(
 
     @bringing(wg)
     def _():
-        operands, slots = (q_ref, do_ref, stat_ref, delta_ref), (q_smem, do_smem, numbers_smem)
+        operands, slots = (q_ref, do_ref, stat_ref, delta_ref), (q_smem, do_smem, stat_delta_smem)
         bring_queries(items, group, width, operands, slots, (q_full, do_full), (q_free, do_free))
 
     def keys_of(item):
@@ -103,7 +109,7 @@ def wide_key_kernel(
                 masked = functools.partial(masked_keys, base=base, upper=upper, queries=queries, lean=blocks.lean)
                 crossed = (queries < base + own_tokens - 1) | (queries + width > first_upper)
                 scores, slope = capped(scores, scale, soft_cap)
-                stat = plgpu.load(numbers_smem.at[slot], layout=columns)
+                stat = plgpu.load(stat_delta_smem.at[slot], layout=columns)
                 plgpu.barrier_arrive(q_free.at[slot])
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(stat, shape, [1]))
                 weights = lax.cond(crossed, masked, lambda weights: weights, weights)
@@ -134,7 +140,7 @@ def wide_key_kernel(
     def _():
         def work(turn, steps_before, item, following):
             row, token_slice, kv_head = keys_of(item)
-            steps = item[4] * group
+            steps = item[4] * group  # blocks of queries, for each query head
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's dk has left the buffer
             plgpu.copy_gmem_to_smem(v_ref.at[row, token_slice, kv_head], v_smem, value_full)
             plgpu.barrier_wait(value_full)
@@ -144,7 +150,7 @@ def wide_key_kernel(
                 slot, weight_slot = lax.rem(number, stages), lax.rem(number, weight_slots)
                 plgpu.barrier_wait(do_full.at[slot])
                 (dweights,) = products((v_smem, do_smem.at[slot].transpose((1, 0))), shape=shape, issued=lambda: None)
-                delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
+                delta = plgpu.load(stat_delta_smem.at[stages + slot], layout=columns)
                 plgpu.barrier_arrive(do_free.at[slot])
                 dscores = dweights * scale - lax.broadcast_in_dim(delta, shape, [1])
                 plgpu.barrier_wait(weights_full.at[weight_slot])

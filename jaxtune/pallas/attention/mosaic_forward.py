@@ -52,6 +52,7 @@ class Softmax:
         is 0 once it sees one and removes their sums.
 
           mask: puts MASKED where a query does not see a key; it gets scores scaled and capped, or with `lean` unscaled.
+          state: of `start`, or of the step before.
         """
         top, total = state
         if not self.lean:
@@ -104,7 +105,7 @@ def forward_kernel(
     v_full,
     k_free,
     v_free,
-    turn_barrier,
+    swap_barrier,
     *,
     blocks,
     pairs,
@@ -113,12 +114,20 @@ def forward_kernel(
     interpreted,
 ):
     """Writes out and lse (natural logarithm), both 0 at padding, for head dims of 64, 128 and 256; each computing
-    warpgroup has `blocks.own` queries of a head. Common arguments: mosaic_parts.py.
+    warpgroup has `blocks.own` queries of a head.
 
+      q_ref, k_ref, v_ref, out_ref: [B, T, heads or kv_heads, D] in global memory. lse_ref: float32[B, heads, T].
       sinks_ref: float[heads] or None.
-      qo_smem: queries, and later results.
-      own_full: with blocks.buffers = 1 the warpgroups share three buffers: one each, and one for the queries loaded
-        next.
+      lower_ref: int32[B, T], the first key that each query sees.
+      table_ref: int32[tiles of queries, 4]: row, first query, first block of keys, blocks.
+      qo_smem: [buffers, own, D], queries, and later results. lower_smem, lse_smem: bounds and lse of these queries.
+      k_smem, v_smem: slots of blocks of keys and values.
+      own_full, k_full, v_full: barriers: queries and bounds, or a slot's block, have arrived. With blocks.buffers = 1
+      the
+        warpgroups share three buffers: one each, and one for the queries loaded next.
+      k_free, v_free: both warpgroups have read a slot. swap_barrier: of Turns.
+      blocks: mosaic_parts.Blocks. pairs: the warpgroups take the same queries of two heads that share keys.
+      scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
@@ -132,10 +141,10 @@ def forward_kernel(
 
     @computing(wg)
     def _():
-        turns = Turns(turn_barrier, wg, blocks.turns)
+        turns = Turns(swap_barrier, wg, blocks.turns)
         single = blocks.buffers == 1
 
-        def room(warpgroup, turn):
+        def buffer_of(warpgroup, turn):
             """(buffer, its barrier) of a warpgroup's queries. With three buffers, the one that a warpgroup's results
             have left is the other's next.
             """
@@ -147,18 +156,18 @@ def forward_kernel(
 
         def fetch(turn, item, warpgroup: jax.Array | int = wg):
             row, head, base = side.queries_of(item, warpgroup)
-            buffer, barrier = room(warpgroup, turn)
+            buffer, barrier = buffer_of(warpgroup, turn)
             token_slice, full = pl.ds(base, own_tokens), own_full.at[barrier]
             plgpu.copy_gmem_to_smem(q_ref.at[row, token_slice, head], qo_smem.at[buffer], full)
             plgpu.copy_gmem_to_smem(lower_ref.at[row, token_slice], lower_smem.at[buffer], full)
 
         def work(turn, steps_before, item, following):
             row, head, base = side.queries_of(item)
-            buffer, barrier = room(wg, turn)
+            buffer, barrier = buffer_of(wg, turn)
             qo = qo_smem.at[buffer]
             plgpu.barrier_wait(own_full.at[barrier])
-            lower = plgpu.load(lower_smem.at[buffer], layout=rows)
-            last_lower = lower_smem[buffer, own_tokens - 1]
+            first_keys = plgpu.load(lower_smem.at[buffer], layout=rows)
+            largest_first_key = lower_smem[buffer, own_tokens - 1]
             sink = None if sinks_ref is None else sinks_ref[head].astype(jnp.float32) * LOG2E
 
             def fetch_following():
@@ -186,7 +195,7 @@ def forward_kernel(
                 (scores,) = products((qo, key_of(slot)), shape=shape, issued=issued)
                 plgpu.barrier_arrive(k_free.at[slot])
                 weights, fade, state = softmax.step(
-                    scores, state, lambda scores: side.masked(scores, item, i, lower, last_lower, MASKED)
+                    scores, state, lambda scores: side.masked(scores, item, i, first_keys, largest_first_key, MASKED)
                 )
                 acc = acc * rows_of(fade, acc.shape)
                 weights16 = weights.astype(v_ref.dtype)
@@ -203,7 +212,7 @@ def forward_kernel(
                 fetch_following()
             acc, state = lax.fori_loop(1, item[4], step, start)
             # Padding saw nothing: what stands there is dropped.
-            real = lower <= plgpu.broadcasted_iota(jnp.int32, (own_tokens,), 0, layout=rows) + base
+            real = first_keys <= plgpu.broadcasted_iota(jnp.int32, (own_tokens,), 0, layout=rows) + base
             inverse, lse = softmax.end(state, sink)
             inverse, lse = jnp.where(real, inverse, 0.0), jnp.where(real, lse, 0.0)
             qo[...] = (acc * rows_of(inverse, (own_tokens, dim))).astype(q_ref.dtype)
@@ -212,7 +221,7 @@ def forward_kernel(
             token_slice = pl.ds(base, own_tokens)
             plgpu.copy_smem_to_gmem(qo, out_ref.at[row, token_slice, head])
             plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[row, head, token_slice])
-            return item[4]
+            return item[4]  # steps: blocks of keys
 
         pl.when(side.items.rounds > 0)(lambda: fetch(jnp.int32(0), side.items.item_at(jnp.int32(0))))
         if single:

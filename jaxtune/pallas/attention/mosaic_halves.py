@@ -4,8 +4,7 @@ a float32 accumulator of 64 rows and 512 columns takes 256 registers of every th
 Every result is made in two halves of 256 columns, and each half computes all its scores. In the forward an item is one
 half of a tile's output, which both warpgroups make, each for its own queries. In dq, dk and dv both have the same 64
 queries or keys, and each makes one half. A block needed for scores alone comes in pieces of 128 columns, whose slots
-are free as soon as their products are done. dk and dv are in mosaic_halves_keys.py; items and common arguments:
-mosaic_parts.py.
+are free as soon as their products are done.
 """
 
 from __future__ import annotations
@@ -74,6 +73,7 @@ def multiply(acc, left_halves, first, ring, full, number, release=None):
       number: int32[], the block's number among those loaded into `ring`.
       release: frees a slot once its product is done; None: nothing is freed or waited for.
       full: barriers of `ring`, one for each slot.
+      acc: float32 accumulator of the tensor cores.
     """
     size = ring.shape[-1]
     pieces, before = 2 * HALF // size, None
@@ -82,7 +82,7 @@ def multiply(acc, left_halves, first, ring, full, number, release=None):
         plgpu.barrier_wait(full.at[slot])
         half, offset = divmod(piece * size, HALF)
         left = left_halves.at[first + half]
-        right = ring.at[slot + unknown_zero(number)].transpose((1, 0))
+        right = ring.at[slot + opaque_zero(number)].transpose((1, 0))
         plgpu.wgmma(acc, left if size == HALF else left.at[:, pl.ds(offset, size)], right)
         if before is not None and release is not None:
             plgpu.wgmma_wait(1)
@@ -95,8 +95,9 @@ def two_products(shape, weight_operands, score_operands, number, zero):
     gradients' block are released; the scores' are not, as the caller multiplies that block once more.
 
       weight_operands: (own operand, ring, full, free) of the gradients; score_operands: (own operand, ring, full).
-      zero: unknown_zero of the step, the index of the first half in both sides.
+      zero: opaque_zero of the step, the index of the first half in both sides.
       number: int32[], the block's number in both rings (blocks loaded before it).
+      shape: (own tokens, tokens of a block).
     """
     item_side, ring, full, free = weight_operands
     score_side, score_ring, score_full = score_operands
@@ -118,6 +119,8 @@ def two_products(shape, weight_operands, score_operands, number, zero):
 def slot_of(number, piece, ring):
     """Slot of `ring` that has piece `piece` of block `number`. `bring` computes the same by itself and must agree. An
     int where it is the same for every block, else int32[].
+
+      number, piece: int32[] or int; pieces of a block are numbered from 0. ring: [slots, tokens, columns].
     """
     stages, pieces = ring.shape[0], 2 * HALF // ring.shape[-1]
     if isinstance(piece, int) and pieces % stages == 0:
@@ -130,14 +133,14 @@ def last_slot(number, ring):
     return slot_of(number, 2 * HALF // ring.shape[-1] - 1, ring)
 
 
-def unknown_zero(i):
+def opaque_zero(i):
     """0 as int32[] that the compiler does not know. In an index of shared memory it keeps the addresses of everything
     there out of registers during the loop over steps.
     """
     return lax.shift_right_logical(i, jnp.int32(30))
 
 
-def meet_other(barrier):
+def wait_for_both(barrier):
     """Waits until both computing warpgroups are here, before either overwrites shared memory that the other may still
     read.
     """
@@ -172,10 +175,17 @@ def half_forward_kernel(
     interpreted,
 ):
     """Writes out and lse (natural logarithm), both 0 at padding, for heads of 512. An item is one half, 256 columns, of
-    a tile's output. Common arguments: mosaic_parts.py.
+    a tile's output.
 
+      q_ref, k_ref, v_ref, out_ref: [B, T, heads or kv_heads, 512] in global memory. lse_ref: float32[B, heads, T].
       sinks_ref: float[heads] or None.
+      lower_ref: int32[B, T], the first key that each query sees.
+      table_ref: int32[tiles of queries, 4]: row, first query, first block of keys, blocks.
       q_smem: both halves of each warpgroup's queries, later results; k_smem, v_smem: pieces of keys, halves of values.
+      lower_smem, lse_smem: bounds and lse of each warpgroup's queries.
+      own_full, k_full, v_full: barriers: an item's own operands, or a slot, have arrived. k_free, v_free: it was read.
+      blocks: mosaic_parts.Blocks. pairs: the warpgroups take the same queries of two heads that share keys.
+      scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg, column_sections=2)
@@ -194,7 +204,7 @@ def half_forward_kernel(
                 return ()
 
             lax.fori_loop(0, item[4], step, ())
-            return item[4]
+            return item[4]  # steps: blocks of keys
 
         total_steps = side.items.for_each(work)
         drain(total_steps * (2 * HALF // PIECE), (k_smem, k_free))
@@ -215,8 +225,8 @@ def half_forward_kernel(
             row, head, base = side.queries_of(item)
             half = side.column_section(item)
             plgpu.barrier_wait(own_full.at[wg])
-            lower = plgpu.load(lower_smem.at[wg], layout=rows)
-            last_lower = lower_smem[wg, own_tokens - 1]
+            first_keys = plgpu.load(lower_smem.at[wg], layout=rows)
+            largest_first_key = lower_smem[wg, own_tokens - 1]
             sink = None if sinks_ref is None else sinks_ref[head].astype(jnp.float32) * LOG2E
 
             def step(i, before):
@@ -227,7 +237,7 @@ def half_forward_kernel(
                     plgpu.barrier_arrive(k_free.at[slot])
 
                 def scored(score_acc):
-                    first = wg * 2 + unknown_zero(i)
+                    first = wg * 2 + opaque_zero(i)
                     multiply(
                         score_acc,
                         q_smem,
@@ -243,7 +253,7 @@ def half_forward_kernel(
                 scores = pl.run_scoped(scored, plgpu.ACC(shape, jnp.float32))
                 release(last_slot(number, k_smem))
                 weights, fade, state = softmax.step(
-                    scores, state, lambda scores: side.masked(scores, item, i, lower, last_lower, MASKED)
+                    scores, state, lambda scores: side.masked(scores, item, i, first_keys, largest_first_key, MASKED)
                 )
                 acc = acc * rows_of(fade, acc.shape)
                 weights16 = weights.astype(v_ref.dtype)
@@ -263,7 +273,7 @@ def half_forward_kernel(
                 fetch_bounds(following)
 
             # Padding saw nothing: what stands there is dropped.
-            real = lower <= plgpu.broadcasted_iota(jnp.int32, (own_tokens,), 0, layout=rows) + base
+            real = first_keys <= plgpu.broadcasted_iota(jnp.int32, (own_tokens,), 0, layout=rows) + base
             inverse, lse = softmax.end(state, sink)
             inverse, lse = jnp.where(real, inverse, 0.0), jnp.where(real, lse, 0.0)
             out = q_smem.at[wg * 2 + half]
@@ -276,7 +286,7 @@ def half_forward_kernel(
             pl.when(half == 0)(lambda: plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[row, head, token_slice]))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             pl.when(has_next)(lambda: fetch(following, half))
-            return item[4]
+            return item[4]  # steps: blocks of keys
 
         @pl.when(side.items.rounds > 0)
         def _():
@@ -301,7 +311,7 @@ def half_query_kernel(
     dq_ref,
     q_smem,
     do_smem,
-    numbers_smem,
+    stat_delta_smem,
     lower_smem,
     k_smem,
     v_smem,
@@ -310,7 +320,7 @@ def half_query_kernel(
     v_full,
     k_free,
     v_free,
-    meet,
+    both_done,
     *,
     blocks,
     scale,
@@ -318,10 +328,19 @@ def half_query_kernel(
     interpreted,
 ):
     """Writes dq for heads of 512. Both warpgroups have the same queries; each makes half of dq's columns, and all
-    scores for it. Common arguments: mosaic_parts.py.
+    scores for it. The order of barriers is delicate: a slot of keys is read by both, and the queries' buffer becomes
+    dq's.
 
+      q_ref, k_ref, v_ref, do_ref, dq_ref: [B, T, heads or kv_heads, 512]; do: gradient of out. Global memory.
+      stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2; sum of out * dout, times scale.
+      lower_ref: int32[B, T], the first key that each query sees.
+      table_ref: int32[tiles of queries, 4]: row, first query, first block of keys, blocks.
+      q_smem, do_smem: [2, own, 256], halves of an item's queries (later dq) and dout. lower_smem: its bounds.
+      stat_delta_smem: float32[2, own], stat and delta.
       k_smem, v_smem: halves of keys, pieces of values.
-      meet: both warpgroups arrive when they no longer read an item's queries and dout.
+      own_full, k_full, v_full: barriers: an item's own operands, or a slot, have arrived. k_free, v_free: it was read.
+      both_done: both warpgroups arrive when they no longer read an item's queries and dout.
+      blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, False, wg, shared=True)
@@ -340,7 +359,7 @@ def half_query_kernel(
                 return ()
 
             lax.fori_loop(0, item[4], step, ())
-            return item[4]
+            return item[4]  # steps: blocks of keys
 
         total_steps = side.items.for_each(work)
         drain(total_steps * (2 * HALF // PIECE), (v_smem, v_free))
@@ -360,20 +379,20 @@ def half_query_kernel(
 
             @pl.when(wg == 0)
             def _():
-                plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], numbers_smem.at[0], own_full.at[0])
-                plgpu.copy_gmem_to_smem(delta_ref.at[row, head, token_slice], numbers_smem.at[1], own_full.at[0])
+                plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], stat_delta_smem.at[0], own_full.at[0])
+                plgpu.copy_gmem_to_smem(delta_ref.at[row, head, token_slice], stat_delta_smem.at[1], own_full.at[0])
                 plgpu.copy_gmem_to_smem(lower_ref.at[row, token_slice], lower_smem, own_full.at[0])
 
         def work(turn, steps_before, item, following):
             row, head, base = side.queries_of(item)
             plgpu.barrier_wait(own_full.at[0])
-            stat = plgpu.load(numbers_smem.at[0], layout=rows)
-            delta = plgpu.load(numbers_smem.at[1], layout=rows)
-            lower = plgpu.load(lower_smem, layout=rows)
-            last_lower = lower_smem[own_tokens - 1]
+            stat = plgpu.load(stat_delta_smem.at[0], layout=rows)
+            delta = plgpu.load(stat_delta_smem.at[1], layout=rows)
+            first_keys = plgpu.load(lower_smem, layout=rows)
+            largest_first_key = lower_smem[own_tokens - 1]
 
             def step(i, acc):
-                number, zero = steps_before + i, unknown_zero(i)
+                number, zero = steps_before + i, opaque_zero(i)
 
                 weight_operands = do_smem, v_smem, v_full, v_free
                 score_operands = q_smem, k_smem, k_full
@@ -381,7 +400,9 @@ def half_query_kernel(
                 plgpu.barrier_arrive(k_free.at[slot_of(number, 1 - wg, k_smem)])
                 raw, slope = capped(scores, scale, soft_cap)
                 weights = jnp.exp2(raw - rows_of(stat, shape))
-                weights = side.masked(weights if slope is None else weights * slope, item, i, lower, last_lower, 0.0)
+                weights = side.masked(
+                    weights if slope is None else weights * slope, item, i, first_keys, largest_first_key, 0.0
+                )
                 dscores = weights * (dweights * scale - rows_of(delta, shape))  # delta comes times scale
                 dscores16 = dscores.astype(k_ref.dtype)
                 slot = slot_of(number, wg, k_smem)
@@ -390,7 +411,7 @@ def half_query_kernel(
                 return acc
 
             acc = lax.fori_loop(0, item[4], step, constant((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA))
-            meet_other(meet)
+            wait_for_both(both_done)
             has_next = turn + 1 < side.items.rounds
             pl.when(has_next)(lambda: fetch_beside(following))
             dq = q_smem.at[wg]
@@ -399,7 +420,7 @@ def half_query_kernel(
             plgpu.copy_smem_to_gmem(dq, dq_ref.at[row, pl.ds(base, own_tokens), head, columns_of(wg, HALF)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             pl.when(has_next)(lambda: fetch(following, q_ref, q_smem))
-            return item[4]
+            return item[4]  # steps: blocks of keys
 
         @pl.when(side.items.rounds > 0)
         def _():

@@ -19,11 +19,11 @@ from jaxtune.pallas.attention.mosaic_halves import (
     bring_pieces,
     columns_of,
     last_slot,
-    meet_other,
     multiply,
+    opaque_zero,
     slot_of,
     two_products,
-    unknown_zero,
+    wait_for_both,
 )
 from jaxtune.pallas.attention.mosaic_parts import (
     Items,
@@ -99,13 +99,13 @@ def half_key_kernel(
     upper_smem,
     q_smem,
     do_smem,
-    numbers_smem,
+    stat_delta_smem,
     own_full,
     q_full,
     do_full,
     q_free,
     do_free,
-    meet,
+    both_done,
     *,
     blocks,
     scale,
@@ -113,10 +113,18 @@ def half_key_kernel(
     interpreted,
 ):
     """Writes dk for heads of 512: each warpgroup makes half of its columns, and all scores for it. It visits the query
-    blocks that see a tile for every query head in turn. Common arguments: mosaic_parts.py.
+    blocks that see a tile for every query head in turn.
 
-      q_smem, do_smem, numbers_smem: halves of queries, pieces of dout, stat and delta with each half of the queries.
-      meet: both warpgroups arrive when they no longer read an item's keys and values.
+      q_ref, k_ref, v_ref, do_ref, dk_ref: [B, T, heads or kv_heads, 512]; do: gradient of out. Global memory.
+      stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2; sum of out * dout, times scale.
+      upper_ref: int32[B, T], the query after the last that sees each key.
+      table_ref: int32[tiles of keys, 4]: row, first key, first block of queries, blocks.
+      k_smem, v_smem: [2, own, 256], halves of an item's keys (later dk) and values. upper_smem: its bounds.
+      q_smem, do_smem, stat_delta_smem: halves of queries, pieces of dout, stat and delta with each half of the queries.
+      own_full, q_full, do_full: barriers: an item's own operands, or a slot, have arrived. q_free, do_free: it was
+      read.
+      both_done: both warpgroups arrive when they no longer read an item's keys and values.
+      blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
     """
     wg = lax.axis_index("wg")
     side = _KeySide(q_ref, k_ref, table_ref, blocks)
@@ -135,7 +143,7 @@ def half_key_kernel(
             for half in range(2):
                 slot = slot_of(number, half, q_smem)
                 for target, ref in ((slot, stat_ref), (stages + slot, delta_ref)):
-                    plgpu.copy_gmem_to_smem(ref.at[row, head, token_slice], numbers_smem.at[target], q_full.at[slot])
+                    plgpu.copy_gmem_to_smem(ref.at[row, head, token_slice], stat_delta_smem.at[target], q_full.at[slot])
 
         total_blocks = _bring_queries(side.items, side.group, width, copies)
         drain(total_blocks * (2 * HALF // PIECE), (do_smem, do_free))
@@ -158,13 +166,13 @@ def half_key_kernel(
 
         def work(turn, steps_before, item, following):
             row, token_slice, kv_head = side.keys_of(item)
-            steps = item[4] * side.group
+            steps = item[4] * side.group  # blocks of queries, for each query head
             plgpu.barrier_wait(own_full.at[0])
             upper = plgpu.load(upper_smem, layout=rows)
             first_upper = upper_smem[0]
 
             def step(i, dk):
-                number, zero = steps_before + i, unknown_zero(i)
+                number, zero = steps_before + i, opaque_zero(i)
 
                 weight_operands = v_smem, do_smem, do_full, do_free
                 score_operands = k_smem, q_smem, q_full
@@ -172,11 +180,11 @@ def half_key_kernel(
                 plgpu.barrier_arrive(q_free.at[slot_of(number, 1 - wg, q_smem)])
                 slot = slot_of(number, wg, q_smem)
                 raw, slope = capped(scores, scale, soft_cap)
-                stat = plgpu.load(numbers_smem.at[slot], layout=columns)
+                stat = plgpu.load(stat_delta_smem.at[slot], layout=columns)
                 weights = jnp.exp2(raw - lax.broadcast_in_dim(stat, shape, [1]))
                 weights = weights if slope is None else weights * slope
                 weights = side.masked(weights, item, i, upper, first_upper)
-                delta = plgpu.load(numbers_smem.at[stages + slot], layout=columns)
+                delta = plgpu.load(stat_delta_smem.at[stages + slot], layout=columns)
                 # delta comes times scale
                 dscores = weights * (dweights * scale - lax.broadcast_in_dim(delta, shape, [1]))
                 dscores16 = dscores.astype(k_ref.dtype)
@@ -185,7 +193,7 @@ def half_key_kernel(
                 return dk
 
             dk = lax.fori_loop(0, steps, step, constant((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA))
-            meet_other(meet)
+            wait_for_both(both_done)
             has_next = turn + 1 < side.items.rounds
             pl.when(has_next)(lambda: fetch_beside(following))
             result = k_smem.at[wg]
@@ -218,13 +226,13 @@ def half_value_kernel(
     upper_smem,
     q_smem,
     do_smem,
-    numbers_smem,
+    stat_delta_smem,
     own_full,
     q_full,
     do_full,
     q_free,
     do_free,
-    meet,
+    both_done,
     *,
     blocks,
     scale,
@@ -233,9 +241,17 @@ def half_value_kernel(
 ):
     """Writes dv for heads of 512, as half_key_kernel does dk.
 
-    q_smem, do_smem, numbers_smem: pieces of queries, halves of dout, stat with each half of dout. One warpgroup reads
-      and frees each half.
-    meet: both warpgroups arrive when they no longer read an item's keys.
+    q_ref, k_ref, do_ref, dv_ref: [B, T, heads or kv_heads, 512]; do: gradient of out. Global memory.
+    stat_ref: float32[B, heads, T], log-sum-exp in log2.
+    upper_ref: int32[B, T], the query after the last that sees each key.
+    table_ref: int32[tiles of keys, 4]: row, first key, first block of queries, blocks.
+    k_smem, upper_smem: halves of an item's keys (later dv), and its bounds.
+    q_smem, do_smem, stat_delta_smem: pieces of queries, halves of dout, stat with each half of dout. One warpgroup
+    reads and frees each half.
+    own_full, q_full, do_full: barriers: an item's own operands, or a slot, have arrived. q_free, do_free: it was
+    read.
+    both_done: both warpgroups arrive when they no longer read an item's keys.
+    blocks: mosaic_parts.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
     """
     wg = lax.axis_index("wg")
     side = _KeySide(q_ref, k_ref, table_ref, blocks)
@@ -251,7 +267,7 @@ def half_value_kernel(
             bring_pieces(do_ref, block_index, number, do_smem, do_full, do_free)
             for half in range(2):
                 slot = slot_of(number, half, do_smem)
-                plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], numbers_smem.at[slot], do_full.at[slot])
+                plgpu.copy_gmem_to_smem(stat_ref.at[row, head, token_slice], stat_delta_smem.at[slot], do_full.at[slot])
 
         total_blocks = _bring_queries(side.items, side.group, width, copies)
         drain(total_blocks * (2 * HALF // PIECE), (q_smem, q_free))
@@ -270,7 +286,7 @@ def half_value_kernel(
 
         def work(turn, steps_before, item, following):
             row, token_slice, kv_head = side.keys_of(item)
-            steps = item[4] * side.group
+            steps = item[4] * side.group  # blocks of queries, for each query head
             plgpu.barrier_wait(own_full.at[0])
             upper = plgpu.load(upper_smem, layout=rows)
             first_upper = upper_smem[0]
@@ -283,14 +299,14 @@ def half_value_kernel(
                     plgpu.barrier_arrive(q_free.at[slot])
 
                 def compute(score_acc):
-                    multiply(score_acc, k_smem, unknown_zero(i), q_smem, q_full, number, release)
+                    multiply(score_acc, k_smem, opaque_zero(i), q_smem, q_full, number, release)
                     plgpu.barrier_wait(do_full.at[slot])
                     return score_acc[...]
 
                 scores = pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
                 release(last_slot(number, q_smem))
                 raw, _ = capped(scores, scale, soft_cap)
-                stat = plgpu.load(numbers_smem.at[slot], layout=columns)
+                stat = plgpu.load(stat_delta_smem.at[slot], layout=columns)
                 weights = jnp.exp2(raw - lax.broadcast_in_dim(stat, shape, [1]))
                 weights16 = side.masked(weights, item, i, upper, first_upper).astype(do_ref.dtype)
                 dv = add_product(dv, weights16, do_smem.at[slot], interpreted)
@@ -298,7 +314,7 @@ def half_value_kernel(
                 return dv
 
             dv = lax.fori_loop(0, steps, step, constant((own_tokens, HALF), 0.0, plgpu.Layout.WGMMA))
-            meet_other(meet)
+            wait_for_both(both_done)
             result = k_smem.at[wg]
             result[...] = dv.astype(k_ref.dtype)
             plgpu.commit_smem()

@@ -5,17 +5,6 @@ items: tiles of queries of two heads (or two tiles of one head, if a key head ha
 tile of keys of one key head. In each step the computing warpgroups process one block of the other side. The loading
 warpgroup runs ahead across items, so that their starts and ends overlap with their neighbours' work: on packed rows an
 item often has two to ten steps.
-
-Common arguments of the kernels' bodies:
-
-  q_ref, k_ref, v_ref, do_ref: query, key, value, dout [B, T, heads or kv_heads, D]; all refs are in global memory.
-  stat_ref, delta_ref: float32[B, heads, T], log-sum-exp in log2, and the sum of out * dout times scale.
-  lower_ref, upper_ref: int32[B, T], the first key that a query sees, and the query after the last that sees a key.
-  table_ref: int32[lines, 4], the work, a tile a line: row, first token, first block visited, number of blocks.
-  *_smem: the same in shared memory; numbers_smem: stat and delta.
-  own_full: barriers: an item's own operands have arrived. X_full: a block of X has; X_free: all have read its slot.
-  pairs: the warpgroups take the same queries of two heads that share keys, not neighbouring queries of one head.
-  interpreted: Pallas' interpreter runs the body and computes products in another way.
 """
 
 from __future__ import annotations
@@ -81,17 +70,22 @@ def rows_of(value, shape):
 
 
 def constant(shape, value, layout):
+    """`value` as a float32 tile of `shape` in registers of `layout`."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def ids(shape, axis, base):
-    """`base` + index along `axis`, int32 in registers: the index in the row of each token of a tile from `base` on."""
+    """`base` + index along `axis`, int32 in registers: the index in the row of each token of a tile from `base` on.
+
+    shape, axis: of the tile, and its axis of tokens.
+    """
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + base
 
 
 def capped(scores, scale, soft_cap):
     """(scores times `scale`, capped, in units of log2; derivative of the soft cap or None), float32 in registers.
     soft_cap: bounds scores by soft_cap * tanh(scores / soft_cap); None: no bound.
+    scores: raw products of queries and keys.
     """
     if soft_cap is None:
         return scores * (scale * LOG2E), None
@@ -117,6 +111,8 @@ def products(*pairs, shape, issued):
 def add_product(total, left, right, interpreted):
     """total + left right on the tensor cores, in place; left is in registers, right in shared memory. Pallas'
     interpreter has neither run_state nor such a wgmma.
+
+      total: float32 in registers.
     """
     if interpreted:
         return total + lax.dot(left, right[...], preferred_element_type=jnp.float32)
@@ -156,6 +152,7 @@ def within_range(shape, axis, base, first, count):
     """bool of `shape`: whether base + index along `axis` is in first .. first + count - 1, by one unsigned comparison.
 
     first, count: int32 in registers, a number for each index of the other axis; count is at least 0.
+    base: int32[], the index of the tile's first token along `axis`.
     """
     offset = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
     offset = offset - lax.broadcast_in_dim(first - base, shape, [1 - axis])
@@ -307,25 +304,26 @@ class QuerySide:
         first = (item[3] + i) * self.blocks.step
         return item[1], pl.ds(first, self.blocks.step), lax.div(head, jnp.int32(self.group))
 
-    def masked(self, values, item, i, lower, last_lower, fill):
+    def masked(self, values, item, i, first_keys, largest_first_key, fill):
         """`values` float32[own, step] with `fill` where a query does not see a key; no mask is computed if no bound
         crosses the block.
 
-          lower: int32[own] in registers, the first key that each query sees; last_lower: the last query's, the largest.
+          first_keys: int32[own] in registers, the first key that each query sees; largest_first_key: the last query's.
           i: int32[], the step of the item, one block of keys.
+          item: [head number, row, first query, first block of keys, number of blocks], int32[] each.
         """
         base, keys, shape = self.queries_of(item)[2], (item[3] + i) * self.blocks.step, values.shape
 
         def mask(values):
             if self.blocks.lean:
                 query_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + base
-                visible = within_range(shape, 1, keys, lower, query_ids + 1 - lower)
+                visible = within_range(shape, 1, keys, first_keys, query_ids + 1 - first_keys)
             else:
                 key_ids = ids(shape, 1, keys)
-                visible = (key_ids <= ids(shape, 0, base)) & (key_ids >= rows_of(lower, shape))
+                visible = (key_ids <= ids(shape, 0, base)) & (key_ids >= rows_of(first_keys, shape))
             return jnp.where(visible, values, fill)
 
-        crossed = (keys + self.blocks.step > base + 1) | (keys < last_lower)
+        crossed = (keys + self.blocks.step > base + 1) | (keys < largest_first_key)
         return lax.cond(crossed, mask, lambda values: values, values)
 
     def bring_keys(self, k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free):
@@ -333,6 +331,7 @@ class QuerySide:
         far ahead as slots allow.
 
           k_smem, v_smem: rings of slots. k_full, k_free, v_full, v_free: their barriers, one for each slot.
+          k_ref, v_ref: [B, T, kv_heads, D] in global memory.
         """
 
         def work(turn, steps_before, item, following):
@@ -346,6 +345,6 @@ class QuerySide:
                 return ()
 
             lax.fori_loop(0, item[4], step, ())
-            return item[4]
+            return item[4]  # steps: blocks of keys
 
         drain(self.items.for_each(work), (k_smem, k_free), (v_smem, v_free))

@@ -1,9 +1,5 @@
-"""Bodies of the Triton attention kernels.
-
-Arrays are [B, T, heads, DIM], contiguous; `starts` and `ends` int32[B, T] are document bounds. Scores are in units of
-log2. SCALE is the factor on scores; CAP (soft cap) or WINDOW (keys that a query sees) of 0 means none. Blocks have
-WIDTH columns, the next power of two of DIM, zeros from DIM on. MASKED: a bound may cross the blocks; otherwise every
-key is visible to every query.
+"""Bodies of the Triton attention kernels. Arrays are contiguous; scores are in units of log2; blocks have WIDTH
+columns, zeros from DIM on. MASKED: a bound may cross the blocks; otherwise every key is visible to every query.
 """
 
 import triton
@@ -175,9 +171,15 @@ def forward_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Writes out [B, LENGTH, HEADS, DIM] and lse float32[B, HEADS, LENGTH] (natural logarithm, sink included) of a tile
-    of QUERIES queries of one head; both are 0 at padding. sinks is float32[HEADS], -inf for none. Grid: (heads, tiles,
-    B).
+    """Writes out and lse (natural logarithm, sink included) of a tile of QUERIES queries of one head; both are 0 at
+    padding. Grid: (heads, tiles, B).
+
+      query, key, value, out: [B, LENGTH, HEADS or KV_HEADS, DIM]. lse: float32[B, HEADS, LENGTH].
+      starts, ends: int32[B, LENGTH], bounds of each token's document; empty at padding.
+      sinks: float32[HEADS], a logit without a value; -inf for none.
+      WIDTH: DIM as a power of two. KEYS: keys visited at a time.
+      SCALE, CAP: factor on scores s, and c of the soft cap c tanh(s / c); 0: none. SCALE must be above 0.
+      WINDOW: keys that a query sees, itself included; 0: all of its document.
     """
     head = tl.program_id(0)
     # Late tiles see most: they go first, so that no long one is left for the end.
@@ -273,8 +275,15 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
                  LENGTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
                  WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
                  QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Writes dquery of a tile of QUERIES queries of one head, and delta float32[B, HEADS, LENGTH], the sum of out *
-    dout over a head. lse is the forward's. Grid: (heads, tiles, B).
+    """Writes dquery and delta, the sum of out * dout over a head, of a tile of QUERIES queries of one head. Grid:
+    (heads, tiles, B).
+
+      query, key, value, out, dout, dquery: [B, LENGTH, HEADS or KV_HEADS, DIM]; dout: gradient of out.
+      lse, delta: float32[B, HEADS, LENGTH]; lse is the forward's, in the natural logarithm.
+      starts, ends: int32[B, LENGTH], bounds of each token's document; empty at padding.
+      WIDTH: DIM as a power of two. KEYS: keys visited at a time.
+      SCALE, CAP: factor on scores s, and c of the soft cap c tanh(s / c); 0: none.
+      WINDOW: keys that a query sees, itself included; 0: all of its document.
     """
     head = tl.program_id(0)
     base = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
@@ -367,8 +376,15 @@ def key_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Writes dkey and dvalue [B, LENGTH, KV_HEADS, DIM] of a tile of KEYS keys: walks the queries that see it, of every
-    query head of its key head in turn. Grid: (kv_heads, tiles, B).
+    """Writes dkey and dvalue of a tile of KEYS keys: walks the queries that see it, of every query head of its key head
+    in turn. Grid: (kv_heads, tiles, B).
+
+      query, key, value, dout, dkey, dvalue: [B, LENGTH, HEADS or KV_HEADS, DIM]; dout: gradient of out.
+      lse, delta: float32[B, HEADS, LENGTH], of the forward (natural logarithm) and of query_kernel.
+      ends: int32[B, LENGTH], the end of each token's document; its own index at padding.
+      WIDTH: DIM as a power of two. QUERIES: queries visited at a time.
+      SCALE, CAP: factor on scores s, and c of the soft cap c tanh(s / c); 0: none.
+      WINDOW: keys that a query sees, itself included; 0: all of its document.
     """
     kv_head = tl.program_id(0)
     base = tl.program_id(1) * KEYS

@@ -1,14 +1,8 @@
 """Public functions of the gated delta rule, a linear attention, and of the short convolution before it.
 
-Common arguments of the rule:
-
-  query, key: [B, T, key_heads, K] bfloat16, float16 or float32; normalised to unit vectors first.
-  value: [B, T, heads, V] in key's dtype; heads / key_heads neighbouring heads share a key head.
-  decay: float32[B, T, heads], logarithm of the factor on the state, finite, at most 0; below -104 the factor is 0.
-  beta: float32[B, T, heads], in [0, 1], the share of what the state stores at the key that the value replaces.
-
-All raise TypeError or ValueError for wrong shapes and dtypes; numbers are not checked. Outputs are divided by sqrt(K);
-decays, states and sums are float32.
+Neighbouring heads / key_heads value heads share a key head. All functions raise TypeError or ValueError for wrong
+shapes and dtypes; numbers are not checked. Outputs are divided by sqrt(K); decays below -104 make the state 0; decays,
+states and sums are float32.
 """
 
 from __future__ import annotations
@@ -74,6 +68,9 @@ def gated_delta_rule(
       layout: `packed_layout((B, T), segment_ids)`. The other arrays must be finite at padding, too.
       implementation: "triton" (16 bits, K and V 128), "chunked", "reference", or None: the first that supports the
         call.
+      query, key: [B, T, key_heads, K] of one float dtype; normalised first. value: [B, T, heads, V] in it.
+      decay: float32[B, T, heads], logarithm of the factor on the state, at most 0.
+      beta: float32[B, T, heads] in [0, 1]; unchecked, and above 1 the kernels' float16 steps may overflow.
     """
     check = Arguments("gated_delta_rule")
     _check_tokens(check, key, value, decay, beta)
@@ -89,6 +86,9 @@ def delta_rule_state(
 ) -> jax.Array:
     """float32[B, heads, K, V]: the state after the first `lengths` (int[B], 0 to T) tokens of each row, which is one
     document; 0 for length 0. Later tokens are ignored but must be finite. Plain jnp, by chunks.
+
+      key, value: [B, T, key_heads, K], [B, T, heads, V]. decay: float32[B, T, heads], logarithms, at most 0.
+      beta: float32[B, T, heads] in [0, 1].
     """
     check = Arguments("delta_rule_state")
     _check_tokens(check, key, value, decay, beta)
@@ -104,6 +104,8 @@ def delta_rule_step(
     1).
 
       state: before the token; 0 at a document's start.
+      query, key, value: [B, 1, key_heads, K] twice, [B, 1, heads, V].
+      decay: float32[B, 1, heads], logarithm, at most 0. beta: float32[B, 1, heads] in [0, 1].
     """
     check = Arguments("delta_rule_step", T=1)
     _check_tokens(check, key, value, decay, beta)
@@ -120,6 +122,8 @@ def delta_rule_chunk(
     document: there are no bounds, lengths or padding.
 
       state: float32[B, heads, K, V], before the tokens; 0 at a document's start.
+      query, key, value: [B, T, key_heads, K] twice, [B, T, heads, V].
+      decay: float32[B, T, heads], logarithms, at most 0. beta: float32[B, T, heads] in [0, 1].
     """
     check = Arguments("delta_rule_chunk")
     _check_tokens(check, key, value, decay, beta)
@@ -158,7 +162,8 @@ def short_convolution_parts(
 
       implementation: "triton" (16 bits, four taps, three parts), "reference", or None: the first that supports the
         call.
-      x, weight, layout: as for short_convolution.
+      x: [B, T, C] in a float dtype, finite at padding, too. weight: float[C, k], the token's own column last.
+      layout: of the rows (packed_layout), whose documents the convolution does not cross.
     """
     check = Arguments("short_convolution_parts")
     check.array("x", x, "B T C", FLOATS)
@@ -179,7 +184,7 @@ def short_convolution_parts(
 def short_convolution_step(x: jax.Array, weight: jax.Array, window: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(short_convolution of one more token x [B, 1, C] of each row, the next window).
 
-    weight: float[C, k], as in short_convolution.
+    weight: float[C, k], the token's own column last.
     window: [B, k - 1, C] in x's dtype, the tokens before this one in order, 0 where there were none.
     """
     check = Arguments("short_convolution_step", T=1)

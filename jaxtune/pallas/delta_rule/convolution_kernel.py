@@ -1,8 +1,5 @@
-"""Triton kernels of the short convolution, and of the gradient of its input.
-
-A program walks along tokens of a row for some channels, four at a time, and keeps in registers what it needs of the
-three tokens before or after. x and dx are [B, LENGTH, CHANNELS], weight [CHANNELS, 4], doc_start and doc_end int32[B,
-LENGTH]. The result and its gradient are in three parts of FIRST, SECOND and the remaining channels.
+"""Triton kernels of the short convolution, and of the gradient of its input. A program walks along tokens of a row for
+some channels, four at a time, and keeps in registers what it needs of the three tokens before or after.
 """
 
 import triton
@@ -98,7 +95,13 @@ def convolution_kernel(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Writes the parts of the result, forward along TOKENS tokens."""
+    """Writes the parts of the result, forward along TOKENS tokens. Grid: (CHANNELS / WIDTH, LENGTH / TOKENS rounded up,
+    B).
+
+      x, weight: [B, LENGTH, CHANNELS], [CHANNELS, 4], the token's own weight last.
+      doc_start, doc_end: int32[B, LENGTH], bounds of each token's document.
+      first_out, second_out, third_out: [B, LENGTH, FIRST], [.., SECOND], [.., the other channels]; WIDTH divides each.
+    """
     THIRD: tl.constexpr = CHANNELS - FIRST - SECOND
     begin = tl.program_id(0) * WIDTH
     first = tl.program_id(1) * TOKENS
@@ -159,7 +162,11 @@ def convolution_gradient_kernel(
     WIDTH: tl.constexpr,
 ):
     """Writes dx, backward along TOKENS tokens. A program begins with the four tokens after its own, from which its last
-    ones have a share of their gradients.
+    ones have a share of their gradients. Grid: (CHANNELS / WIDTH, LENGTH / TOKENS rounded up, B).
+
+      x, dx, weight: [B, LENGTH, CHANNELS] twice, [CHANNELS, 4], the token's own weight last.
+      doc_start, doc_end: int32[B, LENGTH], bounds of each token's document.
+      dfirst, dsecond, dthird: gradients of the parts, [B, LENGTH, FIRST], [.., SECOND], [.., the other channels].
     """
     THIRD: tl.constexpr = CHANNELS - FIRST - SECOND
     begin = tl.program_id(0) * WIDTH

@@ -5,13 +5,11 @@ solves (1 + B) z = v - d k S with B[i, j] = (k_i . k_j) D[i, j] beta_j, and beta
 chunk, d its decay up to a token, D[i, j] the decay from token j to a later token i, each 0 across documents. Queries
 and keys are not normalised in memory; their inverse lengths are factors per token.
 
-The forward has three kernels. Two process all chunks in parallel: the factors of tokens, then the inverse of 1 + B and
-the weights with which queries read the chunk's own tokens (see ChunkFactors). The third walks along a row, with a
-program for some columns of a head's state, in registers in float32; products get it rounded to 16 bits. For the
-backward it stores z and the state before each chunk, in 16 bits.
-
-The backward has five. The first walks back with the states' gradients, and stores the gradient after each chunk and
-dvalue; the others compute by chunks. No inverse is differentiated, as d(1 + B) = -dv z^T. Every sum has a fixed order.
+Two kernels of the forward process all chunks in parallel (ChunkFactors). The third walks along a row, with a program
+for some columns of a head's state, in registers in float32; products get it rounded to 16 bits. For the backward it
+stores z and the state before each chunk, in 16 bits. The backward's first kernel walks back with the states' gradients,
+and stores the gradient after each chunk and dvalue; four others compute by chunks. No inverse is differentiated, as d(1
++ B) = -dv z^T. Every sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ def _tile(kernel: str) -> tuple[int, int, int]:
 
 def refusal(key, value) -> str | None:
     """Why these kernels cannot compute a call, or None; it may run their check at first use. Only shapes and dtypes are
-    read.
+    read; of the dtypes key's, which value and query must have.
     """
     reason = compat.triton_refusal()
     if reason is not None:
@@ -98,7 +96,11 @@ def _first_use(dtype, group: int) -> str | None:
 
 
 def forward(query, key, value, decay, beta, layout: PackedLayout):
-    """As api.gated_delta_rule, by the kernels."""
+    """As api.gated_delta_rule: [B, T, heads, 128].
+
+    query, key, value: [B, T, key_heads, 128] twice, [B, T, heads, 128], of 16 bits. layout: of the rows.
+    decay, beta: float32[B, T, heads], logarithms at most 0, and shares in [0, 1].
+    """
     return _rule(query, key, value, decay, beta, layout)
 
 
@@ -245,8 +247,8 @@ def _states(query, key, value, factors: ChunkFactors, *, save: bool):
 
 
 def _reverse(query, key, dout, factors: ChunkFactors):
-    """(dvalue [B, T, heads, V], gradients of the states after each chunk, [B, heads, chunks, V, K] in key's dtype);
-    dout is 0 at padding.
+    """(dvalue [B, T, heads, V], gradients of the states after each chunk, [B, heads, chunks, V, K] in key's dtype).
+    dout must be 0 at padding, where it would enter the states' gradients.
     """
     rows, length, heads, value_dim = dout.shape
     states = (rows, heads, math.ceil(length / CHUNK), value_dim, key.shape[-1])
@@ -278,12 +280,12 @@ def _backward(query, key, dout, error, states, layout, factors: ChunkFactors):
     bounds = layout.doc_start, layout.doc_end
     matrices = jax.ShapeDtypeStruct(factors.inverse.shape, factors.inverse.dtype)
     numbers = jax.ShapeDtypeStruct(factors.total.shape, factors.total.dtype)
-    fading = jax.ShapeDtypeStruct(factors.faded.shape, factors.faded.dtype)
+    carry_terms = jax.ShapeDtypeStruct(factors.faded.shape, factors.faded.dtype)
     like_query = jax.ShapeDtypeStruct(query.shape, query.dtype)
     rows, length, heads = dout.shape[:3]
     rates = jax.ShapeDtypeStruct((rows, length, heads), jnp.float32)
     chunks, key_heads = math.ceil(length / CHUNK), key.shape[2]
-    to_weights, to_system, flow, dbeta = _call(
+    to_weights, to_system, pair_terms, dbeta = _call(
         "pairs",
         (query, key, *bounds, error, dvalue, dout, factors.total, factors.share, factors.unit_q, factors.unit_k),
         (matrices, matrices, numbers, numbers),
@@ -291,7 +293,7 @@ def _backward(query, key, dout, error, states, layout, factors: ChunkFactors):
         key,
         dout,
     )
-    dquery, query_flow = _call(
+    dquery, query_terms = _call(
         "dquery",
         (query, key, dout, states, factors.read, to_weights),
         (like_query, numbers),
@@ -299,17 +301,27 @@ def _backward(query, key, dout, error, states, layout, factors: ChunkFactors):
         key,
         dout,
     )
-    dkey, *state_flows = _call(
+    dkey, *state_terms = _call(
         "dkey",
         (query, key, error, dvalue, states, dstates, factors.kept, factors.written, to_weights, to_system),
-        (like_query, numbers, numbers, fading),
+        (like_query, numbers, numbers, carry_terms),
         (key_heads, chunks, rows),
         key,
         dout,
     )
     ddecay, dbeta = _call(
         "rates",
-        (factors.share, *bounds, factors.kept, factors.faded, factors.reach, flow, dbeta, query_flow, *state_flows),
+        (
+            factors.share,
+            *bounds,
+            factors.kept,
+            factors.faded,
+            factors.reach,
+            pair_terms,
+            dbeta,
+            query_terms,
+            *state_terms,
+        ),
         (rates, rates),
         (heads, chunks, rows),
         key,

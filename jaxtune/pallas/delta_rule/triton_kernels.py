@@ -2,10 +2,10 @@
 
 Arrays of tokens are [B, T, heads, dim]; helpers get a pointer to one head's first token, and STRIDE, numbers from token
 to token; tokens past the row (LENGTH) are 0. Numbers per token are float32[B, heads, CHUNKS * CHUNK], matrices of a
-chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]; triton.ChunkFactors explains
-their names. `starts` and `ends` int32[B, T] are document bounds. KEY_DIM equals VALUE_DIM, SCALE is 1 / sqrt(K), WIDTH
-the columns of a program or step. Helpers named ..._turned load or store transposes. No left operand of a product is the
-transpose of a matrix that the kernel computed, because Triton 3.4 to 3.7 compile that wrongly for Hopper.
+chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads, CHUNKS, VALUE_DIM, KEY_DIM], KEY_DIM = VALUE_DIM;
+triton.ChunkFactors explains their names. Helpers named ..._turned load or store transposes. No left operand of a
+product is the transpose of a matrix that the kernel computed, because Triton 3.4 to 3.7 compile that wrongly for
+Hopper.
 """
 
 import triton
@@ -88,7 +88,9 @@ def _put_tokens_turned(
 
 
 @triton.jit
-def _along(sums, array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
+def _dot_with_tokens(
+    sums, array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
+):
     """float32[CHUNK]: inner product of each row of `sums` [CHUNK, DIM] with its token's vector, which is loaded again,
     because keeping it would take registers.
     """
@@ -134,13 +136,13 @@ def _bounds(starts, ends, first, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _reads(start, positions):
+def _visible_pairs(start, positions):
     """bool[CHUNK, CHUNK]: whether a token (row) sees another of the chunk (column); padding sees itself only."""
     return (start[:, None] <= positions[None, :]) & (positions[:, None] >= positions[None, :])
 
 
 @triton.jit
-def _left(sums, visible):
+def _decay_between(sums, visible):
     """float32[CHUNK, CHUNK]: what is left, 0 to 1, of what one token (column) wrote when another (row) reads; 0 where
     not `visible`.
 
@@ -150,9 +152,9 @@ def _left(sums, visible):
 
 
 @triton.jit
-def _after(sums, start, positions, is_last):
+def _decay_to_end(sums, start, positions, is_last):
     """float32[CHUNK]: factor of what each token writes in the state after the chunk; 0 for other documents than the
-    last token's. sums: as in `_left`.
+    last token's. sums: as in `_decay_between`.
     """
     last = tl.sum(tl.where(is_last, sums, 0.0), 0)
     last_start = tl.sum(tl.where(is_last, start, 0), 0)
@@ -184,6 +186,12 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
     """ChunkFactors' numbers of a chunk's tokens, for all value heads of a key head. They have a kernel of their own,
     because in a kernel with matrix products a thread would compute each number 16 times. Decays below -100 count as
     -100. Grid: (key_heads, chunks, B).
+
+      query, key: [B, LENGTH, KEY_HEADS, KEY_DIM]. decay, beta: float32[B, LENGTH, HEADS].
+      starts, ends: int32[B, LENGTH], bounds of each token's document.
+      total, share, unit_q, unit_k, kept, read, written, reach: written, float32[B, HEADS, CHUNKS * CHUNK]; faded: [B,
+      HEADS, CHUNKS]. triton.ChunkFactors says what they are.
+      SCALE: 1 / sqrt(KEY_DIM). VALUE_DIM, WIDTH: not used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -205,7 +213,7 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
         b = tl.load(beta + tokens, mask=inside & real, other=0.0)
         sums, _ = tl.associative_scan((g, (positions == start).to(tl.int32)), 0, _sum_from_begin)
         since = tl.where(start < first, tl.exp(sums), 0.0)
-        after = _after(sums, start, positions, is_last) * key_factor
+        after = _decay_to_end(sums, start, positions, is_last) * key_factor
         line = (batch * HEADS + head) * CHUNKS + chunk
         offsets = line * CHUNK + tl.arange(0, CHUNK)
         tl.store(total + offsets, sums)
@@ -259,8 +267,13 @@ def chunk_kernel(
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """ChunkFactors' matrices `inverse` and `weights` of a chunk of a value head, in key's dtype. Grid:
-    (heads, chunks, B).
+    """ChunkFactors' matrices `inverse` and `weights` of a chunk of a value head, in key's dtype. Grid: (heads, chunks,
+    B).
+
+      query, key: [B, LENGTH, KEY_HEADS, KEY_DIM]. starts, ends: int32[B, LENGTH], bounds of documents.
+      total, share, unit_q, unit_k: from numbers_kernel.
+      inverse, weights: written, [B, HEADS, CHUNKS, CHUNK, CHUNK].
+      VALUE_DIM, SCALE, WIDTH: not used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -275,7 +288,7 @@ def chunk_kernel(
     sums = tl.load(total + offsets)
     columns = tl.load(share + offsets) * tl.load(unit_k + offsets)
     start, _ = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
-    between = _left(sums, _reads(start, positions)) * columns[None, :]
+    between = _decay_between(sums, _visible_pairs(start, positions)) * columns[None, :]
     attended = tl.dot(q, tl.trans(k)) * between * tl.load(unit_q + offsets)[:, None]
     _put_matrix(weights + line * CHUNK * CHUNK, attended, CHUNK, CHUNK)
     alike = tl.dot(k, tl.trans(k)) * between * tl.load(unit_k + offsets)[:, None]
@@ -320,6 +333,9 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
 
       SAVE: also stores `error` (z, before the factor beta, in value's shape and dtype) and `states` (before each chunk,
         in key's dtype); otherwise these are not written.
+      query, key, value, out: [B, LENGTH, KEY_HEADS, KEY_DIM] twice, [B, LENGTH, HEADS, VALUE_DIM] twice.
+      inverse, weights, kept, read, written, faded: ChunkFactors, of chunk_kernel and numbers_kernel.
+      LENGTH, CHUNKS, CHUNK: tokens of a row, its chunks, tokens of one. SCALE: not used.
     """
     first_column, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     state = tl.zeros([WIDTH, KEY_DIM], tl.float32)
@@ -358,6 +374,10 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
     """dvalue, and dstates, the gradients of the states after each chunk, in key's dtype, from the row's end back, WIDTH
     columns of a value head. Reads the arrays of forward_kernel (triton.ChunkFactors); dvalue and dstates are written.
     Grid: (VALUE_DIM / WIDTH, heads, B).
+
+      query, key: [B, LENGTH, KEY_HEADS, KEY_DIM]. dout, dvalue: [B, LENGTH, HEADS, VALUE_DIM]; dout is 0 at padding.
+      inverse, weights, kept, read, written, faded: ChunkFactors. SCALE: not used.
+      dstates: [B, HEADS, CHUNKS, VALUE_DIM, KEY_DIM]. LENGTH, CHUNKS, CHUNK: tokens, chunks, tokens of one.
     """
     first_column, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     dstate = tl.zeros([WIDTH, KEY_DIM], tl.float32)
@@ -385,7 +405,7 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
 
 @triton.jit
 def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, unit_q, unit_k,
-                  to_weights, to_system, flow, dbeta,
+                  to_weights, to_system, pair_terms, dbeta,
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
@@ -394,8 +414,11 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
 
       to_weights, to_system: matrices in key's dtype, gradients of the inner products of queries with keys, and of keys
         with keys, as they are in memory.
-      flow: contribution to ddecay, before its sum over the token and the later ones; dbeta: to dbeta.
+      pair_terms: contribution to ddecay, before its sum over the token and the later ones; dbeta: to dbeta.
       error, dvalue: of forward_kernel and reverse_kernel.
+      query, key: [B, LENGTH, KEY_HEADS, KEY_DIM]. starts, ends: int32[B, LENGTH], bounds of documents.
+      dout: gradient of the output, [B, LENGTH, HEADS, VALUE_DIM].
+      total, share, unit_q, unit_k: ChunkFactors. WIDTH: columns of a step. SCALE: not used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -429,7 +452,9 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
         system = tl.dot(dv, tl.trans(e), system)
     b = tl.load(share + offsets)
     start, _ = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
-    decays = _left(tl.load(total + offsets), _reads(start, positions)) * tl.load(unit_k + offsets)[None, :]
+    decays = (
+        _decay_between(tl.load(total + offsets), _visible_pairs(start, positions)) * tl.load(unit_k + offsets)[None, :]
+    )
     pairs *= decays * tl.load(unit_q + offsets)[:, None]
     _put_matrix(to_weights + line * CHUNK * CHUNK, pairs * b[None, :], CHUNK, CHUNK)
     system *= tl.where(positions[:, None] > positions[None, :], decays, 0.0) * -tl.load(unit_k + offsets)[:, None]
@@ -437,7 +462,7 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
     # Both sums are over one float32 matrix, so that pairs on the same side of a decay cancel exactly.
     shares = pairs * attended + system * alike
     columns = tl.sum(shares, 0)
-    tl.store(flow + offsets, tl.sum(shares * b[None, :], 1) - columns * b)
+    tl.store(pair_terms + offsets, tl.sum(shares * b[None, :], 1) - columns * b)
     tl.store(dbeta + offsets, columns)
 
 
@@ -450,7 +475,7 @@ def dquery_kernel(
     read,
     to_weights,
     dquery,
-    query_flow,
+    query_terms,
     LENGTH: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -464,7 +489,10 @@ def dquery_kernel(
     """dquery of a chunk, before normalisation, summed over a key head's value heads. Factors per token are applied to
     rows of a product's result, so that its operands are used as they are in memory. Grid: (key_heads, chunks, B).
 
-      query_flow: for each token and value head, the query times the gradient that it gets from reading the states.
+      query_terms: for each token and value head, the query times the gradient that it gets from reading the states.
+      query, key, dquery: [B, LENGTH, KEY_HEADS, KEY_DIM]. dout: [B, LENGTH, HEADS, VALUE_DIM].
+      states: of forward_kernel. read: of ChunkFactors. to_weights: of pairs_kernel.
+      WIDTH: columns of a step. SCALE: not used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -487,7 +515,7 @@ def dquery_kernel(
             state = _matrix(states + (line * VALUE_DIM + column) * KEY_DIM, WIDTH, KEY_DIM)
             member_dq = tl.dot(do, state, member_dq)
         member_dq *= tl.load(read + offsets)[:, None]
-        tl.store(query_flow + offsets, _along(member_dq, query, first, KEYS, KEY_DIM, LENGTH, CHUNK))
+        tl.store(query_terms + offsets, _dot_with_tokens(member_dq, query, first, KEYS, KEY_DIM, LENGTH, CHUNK))
         dq += member_dq
         k = _tokens(key + keys, first, KEYS, KEY_DIM, LENGTH, CHUNK)
         dq = tl.dot(_matrix(to_weights + line * CHUNK * CHUNK, CHUNK, CHUNK), k, dq)
@@ -498,7 +526,7 @@ def dquery_kernel(
 
 @triton.jit
 def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_weights, to_system,
-                dkey, lost, gained, fading,
+                dkey, recall_terms, write_terms, carry_terms,
                 LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                 HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                 WIDTH: tl.constexpr):  # fmt: skip
@@ -507,9 +535,12 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
     share of the chunk's tokens, so that operands are prefetched from one value head to the next. Grid: (key_heads,
     chunks, B).
 
-      lost, gained: for each token, its key times the state before the chunk times dvalue, and times dstates times
-        error.
-      fading: float32[B, heads, CHUNKS], inner product of the state before a chunk with dstates.
+      recall_terms, write_terms: for each token, its key times the state before the chunk times dvalue, and times
+      dstates times error.
+      carry_terms: float32[B, heads, CHUNKS], inner product of the state before a chunk with dstates.
+      query, key, dkey: [B, LENGTH, KEY_HEADS, KEY_DIM].
+      error, dvalue, states, dstates: of forward_kernel and reverse_kernel. kept, written: of ChunkFactors.
+      to_weights, to_system: of pairs_kernel. WIDTH: columns of a step. SCALE: not used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -525,7 +556,7 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
     key += keys
     values = (batch * LENGTH * HEADS + key_head * GROUP) * VALUE_DIM
     lines = (batch * HEADS + key_head * GROUP) * CHUNKS + chunk
-    column = tl.arange(0, PIECE)[:, None] + tl.arange(0, CHUNK)[None, :] * CHUNK
+    transposed_offsets = tl.arange(0, PIECE)[:, None] + tl.arange(0, CHUNK)[None, :] * CHUNK
     dk = tl.zeros([KEY_DIM, CHUNK], tl.float32)
     write_sums = tl.zeros([KEY_DIM, CHUNK], tl.float32)
     read_sums = tl.zeros([KEY_DIM, CHUNK], tl.float32)
@@ -547,14 +578,14 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
         q = _piece_turned(query, first, begin, KEYS, KEY_DIM, LENGTH, CHUNK, PIECE)
         square = line * CHUNK * CHUNK
         dk = tl.dot(k, _matrix(to_system + square + begin * CHUNK, PIECE, CHUNK), dk)
-        dk = tl.dot(k, tl.load(to_system + square + begin + column), dk)
+        dk = tl.dot(k, tl.load(to_system + square + begin + transposed_offsets), dk)
         dk = tl.dot(q, _matrix(to_weights + square + begin * CHUNK, PIECE, CHUNK), dk)
         if column_block == PARTS - 1:
             offsets = line * CHUNK + tl.arange(0, CHUNK)
-            tl.store(fading + line, tl.sum(tl.sum(state_products, 0), 0))
+            tl.store(carry_terms + line, tl.sum(tl.sum(state_products, 0), 0))
             keys_wide = _tokens_turned(key, first, KEYS, KEY_DIM, LENGTH, CHUNK).to(tl.float32)
-            tl.store(gained + offsets, tl.sum(write_sums * keys_wide, 0))
-            tl.store(lost + offsets, tl.sum(read_sums * keys_wide, 0))
+            tl.store(write_terms + offsets, tl.sum(write_sums * keys_wide, 0))
+            tl.store(recall_terms + offsets, tl.sum(read_sums * keys_wide, 0))
             dk += write_sums * tl.load(written + offsets)[None, :] - read_sums * tl.load(kept + offsets)[None, :]
             write_sums = tl.zeros([KEY_DIM, CHUNK], tl.float32)
             read_sums = tl.zeros([KEY_DIM, CHUNK], tl.float32)
@@ -565,8 +596,8 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
 
 
 @triton.jit
-def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, query_flow, lost, gained, fading,
-                 ddecay, dbeta,
+def rates_kernel(share, starts, ends, kept, faded, reach, pair_terms, dbeta_of_pairs, query_terms,
+                 recall_terms, write_terms, carry_terms, ddecay, dbeta,
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
@@ -575,6 +606,10 @@ def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, 
     ddecay sums over a token and the later ones of its document and chunk: reading queries' and keys' inner products
     with their own gradients, minus those of writing keys. What goes through the state into later chunks is added at the
     chunk's last token.
+
+      share, kept, faded, reach: of ChunkFactors. starts, ends: int32[B, LENGTH], bounds of documents.
+      pair_terms, dbeta_of_pairs: `pair_terms` and `dbeta` of pairs_kernel. query_terms: of dquery_kernel.
+      recall_terms, write_terms, carry_terms: of dkey_kernel. KEY_HEADS, KEY_DIM, VALUE_DIM, SCALE, WIDTH: not used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -586,16 +621,18 @@ def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, 
     offsets = line * CHUNK + tl.arange(0, CHUNK)
     b = tl.load(share + offsets)
     _, real = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first, LENGTH, CHUNK)
-    through = tl.load(gained + offsets) * tl.load(reach + offsets)
-    token_flow = (
-        tl.load(flow + offsets)
-        + tl.load(query_flow + offsets)
-        - tl.load(lost + offsets) * tl.load(kept + offsets)
-        - through * b
+    state_write = tl.load(write_terms + offsets) * tl.load(reach + offsets)
+    token_terms = (
+        tl.load(pair_terms + offsets)
+        + tl.load(query_terms + offsets)
+        - tl.load(recall_terms + offsets) * tl.load(kept + offsets)
+        - state_write * b
     )
-    across = tl.sum(through * b, 0) + tl.load(fading + line) * tl.load(faded + line)
-    token_flow += tl.where(positions == first + CHUNK - 1, across, 0.0)
+    state_term = tl.sum(state_write * b, 0) + tl.load(carry_terms + line) * tl.load(faded + line)
+    token_terms += tl.where(positions == first + CHUNK - 1, state_term, 0.0)
     following, _ = _bounds(starts + batch * LENGTH, ends + batch * LENGTH, first + 1, LENGTH, CHUNK)
-    later, _ = tl.associative_scan((token_flow, (following > positions).to(tl.int32)), 0, _sum_to_end, reverse=True)
+    later, _ = tl.associative_scan((token_terms, (following > positions).to(tl.int32)), 0, _sum_to_end, reverse=True)
     tl.store(ddecay + tokens, tl.where(real, later, 0.0), mask=positions < LENGTH)
-    tl.store(dbeta + tokens, tl.where(real, tl.load(dbeta_of_pairs + offsets) + through, 0.0), mask=positions < LENGTH)
+    tl.store(
+        dbeta + tokens, tl.where(real, tl.load(dbeta_of_pairs + offsets) + state_write, 0.0), mask=positions < LENGTH
+    )

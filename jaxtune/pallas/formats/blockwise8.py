@@ -126,7 +126,7 @@ def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
 
     codes: uint8[blocks, 256]; TypeError or ValueError for another dtype or shape.
     absmax: float32[blocks].
-    signed: as for `encode`.
+    signed: of the map from -1 to 1; else from 0 to 1.
     """
     check = Arguments("blockwise8.decode")
     check.array("codes", codes, f"blocks {BLOCK}", jnp.uint8)

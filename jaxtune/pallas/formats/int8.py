@@ -127,7 +127,10 @@ class LLMInt8(Layout):
         return super().claims(tensors) and any(key in tensors for key in self.scale_keys)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
-        """As Layout.describe. ValueError, too, for codes that are no matrix or not in row-major order."""
+        """As Layout.describe. ValueError, too, for codes that are no matrix or not in row-major order.
+
+        name: the weight's name in the model. tensors: {key: header}. read: key -> the tensor's bytes.
+        """
         codes, absmax, order = (tensors.get(key) for key in (self.codes, *self.scale_keys))
         assert codes is not None
         module, rows = name.removesuffix(self.weight), list(codes.shape[:1])
@@ -144,6 +147,10 @@ class LLMInt8(Layout):
         return FoundWeight(name, tensors, codes.shape)
 
     def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> Int8:
+        """As Layout.read. ValueError for a negative absmax.
+
+        arrays: {key: array}. dtype_name: to which the weight is decoded by default.
+        """
         absmax = arrays[".SCB"]
         if (absmax < 0).any():
             raise ValueError(f"{weight.where}: SCB has {absmax.min():.4g}; magnitudes are not negative: fetch it again")
@@ -160,6 +167,7 @@ class LLMInt8(Layout):
         }
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
+        """As Layout.config. plain: names of the linears that are not quantised; the others are not used."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": False,

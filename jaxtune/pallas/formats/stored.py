@@ -114,6 +114,8 @@ class Stored:
     def piece(self, index: int, start: int, rows: int) -> Self:
         """The rows from `start` to before `start + rows` of expert `index`, as a tensor [rows, columns]: the inverse of
         `joined`. The rows must begin with a whole block.
+
+          index: the expert. rows: how many.
         """
         rows_per_block = self.block_length(1) or rows  # how many rows share an entry of an array that has fewer rows
 

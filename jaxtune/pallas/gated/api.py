@@ -49,6 +49,8 @@ def gated_backward(
 def implementations(dtype, size: int, activation: str) -> dispatch.Table:
     """{name: why it refuses a call, or None}, in the order of trial. "mosaic" may first compare its kernel with the
     reference on this GPU, which takes seconds. size: elements of an array. dtype: of gate and up.
+
+      activation: a key of ACTIVATIONS.
     """
 
     def refusal():
@@ -80,7 +82,6 @@ def gated_rows_backward(
       weights: float32[rows], the router's.
       dgated: [rows, I] in gate_up's dtype, gradient of the weighted inner rows.
       implementation: "triton" (16 bits, "silu", "gelu_tanh" or clipped), "reference", or None.
-      gate: the activation, its clipping, and how gate and up lie in gate_up.
     """
     check = Arguments("gated_rows_backward")
     check.array("dgated", dgated, "rows I", FLOATS)

@@ -51,6 +51,8 @@ def limit_slope(x, LIMIT: tl.constexpr):
 def clipped(x, y, CLIPPED: tl.constexpr, LIMIT: tl.constexpr):
     """gate and up of an expert's activation: with CLIPPED min(x, LIMIT), and y clipped to +-LIMIT, plus 1; else x and
     y.
+
+      x, y: gate and up, float32. LIMIT: not used unless CLIPPED.
     """
     if CLIPPED:
         x, y = tl.minimum(x, LIMIT), tl.minimum(tl.maximum(y, -LIMIT), LIMIT) + 1.0
@@ -71,6 +73,8 @@ def row_gradients(
 ):
     """(an expert's inner rows, gradients of gate and of up), float32, of gate x, up y, the rows' weights and dout, the
     gradient of the weighted inner rows.
+
+      weight: float32, the rows'. CLIPPED, LIMIT: of `clipped`. ACTIVATION, ALPHA, FAST: of `share_of`.
     """
     dx_within, dy_within = 1.0, 1.0
     if CLIPPED:
@@ -107,6 +111,9 @@ def gated_rows_gradient_kernel(
       gate_up, dgate_up: [ROWS, 2 SIZE], gate before up; INTERLEAVED: gate in the even columns, up in the odd ones.
       dgated: [ROWS, SIZE], gradient of gated, the inner rows times the weights.
       BLOCK: columns of gate, and of up, computed at once.
+      weights, dweights: float32[ROWS], the router's, and their gradient. gated: [ROWS, SIZE], weighted inner rows.
+      ACTIVATION, ALPHA: 0: x times sigmoid of ALPHA x; 1: tanh approximation of gelu.
+      CLIPPED, LIMIT: 1: gate and up are clipped at LIMIT, and 1 is added to up.
     """
     DTYPE: tl.constexpr = gated.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

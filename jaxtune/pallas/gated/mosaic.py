@@ -21,7 +21,10 @@ MOST = 2**32  # arrays of this number of elements or more are refused
 
 
 def refusal(dtype, size: int, activation: str) -> str | None:
-    """Why the kernel cannot compute a call on this GPU, or None. size: elements of an array."""
+    """Why the kernel cannot compute a call on this GPU, or None. size: elements of an array.
+
+    dtype: of all three arrays. activation: a key of ACTIVATIONS.
+    """
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     reason = unsupported(dtype, size, activation)
@@ -35,6 +38,8 @@ def refusal(dtype, size: int, activation: str) -> str | None:
 def unsupported(dtype, size: int, activation: str) -> str | None:
     """Why the kernel cannot compute a call on any GPU, or None; for plans of a GPU that this machine lacks. It does not
     test the largest size.
+
+      dtype: of all three arrays. size: elements of one. activation: a key of ACTIVATIONS.
     """
     if activation not in ("silu", "gelu_tanh"):
         return f"activation {activation}: Mosaic has no erf"
@@ -84,7 +89,12 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
 
 
 def gated_backward(gate, up, dgated, activation: str):
-    """As api.gated_backward, with float32 inside. XLA copies arguments first that something else reads."""
+    """As api.gated_backward: (activation(gate) * up, gradients of gate and up), with float32 inside. XLA copies
+    arguments first that something else reads.
+
+    gate, up, dgated: bfloat16 of one shape, a multiple of 1,024 elements; dgated: gradient of activation(gate) * up.
+    activation: "silu" or "gelu_tanh".
+    """
     refs = [jax.new_ref(array.reshape(-1, CHUNK)) for array in (gate, up, dgated)]
     gpu_kernel.kernel(
         functools.partial(_kernel, activation=activation),

@@ -16,26 +16,39 @@ ACTIVATIONS = {
 
 
 def gated_backward(gate, up, dgated, activation: str):
-    """(inner rows activation(gate) * up, computed again; gradient of gate; of up), from dgated, theirs."""
+    """(inner rows activation(gate) * up, computed again; gradient of gate; of up), from dgated, theirs.
+
+    gate, up, dgated: of one shape and dtype. activation: a key of ACTIVATIONS.
+    """
     gated, pullback = jax.vjp(lambda gate, up: ACTIVATIONS[activation](gate) * up, gate, up)
     return gated, *pullback(dgated)
 
 
 def thin_product(left, right, contract: tuple[int, int], dtype) -> jax.Array:
-    """`left` times `right` over one axis of each, `contract`, with float32 sums, in `dtype`; float32 without TF32."""
+    """`left` times `right` over one axis of each, `contract`, with float32 sums, in `dtype`; float32 without TF32.
+
+    contract: (axis of left, axis of right).
+    """
     precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     axes = (contract[:1], contract[1:]), ((), ())
     return jax.lax.dot_general(left, right, axes, precision=precision, preferred_element_type=dtype)
 
 
 def gated_thin(gate, up, a, activation: str):
-    """As thin.gated_thin: (activation(gate) * up, that times a^T)."""
+    """As thin.gated_thin: (activation(gate) * up, that times a^T).
+
+    gate, up: [tokens, I]. a: float[r, I], rounded to gate's dtype. activation: a key of ACTIVATIONS.
+    """
     gated = ACTIVATIONS[activation](gate) * up
     return gated, thin_product(gated, a.astype(gate.dtype), (1, 1), gate.dtype)
 
 
 def gated_thin_backward(gate, up, dgated, dinner, activation: str):
-    """As thin.gated_thin_backward: (gradient of gate, of up, float32[r, I] of A)."""
+    """As thin.gated_thin_backward: (gradient of gate, of up, float32[r, I] of A).
+
+    gate, up: [tokens, I]. dgated: gradient of activation(gate) * up. dinner: [tokens, r], of the low-rank input.
+    activation: a key of ACTIVATIONS.
+    """
     gated, dgate, dup = gated_backward(gate, up, dgated, activation)
     return dgate, dup, thin_product(dinner, gated, (0, 0), jnp.float32)
 
@@ -67,12 +80,17 @@ class RowGate:
 
 def gated_rows(gate_up: jax.Array, weights: jax.Array, gate: RowGate) -> jax.Array:
     """Experts' inner rows times their router's weights: [rows, I] in gate_up's dtype, computed in float32, rounded
-    once. gate: the activation, its clipping, and how gate and up lie in gate_up.
+    once.
+
+      gate_up: [rows, 2 I]. weights: float32[rows].
     """
     return (gate(gate_up) * weights[:, None]).astype(gate_up.dtype)
 
 
 def gated_rows_backward(gate_up, weights, dgated, gate: RowGate):
-    """As api.gated_rows_backward, in plain JAX."""
+    """As api.gated_rows_backward: (weighted inner rows, gradients of gate_up and of weights).
+
+    gate_up: [rows, 2 I]. weights: float32[rows], the router's. dgated: [rows, I], of the weighted inner rows.
+    """
     gated, pullback = jax.vjp(lambda gate_up, weights: gated_rows(gate_up, weights, gate), gate_up, weights)
     return gated, *pullback(dgated)

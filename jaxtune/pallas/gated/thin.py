@@ -40,7 +40,11 @@ def gated_thin(
 def thin_of_gated(
     gate: jax.Array, up: jax.Array, a: jax.Array, activation: str, *, implementation: str | None = None
 ) -> jax.Array:
-    """The second result of `gated_thin` alone; the kernel does not write the first."""
+    """The second result of `gated_thin` alone; the kernel does not write the first.
+
+    gate, up: [tokens, I] in a float dtype. a: float[r, I]. activation: "silu", "gelu_tanh" or "gelu".
+    implementation: "triton", "reference", or None, as for `gated_thin`.
+    """
     check = _checked("thin_of_gated", gate, up, activation)
     check.array("a", a, "r I", FLOATS)
     if implementation_name("thin_of_gated", gate, len(a), activation, implementation) == "reference":
@@ -52,6 +56,9 @@ def thin_of_gated(
 def by_kernel(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ...]:
     """thin_triton.gated_thin on each device, with `a` rounded to gate's dtype. result: which results the kernel
     writes.
+
+      gate, up: [tokens, I] of 16 bits. a: float[r, I]. activation: "silu" or "gelu_tanh".
+      result: "gated", "e4m3" or "none": what comes before the thin product.
     """
     return meshes.on_each_device(thin_triton.gated_thin, rows=2)(gate, up, a.astype(gate.dtype), activation, result)
 
@@ -70,9 +77,10 @@ def gated_thin_backward(
     and up [tokens, I] in gate's dtype, dinner^T (activation(gate) * up) float32[r, I], the gradient of A). The kernel
     writes the first two over gate and up if nothing else reads these. Its results have the same bits in each run.
 
-      gate, up, activation, implementation: as in `gated_thin`.
+      gate, up: [tokens, I] in a float dtype. activation: "silu", "gelu_tanh" or "gelu".
       dgated: [tokens, I] in gate's dtype, gradient of activation(gate) * up.
       dinner: [tokens, r] in gate's dtype, gradient of the adapter's low-rank input (x A^T).
+      implementation: "triton", "reference", or None, as for `gated_thin`.
     """
     check = _checked("gated_thin_backward", gate, up, activation)
     check.array("dgated", dgated, "tokens I", gate.dtype)
@@ -86,7 +94,12 @@ def gated_thin_backward(
 
 
 def rounded_gradients(gate, up, dgated, dinner, inners, bs, activation: str) -> tuple:
-    """thin_triton.rounded_gradients on each device; its arguments and results are documented there."""
+    """thin_triton.rounded_gradients on each device, which documents the results.
+
+    gate, up, dgated: [tokens, I] of 16 bits. dinner: [tokens, r], gradient of down's low-rank input.
+    inners, bs: of gate's and up's adapters, low-rank inputs [tokens, r] and B's [I, r].
+    activation: "silu" or "gelu_tanh".
+    """
     run = meshes.on_each_device(thin_triton.rounded_gradients, rows=5, results=2)
     return run(gate, up, dgated, dinner, inners, bs, activation, thin_triton.rounded_tile())
 
@@ -102,6 +115,7 @@ def _checked(op: str, gate, up, activation: str) -> Arguments:
 def implementation_name(op: str, gate, rank: int, activation: str, implementation: str | None) -> str:
     """The implementation that runs the operation `op`, as dispatch.choose decides; the reference for small arrays.
     gate: [tokens, size], an array or a shape; rank: of the adapter.
+    activation: a key of ACTIVATIONS. implementation: the requested name, or None.
     """
     if implementation is None and not is_large(*gate.shape):
         implementation = "reference"
@@ -116,6 +130,8 @@ def is_large(tokens: float, size: int) -> bool:
 def in_place(dtype, tokens: float, size: int, rank: int, activation: str) -> bool:
     """Whether the kernel of `gated_thin_backward`, which writes over its arguments, runs such a call on some GPU. size:
     gate's columns. tokens: rows of gate. rank: of the adapter.
+
+      dtype: of gate. activation: a key of ACTIVATIONS.
     """
     return is_large(tokens, size) and thin_triton.unsupported(dtype, size, rank, activation) is None
 
@@ -123,5 +139,7 @@ def in_place(dtype, tokens: float, size: int, rank: int, activation: str) -> boo
 def implementations(gate, rank: int, activation: str) -> dispatch.Table:
     """{name: why it refuses a call, or None}, in the order of trial. gate: an array or a shape. rank: of the
     adapter.
+
+      activation: a key of ACTIVATIONS.
     """
     return {"triton": lambda: thin_triton.refusal(gate, rank, activation), "reference": lambda: None}

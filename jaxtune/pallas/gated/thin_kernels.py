@@ -1,6 +1,5 @@
 """Triton kernels of gated activations that multiply what they compute by thin arrays before it leaves the
-multiprocessor. Thin arrays are multiplied with WIDTH columns, a power of two of at least 16 and RANK. A program has
-STEPS tiles of BLOCK rows.
+multiprocessor. A program has STEPS tiles of BLOCK rows.
 """
 
 import triton
@@ -59,6 +58,7 @@ def gated_thin_kernel(
         128.
       scales: RESULT 2: float32[SIZE / 128, rounded up, ROWS].
       inner: [ROWS, RANK], rounded once from float32 sums.
+      WIDTH: a power of two, at least 16 and RANK. ACTIVATION: 0: silu; 1: tanh approximation of gelu.
     """
     DTYPE: tl.constexpr = gate.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -108,6 +108,7 @@ def gated_thin_backward_kernel(
 
       gate, up, dgated, dgate, dup: [ROWS, SIZE] of 16 bits; dinner: [ROWS, RANK].
       da: float32[ranges of rows, RANK, SIZE], each range's sum.
+      WIDTH: a power of two, at least 16 and RANK. ACTIVATION: 0: silu; 1: tanh approximation of gelu.
     """
     DTYPE: tl.constexpr = gate.dtype.element_ty
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -165,6 +166,7 @@ def rounded_gradients_kernel(
       scales: float32[2 width / 128, ROWS].
       parts: float32[blocks of columns, ROWS, 2, RANK], each block's share of the gradients times `sides`.
       da, db_gate, db_up: float32[ranges of rows, RANK, SIZE] and [ranges of rows, SIZE, RANK], each range's shares.
+      WIDTH: a power of two, at least 16 and RANK. ACTIVATION: 0: silu; 1: tanh approximation of gelu.
     """
     DTYPE: tl.constexpr = gate.dtype.element_ty
     FILLED: tl.constexpr = (SIZE + 127) // 128 * 128

@@ -46,7 +46,10 @@ def rounded_tile() -> Tile:
 
 
 def refusal(gate, rank: int, activation: str) -> str | None:
-    """Why the kernels cannot compute a call, or None; it may run their check at first use. rank: of the adapter."""
+    """Why the kernels cannot compute a call, or None; it may run their check at first use. rank: of the adapter.
+
+    gate: [tokens, size], array or shape. activation: a key of ACTIVATIONS.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -55,7 +58,10 @@ def refusal(gate, rank: int, activation: str) -> str | None:
 
 
 def unsupported(dtype, size: int, rank: int, activation: str) -> str | None:
-    """Why no GPU can run the kernels for such a call, or None. size: gate's columns. rank: of the adapter."""
+    """Why no GPU can run the kernels for such a call, or None. size: gate's columns. rank: of the adapter.
+
+    dtype: of gate. activation: a key of ACTIVATIONS.
+    """
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
     if activation not in ACTIVATIONS:
@@ -71,7 +77,6 @@ def width_of(rank: int) -> int:
 
 
 def _first_use(dtype, width: int, activation: str) -> str | None:
-    """Why this GPU must not run the kernels, or None: both are compared with plain JAX."""
     from jaxtune.pallas.gated import reference
 
     def compare():
@@ -100,6 +105,7 @@ def gated_thin(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ..
     a: [r, I] in gate's dtype.
     result: "gated": activation(gate) * up; "e4m3": its codes and scales float32[tokens, I / 128, rounded up], as
       fp8_product.rounded has them; "none".
+    gate, up: [tokens, I] of 16 bits. activation: "silu" or "gelu_tanh".
     """
     from jaxtune.pallas.gated import thin_kernels
 
@@ -131,7 +137,12 @@ def gated_thin(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ..
 
 
 def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As thin.gated_thin_backward. XLA copies gate and up first if something else reads them."""
+    """As thin.gated_thin_backward: (gradients of gate and up, float32[r, I] of A). XLA copies gate and up first if
+    something else reads them.
+
+    gate, up, dgated: [tokens, I] of 16 bits; dgated: gradient of activation(gate) * up.
+    dinner: [tokens, r], gradient of the low-rank input. activation: "silu" or "gelu_tanh".
+    """
     from jaxtune.pallas.gated import thin_kernels
 
     (tokens, size), rank = gate.shape, dinner.shape[1]
@@ -179,6 +190,8 @@ def rounded_gradients(
 
       inners: low-rank inputs of gate's and up's adapters, [tokens, r] in gate's dtype.
       bs: their B's, float[I, r], rounded to gate's dtype.
+      gate, up, dgated: [tokens, I] of 16 bits. dinner: [tokens, r], gradient of down's low-rank input.
+      shape: the Tile, of 128 columns.
     """
     from jaxtune.pallas.gated import thin_kernels
 

@@ -61,8 +61,10 @@ def _first_use(dtype, gate: RowGate) -> str | None:
 
 
 def gated_rows_backward(gate_up, weights, dgated, gate: RowGate):
-    """As reference.gated_rows_backward, in float32 and rounded once. The first two results take dgated's and gate_up's
-    memory; XLA copies these first if something else reads them.
+    """(Weighted inner rows, gradients of gate_up and of weights), in float32 and rounded once. The first two results
+    take dgated's and gate_up's memory; XLA copies these first if something else reads them.
+
+      gate_up: [rows, 2 I] of 16 bits. weights: float32[rows]. dgated: [rows, I], of the weighted inner rows.
     """
     from jaxtune.pallas.gated import kernels
 

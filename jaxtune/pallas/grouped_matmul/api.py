@@ -1,9 +1,8 @@
 """Products of rows sorted by expert with the experts' weights, adapters and biases: the public functions, their
 derivatives, and the choice of an implementation.
 
-In all functions `groups` says which expert each tile of sorted rows belongs to; `contract` is the axis of a weight that
-is summed over; `tokens`, int32[rows], gives the row of x [T, ...] for each sorted row, T for an empty one, and None
-means that x is sorted. The contents of arrays are not checked.
+`contract` is the axis of a weight that is summed over; `tokens`, int32[rows], gives the row of x [T, ...] for each
+sorted row, T for an empty one; None: x is sorted. The contents of arrays are not checked.
 """
 
 from __future__ import annotations
@@ -100,6 +99,7 @@ def implementations(
 
       weight: a quantised weight that may be decoded while it is multiplied; None: no "mosaic_ahead", unless requested.
       implementation: the requested name, or None.
+      dtype, in_size, out_size: of the rows, and sizes of the weights [E, out, in]. groups: gives rows and experts.
     """
 
     refused = functools.partial(mosaic.refusal, dtype, in_size, out_size, groups.tile_rows)
@@ -175,6 +175,9 @@ def _thin(x, weight, groups, contract, implementation, tokens):
 def contracted(thin, wide, groups, rank, implementation, tokens):
     """The gradient of an adapter's A, or of B transposed: float32[E, rank, n], thin^T wide summed over each expert's
     rows. thin: [rows, at least rank], scaled already; wide: [rows, n], or [T, n] with `tokens`.
+
+      groups: Groups of the rows. rank: columns of thin that count.
+      implementation: of Static. tokens: int32[rows], each row's token, or None.
     """
     if implementation in _MOSAIC and mosaic_contract.refusal(wide.dtype) is None:
         return mosaic_contract.contract_rows(mosaic.padded_rank_axis(thin, 1), wide, groups, rank, tokens)
@@ -221,6 +224,7 @@ def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None, inn
     bias: [E, out]. Empty rows get it or not.
     inner: the low-rank input x A^T, [rows, r], of an earlier call; None: it is computed.
     lora: (a, b) or None. static: all from `prepared`.
+    x: [rows, in] or with `tokens` [T, in]. weight: array or Stored. groups: Groups of the rows.
     """
     contract = 1 if static.transposed else 2
     extra = None
@@ -272,8 +276,10 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
 
 
 def adapter_gradients(static: Static, b, inner, groups, dout, dout_tokens=None):
-    """(the gradient of `inner` [rows, at least r], padded by a Mosaic implementation; of B, float32[E, out, r]). b: [E,
-    out, r]. dout, dout_tokens: as in `backward`.
+    """(the gradient of `inner` [rows, at least r], padded by a Mosaic implementation; of B, float32[E, out, r]).
+
+    static: from `prepared`. groups: Groups of the rows. b: [E, out, r]. inner: the unscaled low-rank input.
+    dout: [rows, out], or [T, out] with `dout_tokens`, int32[rows], the token of each sorted row.
     """
     inner = scaled(inner, static.scale)
     dinner, db = _thin_pair(dout, b, inner, groups, static.implementation, dout_tokens)
@@ -284,6 +290,9 @@ def adapter_gradients(static: Static, b, inner, groups, dout, dout_tokens=None):
 def rows_gradient(static: Static, weight, lora, dinner, groups, dout, dout_tokens=None):
     """The gradient of the sorted rows, [rows, in]: dout times the weight, plus the adapter's part, dinner A. lora: (a,
     b) or None. dinner: [rows, at least r], or None without an adapter.
+
+      static, weight: from `prepared`. groups: Groups of the rows.
+      dout: [rows, out], or [T, out] with `dout_tokens`, int32[rows], the token of each sorted row.
     """
     extra = None
     if lora is not None:
@@ -303,7 +312,10 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
 def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None:
-    """Checks that the argument `name` is a Groups whose arrays fit each other; `check` then knows E."""
+    """Checks that the argument `name` is a Groups whose arrays fit each other; `check` then knows E.
+
+    groups: what must be one.
+    """
     check.is_a(name, groups, Groups, "a Groups: that of a Routing, as route makes")
     for field, shape in (("tile_expert", "tiles"), ("count", ""), ("tile_sizes", "tiles"), ("sizes", "E")):
         check.array(f"{name}.{field}", getattr(groups, field), shape, jnp.int32)
@@ -316,6 +328,7 @@ def checked(
     the Routing with the groups, whose arrays are checked too; None: the product takes groups.
 
       name, shape: of the argument x, such as "[rows, in]". transposed: weight is [E, in, out].
+      lora: GroupedLora or None.
     """
     check = Arguments(op)
     check_groups(check, groups, "groups" if routing is None else "routing.groups")
@@ -353,6 +366,8 @@ def prepared(
       derivative_follows: decode a quantised weight once, here, for the forward and x's gradient, and compute the
       adapter's gradients first.
       transposed: weight is [E, in, out]. weight_trains: its gradient is needed.
+      x: [rows, in] or tokens [T, in]. weight: array or Stored. lora: GroupedLora or None.
+      fp8: multiply an FP8 weight undecoded. implementation: the requested name, or None.
     """
     if isinstance(weight, Stored) and weight.swapped:
         weight, transposed = weight.unswapped, not transposed
@@ -390,7 +405,7 @@ def grouped_matmul(
 
       x: [rows, in] bfloat16, float16 or float32, sorted by expert; weights are cast to its dtype.
       weight: [E, out, in], or [E, in, out] if `transposed`; an array, or quantised and then decoded for each product.
-      groups: from `routing.route(choice, E).groups`.
+      groups: from `routing.route(choice, E).groups`. lora: adapters, or None.
       derivative_follows: the derivative is computed soon, and x has no other use: a quantised weight is decoded once
       for both, and the adapter's gradients precede x's, so that x can be freed.
       fp8: multiply an FP8 weight undecoded, by rows rounded to e4m3, forward and for x's gradient; adapters multiply x
@@ -438,7 +453,10 @@ def _bias_bwd(residuals, drows):
 
 
 def bias_gradient(drows, bias, groups):
-    """The sums of drows [rows, out] over each expert's rows, in a fixed order: [E, out] in the bias's dtype."""
+    """The sums of drows [rows, out] over each expert's rows, in a fixed order: [E, out] in the bias's dtype.
+
+    groups: Groups of the rows.
+    """
     wide = reference.tiled(drows, groups).astype(jnp.float32)
     return reference.per_expert(wide.sum(1), groups).astype(bias.dtype)
 

@@ -2,13 +2,13 @@
 summed in float32.
 
 A weight is [E, A, B], and a product sums along B in the forward, along A for the gradient of the rows (or the reverse).
-Scales of rows (indices along A) or of the whole matrix multiply the result of a sum along B. In a sum along A they are
-factors of the summed axis; a sorted row belongs to one expert and is multiplied by them before it is rounded. Scales of
-128 x 128 numbers are inside both sums. Tensor cores accept e4m3 with the summed axis contiguous only, so for a sum
-along A each product transposes the codes first, unless the weight has them transposed (FP8.transposed).
+Scales of rows (along A) or of the whole matrix multiply a sum along B, and are factors of the summed axis along A: a
+sorted row is multiplied by its expert's before it is rounded. Scales of 128 x 128 numbers are inside both sums. Tensor
+cores accept e4m3 with the summed axis contiguous only, so a sum along A transposes the codes first, unless the weight
+has them transposed (FP8.transposed).
 
-Where no FP8 kernel can multiply, rows are rounded all the same, and their decoded values are multiplied in x's dtype,
-without a gain in speed.
+Where no FP8 kernel can multiply, rows are rounded all the same, and their decoded values multiplied, without a gain in
+speed.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def product(
     x: sorted rows [rows, K], or [T, K] with `tokens`.
     plain: as reference.product; multiplies if no FP8 kernel does.
     implementation: "mosaic", "triton", "reference" (ValueError if it refuses) or None.
+    weight: FP8 [E, A, B]. groups: Groups of the rows, in tiles of 128. contract: the summed axis, 1 or 2.
+    extra: None, or an adapter's (u [rows, r], its B or A). tokens: int32[rows], each row's token, or None.
     """
     blocks, sizes = fp8_product.in_blocks(weight), (weight.shape[contract], weight.shape[3 - contract])
     rank = 0 if extra is None else extra[1].shape[contract]

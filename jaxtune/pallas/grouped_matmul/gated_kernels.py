@@ -58,6 +58,10 @@ def gated_rows_thin_kernel(
       inner: [ROWS, INNER], gated a^T, rounded once from float32 sums; zeros from column RANK on.
       WIDTH: a power of two, at least 16 and RANK, that divides INNER.
       CLIPPED, LIMIT: 1: gate and up are clipped at LIMIT, and 1 is added to up.
+      weights: float32[ROWS], the router's. a: [EXPERTS, RANK, SIZE] of 16 bits.
+      tile_expert, tile_sizes: int32[tiles of TILE_ROWS rows], of Groups: expert, and rows that are not empty.
+      COLUMNS: of gate and up, computed at once.
+      ACTIVATION, ALPHA: 0: x times sigmoid of ALPHA x; 1: tanh approximation of gelu.
     """
     DTYPE: tl.constexpr = gated.dtype.element_ty
     first = tl.program_id(0) * BLOCK
@@ -120,11 +124,15 @@ def gated_rows_thin_backward_kernel(
     dgate_up may be gate_up's memory: each program reads a block before it writes it, and no other program reads it.
     Empty rows of a chunk get zeros; rows of tiles without an expert are not written.
 
-      gate_up, WIDTH: as for gated_rows_thin_kernel.
-      dinner: [ROWS, INNER], of which RANK columns are used.
+      gate_up, dgate_up: [ROWS, 2 SIZE], 16 bits; gate, then up, or with INTERLEAVED in even and odd columns.
+      weights: float32[ROWS], the router's. dgated: [ROWS, SIZE], gradient of the weighted inner rows.
+      dinner: [ROWS, INNER], of which RANK columns are used. WIDTH: a power of two, at least 16 and RANK.
       chunk_first, chunk_rows: int32[chunks], the first row, and how many from there on are not empty.
       dweights: float32[blocks of columns, ROWS], a share of the weights' gradient from each block.
       da: float32[chunks, RANK, SIZE].
+      TILE_ROWS, BLOCK: rows of a tile of Groups, and rows read at once.
+      ACTIVATION, ALPHA: 0: x times sigmoid of ALPHA x; 1: tanh approximation of gelu.
+      CLIPPED, LIMIT: 1: gate and up are clipped at LIMIT, and 1 is added to up.
     """
     DTYPE: tl.constexpr = dgated.dtype.element_ty
     chunk = tl.program_id(1)

@@ -56,7 +56,6 @@ def refusal(gate_up, rank: int, gate: RowGate) -> str | None:
 
 
 def _first_use(dtype, gate: RowGate, rank: int) -> str | None:
-    """Compares a small case of unequal experts with plain JAX in float32."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1500)  # with tiles that no expert needs
@@ -167,6 +166,7 @@ def gated_rows_thin_backward(
 
       dgated: [rows, I], the gradient of the inner rows times their weights.
       dinner: [rows, at least r], the gradient of the low-rank input.
+      gate_up, weights: the forward's. rank: r.
     """
     from jaxtune.pallas.grouped_matmul import gated_kernels
 

@@ -5,9 +5,8 @@ TMA copies boxes, and on Hopper it cannot gather rows. Here the 128 lanes of a w
 (cp.async), eight of them the 128 bytes of a row, to the addresses where TMA would put them: tiles of 8 rows of 128
 bytes, swizzled. A lane has every 16th row.
 
-The loading warpgroup calls `numbers`, `start_copy` and `signal_arrival`; only the multiplying ones `wait`. It is as
-fast as TMA over consecutive rows, if the fence before wgmma names shared memory: without `.shared::cta` it waits for
-all traffic, 450 cycles a step. `interpreted`: Pallas' interpreter runs the kernel, whose copies are synchronous.
+It is as fast as TMA over consecutive rows, if the fence before wgmma names shared memory: without `.shared::cta` it
+waits for all traffic, 450 cycles a step. In Pallas' interpreter copies are synchronous.
 """
 
 from __future__ import annotations
@@ -82,6 +81,7 @@ def start_copy(x_ref, tokens, target, first_column, transforms, interpreted: boo
       tokens: from `numbers`; the index T copies zeros.
       target: [rows, columns] in shared memory, columns a multiple of 64, tiles of (8, 64) swizzled by 128 bytes.
       first_column: int32[], a multiple of 8.
+      transforms: of `target`.
     """
     rows, columns = target.shape
     if interpreted:
@@ -154,6 +154,8 @@ def init_barriers(barriers_ref, interpreted: bool):
 def signal_arrival(barriers_ref, slot, interpreted: bool):
     """Makes each lane of the loading warpgroup arrive at barrier `slot` once everything that it has copied so far has
     arrived; returns at once.
+
+      barriers_ref: in shared memory, one for each slot.
     """
     if interpreted:
         return
@@ -169,6 +171,8 @@ def signal_arrival(barriers_ref, slot, interpreted: bool):
 def wait(barriers_ref, slot, parity, interpreted: bool):
     """Makes a multiplying warpgroup wait until everything announced at barrier `slot` is in shared memory and visible
     to wgmma. parity: 0 for the first, third, ... wait at this barrier, 1 for the others.
+
+      barriers_ref, slot: barriers in shared memory, and which, int32[].
     """
     if interpreted:
         plgpu.commit_smem()  # the fence below

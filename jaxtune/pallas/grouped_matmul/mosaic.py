@@ -77,6 +77,7 @@ def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     check results. Both sizes must fit: the forward sums over one, the rows' gradient over the other.
 
       tile_rows: rows of the groups' tiles.
+      dtype: of the rows, bfloat16 or float16.
     """
     from jaxtune.pallas.dispatch import compute_capability
 
@@ -105,6 +106,8 @@ def candidates(out_size: int, ahead: bool) -> list[Blocks]:
 def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
     """The name under which the tuner stores Blocks, shared by all numbers of rows and experts, with and without an
     adapter. contract: the weight's axis that is summed over, 1 or 2. ahead: the weight is decoded by a warpgroup.
+
+      in_size, out_size: of the product: summed size, and columns of the result.
     """
     return f"in={in_size}, out={out_size}, contract={contract}" + (", decoding" if ahead else "")
 
@@ -115,6 +118,8 @@ def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -
 
     With a decoder (`ahead`) tiles have at most 192 columns, which the registers allow, and exactly these if the last
     tile, moved back to end with the output, overlaps the one before by at most a sixteenth.
+
+      in_size, contract: the summed size, and the weight's axis of it. dtype: of the rows.
     """
     measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract, ahead), dtype, Blocks)
     if measured is not None:
@@ -342,6 +347,9 @@ def padded_rank(rank: int) -> int:
 def thin(x, weight, groups: Groups, contract: int, tokens=None):
     """`reference.thin` by the kernel, padded with zero columns to a multiple of 64, as the u of `product`'s `extra`. x
     is [T, K] with `tokens`.
+
+      weight: [E, n, K] (contract = 2) or [E, K, n] (1).
+      tokens: int32[rows], the row of x for each sorted row; None: x is sorted.
     """
     return product(x, padded_rank_axis(weight.astype(x.dtype), 3 - contract), groups, contract, tokens=tokens)
 
@@ -351,8 +359,10 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
 
     x: sorted rows [rows, K], or [T, K] with `tokens`.
     weight: an array in x's dtype; or in four bits, without `tokens` (else ValueError).
-    extra: the rank is padded here.
     tokens: int32[rows], the row of x for each sorted row; T for an empty row.
+    contract: the weight's summed axis, 2 for [E, n, K], 1 for [E, K, n].
+    extra: None, or an adapter's (u [rows, r], [E, n, r] or [E, r, n]); the rank is padded here.
+    blocks: None: `blocks_for`.
     """
     columns, ahead = weight.shape[3 - contract], isinstance(weight, Stored)
     if ahead and tokens is not None:

@@ -4,18 +4,12 @@ A product of many rows leaves a GPU's memory and ordinary lanes idle. An additio
 share of each expert's weight, expert by expert, into the buffer that the product reads, and counts its work; the
 warpgroup that loads an expert's weight waits for the count. So a weight is decoded once, however many tiles need it.
 
-All programs must run at the same time, because a program spins until every program has decoded its share. The grid is
-one program per multiprocessor, and a program takes all of its registers, so on a device where nothing else runs all
-programs are resident. CUDA guarantees this only for cooperative launches, and Mosaic's launch is not one.
-
-Beside NCCL's kernels, which spin for another device's, there is no proof that both end. If a collective is partly
-resident beside this kernel, its other blocks wait for multiprocessors that our programs occupy, and these spin for
-programs that wait for the collective's multiprocessors. NCCL's blocks on Hopper come in clusters, which need several
-free multiprocessors of one neighbourhood, and which of two waiting kernels gets a free one is not documented. So both
-may wait for ever; so would two of these kernels at once on one device, but XLA runs products on one stream.
-
-Therefore a mesh of several devices decodes first by default (`NOT_PROVED`). Programs for all multiprocessors minus
-NCCL's blocks would be safe, or a cooperative launch after the collectives.
+All programs must run at the same time, because a program spins until every program has decoded its share. There is one
+for each multiprocessor, with all its registers, so on a device where nothing else runs all are resident; CUDA
+guarantees this only for cooperative launches, and Mosaic's launch is not one. Beside NCCL's kernels, which spin for
+another device's, there is no proof that both end: each may wait for multiprocessors that the other occupies. So a mesh
+of several devices decodes first by default (`NOT_PROVED`). Programs for all multiprocessors minus NCCL's blocks would
+be safe, or a cooperative launch after the collectives.
 """
 
 from __future__ import annotations
@@ -81,6 +75,7 @@ class Decoder:
 
           operands: Chunks.operands in global memory.
           ready: semaphores, one for each expert.
+          program, programs: its number, int32[], and how many there are.
         """
 
         def load(number):

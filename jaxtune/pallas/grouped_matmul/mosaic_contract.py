@@ -160,6 +160,7 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
       thin: [rows, R], R a multiple of 64, at least `rank`.
       wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`, T for zeros; both bfloat16 or both float16. Empty
       rows must be zero in one and finite in the other.
+      tokens: int32[rows], the row of `wide` for each sorted row, or None.
     """
     experts, size = groups.num_experts, wide.shape[1]
     columns = next(columns for columns in _STAGES if size % columns == 0)

@@ -38,7 +38,6 @@ def refusal(dout, b) -> str | None:
 
 
 def _first_use(dtype, b_dtype, rank: int) -> str | None:
-    """Compares a small case of unequal experts with plain JAX in float32."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1500)  # with tiles that no expert needs

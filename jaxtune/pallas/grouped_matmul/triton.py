@@ -58,9 +58,12 @@ def refusal(dtype, tile_rows: int) -> str | None:
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, *, tile_sizes: Tile | None = None):
-    """Each row of x times the weight of its expert: [rows, n] in x's dtype; arguments as of reference.product.
+    """Each row of x times the weight of its expert, plus an adapter's product: [rows, n] in x's dtype. Only if
+    `refusal` is None.
 
-    tile_sizes: the sizes of tiles; None: `tile()`.
+      x: [rows, K], sorted by expert. weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), in x's dtype.
+      extra: None, or an adapter's (u [rows, r], [E, n, r] or [E, r, n]).
+      tile_sizes: the sizes of tiles; None: `tile()`.
     """
     from jaxtune.pallas.grouped_matmul import triton_kernels
 
@@ -86,7 +89,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, tile_sizes:
         OUTER=columns,
         RANK=rank,
         RANK_STEP=max(16, 1 << (rank - 1).bit_length()) if rank else 16,
-        FAST=int(contract == 2),
+        INNER_LAST=int(contract == 2),
         ROWS=tile_sizes.rows,
         COLUMNS=tile_sizes.columns,
         STEP=tile_sizes.step,

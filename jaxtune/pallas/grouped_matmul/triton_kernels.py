@@ -5,23 +5,24 @@ import triton.language as tl
 
 
 @triton.jit
-def _side(
+def _right_block(
     weight,
     expert,
     columns,
     along,
     INNER: tl.constexpr,
     OUTER: tl.constexpr,
-    FAST: tl.constexpr,
+    INNER_LAST: tl.constexpr,
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A block [STEP, COLUMNS] of one expert's weight or side of an adapter, [OUTER, INNER] if FAST, else [INNER,
-    OUTER]; zeros outside. `along` int32[STEP] and `columns` int32[COLUMNS] are runs that begin at a multiple of their
-    length.
+    """A block [STEP, COLUMNS] of one expert's weight or side of an adapter, [OUTER, INNER] if INNER_LAST, else [INNER,
+    OUTER]; zeros outside. Unmasked if STEP and COLUMNS divide the sizes: then nothing may be outside.
+
+      along, columns: int32[STEP], int32[COLUMNS], runs that begin at a multiple of their length.
     """
     weight += expert.to(tl.int64) * (INNER * OUTER)
-    if FAST:
+    if INNER_LAST:
         offsets = columns[None, :] * INNER + along[:, None]
     else:
         offsets = along[:, None] * OUTER + columns[None, :]
@@ -58,18 +59,22 @@ def product_kernel(
     OUTER: tl.constexpr,
     RANK: tl.constexpr,
     RANK_STEP: tl.constexpr,
-    FAST: tl.constexpr,
+    INNER_LAST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
     BAND: tl.constexpr,
 ):
     """One tile of out [rows, OUTER] = x [rows, INNER] weight[expert] + u [rows, RANK] side[expert]. Each expert's
-    weight is [OUTER, INNER] if FAST is 1, else [INNER, OUTER], and its side likewise. RANK 0: no adapter.
+    weight is [OUTER, INNER] if INNER_LAST is 1, else [INNER, OUTER], and its side likewise. RANK 0: no adapter.
 
     `count` points to the number of tiles of Groups with tokens; the tiles after them get zeros. Each is divided into
     GROUP_TILES tiles of ROWS rows. Programs are numbered in bands of BAND tiles of rows. The grid has ROW_TILES times
     ceil(OUTER / COLUMNS) programs.
+
+      x, u: [rows, INNER], [rows, RANK]. tile_expert: int32[tiles], of Groups.
+      RANK_STEP: RANK as a power of two of at least 16. STEP: summed columns at a time.
+      ROWS, COLUMNS: of a program's tile.
     """
     COLUMN_TILES: tl.constexpr = (OUTER + COLUMNS - 1) // COLUMNS
     item = tl.program_id(0)
@@ -87,12 +92,12 @@ def product_kernel(
         for first in range(0, INNER, STEP):
             along = first + tl.arange(0, STEP)
             left = _rows(x, rows, along, INNER, STEP)
-            right = _side(weight, expert, columns, along, INNER, OUTER, FAST, STEP, COLUMNS)
+            right = _right_block(weight, expert, columns, along, INNER, OUTER, INNER_LAST, STEP, COLUMNS)
             total = tl.dot(left, right, total)
         if RANK > 0:
             along = tl.arange(0, RANK_STEP)
             left = _rows(u, rows, along, RANK, RANK_STEP)
-            right = _side(side, expert, columns, along, RANK, OUTER, FAST, RANK_STEP, COLUMNS)
+            right = _right_block(side, expert, columns, along, RANK, OUTER, INNER_LAST, RANK_STEP, COLUMNS)
             total = tl.dot(left, right, total)
     values = total.to(out.dtype.element_ty)
     offsets = rows.to(tl.int64)[:, None] * OUTER + columns[None, :]
@@ -131,6 +136,8 @@ def thin_pair_kernel(
       dinner: float32[blocks of columns, ROWS, RANK], what each block adds to dout b; only experts' rows.
       db: float32[RANGES, EXPERTS, OUT, RANK], what each range adds to dout^T inner.
       WIDTH: a power of two, at least 16 and RANK.
+      dout, b: [ROWS, OUT] of 16 bits, [EXPERTS, OUT, RANK].
+      starts, sizes: int32[EXPERTS], each expert's first row, and its rows that are not empty.
     """
     DTYPE: tl.constexpr = dout.dtype.element_ty
     expert = tl.load(order + tl.program_id(1) // RANGES).to(tl.int64)

@@ -185,12 +185,17 @@ def linear_token_losses(
     head_gradient: bool = True,
     chunk_tokens: int | None = None,
 ) -> jax.Array:
-    """float32[B, T], the weighted loss of each token, for objectives that are not their sum. Formula, arguments and
-    errors are those of linear_cross_entropy; with weights of 1 and neither label smoothing nor z-loss, the losses are
-    negative log-probabilities.
+    """float32[B, T], the weighted loss of each token, for objectives that are not their sum. Formula and errors are
+    those of linear_cross_entropy; with weights of 1 and neither label smoothing nor z-loss, the losses are negative
+    log-probabilities.
 
     Differentiable in hidden, head and weights. With a frozen head the forward computes hidden's gradient; with a
     trained one the backward computes the logits once more.
+
+      hidden: [B, T, D]. head: [V, D], cast to hidden's dtype. targets: int[B, T] in [0, V). weights: float[B, T].
+      soft_cap, logit_scale: logits are soft_cap * tanh(logit_scale * hidden head^T / soft_cap); None: no cap.
+      label_smoothing: in [0, 1). z_loss: factor of the squared log-normaliser. head_gradient: False for a frozen head.
+      chunk_tokens: most tokens that have logits at a time; None: 2^27 logits.
     """
     options = (soft_cap, logit_scale, label_smoothing, z_loss, head_gradient, chunk_tokens)
     static = _checked("linear_token_losses", hidden, head, targets, weights, *options)
@@ -211,13 +216,15 @@ def linear_log_probs(
     chunk_tokens: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(log-probability of each target, entropy of each distribution), float32[B, T] each in nats, under softmax(logits
-    / temperature): the distribution of a sampler without filters such as top-p. Other arguments, logits and errors are
-    those of linear_cross_entropy.
+    / temperature): the distribution of a sampler without filters such as top-p. Errors are those of
+    linear_cross_entropy.
 
-      targets: int[B, T] in [0, V), at padding, too.
+      hidden: [B, T, D], finite. head: [V, D], cast to hidden's dtype. targets: int[B, T] in [0, V), at padding, too.
       temperature: above 0; divides the logits after scale and soft cap.
+      soft_cap, logit_scale: logits are soft_cap * tanh(logit_scale * hidden head^T / soft_cap); None: no cap.
       entropy_gradient: True: the entropies are differentiable, and the backward computes the logits once more. False:
-        their gradient is zero, and with a frozen head logits are computed only once.
+      their gradient is zero, and with a frozen head logits are computed only once.
+      head_gradient: False for a frozen head. chunk_tokens: most tokens with logits at a time; None: 2^27 logits.
     """
     options = (soft_cap, logit_scale, 0.0, 0.0, head_gradient, chunk_tokens, temperature)
     static = _checked("linear_log_probs", hidden, head, targets, None, *options)
@@ -274,6 +281,8 @@ def _checked(
 def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
     """Tokens of each row in a chunk: at least one, at most chunk_tokens over all rows. Of lengths with equally few
     chunks it is the smallest, because the last chunk is padded. length: tokens of a row.
+
+      rows: of the batch. chunk_tokens: at least 1.
     """
     most = max(1, min(length, chunk_tokens // max(1, rows)))
     return -(-length // max(1, -(-length // most)))

@@ -32,6 +32,8 @@ def masked_beyond(logits: jax.Array, size: int) -> jax.Array:
 def length_of_chunks(hidden: jax.Array, vocab_size: int, chunk_tokens: int | None) -> int:
     """Tokens of each row in a chunk of at most chunk_tokens of all rows. None: as many as have CHUNK_LOGITS logits in
     two arrays, of two models, or of the student and its bucket. hidden: [B, T, D], only its shape is read.
+
+      vocab_size: logits of a token.
     """
     rows, length, _ = hidden.shape
     return chunk_length(rows, length, chunk_tokens or max(1, CHUNK_LOGITS // 2 // vocab_size))
@@ -42,6 +44,7 @@ def divergence_of(log_student: jax.Array, log_teacher: jax.Array, beta: float) -
     log_student).
 
       log_student, log_teacher: float32[..., V], finite (NOTHING for a probability of 0).
+      beta: 0: KL(teacher || student); 1: KL(student || teacher); between: of their mixture (module's docstring).
     """
     student, teacher = jnp.exp(log_student), jnp.exp(log_teacher)
     if beta == 0:
@@ -113,6 +116,7 @@ def summed(forward, hidden, head, teacher, weights, static):
       forward: as `_forward`.
       teacher: arrays without a gradient.
       static: options of `forward` as a hashable tuple of pairs.
+      hidden, head, weights: [B, T, D], [V, D], float[B, T].
     """
     results = forward(hidden, head, teacher, weights, gradients=False, **dict(static))
     return (weights * results.losses).sum(), results.losses, results.entropies
@@ -172,6 +176,7 @@ def linear_divergence(
       head_gradient: False for a frozen head.
       chunk_tokens: tokens that have logits of both models at a time, at most, but at least one of each row; None: 2^26
         logits of each model.
+      temperature: divides both models' logits. logit_scale, teacher_logit_scale: factors of the logits.
     """
     check = Arguments("linear_divergence")
     check.array("hidden", hidden, "B T D", FLOATS)

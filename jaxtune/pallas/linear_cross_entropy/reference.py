@@ -164,7 +164,7 @@ def forward(
     """Results of all tokens, chunk by chunk.
 
     hidden: [B, T, D]; head: [V, D]; targets: int[B, T].
-    weights, entropy_weights: float32[B, T], as in `_chunk`.
+    weights, entropy_weights: float32[B, T], factors in the sum whose gradients are computed; the latter or None.
     chunk_length: tokens of each row whose logits exist at a time.
     gradients: whether dhidden and dhead are computed, of sum(weights * losses + entropy_weights * entropies).
     options: the other keywords of `_chunk`.

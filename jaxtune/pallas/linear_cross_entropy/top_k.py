@@ -138,13 +138,15 @@ def linear_top_k_divergence(
 
     Returns (sum of weights * divergence float32[], unweighted divergences float32[B, T] in nats, the student's
     entropies over the vocabulary at the temperature float32[B, T]). Only the first is differentiable, in hidden, head
-    and weights; the forward computes its gradients. Logits, divergence and the other arguments are those of
-    linear_divergence, over k + 1 outcomes: the stored tokens, and the bucket of all others (the teacher's has at least
-    LEAST_REST).
+    and weights; the forward computes its gradients. Logits and divergence are those of linear_divergence, over k + 1
+    outcomes: the stored tokens, and the bucket of all others (the teacher's has at least LEAST_REST).
 
+      hidden: [B, T, D]. head: [V, D]. weights: float[B, T], 0 where a token does not count.
       teacher_ids: int32[B, T, k], distinct; -1 where unused.
       teacher_log_probs: float32[B, T, k], in nats, finite, at the temperature.
-      chunk_tokens: a second array of logits' size, the bucket's, exists beside the logits.
+      beta: 0: KL(teacher || student), 1: KL(student || teacher). temperature: divides the student's logits.
+      soft_cap: s * tanh(logits / s), or None. logit_scale: factor. head_gradient: False for a frozen head.
+      chunk_tokens: most tokens with logits at a time, and with a second array of that size, the bucket's.
     """
     check = Arguments("linear_top_k_divergence")
     check.array("hidden", hidden, "B T D", FLOATS)
@@ -179,8 +181,9 @@ def linear_top_k(
 ) -> tuple[jax.Array, jax.Array]:
     """(ids int32[B, T, k], the most probable first; their log-probabilities float32[B, T, k] in nats) under
     softmax(logits / temperature), as linear_top_k_divergence takes them. Logits are not stored; gradients are zero.
-    Other arguments and errors are those of linear_log_probs; k is from 1 to V.
+    Errors are those of linear_log_probs; k is from 1 to V.
 
+      hidden: [B, T, D]. head: [V, D]. soft_cap: s * tanh(logits / s), or None. logit_scale: factor before it.
       chunk_tokens: about how many tokens of all rows have logits at a time; None: 2^26 logits.
     """
     check = Arguments("linear_top_k")

@@ -31,10 +31,12 @@ def normed_heads(
       x: [B, T, heads, D] bfloat16, float16 or float32.
       table: (cos, sin), float32[B, T, rotary_dim / 2]; numbers i and i + rotary_dim / 2 of a head are a pair, those
         from rotary_dim on stay.
-      offset, float32: as in reference.normed.
       implementation: "triton" (16 bits, D a power of two of at least 32, rotary_dim D), "reference", or None: "triton"
         if it supports the call and there are at least 4,096 heads over all tokens.
       eps: added to the mean square of a head.
+      weight: float[D].
+      offset: added to the weight, if float32; else ignored.
+      float32: True: only the product with the weight is rounded; False: both factors are rounded first, too.
     """
     check = Arguments("normed_heads")
     check.array("x", x, "B T heads D", FLOATS)
@@ -53,5 +55,8 @@ def normed_heads(
 
 
 def implementations(x, weight, table) -> dispatch.Table:
-    """{name: why it refuses a call, or None}, in the order of trial. Arguments may be shapes."""
+    """{name: why it refuses a call, or None}, in the order of trial. Arguments may be shapes.
+
+    x: [B, T, heads, D]. weight: [D]. table: (cos, sin), [B, T, rotary_dim / 2].
+    """
     return {"triton": lambda: triton.refusal(x, weight, table), "reference": lambda: None}

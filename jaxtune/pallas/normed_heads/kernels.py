@@ -54,6 +54,8 @@ def normed_heads_kernel(
 
     x, out: [COUNT, 2 HALF]; HEADS after one another are of one token.
     cos, sin: float32[COUNT / HEADS, HALF].
+    weight: [2 HALF]. EPS: added to the mean square.
+    FLOAT32: 1: OFFSET is added to the weight, and only the product is rounded; 0: both factors are, too.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     half = tl.arange(0, HALF)[None, :]
@@ -94,6 +96,8 @@ def normed_heads_gradient_kernel(
 
       dout: [COUNT, 2 HALF], gradient of the output.
       dweight: float32[programs, 2 HALF].
+      x, dx: [COUNT, 2 HALF]; HEADS after one another are of one token. cos, sin: float32[COUNT / HEADS, HALF].
+      EPS: added to the mean square. FLOAT32: 1: OFFSET is added to the weight; 0: the weight is rounded to dx's dtype.
     """
     DTYPE: tl.constexpr = dx.dtype.element_ty
     factor_low, factor_high = _factors(weight, OFFSET, FLOAT32, HALF, DTYPE)

@@ -17,6 +17,7 @@ def normed(x, weight, eps, offset, float32):
     float32: True: the normed numbers times the weight are rounded once. False: both are rounded to x's dtype first,
       and the product again.
     eps: added to the mean square.
+    weight: [size].
     """
     x32 = x.astype(jnp.float32)
     x32 = x32 * inverse_rms(x32, eps)

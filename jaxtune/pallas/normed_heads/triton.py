@@ -17,7 +17,7 @@ from jaxtune.pallas.normed_heads import reference
 class Tile(NamedTuple):
     """How a kernel divides its work."""
 
-    numbers: int  # of x in a tile
+    elements: int  # of x in a tile
     warps: int  # of a program
     steps: int  # tiles of a program; the backward writes one row of gradients of the weight for them
 
@@ -26,8 +26,9 @@ FORWARD, BACKWARD = Tile(2048, 4, 1), Tile(1024, 2, 8)
 
 
 def refusal(x, weight, table) -> str | None:
-    """Why the kernels cannot compute a call, or None; it may run their check at first use. Arguments: as of
-    api.normed_heads.
+    """Why the kernels cannot compute a call, or None; it may run their check at first use. Arguments may be shapes.
+
+    x: [B, T, heads, D]. weight: [D]. table: (cos, sin), [B, T, rotary_dim / 2].
     """
     reason = compat.triton_refusal()
     if reason is not None:
@@ -43,7 +44,6 @@ def refusal(x, weight, table) -> str | None:
 
 
 def _first_use(dtype, weight_dtype, dim: int) -> str | None:
-    """Why this GPU must not run the kernels, or None: output and gradients are compared with plain JAX."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)
@@ -71,7 +71,11 @@ def _first_use(dtype, weight_dtype, dim: int) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def normed_heads(x, weight, cos, sin, eps: float, offset: float, float32: bool):
-    """As api.normed_heads, with cos and sin float32[B, T, D / 2]. eps, offset, float32: as in reference.normed."""
+    """As api.normed_heads: [B, T, heads, D], with cos and sin float32[B, T, D / 2].
+
+    x, weight: [B, T, heads, D] of 16 bits, [D].
+    eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
+    """
     norm = eps, offset, float32
 
     def run(x, cos, sin, weight):
@@ -104,7 +108,7 @@ normed_heads.defvjp(_normed_heads_fwd, _normed_heads_bwd)
 
 
 def _block(x, tile: Tile) -> int:
-    return max(1, tile.numbers // x.shape[-1])
+    return max(1, tile.elements // x.shape[-1])
 
 
 def _programs(x, tile: Tile) -> int:

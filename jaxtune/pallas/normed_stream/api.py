@@ -28,11 +28,13 @@ def normed_stream(
     rounded once. TypeError or ValueError for wrong arguments or an implementation that refuses.
 
       x: [..., size] bfloat16, float16 or float32.
-      offset, float32: as in normed_heads.reference.normed.
       implementation: of the gradients; the norm is always plain JAX. "triton" (16 bits, at most 8,192 numbers a row),
         "reference", or None: "triton" if it supports the call and there are at least 1,024 rows of at least 512
         numbers.
       eps: added to the mean square.
+      weight: float[size].
+      offset: added to the weight, if float32; else ignored.
+      float32: True: only the product with the weight is rounded; False: both factors are rounded first, too.
     """
     check = Arguments("normed_stream")
     check.array("x", x, "... size", FLOATS)

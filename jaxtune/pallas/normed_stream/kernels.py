@@ -30,6 +30,7 @@ def normed_stream_gradient_kernel(
       weight: [SIZE]; FLOAT32: OFFSET is added; else it is rounded to x's dtype.
       stream_gradient: a gradient that is added to dx, if PASSED.
       dweight: float32[programs, SIZE], if TRAINED.
+      WIDTH: SIZE as a power of two. EPS: added to the mean square.
     """
     DTYPE: tl.constexpr = dx.dtype.element_ty
     number = tl.arange(0, WIDTH)[None, :]

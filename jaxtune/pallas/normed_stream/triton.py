@@ -46,7 +46,6 @@ def refusal(x, weight) -> str | None:
 
 
 def _first_use(dtype, weight_dtype, size: int) -> str | None:
-    """Why this GPU must not run the kernel, or None: gradients are compared with plain JAX."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 4)
@@ -72,8 +71,10 @@ def _first_use(dtype, weight_dtype, size: int) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def normed_stream(x, weight, eps: float, offset: float, float32: bool):
-    """As api.normed_stream: (x, the normed x). eps, offset, float32: as in normed_heads.reference.normed, which defines
-    the norm.
+    """As api.normed_stream: (x, the normed x).
+
+    x, weight: [..., size] of 16 bits, [size].
+    eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
     """
     return x, normed(x, weight, eps, offset, float32)
 
@@ -111,8 +112,9 @@ def _is_zero(gradient) -> bool:
 def gradient(x, dnormed, stream_gradient, weight, eps, offset, float32, trained: bool) -> list[jax.Array]:
     """Runs the kernel: [gradient of x, and if `trained` the programs' shares float32[programs, size] of the weight's].
 
+    x, weight: [..., size] of 16 bits, [size]. dnormed: gradient of the normed x.
     stream_gradient: like x, added to its gradient, or None.
-    dnormed: gradient of the normed x. eps, offset, float32: as in normed_stream.
+    eps: added to the mean square. offset: added to the weight, if float32. float32: only the product was rounded.
     """
     from jaxtune.pallas.normed_stream import kernels
 

@@ -104,6 +104,8 @@ def choose(
 ) -> tuple[ModuleType, tuple[str | None, ...]]:
     """How a call's products are computed: (kernels, as_stored) of reference.Static. dtype: of x. fp8: FP8 weights are
     multiplied undecoded.
+
+      weights: of one call. implementation: the requested name, or None.
     """
     as_stored = (implementation,) if fp8 and any(product_of(weight) is not None for weight in weights) else ()
     decoded_weights = [weight for weight in weights if not as_stored or product_of(weight) is None]

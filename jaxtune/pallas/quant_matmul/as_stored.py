@@ -1,19 +1,8 @@
 """Which modules multiply by weights as they are stored, undecoded, by the value of model.compute that asks for it.
 
-Such a module has these functions; `...` stands for (kind, implementation), and `adapter` for None or an adapter's two
-operands, whose product is added:
-- kind(weight): hashable. Weights of one kind share one rounded x, and one product of their gradients.
-- operand(x, ...): x [tokens, in] rounded, as `forward` takes it (`coded`).
-- gated_operand(gate, up, a, activation, ...): (the same of activation(gate) * up, that times a^T).
-- normed_operand(x, weight, rounding, a, kind): (the same of the RMS norm of x, that times a^T); normed_refusal(x, rank,
-  kind): the reason why it cannot, or None.
-- forward(coded, weight, adapter, dtype, implementation): x W^T.
-- gated_gradients(gate, up, dgated, dinner, activation, adapters, ...): (gradients of gate and up; of A; None, or what
-  `backward` and the adapters take in their place).
-- rounded_gradients(douts, inner, bs, ...): None, or (gradients rounded, side by side; times the B's; transposed times
-  the low-rank inputs).
-- backward(douts, weights, adapter, dtype, implementation, coded): the sum of dy W over weights of one kind; `coded` is
-  None, or all dy rounded, in place of `douts`.
+Such a module has fp8_product's functions kind (hashable: weights of one kind share one rounded x, and one product of
+their gradients), operand, gated_operand, normed_operand, normed_refusal, forward, gated_gradients, rounded_gradients
+and backward, called with (kind, implementation) in place of its (blocks, implementation).
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ def rounded_pair_kernel(
       block_products: float32[blocks of columns, ROWS, RANK], the products with B.
       dbs: float32[ranges of rows, TOTAL, RANK], the transposed products.
       PLACES, FIRST, THINS: each output's first column, first block of columns, and first column in `inner`.
+      codes, scales: e4m3[ROWS, TOTAL], float32[TOTAL / 128, ROWS]. WIDTHS, RANKS: each output's columns and rank.
+      WIDTH: RANK, the largest, as a power of two of at least 16.
     """
     arrays = (a, b, c, d)
     block = tl.program_id(0)

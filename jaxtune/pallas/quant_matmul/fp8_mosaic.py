@@ -48,6 +48,8 @@ class Blocks:
 def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Blocks:
     """The widest tile whose columns divide out_size, and as many steps ahead as shared memory has room for. rank:
     padded.
+
+      in_size: summed. in_blocks: each 128 numbers have a scale.
     """
     columns = next(size for size in _COLUMNS if out_size % size == 0 and not (in_blocks and size % STEP))
     step = STEP if in_size % STEP == 0 else _HALF_STEP
@@ -165,7 +167,7 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
         if rank:
             pl.when(tile_count > 0)(lambda: plgpu.barrier_wait(extra_free))
 
-    own_rows = pl.ds(wg * _OWN, _OWN)
+    warpgroup_rows = pl.ds(wg * _OWN, _OWN)
     by_row, by_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     def of_rows(scales, count: int):
@@ -175,7 +177,7 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
         # Zero, which the compiler must not know: it would compute the operands' addresses once and keep, or spill,
         # them.
         zero = lax.shift_right_logical(cursor, jnp.int32(30))
-        plgpu.wgmma(acc, u_smem.at[zero, own_rows], l_smem.at[zero, pl.ds(first, count)].transpose((1, 0)))
+        plgpu.wgmma(acc, u_smem.at[zero, warpgroup_rows], l_smem.at[zero, pl.ds(first, count)].transpose((1, 0)))
 
     def pass_on(first, steps, cursor):
         """Frees the slots of a tile's steps without multiplying, for a warpgroup whose rows are all empty."""
@@ -194,7 +196,7 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
             def step(number, cursor):
                 slot = slot_of(cursor)
                 plgpu.barrier_wait(full.at[slot])
-                plgpu.wgmma(acc, x_smem.at[slot, own_rows], w_smem.at[slot].transpose((1, 0)))
+                plgpu.wgmma(acc, x_smem.at[slot, warpgroup_rows], w_smem.at[slot].transpose((1, 0)))
                 plgpu.wgmma_wait(1)  # the previous product is done
                 pl.when(number > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(cursor - 1)]))
                 return cursor + 1
@@ -219,13 +221,19 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
             yield first, stripe * of_rows(x_scale, _STORED) * lax.broadcast_in_dim(w_scale, stripe.shape, [1])
 
     def by_blocks(row, column, cursor, tile, steps, multiplied):
-        halves = columns // STEP
-        block = lax.div(column, jnp.int32(STEP))
+        """As `by_rows`, with sums of 128 codes in each of the tile's column blocks of 128. A step reads the scales of
+        the next one; its products are done before its slot is freed.
+        """
+        column_blocks = columns // STEP
+        first_block = lax.div(column, jnp.int32(STEP))
 
         def scales(number):
             number = jnp.minimum(number, all_steps - 1)
             row_scales = x_scale_ref.at[number, pl.ds(row + wg * _OWN, _OWN)]
-            weight_scales = [w_scale_ref[expert_of(tile), block + half, number] for half in range(halves)]
+            weight_scales = [
+                w_scale_ref[expert_of(tile), first_block + column_block, number]
+                for column_block in range(column_blocks)
+            ]
             return plgpu.load(row_scales, layout=by_row, optimized=False), weight_scales
 
         def product(multiply):
@@ -242,28 +250,32 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
             slot = slot_of(cursor)
             plgpu.barrier_wait(full.at[slot])
 
-            def multiply(acc, half):
-                side = w_smem.at[slot, pl.ds(half * STEP, STEP)]
-                plgpu.wgmma(acc, x_smem.at[slot, own_rows], side.transpose((1, 0)))
+            def multiply(acc, column_block):
+                side = w_smem.at[slot, pl.ds(column_block * STEP, STEP)]
+                plgpu.wgmma(acc, x_smem.at[slot, warpgroup_rows], side.transpose((1, 0)))
 
             next_sums = []
-            for half in range(halves):
-                partial_sum = product(functools.partial(multiply, half=half))
-                next_sums.append(sums[half] + partial_sum * of_rows(x_scale * w_scales[half], STEP))
+            for column_block in range(column_blocks):
+                partial_sum = product(functools.partial(multiply, column_block=column_block))
+                next_sums.append(sums[column_block] + partial_sum * of_rows(x_scale * w_scales[column_block], STEP))
             plgpu.barrier_arrive(free.at[slot])
             return cursor + 1, following, next_sums
 
-        zeros = [plgpu.layout_cast(jnp.zeros((_OWN, STEP), jnp.float32), plgpu.Layout.WGMMA) for _ in range(halves)]
+        zeros = [
+            plgpu.layout_cast(jnp.zeros((_OWN, STEP), jnp.float32), plgpu.Layout.WGMMA) for _ in range(column_blocks)
+        ]
         _, _, sums = lax.fori_loop(0, multiplied, step, (cursor, scales(jnp.int32(0)), zeros))
         pass_on(multiplied, steps, cursor)
         if rank:
             plgpu.barrier_wait(extra_full)
-            for half in range(halves):
-                sums[half] += product(functools.partial(adapter, cursor=cursor, first=half * STEP, count=STEP))
+            for column_block in range(column_blocks):
+                sums[column_block] += product(
+                    functools.partial(adapter, cursor=cursor, first=column_block * STEP, count=STEP)
+                )
             plgpu.barrier_arrive(extra_free)
         for first in range(0, columns, _STORED):
-            half, offset = divmod(first, STEP)
-            yield first, lax.slice(sums[half], (0, offset), (_OWN, offset + _STORED))
+            column_block, offset = divmod(first, STEP)
+            yield first, lax.slice(sums[column_block], (0, offset), (_OWN, offset + _STORED))
 
     def compute():
         plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
@@ -304,6 +316,7 @@ def product(
     multiply their product too, so divide u and l by them.
     tiles: None, or of rows sorted by expert int32[M / 128] twice: each 128 rows' expert, and how many of them, the
     first ones, are not empty. w (one array), w_scale and l then have a leading axis of experts.
+    in_blocks: each 128 numbers have a scale, not each row.
     """
     if tiles is None:
         sides, w_scale = [side[None] for side in sides], w_scale[None]

@@ -67,6 +67,7 @@ def normed(
       factors: float32[size], the norm's.
       a: float[r, size], or None.
       eps: added to the mean square.
+      blocks: each 128 numbers have a scale, not each row.
     """
     from jaxtune.pallas.quant_matmul import fp8_normed_kernels
 

@@ -42,8 +42,10 @@ def normed_to_fp8_kernel(
     The inverse root mean square is a factor of a row's scales and product, and of no code, so with BLOCKS numbers are
     read once. Else they are read a second time, from the last column to the first: the last ones are still in a cache.
 
+      x, codes: bfloat16[ROWS, SIZE], e4m3[ROWS, SIZE]. factors: float32[SIZE]. EPS: added to the mean square.
       a: bfloat16[RANK, SIZE], with `factors` in it; not read if WIDTH is 0.
-      scales: float32[ROWS], or with BLOCKS [SIZE / 128, ROWS] (COLUMNS is then 128).
+      scales: float32[ROWS], or with BLOCKS [SIZE / 128, ROWS] (COLUMNS, read at once, is then 128).
+      inner, inverses: [ROWS, RANK], and float32[ROWS], inverse root mean squares.
       WIDTH: a power of two of at least 16 and RANK, or 0.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]

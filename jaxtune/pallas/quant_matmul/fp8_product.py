@@ -8,9 +8,7 @@ The backward multiplies the gradients of all weights that share x, side by side,
 sum takes no pass over memory. Tensor cores accept e4m3 with the summed axis contiguous only: each step copies the codes
 transposed (about 6 ms of an 8B step on an H200), unless the weights have them (FP8.transposed, another 7 GB).
 
-In all functions `blocks` says that each 128 numbers have a scale, not each row; `adapter` is None, or an adapter's
-operands (u [n, r], side [columns, r]), whose product u side^T is added; a requested `implementation` that refuses
-raises ValueError.
+`blocks`: each 128 numbers have a scale, not each row.
 """
 
 from __future__ import annotations
@@ -77,6 +75,8 @@ def side_by_side(
     """The rows of several arrays [n, k_i] side by side, times `factors` float32[sum of k_i], rounded: (codes e4m3[n,
     K], scales float32[n, 1], or with `blocks` [n, K / 128]). With `blocks` there are no factors, and each array's
     columns are padded to a multiple of 128.
+
+      implementation: "reference": XLA rounds; any other or None: a kernel where one can.
     """
     with jax.named_scope("to_fp8"):
         widths = [array.shape[1] for array in arrays]
@@ -93,6 +93,9 @@ def by_rounding_kernel(
 ) -> bool:
     """Whether a kernel rounds, and not XLA. Fewer than 512 rows, as in steps of generation, are left to XLA, because
     these kernels' calls are no nodes of CUDA graphs.
+
+      widths: columns of the arrays that lie side by side. dtype: of them. blocks: each 128 numbers have a scale.
+      implementation: "reference": False.
     """
 
     def refusal():
@@ -108,7 +111,10 @@ def _rounded_by_kernel(arrays, factors, blocks: bool) -> tuple[jax.Array, jax.Ar
 
 
 def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """(codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k / 128)]) of x [n, k], for the forward."""
+    """(codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k / 128)]) of x [n, k], for the forward.
+
+    implementation: "reference": XLA rounds; any other or None: a kernel where one can.
+    """
     codes, scales = side_by_side([x], None, blocks, implementation)
     return codes[:, : x.shape[1]], scales
 
@@ -118,6 +124,9 @@ def gated_operand(
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     """(`operand` of x = activation(gate) * up [n, k]; x a^T [n, r], unrounded). With `blocks` a kernel computes both
     without writing x.
+
+      gate, up, a: [n, k] twice, [r, k]. activation: a key of gated.ACTIVATIONS.
+      implementation: "reference": no kernel; any other or None: one where it can.
     """
     if _rounds_gated("gated_to_fp8", _first_gated, gate, len(a), activation, blocks, implementation):
         with jax.named_scope("to_fp8"):
@@ -143,6 +152,8 @@ def gated_gradients(
 
       adapters: of gate and up (low-rank input [n, r], B float[k, r]); None if the gradients themselves are needed.
       dgated: gradient of activation(gate) * up, [n, k]. dinner: of down's low-rank input, [n, r].
+      gate, up: [n, k]. activation: a key of gated.ACTIVATIONS. blocks: each 128 numbers have a scale.
+      implementation: "reference": no kernel rounds; any other or None: one where it can.
     """
     inners, bs = zip(*adapters, strict=True) if adapters is not None else ((), ())
     rank, op = max(array.shape[1] for array in (dinner, *inners)), "gated_gradients_to_fp8"
@@ -157,7 +168,9 @@ def gated_gradients(
 def _rounds_gated(
     op: str, first_use: Callable, gate, rank: int, activation: str, blocks: bool, implementation: str | None
 ) -> bool:
-    """Whether a kernel of pallas/gated/thin_triton.py rounds what it computes to e4m3."""
+    """Whether a kernel of pallas/gated/thin_triton.py rounds what it computes to e4m3. It may run the kernel's check on
+    the GPU, which takes seconds.
+    """
     if not blocks or implementation == "reference" or not thin.is_large(*gate.shape):
         return False
 
@@ -183,6 +196,7 @@ def rounded_gradients(
     `blocks`.
 
       douts: [n, out_i] each. inner: low-rank inputs, side by side. bs: float[out_i, r_i] each.
+      blocks: each 128 numbers have a scale. implementation: "reference": None is returned.
     """
     widths, ranks = zip(*(b.shape for b in bs), strict=True)
     if not blocks or implementation == "reference" or not thin.is_large(len(inner), sum(widths)):
@@ -207,6 +221,9 @@ def normed_operand(
     """(`operand` of the normed x; its product with a^T [n, r] beside the factors of x's rows, or None), by a kernel
     that writes no normed x. Only if `normed_refusal` is None. x: bfloat16[n, k]. rounding: eps and the form of the
     norm.
+
+      weight: [k], the norm's. a: the adapters' A's [r, k], or None. blocks: each 128 numbers have a scale, not each
+      row.
     """
     if rounding.float32:
         factors = rounding.offset + weight.astype(jnp.float32)
@@ -221,6 +238,8 @@ def normed_operand(
 def normed_refusal(x, rank: int, blocks: bool) -> str | None:
     """The reason why no kernel can compute `normed_operand`, or None. x: [n, k], an array or a shape. rank: of the
     adapters, 0 for none.
+
+      blocks: each 128 numbers have a scale, not each row.
     """
     return fp8_normed.refusal(x, rank) or _first_normed(fp8_normed.width_of(rank), blocks)
 
@@ -236,6 +255,8 @@ def forward(
 
     coded: operand(x, in_blocks(weight)).
     weight: [out, in].
+    adapter: (u [n, r], b [out, r]), or None. dtype: of the result.
+    implementation: "mosaic", "triton", "reference" (ValueError if it refuses), or None.
     """
     scales = weight.scales.astype(jnp.float32)
     if not in_blocks(weight):
@@ -253,6 +274,9 @@ def backward(
 ) -> jax.Array:
     """The sum of dy W over the weights, plus the adapters' product, [n, in] in `dtype`. douts: dy [n, out_i] of each
     weight, which are of one kind. coded: all dy rounded, side by side, in place of `douts`.
+
+      weights: [out_i, in]. adapter: (u [n, r], a [in, r]), or None. dtype: of the result.
+      implementation: "mosaic", "triton", "reference" (ValueError if it refuses), or None.
     """
     blocks = in_blocks(weights[0])
     if blocks:  # each weight's blocks start at its own first row
@@ -292,6 +316,8 @@ def multiply(
     coded: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k / 128)]).
     sides: e4m3[columns, k_i] each, side by side along k.
     side_scale: float32[columns] or None; with `blocks` [ceil(columns / 128), ceil(k / 128)].
+    adapter: (u [n, r], side [columns, r]), or None: u side^T is added. blocks: each 128 numbers have a scale.
+    implementation: "mosaic", "triton", "reference" (ValueError if it refuses), or None.
     """
     codes, scale = coded
     sizes = (codes.shape[0], codes.shape[1], sides[0].shape[0])
@@ -344,9 +370,13 @@ def by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str,
     become bfloat16, padded to 16, 32 or 64 columns and, without `blocks`, divided by the scales that multiply
     everything at the end.
 
-      sides: one for "triton" and with `tiles`.
+      codes, scale: e4m3[n, k], float32[n, 1], or with `blocks` [n, ceil(k / 128)].
       u, add: [n, r] and [columns, r], r at most 64, or None.
-      tiles: as of fp8_mosaic.product; add, sides and side_scale then have a leading axis of experts.
+      sides: e4m3[columns, k_i] each, side by side along k; one for "triton" and with `tiles`.
+      side_scale: float32[columns] or None; with `blocks` [ceil(columns / 128), ceil(k / 128)].
+      dtype: of the result. blocks: each 128 numbers have a scale. name: "mosaic" or "triton".
+      tiles: None, or int32[n / 128] twice: each 128 rows' expert, and its rows that are not empty; add, sides and
+      side_scale then have a leading axis of experts.
     """
     if blocks:
         scale = scale.T
@@ -407,9 +437,6 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> 
 
 
 def _first_rounding(dtype, blocks: bool) -> str | None:
-    """Compares the kernel of fp8_rounding.py with `rounded`, in a case for each way in which the kernel divides its
-    work.
-    """
 
     def compare():
         results, expected = [], []
@@ -443,7 +470,7 @@ def _rounded_alone(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _first_gated(dtype, width: int, activation: str) -> str | None:
-    """Compares `gated_operand`'s kernel with plain JAX. width: columns of the product with A."""
+    """width: columns of the product with A."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 3)
@@ -497,7 +524,7 @@ def _first_gradients(dtype, width: int, activation: str) -> str | None:
 
 
 def _first_normed(width: int, blocks: bool) -> str | None:
-    """Compares the kernel of fp8_normed.py with plain JAX. width: columns of the product with the A's, or 0."""
+    """width: columns of the product with the A's, or 0."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 3)

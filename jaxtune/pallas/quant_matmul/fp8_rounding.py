@@ -33,7 +33,10 @@ class Tile(NamedTuple):
 
 
 def tile(total: int, scaled: bool, blocks: bool) -> Tile:
-    """As measured on an H200, for rows of `total` numbers. scaled: whether factors multiply them."""
+    """As measured on an H200, for rows of `total` numbers. scaled: whether factors multiply them.
+
+    blocks: each 128 numbers have a scale, not each row.
+    """
     if blocks:
         return Tile(32, BLOCK, 4, 2)
     if total <= 2048:
@@ -82,6 +85,7 @@ def rounded(
       factors: float32[sum of widths], or with `experts` [E, sum of widths]; None with `blocks`.
       experts: int32[rows / 128].
       tokens: int32[rows], each row's row of the arrays; T for zeros.
+      blocks: each 128 numbers have a scale, not each row.
     """
     widths = tuple(array.shape[1] for array in arrays)
     rows = len(arrays[0]) if tokens is None else len(tokens)

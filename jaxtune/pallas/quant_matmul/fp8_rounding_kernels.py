@@ -78,7 +78,7 @@ def to_fp8_rows_kernel(
     """Rounds STEPS tiles of BLOCK rows, each row with one scale, and reads a tile while it rounds the one before. Grid:
     (ROWS / (STEPS BLOCK), rounded up,).
 
-      a, b, c, d: [SOURCES, width] each, as many as WIDTHS.
+      a, b, c, d: [SOURCES, width] each, as many as WIDTHS. codes, scales: e4m3[ROWS, TOTAL], float32[ROWS].
       factors: if SCALED, float32[EXPERTS, TOTAL].
       experts: if GROUPED, int32[ROWS / TILE_ROWS]; a program has rows of one expert.
       tokens: if GATHERED, int32[ROWS]; SOURCES for zeros.
@@ -180,6 +180,8 @@ def to_fp8_blocks_kernel(
 
       codes, scales: e4m3[ROWS, TOTAL], float32[TOTAL / 128, ROWS].
       PLACES: each array's first column in the result, a multiple of 128.
+      a, b, c, d: [SOURCES, width] each, as many as WIDTHS.
+      tokens: if GATHERED, int32[ROWS], each row's source; SOURCES for zeros.
     """
     arrays = (a, b, c, d)
     program = tl.program_id(0)

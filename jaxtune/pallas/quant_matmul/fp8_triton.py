@@ -20,7 +20,10 @@ _WARPS, _STAGES, _BAND = 8, 3, 8  # warps of a program, steps on their way, tile
 
 
 def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
-    """As fp8_mosaic.refusal."""
+    """Why this kernel cannot multiply e4m3 [tokens, in_size] by [out_size, in_size], or None.
+
+    rank: of the adapter, 0: none. dtype: of the result. in_blocks: each 128 numbers have a scale, not each row.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -38,7 +41,15 @@ def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> s
 
 
 def product(x, w, x_scale, w_scale, extra=None, tiles=None, *, dtype, in_blocks: bool):
-    """As fp8_mosaic.product, with w as one array [N, K]."""
+    """x [M, K] w [N, K]^T times both scales, plus u l^T: dtype[M, N]. Only if `refusal` is None.
+
+    x, w: e4m3. x_scale, w_scale: float32[M], [N]; with `in_blocks` [K / 128, M], [N / 128, K / 128].
+    extra: None, or (u [M, R], l [N, R]), R of 16, 32 or 64; without `in_blocks` the scales multiply u l^T, too.
+    tiles: None, or int32[M / 128] twice: each 128 rows' expert, and its rows that are not empty; w, w_scale and l
+    then
+      have a leading axis of experts.
+    in_blocks: each 128 numbers have a scale, not each row.
+    """
     from jaxtune.pallas.quant_matmul import fp8_triton_kernels
 
     (tokens, inner), outer = x.shape, w.shape[-2]

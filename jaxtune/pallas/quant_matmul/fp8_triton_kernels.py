@@ -15,6 +15,10 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
     BLOCK, the codes along INNER that share a scale, equals STEP; 0 means one scale for each row. If GROUPED, w, side
     and w_scale have a leading axis of experts, e is tile_expert[tile of rows], and a tile of size 0 stores zeros, as u
     is zero there.
+
+      x_scale, w_scale: float32[TOKENS], [OUTER]; with BLOCK [INNER / BLOCK, TOKENS], [OUTER / BLOCK, INNER / BLOCK].
+      tile_expert, tile_sizes: int32[tiles of rows]: expert, and rows that are not empty.
+      ROWS, COLUMNS, BAND: of a program's tile; tiles of rows in a band.
     """
     ROW_TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     COLUMN_TILES: tl.constexpr = OUTER // COLUMNS

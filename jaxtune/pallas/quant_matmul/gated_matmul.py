@@ -154,7 +154,7 @@ def gated_mlp(
       x: [..., in] bfloat16, float16 or float32.
       gate, up: [..., I]; x and the adapters get the gradients.
       weights: of gate [I, in], up [I, in] and down [out, I]; `joins` must accept the first two.
-      loras, activation: as of gated_matmul.
+      loras: without a row_scale. activation: "silu", "gelu_tanh" or "gelu".
       biases: of gate, up and down, or None.
     """
     check = Arguments("gated_mlp")

@@ -117,6 +117,7 @@ def keep_span(share, offset, table_smem, scales_smem, rows: int):
 
       offset: float32[] of double quantisation, whose map is in columns 32 to 63 of table_smem; or None.
       scales_smem: float32[16, rows or more]; the two of 16 rows that a lane has are neighbours.
+      share: of `span_absmax`. rows: of the program.
     """
     arrays = [array for array in share if array is not None]
     layouts = [plgpu.Layout.WG_STRIDED(array.shape, vector) for array, vector in zip(arrays, (4, 1), strict=False)]
@@ -171,6 +172,7 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
       x_smem: 16-bit [tokens, m, 256].
       first_scale: int32[], the line's first block in scales_smem.
       dtype: of the tensor cores' operands, bfloat16 or float16.
+      line: int32[], its number in codes_smem. table_smem: uint32[256, 64], of fill_columns. transforms: of codes_smem.
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
@@ -262,6 +264,8 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
 def keep_line_sums(acc, partial_smem, first):
     """partial_smem[first + warp, token, row] = each warp's sums of `line_product`. partial_smem is float32[all warps,
     tokens, rows + 4]: with the four more, a quad's tokens are in different memory banks.
+
+      first: int32[]. acc: of `line_product`.
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
 
@@ -292,6 +296,7 @@ def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgr
 
       totals_smem: 32-bit, [tokens, rows] at least; with several splits overwritten, for other programs to read.
       split, splits: the program's number in its cluster, and the number of these programs.
+      partial_smem: of `keep_line_sums`. first_row: int32[].
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))

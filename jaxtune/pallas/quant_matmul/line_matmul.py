@@ -2,10 +2,9 @@
 
 A line is 128 bytes of a row's codes, which are 256 columns. A program has up to 128 rows of the weight, and its
 warpgroups take lines in turns, which TMA loads several ahead. Compared with mosaic.py's kernel, loads in flight take
-shared memory in place of registers, x is read once for all rows of a program in place of every 16, and one instruction
-makes a byte of codes an address. Measurements choose between the two.
-
-Programs with other columns of the same rows are a cluster, and read each other's sums, in a fixed order.
+shared memory in place of registers, and x is read once for all rows of a program in place of every 16. Measurements
+choose between the two. Programs with other columns of the same rows are a cluster, and read each other's sums, in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -77,6 +76,7 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
     least estimated time; of these up to three within 25 % of the best, and always the one without a cluster.
 
       programs: that run at the same time, one on each multiprocessor.
+      tokens: 1 to 16.
     """
 
     def work(division: tuple[int, int]) -> float:

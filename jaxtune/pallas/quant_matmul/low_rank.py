@@ -46,7 +46,10 @@ class Factors(NamedTuple):
         return Factors(self.rows.reshape(-1, self.rows.shape[-1]), self.of_rows.reshape(-1, 1), self.of_columns)
 
     def contracted(self, left: jax.Array, dtype) -> jax.Array:
-        """other^T times the input, [r, in] in `dtype`, for `left` [tokens, r] in the input's dtype."""
+        """left^T times the input, [r, in] in `dtype`.
+
+        left: [tokens, r] in the input's dtype.
+        """
         left = (left.astype(jnp.float32) * self.of_rows).astype(left.dtype)
         numbers = (((0,), (0,)), ((), ()))
         precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT

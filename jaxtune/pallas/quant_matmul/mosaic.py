@@ -2,10 +2,8 @@
 or NVFP4), and `small_matmul` multiplies a few tokens by NF4 or FP4 without writing the decoded weight to memory.
 
 Up to 16 tokens are line_matmul.py's where a measurement on the GPU says so, else a single one is row_matmul.py's if it
-can, and the others are this file's; 17 to 64 are triton.py's, in NF4 and bfloat16 alone.
-
-A refusal is the reason why a kernel cannot compute a call, or differs from plain JAX on a small case at its
-first use on this GPU; None if it can.
+can, and the others are this file's; 17 to 64 are triton.py's, in NF4 and bfloat16 alone. Refusals include the check at
+first use.
 """
 
 from __future__ import annotations
@@ -82,7 +80,10 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """As `small_refusal`, for more than 16 tokens. dtype: of x."""
+    """As `small_refusal`, for more than 16 tokens. dtype: of x.
+
+    weight: only NF4 is supported.
+    """
     reason = triton.few_refusal(weight, dtype, tokens)
     if reason is not None:
         return reason
@@ -174,14 +175,16 @@ class _Plan:
 
 
 def _plan(rows: int, columns: int, tokens: int) -> _Plan:
-    """The division that was fastest on an H200. For at most 4 tokens warps read whole memory lines (15 % faster than
-    half lines, but more tokens need the registers), in one warpgroup (7 % faster) if each multiprocessor has four
-    tiles.
+    """The division that was fastest on an H200, whose 132 multiprocessors are written in. For at most 4 tokens warps
+    read whole memory lines (15 % faster than half lines, but more tokens need the registers), in one warpgroup (7 %
+    faster) if each multiprocessor has four tiles.
     """
     if tokens <= 4 and columns % 1024 == 0 and columns >= 2048:
         warpgroups = 1 if rows // _ROWS >= 4 * 132 else 2
-        return _Plan(2, 8, warpgroups, 4 * 132 // warpgroups)
-    return _Plan(1, 8, 2, 3 * 132) if tokens <= 8 else _Plan(1, 16, 2, 2 * 132)
+        return _Plan(runs=2, width=8, warpgroups=warpgroups, programs=4 * 132 // warpgroups)
+    if tokens <= 8:
+        return _Plan(runs=1, width=8, warpgroups=2, programs=3 * 132)
+    return _Plan(runs=1, width=16, warpgroups=2, programs=2 * 132)
 
 
 def _written_out_product(acc, codes, pairs, scales, x, runs):
@@ -330,6 +333,8 @@ def small_bucket(weight: FourBit, tokens: int) -> str:
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
     """line_matmul's tile if it was measured to be the fastest kernel for such products and can run; else None. dtype:
     of x.
+
+      weight, tokens: [out, in], and 1 to 16.
     """
     measured = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
     if not measured or line_refusal(tile := line_matmul.Tile(**measured), weight, dtype, tokens) is not None:
@@ -338,7 +343,10 @@ def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
 
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
-    """The reason why line_matmul with this tile cannot multiply 1 to 16 tokens, or None."""
+    """The reason why line_matmul with this tile cannot multiply 1 to 16 tokens, or None.
+
+    weight: [out, in]. dtype: of x.
+    """
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or gpu_kernel.interpreter() is not None:
@@ -397,7 +405,6 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.Array:
-    """row_matmul, jitted so that a program compiles it once for all weights of a shape."""
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = absmax_operands(weight)
     return row_matmul.matmul(x, weight.codes, absmax, nested, pairs, weight.shape[0], _kernel, interpret, programs)
@@ -405,9 +412,7 @@ def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, interpret) -> jax.Array:
-    """line_matmul, or without a tile this module's kernel, jitted so that a program compiles it once for all weights of
-    a shape.
-    """
+    """line_matmul, or without a tile this module's kernel."""
     tokens, columns = x.shape
     rows = weight.shape[0]
     plan = _plan(rows, columns, tokens)

@@ -42,11 +42,12 @@ def normed_matmul(
     not to x's dtype first: its results are nearer to float32's. TypeError or ValueError for an argument that is not as
     here.
 
-      x: [..., in] bfloat16, float16 or float32.
+      x: [..., in] bfloat16, float16 or float32. norm_weight: float[in].
+      weights: [out_i, in], arrays or quantised. biases: [out_i] or None for each.
       loras: for each weight its adapter, without a row_scale, or None.
-      eps, offset, float32: of normed_stream.
-      weights, biases, fp8: of quant_matmul.
-      norm_weight: float[in].
+      eps: added to the mean square. offset: added to the norm's weight, if float32.
+      float32: True: only the product with the norm's weight is rounded; False: both factors are rounded first, too.
+      fp8: multiply FP8 weights undecoded, by rows rounded to e4m3.
     """
     check = Arguments("normed_matmul")
     check.array("x", x, "... in", FLOATS)
@@ -139,6 +140,7 @@ def _normed_fwd(rounding: NormRounding, x, norm_weight, weights, loras, biases, 
 
 
 def _normed_bwd(rounding: NormRounding, residuals, gradients):
+    """The norm's weight gets a gradient only if `trained` is not None. The second output's cotangent is ignored."""
     pullback, trained = residuals
     douts, _ = gradients
     douts = tuple(map(_as_array, douts))

@@ -4,10 +4,6 @@ float32.
 The backward is written such that every sum is the `c` of a GEMM (a b + c): dx = dz A, + dy_1 W_1, + dy_2 W_2, ...
 Autodiff would add the products pairwise, and XLA then spends a pass over memory on each addition. No decoded weight is
 a residual.
-
-In all functions `kernels` is the module that decodes weights and multiplies few tokens, this one, mosaic.py or
-triton.py; `loras` has a pair (a [r, in], b [out_i, r]) for each adapter; and `inner` is the low-rank input of all,
-[tokens, sum of ranks].
 """
 
 from __future__ import annotations
@@ -62,6 +58,8 @@ def dequantize(weight: Stored, dtype) -> jax.Array:
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """The reason why no kernel should multiply so few tokens by this weight undecoded, or None; here there is always
     one.
+
+      dtype, tokens: of x [tokens, in].
     """
     del weight, dtype, tokens
     return "a decoded weight and the vendor's GEMM"
@@ -95,6 +93,8 @@ def _product(x, weight, contract, dtype=None):
 def decoded(weight, x, kernels: ModuleType):
     """(the weight as an array in x's dtype, x). Use the returned x, to which a barrier ties the decoding: otherwise XLA
     would decode once for forward and backward and keep the result, or decode outside of a loop over tokens.
+
+      kernels: the module that decodes: this one, mosaic.py or triton.py.
     """
     if isinstance(weight, Stored):
         weight, x = optimization_barrier((weight, x))
@@ -102,26 +102,26 @@ def decoded(weight, x, kernels: ModuleType):
     return weight, x
 
 
-def _times(x, weight, contract, kernels: ModuleType, adapter=None, bias=None):
+def _product_and_adapter(x, weight, contract, kernels: ModuleType, thin_operands=None, bias=None):
     """x times one weight, plus an adapter's product and a bias, in x's dtype: [tokens, out] for contract (1, 1), the
-    forward, and [tokens, in] for (1, 0), the backward.
+    forward, and [tokens, in] for (1, 0), the backward. Without the barrier most of the adapter's part may be lost.
 
-      adapter: None, or two thin operands: in the forward (u [tokens, r], b [out, r]); in the backward those of all
-      adapters, (u [tokens, sum of ranks], a [sum of ranks, in]).
+      thin_operands: None, or in the forward one adapter's (u [tokens, r], b [out, r]); in the backward all adapters' (u
+      [tokens, sum of ranks], a [sum of ranks, in]).
     """
     call = (weight, x.dtype, x.shape[0])
     if isinstance(weight, Stored) and contract == (1, 1) and kernels.small_refusal(*call) is None:
         out = kernels.small_matmul(x, weight)
     else:
-        if adapter is not None:
+        if thin_operands is not None:
             # Otherwise XLA may make one GEMM of several small weights that share x, and add its parts to the thin
             # products: the output is then rounded before the adapter's part is added, and most of that part is lost.
             weight, x = optimization_barrier((weight, x))
         weight, x = decoded(weight, x, kernels)
         out = _product(x, weight, contract)
-    if adapter is not None:
+    if thin_operands is not None:
         # The order matters: XLA makes the right operand the c of the left GEMM.
-        u, side = adapter
+        u, side = thin_operands
         out = out + _product(u, side, contract)
     return out if bias is None else out + bias.astype(out.dtype)
 
@@ -147,6 +147,8 @@ def _join(loras, dtype):
 def low_rank_input(x, source, loras):
     """(inner in x's dtype, or None without adapters; source), both from an earlier run if it has them
     (low_rank.collected). No gradient flows through inner, because `_products` returns the whole gradient.
+
+      x: [tokens, in]. source: the adapters' input, Factors of x, or None: x. loras: (a [r, in], b [out, r]) each.
     """
     if not loras:
         return None, source
@@ -176,6 +178,8 @@ def _products(x, source, weights, loras, biases, inner, static: Static):
 def outputs(x, weights, loras, biases, inner, static: Static, coded: dict | None = None) -> tuple[jax.Array, ...]:
     """`_products` without a derivative of its own. coded: {(product_of(weight), its kind): x in the form of such
     products}; if all weights have it, only x's dtype matters.
+
+      weights, biases: [out_i, in], [out_i] or None. loras: (a, b) of each adapter. inner: [tokens, sum of ranks].
     """
     adapters: list = [None] * len(weights)
     if loras:
@@ -191,7 +195,7 @@ def outputs(x, weights, loras, biases, inner, static: Static, coded: dict | None
             out = stored.forward(coded[stored, kind], weight, adapter, x.dtype, static.as_stored[0])
             results.append(out if bias is None else out + bias.astype(out.dtype))
         else:
-            results.append(_times(x, weight, (1, 1), static.kernels, adapter, bias))
+            results.append(_product_and_adapter(x, weight, (1, 1), static.kernels, adapter, bias))
     return tuple(results)
 
 
@@ -207,6 +211,7 @@ def products_backward(static: Static, residuals, doutputs, rounded: Rounded | No
       rounded: what the backward takes where a kernel has rounded the gradients: `doutputs` are then Nones, the weights
       of one kind, and there is no bias.
       static, residuals: from the forward.
+      doutputs: [tokens, out_i] each.
     """
     x, source, weights, loras, biases, inner = residuals
     dsource = adapter_product = coded = None
@@ -233,6 +238,8 @@ def products_backward(static: Static, residuals, doutputs, rounded: Rounded | No
 def adapter_gradients(doutputs, weights, loras, inner, static: Static) -> Rounded:
     """The gradients of `inner` and of the B's. If all weights are multiplied undecoded and have adapters, a kernel may
     also round the outputs' gradients, which it then reads once. doutputs: [tokens, out_i] each.
+
+      weights: [out_i, in]. loras: (a, b) of each adapter. inner: [tokens, sum of ranks], their low-rank inputs.
     """
     kinds = {_kind(weight, static) for weight in weights}
     [(product, kind), *other_kinds] = kinds
@@ -259,12 +266,18 @@ def _kind(weight, static: Static) -> tuple:
 
 
 def adapter_inputs(loras, inner, static: Static) -> list[jax.Array]:
-    """Each adapter's low-rank input times its scale, [tokens, r]."""
+    """Each adapter's low-rank input times its scale, [tokens, r].
+
+    loras: (a, b) of each adapter. inner: [tokens, sum of ranks]. static: gives the scales.
+    """
     return [scaled(columns, scale) for scale, columns in zip(static.scales, _parts(inner, loras), strict=True)]
 
 
 def scaled_parts(joined, loras, static: Static) -> jax.Array:
-    """[n, sum of ranks], each part times its adapter's scale. joined: [n, sum of ranks], side by side."""
+    """[n, sum of ranks], each part times its adapter's scale. joined: [n, sum of ranks], side by side.
+
+    loras: (a, b) of each adapter. static: gives the scales.
+    """
     if len(set(static.scales)) == 1:
         return scaled(joined, static.scales[0])  # parts would be cut out first, and joined again
     return jnp.concatenate([*map(scaled, _parts(joined, loras), static.scales)], axis=1)
@@ -276,6 +289,7 @@ def input_gradient(doutputs, weights, adapters, dtype, static: Static, coded=Non
 
       adapters: None, or (the gradient of inner, all A's [sum of ranks, in]).
       coded: None, or the gradients of undecoded weights of one kind, side by side and rounded, in place of `doutputs`.
+      doutputs, weights: [tokens, out_i], [out_i, in] each. static: of the forward.
     """
     # {(module of products with weights as stored, or None; kind): (gradient, weight) of each}
     groups: dict[tuple, list] = {}
@@ -285,7 +299,7 @@ def input_gradient(doutputs, weights, adapters, dtype, static: Static, coded=Non
     for (stored, _), pairs in groups.items():
         if stored is None:
             for dout, weight in pairs:
-                term = _times(dout, weight, (1, 0), static.kernels, adapters)
+                term = _product_and_adapter(dout, weight, (1, 0), static.kernels, adapters)
                 dx = term if dx is None else term + dx  # the order matters: XLA makes the right operand the left's c
                 adapters = None
         else:
@@ -299,7 +313,10 @@ def input_gradient(doutputs, weights, adapters, dtype, static: Static, coded=Non
 
 
 def weight_gradient(dout, x, weight) -> jax.Array | None:
-    """dout^T x, [out, in], which XLA removes if the weight is frozen; None for a quantised one."""
+    """dout^T x, [out, in], which XLA removes if the weight is frozen; None for a quantised one.
+
+    dout, x: [tokens, out], [tokens, in].
+    """
     return None if isinstance(weight, Stored) else _product(dout, x, (0, 0), weight.dtype)
 
 
@@ -313,6 +330,8 @@ _products.defvjp(_products_fwd, products_backward)
 def dropout(x, rate, key, run: jax.Array | int = 0):
     """Inverted dropout of x [rows, columns]. The rate is rounded to 2^-16; the same key, rate, shape and part give the
     same mask. run: int32[], the number of x among equal runs of rows of a larger array, of whose mask x gets its part.
+
+      key: typed or uint32[2].
     """
     keep = draws.mask(key, x.shape, rate, run)
     return jnp.where(keep, x.astype(jnp.float32) / (1.0 - rate), 0).astype(x.dtype)
@@ -322,8 +341,10 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     """quant_matmul of checked arguments and a chosen implementation. A row_scale multiplies both products, in float32,
     before the bias is added.
 
-      dropout_rate, dropout_key, dropout_part: of the adapters' inputs; a rate of 0: no dropout. biases: an array or
-      None for each weight.
+      x: [..., in]. weights: [out_i, in]. loras, biases: a LoraWeights or None, an array or None for each.
+      dropout_rate, dropout_key: of the adapters' inputs; a rate of 0: no dropout.
+      dropout_part: x's number among equal runs of rows.
+      kernels: the module that decodes and multiplies few tokens. as_stored: of Static.
     """
     flat = x.reshape(-1, x.shape[-1])
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)

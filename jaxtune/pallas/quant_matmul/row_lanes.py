@@ -2,8 +2,8 @@
 threads of a warpgroup call each of them.
 
 A pair is two neighbouring rows, a chunk the pairs that one bulk copy loads, a slice 1,024 neighbouring columns; each
-warp multiplies one slice of one pair. A block is 64 numbers of a row with one absmax. `wg`, int32[], is the warpgroup's
-number among those that multiply; `pairs` counts those of a chunk, `slices` those of a row.
+warp multiplies one slice of one pair. A block is 64 numbers of a row with one absmax. `wg` is the warpgroup's number
+among those that multiply.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def _block(wg, slices: int):
 def own_x(x_ref, wg, slices: int):
     """The token's elements by which a lane multiplies its codes, two 16-bit ones in each of uint32[128 x 16], the same
     for every chunk. x_ref: 16 bits, in global memory.
+
+      wg: int32[], the warpgroup's number. slices: of 1,024 columns in a row.
     """
 
     @mosaic_types.inline_mgpu(
@@ -87,6 +89,8 @@ def own_x(x_ref, wg, slices: int):
 def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int):
     """The nested absmax by which each lane decodes a quantised absmax, float32[128]. nested_ref has one for each
     `nested_block` blocks.
+
+      chunk, wg: int32[], the chunk's and the warpgroup's number. pairs: of rows in a chunk. slices: of a row.
     """
 
     @mosaic_types.inline_mgpu(
@@ -115,6 +119,7 @@ def multiply(x, nested, offset, chunk_index, slot, wg, refs, *, pairs: int, slic
       x, nested: from own_x and own_nested; nested and offset are None if absmax are float32.
       chunk_index, slot: int32[], the chunk's number in this program, and its index in `codes` and `absmax`.
       refs: codes, absmax, table, map or None, and partial, in shared memory.
+      wg: int32[], the warpgroup's number. pairs: of rows in a chunk. slices: of a row. dtype: of the operands.
     """
     codes, absmax, table, *maps, partial = (ref for ref in refs if ref is not None)
     values = [] if nested is None else [nested, offset]
@@ -205,6 +210,7 @@ def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: 
     warpgroups call it, after a barrier; the program has `count` chunks, program, program + programs, ...
 
       partial_smem: where `multiply` wrote them. dtype: to which the sums are rounded.
+      wg: int32[], the warpgroup's number. pairs: of rows in a chunk.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR))

@@ -5,9 +5,8 @@ a pair, the same of every chunk, so that it keeps the token's elements in regist
 of 256 bytes for each byte of codes, which one instruction makes an address: 32 copies of its two elements, one for each
 lane, and an unused half.
 
-Few copies are in flight: with more, the first arrives later, and the last products come after all loads. All threads
-fill the table while a first copy is in flight; then one warpgroup, which multiplies nothing, starts the others, at 0.14
-us each.
+Few copies are in flight: with more, the first arrives later. All threads fill the table while a first copy is in
+flight; then one warpgroup, which multiplies nothing, starts the others.
 """
 
 from __future__ import annotations
@@ -221,8 +220,10 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, inter
 
       codes: uint8[out x in / 2], in any shape.
       absmax: uint8 (double quantisation) or float32[out x in / 64], in any shape.
-      nested, pairs, kernel, interpret: as of line_matmul.matmul.
       programs: of the grid.
+      nested: [map float32[256], nested absmax, offset float32[1]] of a uint8 absmax; else empty.
+      pairs: x's dtype [256, 2], the two elements of each byte. rows: out.
+      kernel, interpret: mosaic._kernel, and the interpreter's parameters or None.
     """
     sizes = plan(rows, x.shape[1], programs)
     assert sizes is not None, (rows, x.shape)

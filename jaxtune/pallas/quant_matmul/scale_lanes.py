@@ -19,7 +19,10 @@ from jaxtune.system.private_mlir import arith, ir
 
 
 def table_scales(codes, factor, offset, map_ref, layout):
-    """map[codes] * factor + offset, rounded after the product as bitsandbytes does; map_ref: float32[256]."""
+    """map[codes] * factor + offset, rounded after the product as bitsandbytes does; map_ref: float32[256].
+
+    codes: uint8 in registers of `layout`. factor, offset: float32[].
+    """
 
     @mosaic_types.inline_mgpu(
         arg_types=(layout, SCALAR, SCALAR, plgpu.RefType()),
@@ -40,6 +43,7 @@ def divided_scales(codes, divisor, map_ref, layout):
     (Markstein, https://doi.org/10.1147/rd.341.0111).
 
       map_ref: float32[256], in memory.
+      codes: uint8 in registers of `layout`. divisor: float32[].
     """
 
     @mosaic_types.inline_mgpu(

@@ -1,9 +1,6 @@
 """Weights in NF4 and FP4 through Triton: dequantising, and products with a few tokens, on every NVIDIA GPU since
 Ampere. For 17 to 64 tokens and a large weight in NF4 there is a kernel for Hopper. All decode double-quantised scales
-in the kernel.
-
-A refusal is the reason why a kernel cannot compute a call, or differs from plain JAX on a small case at its
-first use on this GPU; None if it can.
+in the kernel. Refusals include the check at first use.
 """
 
 from __future__ import annotations

@@ -67,6 +67,10 @@ def few_kernel(
 
     x is [2, COUNT, INNER / 2] bfloat16: even columns, then odd ones, as a byte of codes has an even column in its high
     four bits. On a GPU _PTX has the table's values. TOKENS: 32 or 64, at least COUNT.
+
+      codes: uint8[OUTER, INNER / 2]. absmax: float32 or, if NESTED, uint8[OUTER, INNER / 64].
+      nested_absmax, nested_map, offset: float32, one for 256 absmax; [256]; []; read only if NESTED. table:
+      float32[16].
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)

@@ -1,9 +1,6 @@
 """Triton kernels for weights in NF4 and FP4, in bitsandbytes' bytes: 32 bytes of codes, the first of two in the high
 four bits, share an absmax. With NESTED a stored absmax is an index into a map, whose value is multiplied by a scale
 that 256 of them share and shifted by an offset; dequantise_kernel rounds in between, as bitsandbytes does.
-
-All kernels take six arrays: codes uint8, absmax uint8 or float32, nested absmax, map float32[256], offset, and table
-float32[16]. Only with NESTED are the three before the table read.
 """
 
 import triton
@@ -48,6 +45,10 @@ def dequantise_kernel(
 ):
     """Decodes BLOCKS blocks of 64 elements of a tensor of SIZE elements into the flat `out`; the last program may have
     fewer. Grid: (ceil(SIZE / (64 BLOCKS)),).
+
+      codes: uint8[SIZE / 2], the first of two in the high four bits. table: float32[16], their values.
+      absmax: a scale for each 64 elements, float32, or uint8 if NESTED: indices into nested_map.
+      nested_absmax, nested_map, offset: float32, one for 256 absmax; [256]; []; read only if NESTED.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     remaining = tl.minimum(SIZE - first * 64, BLOCKS * 64).to(tl.int32)  # elements
@@ -113,6 +114,10 @@ def vector_kernel(
     """out [COUNT, OUTER] = x [COUNT, INNER] W^T for one or two tokens and ROWS rows of W, on the CUDA cores in float32.
     A program takes BLOCKS blocks of 64 columns at a time, and loads the next ones while it multiplies. Grid:
     (ceil(OUTER / ROWS),).
+
+      codes: uint8[OUTER, INNER / 2], the first of two in the high four bits. table: float32[16], their values.
+      absmax: [OUTER, INNER / 64], float32, or uint8 if NESTED: indices into nested_map.
+      nested_absmax, nested_map, offset: float32, one for 256 absmax; [256]; []; read only if NESTED.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = x.to(tl.pointer_type(tl.uint32))
@@ -157,8 +162,14 @@ def matrix_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """As vector_kernel for up to 16 tokens on the tensor cores: elements of W are rounded to x's dtype; sums are
-    float32.
+    """out [COUNT, OUTER] = x [COUNT, INNER] W^T for up to 16 tokens and ROWS rows of W on the tensor cores: elements of
+    W are rounded to x's dtype; sums are float32. The last tile that it loads ahead is past the end, and masked. Grid:
+    (ceil(OUTER / ROWS),).
+
+      codes: uint8[OUTER, INNER / 2], the first of two in the high four bits. table: float32[16], their values.
+      absmax: [OUTER, INNER / 64], float32, or uint8 if NESTED: indices into nested_map.
+      nested_absmax, nested_map, offset: float32, one for 256 absmax; [256]; []; read only if NESTED.
+      INNER: a multiple of 64. BLOCKS: blocks of 64 columns at a time.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, 16)

@@ -177,9 +177,9 @@ def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None
     """Copies each token to the rows of its pairs: x [T, H] -> [rows, H], with zeros in empty rows.
 
     Gradients of empty rows must be zero. A token's gradient is the sum of its rows', in float32 in the order of its
-    choices. Models use matmul_of_tokens, which includes the copy.
+    choices.
 
-      routing: of these tokens. implementation: None: the first that supports the call.
+      routing: of these tokens. implementation: "mosaic", "reference", or None: the first that supports the call.
     """
     check_routing("permute", routing).array("x", x, "T H", FLOATS)
     return _permute(x, routing, implementation)
@@ -205,10 +205,10 @@ _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
 @meshes.on_any_mesh
 def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
     """Sums each token's rows: [rows, H] -> [T, H] in the rows' dtype, in float32 in the order of the token's choices.
-    Empty rows must be zero; a token without an expert gets zeros. Models use matmul_to_tokens, which includes the sum.
+    Empty rows must be zero; a token without an expert gets zeros.
 
-      implementation: of the backward's copy of gradients to rows, which checks it.
       routing: by which the rows were made.
+      implementation: "mosaic", "reference" or None, of the backward's copy of gradients to rows, which checks it.
     """
     check_routing("unpermute", routing).array("rows", rows, "rows H", FLOATS)
     return _unpermute(rows, routing, implementation)
@@ -222,6 +222,8 @@ def _row_tokens(routing):
 def as_rows(x, routing, static):
     """Tokens x [T, n] in the form in which the product takes sorted rows: (x, the token of each row int32[rows]) if its
     implementation gathers rows while it multiplies, else (the rows [rows, n], None).
+
+      routing: of the tokens. static: of the product.
     """
     if grouped.gathers(static.implementation):
         return x, _row_tokens(routing)
@@ -273,10 +275,13 @@ def matmul_of_tokens(
     zero, or have a bias; gradients of empty rows must be zero. Differentiable in x, a weight that is an array, the
     adapter and the bias.
 
-      x: bfloat16, float16 or float32.
+      x: bfloat16, float16 or float32. lora: adapters, or None.
+      weight: [E, out, in], or [E, in, out] if `transposed`; an array or quantised.
       bias: [E, out]. A Mosaic implementation adds it in the adapter's product, where its rank is padded, before the sum
       is rounded; else it is added to the rounded product.
-      weight and the others: as of grouped_matmul.
+      derivative_follows: a quantised weight is decoded once for the forward and x's gradient, and x freed early.
+      fp8: multiply an FP8 weight undecoded, by rows rounded to e4m3. weight_trains: False: no gradient of it.
+      implementation: "mosaic", "mosaic_ahead", "triton", "reference" or None.
     """
     check_routing("matmul_of_tokens", routing)
     check = grouped.checked("matmul_of_tokens", "x", x, "T in", weight, routing.groups, lora, transposed, routing)
@@ -329,8 +334,10 @@ def matmul_to_tokens(
     choices, and rounded again; a token without an expert gets zeros. Differentiable in rows, a weight that is an array,
     and the adapter; gradients of empty rows are zero.
 
-      rows: bfloat16, float16 or float32; empty rows are zero.
-      weight and the others: as of grouped_matmul.
+      rows: bfloat16, float16 or float32; empty rows are zero. lora: adapters, or None.
+      weight: [E, out, in], or [E, in, out] if `transposed`; an array or quantised.
+      fp8: multiply an FP8 weight undecoded, by rows rounded to e4m3. weight_trains: False: no gradient of it.
+      implementation: "mosaic", "mosaic_ahead", "triton", "reference" or None.
     """
     check_routing("matmul_to_tokens", routing)
     grouped.checked("matmul_to_tokens", "rows", rows, "rows in", weight, routing.groups, lora, transposed, routing)
@@ -343,7 +350,7 @@ def matmul_to_tokens(
 @meshes.on_any_mesh
 def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.Array) -> jax.Array:
     """Adds each token's experts' biases, times their weights, to out [T, n], in float32; the result has out's dtype.
-    Differentiable in out, weights and bias. It gives matmul_to_tokens its bias.
+    Differentiable in out, weights and bias.
 
       weights: float32[T, k]; 0 where a choice is no expert.
       bias: [E, n].

@@ -44,7 +44,8 @@ def gated_to_tokens(
       gate_up: bfloat16, float16 or float32, sorted by expert.
       row_weights: float32[rows], the router's weight of each row; 0 for empty rows.
       weight: [E, out, in], or [E, in, out] if `transposed`; an array, or quantised.
-      transposed, fp8, implementation: as of matmul_to_tokens.
+      routing: of the rows. lora: adapters.
+      fp8: multiply an FP8 weight undecoded. implementation: of grouped_matmul, or None.
     """
     check_routing("gated_to_tokens", routing)
     arguments = "gate_up", gate_up, "rows both", weight, routing.groups, lora, transposed, routing

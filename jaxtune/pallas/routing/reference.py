@@ -1,6 +1,5 @@
 """Routing in plain jnp: the sort of pairs (a token with one of its experts) by expert, the copy of tokens to rows and
-the sum of a token's rows. Every run with experts uses this file: kernels replace only the copy and the two passes of
-the sort, and below 128 experts the passes here are the first choice.
+the sum of a token's rows. Kernels replace only the copy and the two passes of the sort.
 
 The sort is a counting sort by blocks of pairs. The first pass counts the pairs of each expert in each block; the second
 computes each pair's row, from the number of earlier pairs of its expert in its block. Both are sums of comparisons; no
@@ -42,7 +41,10 @@ def chosen_values(values: jax.Array, choice: jax.Array) -> jax.Array:
 
 
 def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Array:
-    """The transpose of `chosen_values`: values [T, k], choice int32[T, k] -> [T, E], 0 for experts not chosen."""
+    """The transpose of `chosen_values`: values [T, k], choice int32[T, k] -> [T, E], 0 for experts not chosen.
+
+    num_experts: E.
+    """
     index = jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, :, None], 0).sum(1)
 
@@ -50,6 +52,7 @@ def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Arr
 def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.Array:
     """Pairs that go to each expert, float32[E]. choice: int32[N, k]; a number other than 0 to E - 1 is not counted.
     mask: float32[N], what each pair of a token adds: 1, or 0.
+    num_experts: E.
     """
     index = jnp.arange(num_experts, dtype=jnp.int32)
     columns = [jnp.where(column[:, None] == index, mask[:, None], 0.0).sum(0) for column in choice.T]
@@ -76,12 +79,12 @@ def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
 
 
 def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Passes):
-    """Sorts pairs by expert, stably, into rows; each expert's rows are padded to a multiple of tile_rows.
+    """Sorts pairs by expert, stably, into rows; each expert's rows are padded to a multiple of tile_rows. Returns
+    (slots int32[pairs], the row of each pair, or the number of rows for no expert, which a gather must drop; source
+    int32[rows], the pair of each row, or the number of pairs for an empty row; the Groups of the rows).
 
-      expert: int32[pairs]; a number other than 0 to E - 1 means no expert.
-    Returns:
-      (slots int32[pairs], the row of each pair, or the number of rows for no expert; source int32[rows], the pair of
-      each row, or the number of pairs for an empty row; the Groups of the rows)
+      expert: int32[pairs]; a number other than 0 to num_experts - 1 means no expert.
+      passes: the two passes of the sort.
     """
     pairs = expert.shape[0]
     padding = -pairs % passes.block
@@ -91,11 +94,11 @@ def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Pass
     ends = jnp.cumsum(counts, axis=0)
     groups = groups_of(ends[-1], pairs, tile_rows)
     firsts = groups.starts() + ends - counts  # the row of each block's first pair of each expert
-    rows = passes.slots(blocks, firsts)
-    rows = jnp.where(blocks < num_experts, rows, groups.rows).reshape(-1)[:pairs]
+    pair_slots = passes.slots(blocks, firsts)
+    pair_slots = jnp.where(blocks < num_experts, pair_slots, groups.rows).reshape(-1)[:pairs]
     numbers = jnp.arange(pairs, dtype=jnp.int32)
-    source = jnp.full(groups.rows, pairs, jnp.int32).at[rows].set(numbers, mode="drop", unique_indices=True)
-    return rows, source, groups
+    source = jnp.full(groups.rows, pairs, jnp.int32).at[pair_slots].set(numbers, mode="drop", unique_indices=True)
+    return pair_slots, source, groups
 
 
 def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:

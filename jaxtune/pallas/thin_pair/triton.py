@@ -68,7 +68,10 @@ def _first_use(dtype, b_dtype, rank: int, wide: bool) -> str | None:
 
 
 def thin_pair(dout, inner, b) -> tuple[jax.Array, jax.Array]:
-    """(dout b [tokens, r] in dout's dtype, dout^T inner float32[out, r])."""
+    """(dout b [tokens, r] in dout's dtype, dout^T inner float32[out, r]).
+
+    dout, inner, b: [tokens, out] and [tokens, r] of 16 bits, [out, r].
+    """
     from jaxtune.pallas.thin_pair import kernels
 
     (tokens, out), rank = dout.shape, b.shape[1]

@@ -34,6 +34,11 @@ _OPTIONS = {
         *_DRAWN,
     ),
 }
+# What a row of the data set is, of objectives other than over texts.
+_EXAMPLES: dict[str, str] = {
+    **dict.fromkeys(("dpo", "orpo", "simpo", "reward"), "pairs"),
+    **dict.fromkeys(("kto", "grpo", "rloo"), "answers"),
+}
 # The options that all objectives over rewards of sampled answers share; their defaults are in train/objectives.
 _REWARDED = (
     "reward_funcs",
@@ -96,6 +101,11 @@ _DEFAULTS = {
     "importance_sampling_clip_max": 3.0,
     "scale_rewards": "group",
 }
+
+
+def example_of(name: str) -> str:
+    """What an example of an objective is, plural: "rows", "pairs" or "answers"."""
+    return _EXAMPLES.get(name, "rows")
 
 
 def without_effect(name: str, options: Mapping[str, object]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from pydantic import ConfigDict
 
 from jaxtune.conversations.templates import checked_arguments
 from jaxtune.train.config.checks import ConfigError, fraction, not_negative, positive, require
+from jaxtune.train.config.step_unit import Packing, StepUnit
 
 _STRICT = ConfigDict(extra="forbid")
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
@@ -41,6 +42,11 @@ COLUMN_NAMES = (
     *("messages", "conversations", "instruction", "input", "output", "prompt", "completion", "text", "system", "tools"),
     *("chosen", "rejected", "label", "margin", "answer", "history"),
 )
+
+
+def is_greatest(metric: str, choice: bool | None) -> bool:
+    """Whether the greatest value of a metric is the best one: as chosen, else unless its name ends in "loss"."""
+    return not metric.endswith("loss") if choice is None else choice
 
 
 def _is_day(text: str) -> bool:
@@ -104,7 +110,7 @@ class DataConfig:
         int, "Tokens in a row; of sampled answers, if it is left out: what the longest prompts and answers fill best."
     ] = Unset(2048)
     packing: Annotated[
-        bool | Literal["step"],
+        Packing,
         "Fill rows with several whole documents; false: one padded document a row; step: a step has rows_per_step "
         "documents (or pairs), which share rows.",
     ] = True
@@ -189,7 +195,7 @@ class DataConfig:
             return
         require(self.eval_rows == 0, "data.eval_rows", self.eval_rows, f"data.train is {why}; set data.eval to a file")
         require(
-            self.packing != "step",
+            not StepUnit(self.packing).counts_examples,
             "data.packing",
             self.packing,
             f"data.train is {why}, so steps cannot be packed before the run; set it to true or false",
@@ -518,7 +524,7 @@ class CheckpointConfig:
     @property
     def best_is_greatest(self) -> bool:
         """Whether the greatest value of the metric `best` is the best one."""
-        return not (self.best or "").endswith("loss") if self.best_is is None else self.best_is == "greatest"
+        return is_greatest(self.best or "", None if self.best_is is None else self.best_is == "greatest")
 
 
 @dataclass(frozen=True)
@@ -595,6 +601,11 @@ class GuardConfig:
         require(
             self.metric.startswith("eval_"), "guards.metric", self.metric, "name a metric of evaluations: eval_loss"
         )
+
+    @property
+    def greatest(self) -> bool:
+        """Whether the greatest value of `metric` is the best one."""
+        return is_greatest(self.metric, None if self.metric_is is None else self.metric_is == "greatest")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping
@@ -41,6 +42,7 @@ from jaxtune.train.config.sections import (
     ProfileConfig,
     ScheduleConfig,
 )
+from jaxtune.train.config.step_unit import StepUnit
 
 DEFAULT_OUTPUT = "runs/{recipe}"
 # Sections that can be given as a single string, and the key that it sets: `qat: int4` sets qat.format.
@@ -133,6 +135,11 @@ class TrainConfig:
     def components(self) -> Mapping[str, str]:
         return self.numbers.components
 
+    @property
+    def unit(self) -> StepUnit:
+        """What rows_per_step counts."""
+        return StepUnit(self.data.packing)
+
     def require_rows_for(self, devices: int) -> None:
         """Raises `ConfigError` unless the rows of a micro-batch can be divided evenly among `devices` devices."""
         rows = self.rows_per_step // (self.micro_batches or 1)
@@ -142,6 +149,15 @@ class TrainConfig:
             devices,
             f"must divide the {rows} rows of a micro-batch (rows_per_step / micro_batches)",
         )
+
+    def shared_by(self, devices: int) -> TrainConfig:
+        """The config for a plan before rows are read: with as many rows as examples, rounded up so that `devices` share
+        those of a micro-batch equally; itself if rows are counted.
+        """
+        if not self.unit.counts_examples:
+            return self
+        multiple = devices * (self.micro_batches or 1)
+        return dataclasses.replace(self, rows_per_step=-(-self.rows_per_step // multiple) * multiple)
 
     def __post_init__(self) -> None:
         require_usable_numbers(self, "")
@@ -173,7 +189,7 @@ class TrainConfig:
         self._check_evaluation()
 
     def _check_division_of_steps(self) -> None:
-        """A step's tokens must fit in int32, its rows divide evenly, and mesh.fsdp > 1 rules out some keys."""
+        """A step's tokens must fit in int32, its rows divide evenly; mesh.fsdp > 1 rules out some keys."""
         tokens = self.rows_per_step * self.data.length
         require(
             tokens <= LARGEST_INTEGER,
@@ -183,7 +199,7 @@ class TrainConfig:
         )
         rows, micro_batches = self.rows_per_step, self.micro_batches or 1
         require(rows % micro_batches == 0, "micro_batches", micro_batches, f"must divide rows_per_step = {rows}")
-        if self.mesh is not None and -1 not in self.mesh.sizes:
+        if self.mesh is not None and -1 not in self.mesh.sizes and not self.unit.counts_examples:
             self.require_rows_for(math.prod(self.mesh.sizes))
         divides = None if self.mesh is None else self.mesh.divides_tensors
         if divides is not None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxtune.conversations import dates
 from jaxtune.system import terminal
+from jaxtune.train.config.step_unit import Packing, StepUnit
 from jaxtune.train.data.batches import Batches, Order
 from jaxtune.train.data.packing.packing import OVERFLOW_POLICIES, NothingUsable, Overflow, PackedRows, PackingReport
 from jaxtune.train.data.rendering.formats import LABELLED, PREFERENCE
@@ -24,9 +25,6 @@ from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.data.tokens.teacher_values import TaughtRows, TeacherValues
 from jaxtune.train.data.tokens.workers import encode_rows
 
-# The values of data.packing: True packs several documents into a row, False gives each a row of its own, and "step"
-# packs the documents of each step separately (see steps.py).
-Packing = bool | Literal["step"]
 ON_BAD_ROW = ("error", "skip")  # the values of data.on_bad_row
 # With data.overflow=truncate, tokenising a row stops after this many tokens, or after data.length rounded up to a
 # power of two if that is more, so that a whole book costs no more than its beginning. For every data.length up to this
@@ -68,7 +66,7 @@ class TokenDataset:
             self.documents,
             self.length,
             overflow=self.overflow,
-            packing=self.packing is True,
+            packing=self.unit.shares_rows,
             max_documents=self.max_documents,
         )
         if not rows.report.trained_tokens:
@@ -76,6 +74,11 @@ class TokenDataset:
                 f"no document has a trained token within its first data.length={self.length} tokens; raise data.length"
             )
         return rows if self.teacher is None else TaughtRows(rows, self.teacher)
+
+    @property
+    def unit(self) -> StepUnit:
+        """What a step has a number of."""
+        return StepUnit(self.packing)
 
     @property
     def report(self) -> PackingReport:
@@ -133,7 +136,7 @@ class TokenDataset:
         """The data set for evaluation. With packing="step" a copy in rows of `slots` tokens, as their length is known
         only after the training steps are packed; else itself.
         """
-        return self if self.packing != "step" else dataclasses.replace(self, packing=True, length=slots)
+        return dataclasses.replace(self, packing=True, length=slots) if self.unit.counts_examples else self
 
     def split(self, eval_rows: float) -> tuple[TokenDataset, TokenDataset]:
         """(train, eval). eval_rows: number, or below 1 share, of distinct documents to hold out (`Documents.held_out`).

@@ -364,10 +364,10 @@ def parsed(text: bytes) -> dict[str, Any] | None:
     return None
 
 
-def evaluations(path: Path, rows: str) -> dict[int, float]:
-    """{step: evaluation loss} of these rows (Documents.identity) or of unnamed ones; {} without a file."""
+def evaluations(path: Path, rows: str | None, name: str = "eval_loss") -> dict[int, float]:
+    """{step: value of a metric} of these rows (Documents.identity) or of unnamed ones; {} without a file."""
     lines = read_metrics(path) if path.exists() else []
-    return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line and of_rows(line, rows)}
+    return {line["step"]: float(line[name]) for line in lines if name in line and of_rows(line, rows)}
 
 
 def _drop_after(path: Path, last_step: int) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from jaxtune.train.config.objective import DEFAULT_OBJECTIVE
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display.rollouts import ROLLOUTS, latest
 from jaxtune.train.folder.run_folder import CONFIG, RESULTS, STATE
@@ -24,7 +23,7 @@ from jaxtune.train.folder.run_state import RunState, read_state
 JsonObject = dict[str, Any]
 JsonMapping = Mapping[str, Any]
 
-_DEFAULT = DEFAULT_OBJECTIVE.name
+_DEFAULT = "sft"  # of objective.name; the page loads no config, which needs packages
 _MOST_ROLLOUTS, _MOST_SHOWN = 32, 1000  # sampled answers of the latest generation, and characters of each
 MOST_POINTS = 600  # of a line; a longer one is drawn by the means and the extremes of as many intervals
 

@@ -5,7 +5,6 @@ numbers depend only on the seed and the row's index, so all evaluations of a run
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +13,7 @@ from jaxtune.conversations.answers import Completions
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import ends_of
 from jaxtune.models.generation.sampler import Sampler
+from jaxtune.system.sealed import crc32
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.sections import REWARDS
 from jaxtune.train.data.batches import SampledRows
@@ -101,7 +101,7 @@ class AnswerMetrics:
     def identity(self) -> str:
         """8 hex digits of the questions' tokens and other columns."""
         columns = values_crc32(dict(prompt.columns) for prompt in self.prompts)
-        return f"{zlib.crc32(repr([prompt.ids for prompt in self.prompts]).encode(), columns):08x}"
+        return f"{crc32([repr([prompt.ids for prompt in self.prompts]).encode()], columns):08x}"
 
     @property
     def sampled_rows(self) -> SampledRows:

@@ -12,13 +12,7 @@ from jaxtune.train.callbacks import Between, Callback
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.sections import EvaluationConfig, GuardConfig
 from jaxtune.train.display.metrics import JSONL, read_metrics
-
-
-def is_better(value: float, best: float | None, greatest: bool) -> bool:
-    """Whether `value` beats the best so far (None: there is none); NaN and an equal one do not. greatest: larger values
-    are better, as for accuracies; False: smaller ones.
-    """
-    return not math.isnan(value) and (best is None or (value > best if greatest else value < best))
+from jaxtune.train.folder.best import is_better
 
 
 def waited(count: int, value: float, best: float | None, greatest: bool, min_change: float) -> int:
@@ -36,8 +30,7 @@ class EarlyStop(Callback):
 
     def __init__(self, guards: GuardConfig, evaluation: EvaluationConfig, output: Path):
         self._guards, self._evaluation, self._output = guards, evaluation, output
-        default = not guards.metric.endswith("loss")
-        self._greatest = default if guards.metric_is is None else guards.metric_is == "greatest"
+        self._greatest = guards.greatest
         self._best: float | None = None
         self._count = 0
         self._knows = False

@@ -27,7 +27,7 @@ from jaxtune.train.folder.run_folder import ADAPTER, CHECKPOINTS, CONFIG, MERGED
 from jaxtune.train.planning.phases import phase
 from jaxtune.train.program.program_cache import use_program_cache
 from jaxtune.train.spec.loading import load_model
-from jaxtune.train.spec.setup import require_fit_for_processes
+from jaxtune.train.spec.run_spec import decided_objective
 from jaxtune.train.trainer import Trainer
 
 
@@ -149,7 +149,7 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
         if over is None:
             return scored
         model_config = replace(model, load_in=over.load_in, compute=over.compute)
-        words = config.components or over.words(config.dtype, over.load_in)
+        words = dict(config.components) or over.words(config.dtype, over.load_in)
         config = replace(config, precision=words | {"*": config.computes_in})
     if model_config.load_in is not None and adapter is None:
         adapter = AdapterConfig(r=1)  # quantised weights need an adapter; an untrained one changes nothing
@@ -179,7 +179,7 @@ def evaluate(
     """
     use_program_cache()
     console = terminal.console(stderr=True, soft_wrap=True)
-    require_fit_for_processes(config)
+    decided_objective(config)
     scored = loaded_in(weights_to_score(config, recipe, overrides), load_in, overrides)
     console.print(f"weights: {scored.text}")
     config = scored.config
@@ -200,7 +200,7 @@ def evaluate(
         del model  # so that the checkpoint's weights can take the place of its trained tensors
         values, model = trainer.evaluate_checkpoint(scored.checkpoints, scored.step)
         results |= values
-    unit = trainer.objective.unit
+    unit = trainer.spec.objective.unit
     if "eval_loss" in results:
         console.print(f"evaluation loss {results['eval_loss']:.4f} over {results[f'eval_{unit}']:,} {unit}")
     if trainer.answers is not None:

@@ -14,7 +14,7 @@ import jax
 
 from jaxtune.system import processes
 from jaxtune.train.config import CheckpointConfig, ConfigError
-from jaxtune.train.display.metrics import JSONL, ROWS, of_rows, read_metrics
+from jaxtune.train.display.metrics import JSONL, ROWS, evaluations, read_metrics
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, saved_steps
 from jaxtune.train.folder.run_folder import CHECKPOINTS
 
@@ -29,24 +29,34 @@ class BestEvaluation(TypedDict):
     value: float
 
 
+def is_better(value: float, best: float | None, greatest: bool) -> bool:
+    """Whether `value` beats the best so far (None: there is none); NaN and an equal one do not. greatest: larger values
+    are better, as for accuracies; False: smaller ones.
+    """
+    return not math.isnan(value) and (best is None or (value > best if greatest else value < best))
+
+
+def best_of(evaluations: Mapping[int, float], greatest: bool) -> int | None:
+    """The step of the best of {step: value}, of equal ones the first; None if there is none."""
+    best = None
+    for step, value in evaluations.items():
+        if is_better(value, None if best is None else evaluations[best], greatest):
+            best = step
+    return best
+
+
 def best_saved(output: Path, wanted: CheckpointConfig) -> BestEvaluation | None:
     """The best evaluation in the folder `output` by checkpoint.best, among those whose checkpoint exists, on the
-    held-out rows of the last one (or unnamed rows); None if there is none. NaN is never best, and the first of equal
-    ones is. Reads only, so a run may write meanwhile.
+    held-out rows of the last one (or unnamed rows); None if there is none. Reads only, so a run may write meanwhile.
     """
     name, path = wanted.best, output / JSONL
     if name is None or not path.exists():
         return None
-    lines = [line for line in read_metrics(path) if name in line]
-    rows, saved = lines[-1].get(ROWS) if lines else None, saved_steps(output / CHECKPOINTS)
-    evaluations = [
-        BestEvaluation(step=line["step"], metric=name, value=float(line[name]))
-        for line in lines
-        if line["step"] in saved and of_rows(line, rows) and not math.isnan(line[name])
-    ]
-    sign = -1 if wanted.best_is_greatest else 1
-    # Of equal ones the first, as in a run.
-    return min(evaluations, key=lambda evaluation: sign * evaluation["value"], default=None)
+    rows = next((line.get(ROWS) for line in reversed(read_metrics(path)) if name in line), None)
+    saved = saved_steps(output / CHECKPOINTS)
+    values = {step: value for step, value in evaluations(path, rows, name).items() if step in saved}
+    best = best_of(values, wanted.best_is_greatest)
+    return None if best is None else BestEvaluation(step=best, metric=name, value=values[best])
 
 
 @dataclasses.dataclass
@@ -59,7 +69,7 @@ class BestCheckpoint:
     config: CheckpointConfig
     step: int | None = None
     """Steps done at the best evaluation; None if there is none."""
-    value: float = math.nan
+    value: float | None = None
 
     def resume(self, output: Path, start: int, rows: str | None) -> None:
         """Takes the best evaluation of earlier processes whose checkpoint exists. Later steps than `start` are
@@ -68,20 +78,16 @@ class BestCheckpoint:
           output: the run's folder, whose metrics.jsonl has the evaluations. rows: identity of the held-out rows; None:
           there are none.
         """
-        if self.config.best is None:
+        if (name := self.config.best) is None:
             return
-        for step, value in processes.of_first(lambda: self._evaluated(output / JSONL, start, rows)):
-            if self._is_better(value):
-                self._take(step, value)
 
-    def _evaluated(self, path: Path, start: int, rows: str | None) -> list[tuple[int, float]]:
-        lines, saved = read_metrics(path) if path.exists() else [], self.checkpointer.steps()
-        return [
-            (line["step"], float(line[self.config.best]))
-            for line in lines
-            if line["step"] in saved and line["step"] <= start
-            if self.config.best in line and of_rows(line, rows)
-        ]
+        def evaluated() -> list[tuple[int, float]]:
+            steps = [step for step in self.checkpointer.steps() if step <= start]
+            return [(step, value) for step, value in evaluations(output / JSONL, rows, name).items() if step in steps]
+
+        for step, value in processes.of_first(evaluated):
+            if is_better(value, self.value, self.config.best_is_greatest):
+                self._take(step, value)
 
     def offer(self, step: int, values: Mapping[str, float], save: Callable[[], bool]) -> None:
         """Takes an evaluation if it is better and its state can be saved; never step 0. save: returns whether the
@@ -93,7 +99,7 @@ class BestCheckpoint:
         if name not in values:
             metric_names = ", ".join(key for key in values if key.startswith("eval_"))
             raise ConfigError(f"checkpoint.best = {name!r}: the evaluation has no such metric; it has {metric_names}")
-        if step and self._is_better(values[name]):
+        if step and is_better(values[name], self.value, self.config.best_is_greatest):
             earlier_best = [*self.checkpointer.best]
             self.checkpointer.best.append(step)  # before the save, which removes what need not be kept
             if save():
@@ -107,7 +113,7 @@ class BestCheckpoint:
         """
         if self.config.best is None:
             return last, {}
-        if self.step is None:
+        if self.step is None or self.value is None:
             say(f"checkpoint.best = {self.config.best}: no evaluation has a best value; the last weights are taken")
             return last, {}
         about = f"step {self.step}, where {self.config.best} = {self.value:.4f} was best"
@@ -120,12 +126,6 @@ class BestCheckpoint:
         say(f"the result has the weights after {about}")
         named = BestEvaluation(step=self.step, metric=self.config.best, value=self.value)
         return restored["state"]["trainable"], {BEST: named}
-
-    def _is_better(self, value: float) -> bool:
-        """NaN and an equal value are not better."""
-        if math.isnan(value) or math.isnan(self.value):
-            return not math.isnan(value)
-        return value > self.value if self.config.best_is_greatest else value < self.value
 
     def _take(self, step: int, value: float) -> None:
         self.step, self.value = step, float(value)

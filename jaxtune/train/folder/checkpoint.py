@@ -31,7 +31,9 @@ import numpy as np
 
 from jaxtune.models.placement import partition
 from jaxtune.system import processes
-from jaxtune.system.files import atomic_write, fingerprints, sync
+from jaxtune.system.disk import lacks_room
+from jaxtune.system.files import atomic_write, discard, put, put_back, remove_temporary
+from jaxtune.system.sealed import read_manifest, write_manifest
 from jaxtune.train.folder import array_files
 from jaxtune.train.folder.folder_lock import FolderLock
 
@@ -141,13 +143,7 @@ class Checkpointer:
 
     def lacks_room(self, state: object, record_bytes: int = 0) -> str | None:
         """What a checkpoint of `state` (arrays or shapes) needs and the disk has, if that is too little."""
-        need_bytes, free_bytes = checkpoint_bytes(state) + record_bytes, shutil.disk_usage(self.folder).free
-        if free_bytes >= need_bytes:
-            return None
-        return (
-            f"it needs {_size(need_bytes)}, {self.folder} has {_size(free_bytes)} free; free some space or write to "
-            "another disk"
-        )
+        return lacks_room(self.folder, checkpoint_bytes(state) + record_bytes)
 
     def unlock(self) -> None:
         """For a process that ends without `close`."""
@@ -199,25 +195,12 @@ class Checkpointer:
             if not processes.first():
                 return
             atomic_write(temporary / META, record_text)
-            files = sorted(path for path in temporary.rglob("*") if path.is_file())
-            manifest = {path.relative_to(temporary).as_posix(): value for path, value in fingerprints(files).items()}
-            atomic_write(
-                temporary / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": manifest}, indent=1)
-            )
-            self._commit(temporary, self.folder / _name(step))
+            write_manifest(temporary, MANIFEST, {"step": step})
+            put(temporary, self.folder / _name(step))  # in place of one of an abandoned or damaged run
         except Exception as error:
             self._fail(step, temporary, error)
             return
         self._purge(step)
-
-    def _commit(self, temporary: Path, final: Path) -> None:
-        sync(temporary)
-        old = self.folder / f".old_{final.name}"
-        if final.exists():  # from an abandoned or damaged run; the next start restores it if we die between the renames
-            os.rename(final, old)
-        os.rename(temporary, final)
-        sync(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
 
     def _fail(self, step: int, temporary: Path, error: Exception) -> None:
         if processes.first():
@@ -249,20 +232,18 @@ class Checkpointer:
         """In the first process; errors are logged."""
         if not processes.first():
             return
-        trash = self.folder / f".tmp_{path.name}"
         try:
-            os.rename(path, trash)  # so that a kill leaves no incomplete checkpoint under a valid name
-            shutil.rmtree(trash)
+            discard(path)
         except OSError as error:
             logger.warning("old checkpoint %s could not be removed: %s", path, error)
 
     def _remove_leftovers(self) -> None:
-        """A checkpoint that a dead process was replacing gets its name back."""
+        remove_temporary(self.folder)
         for path in self.folder.iterdir():
             try:
-                if path.name.startswith(".old_step_") and not (final := self.folder / path.name[5:]).exists():
-                    os.rename(path, final)
-                elif path.name.startswith((".tmp_step_", ".old_step_")):
+                if path.name.startswith(".old_step_"):  # as a version before replaced one
+                    put_back(path, self.folder / path.name[5:])
+                elif path.name.startswith(".tmp_step_"):
                     logger.warning("removing %s, an incomplete save of a run that died", path)
                     shutil.rmtree(path)
             except OSError as error:
@@ -325,10 +306,6 @@ def checkpoint_bytes(state: object) -> int:
     leaves = jax.tree.leaves(state)
     count = sum(x.size * (8 if _is_key(x) else jnp.dtype(x.dtype).itemsize) for x in leaves)
     return count + count // 20 + _FEW_BYTES + _LEAF_BYTES * len(leaves)
-
-
-def _size(count_bytes: int) -> str:
-    return f"{count_bytes / 1e9:,.2f} GB" if count_bytes >= 1e8 else f"{count_bytes / 1e6:,.2f} MB"
 
 
 def _is_key(x: Any) -> bool:
@@ -510,30 +487,10 @@ def find_damage(path: Path) -> str | None:
     if not path.is_dir():
         return "there is no such checkpoint"
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        expected: dict[str, dict[str, Any]] = manifest["files"]
-        if manifest["format"] != FORMAT:
-            return f"{MANIFEST}: expected format {FORMAT}, found {manifest['format']}"
-        sizes = {name: int(entry["bytes"]) for name, entry in expected.items()}
-        checksums = {name: str(entry["crc32"]) for name, entry in expected.items()}
+        return None if META in read_manifest(path, MANIFEST)["files"] else f"{MANIFEST}: does not list {META}"
     except FileNotFoundError:
         return f"{MANIFEST}: the file is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        return f"{MANIFEST}: unreadable ({type(error).__name__}: {error})"
-    if META not in expected:
-        return f"{MANIFEST}: does not list {META}"
-    if strange := [name for name in expected if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name]:
-        return f"{MANIFEST}: lists {strange[0]!r}, which is not a file of a checkpoint"
-    for name, count in sizes.items():  # sizes are compared first, because that is cheap
-        if not (path / name).is_file():
-            return f"{name}: the file is missing, expected {count:,} bytes"
-        if (actual := (path / name).stat().st_size) != count:
-            return f"{name}: expected {count:,} bytes, found {actual:,}"
-    try:
-        found_files = fingerprints([path / name for name in expected])
     except OSError as error:
         return f"unreadable ({error})"
-    for name, checksum in checksums.items():
-        if (actual := found_files[path / name]["crc32"]) != checksum:
-            return f"{name}: expected CRC-32 {checksum}, found {actual}"
-    return None
+    except ValueError as error:
+        return str(error)

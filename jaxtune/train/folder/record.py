@@ -23,7 +23,8 @@ from jaxtune.models.files.quant import computes_in_fp8
 from jaxtune.models.lora import adapter_settings, gives_adapter
 from jaxtune.pallas.format_names import KEPT
 from jaxtune.system import processes
-from jaxtune.system.files import atomic_write, fingerprints
+from jaxtune.system.files import atomic_write
+from jaxtune.system.sealed import fingerprints
 from jaxtune.system.version import __version__
 from jaxtune.train.config import (
     ROW_OPTIONS,

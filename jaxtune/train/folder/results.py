@@ -6,23 +6,20 @@ without a valid proof is never taken for a result, and never overwritten.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from jaxtune.models.adapters.trained_over import RUN_RECORD
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.folders import new_folder
-from jaxtune.system.files import atomic_write, fingerprints, sync, temporary_path
+from jaxtune.system.files import new_folder
+from jaxtune.system.sealed import read_manifest, write_manifest
 from jaxtune.train.folder.record import LENGTHENED, compare_meta, require_same_code
 from jaxtune.train.folder.run_folder import next_name
 from jaxtune.train.folder.translations import translated
 
 PROOF = RUN_RECORD
-_FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,24 +54,14 @@ def read_result(folder: Path) -> Result:
     ValueError without a readable proof, or if a file is missing or differs.
     """
     try:
-        proof = json.loads((folder / PROOF).read_text(encoding="utf-8"))
-        if proof["format"] != _FORMAT:
-            raise ValueError(f"{folder / PROOF} has format {proof['format']}, not {_FORMAT}")
+        proof = read_manifest(folder, PROOF)
         result = Result(folder, translated(proof["run"]), int(proof["step"]))
-        expected = {str(name): dict(entry) for name, entry in proof["files"].items()}
     except FileNotFoundError:
         raise ValueError(f"{folder} was not written by a run: it has no {PROOF}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{folder / PROOF} cannot be read ({type(error).__name__}: {error})") from None
-    try:
-        actual = fingerprints(folder / name for name in expected)
-    except OSError as error:
-        raise ValueError(f"{folder} is damaged: {error.filename}: {error.strerror}") from None
-    for name, entry in expected.items():
-        if actual[folder / name] != entry:
-            raise ValueError(f"{folder} is damaged: {name} is {actual[folder / name]}, but was written as {entry}")
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"{folder} is damaged: {error}") from None
     paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-    added = (name for name in paths if name not in expected and name != PROOF and not name.startswith("."))
+    added = (name for name in paths if name not in proof["files"] and name != PROOF and not name.startswith("."))
     return dataclasses.replace(result, added=next(added, ""))
 
 
@@ -120,19 +107,7 @@ def write_result(folder: Path, run: dict[str, Any], step: int, write: Callable[[
     """
     if os.path.lexists(folder):
         require_replaceable(folder, run, step)
-        old = temporary_path(folder)
-    else:
-        old = None
-    complete = temporary_path(folder)
-    with new_folder(complete, "export") as temporary:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with new_folder(folder) as temporary:
         write(temporary)
-        files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        recorded_files = {path.relative_to(temporary).as_posix(): value for path, value in fingerprints(files).items()}
-        proof = {"format": _FORMAT, "run": run, "step": step, "files": recorded_files}
-        atomic_write(temporary / PROOF, json.dumps(proof, indent=1) + "\n")
-    if old is not None:
-        os.rename(folder, old)
-    os.rename(complete, folder)
-    sync(folder.parent)
-    if old is not None:
-        shutil.rmtree(old)
+        write_manifest(temporary, PROOF, {"run": run, "step": step}, durable=False)

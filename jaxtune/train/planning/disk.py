@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import parameters
 from jaxtune.models.lora import has_adapter
+from jaxtune.system.disk import free_bytes, nearest
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.folder.run_folder import ADAPTER, CHECKPOINTS, MERGED
 
@@ -67,13 +67,10 @@ def disk_lines(files: Sequence[Written]) -> list[str]:
     """A line for each disk where files take over a quarter of the free room, a warning if they take more than all."""
     disks: dict[int, list[Written]] = {}
     for file in files:
-        disks.setdefault(os.stat(_existing(file.folder)).st_dev, []).append(file)
+        disks.setdefault(os.stat(nearest(file.folder)).st_dev, []).append(file)
     lines = []
     for several in disks.values():
-        need, free = (
-            sum(file.bytes * file.count for file in several),
-            shutil.disk_usage(_existing(several[0].folder)).free,
-        )
+        need, free = sum(file.bytes * file.count for file in several), free_bytes(several[0].folder)
         about = f"{', '.join(map(str, several))}; {free / 1e9:.2f} GB are free"
         if need > free:
             lines.append(
@@ -83,7 +80,3 @@ def disk_lines(files: Sequence[Written]) -> list[str]:
         elif need > _SHARE_THAT_MATTERS * free:
             lines.append(f"  on the disk of {several[0].folder.parent}: {about}")
     return lines
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())

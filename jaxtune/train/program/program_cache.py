@@ -1,7 +1,7 @@
 """A persistent cache of compiled programs that verifies each before it runs; JAX's own trusts its files, and a flipped
 bit gives another program. A damaged or swapped entry is removed, reported and compiled anew.
 
-    KEY.zlib.program    8 bytes of format, SHA-256 of key and content, content (KEY.zstd.program likewise)
+    KEY.zlib.program    a sealed file (KEY.zstd.program likewise)
 
 Entries are machine code: of other users, or writable by others, they are not used.
 """
@@ -13,17 +13,18 @@ import hashlib
 import logging
 import os
 import stat
-import time
 from pathlib import Path
 
 import jax
 
-from jaxtune.system.files import atomic_write
+from jaxtune.system.disk import note_use, remove_oldest
+from jaxtune.system.files import atomic_write, remove_temporary
 from jaxtune.system.private_jax import CacheInterface, compilation_cache
+from jaxtune.system.sealed import sealed, unsealed
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = b"jaxtune1"
+_OLD_FORMAT = b"jaxtune1"
 _SUFFIX = ".program"
 _SMALLEST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 _XLA_CACHES = "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
@@ -71,10 +72,7 @@ class ProgramCache(CacheInterface):
     def __init__(self, folder: Path, max_bytes: int = -1):
         self._path, self.max_bytes = folder, max_bytes
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for leftover in folder.glob(f".*{_SUFFIX}.*.tmp"):  # left by a killed process, unless it is recent
-            with contextlib.suppress(OSError):
-                if leftover.stat().st_mtime < time.time() - 24 * 3600:
-                    leftover.unlink()
+        remove_temporary(folder, f"*{_SUFFIX}", idle_seconds=24 * 3600)
 
     def get(self, key: str) -> bytes | None:
         """The content of a key; None without an undamaged entry of this user. A bad entry is removed, an unreadable one
@@ -82,31 +80,32 @@ class ProgramCache(CacheInterface):
         """
         path = self._file(key)
         try:
-            entry, problem = _read(path)
+            content = _content(key, path.name, _read(path))
         except FileNotFoundError:
             return None
         except OSError as error:
             logger.warning("compiled program %s cannot be read (%s): compiling it anew", path, error.strerror)
             return None
-        content = entry[len(_FORMAT) + 32 :]
-        if problem is None and entry != _entry(key, content):
-            problem = "its checksum is not that of its key and content"
-        if problem is not None:
-            logger.warning("compiled program %s is not used: %s; compiling it anew", path, problem)
+        except ValueError as error:
+            logger.warning("compiled program %s is not used: %s; compiling it anew", path, error)
             with contextlib.suppress(OSError):  # another process removed it, or the folder is read-only
                 path.unlink()
             return None
-        with contextlib.suppress(OSError):
-            os.utime(path)  # marks it as the most recently used
+        note_use(path)
         return content
 
     def put(self, key: str, value: bytes) -> None:
         """Stores bytes, in a file that appears only when it is whole. Nothing is stored if they exceed max_bytes.
         OSError if it cannot be written.
         """
-        entry = _entry(key, value)
-        if self._make_room(len(entry)):
-            atomic_write(self._file(key), entry, mode=0o600, durable=False)
+        path = self._file(key)
+        entry = sealed(path.name, value)
+        if 0 <= self.max_bytes < len(entry):
+            return
+        if self.max_bytes >= 0:
+            entries = self._path.glob(f"*{_SUFFIX}")
+            remove_oldest(entries, lambda remaining, _: remaining + len(entry) > self.max_bytes)
+        atomic_write(path, entry, mode=0o600, durable=False)
 
     def _file(self, key: str) -> Path:
         """The entry's path. Its ending names JAX's compression, so that a process with another one does not take the
@@ -116,40 +115,25 @@ class ProgramCache(CacheInterface):
         zstd = getattr(compilation_cache, "zstd", None) or getattr(compilation_cache, "zstandard", None)
         return self._path / f"{key}.{'zlib' if zstd is None else 'zstd'}{_SUFFIX}"
 
-    def _make_room(self, need_bytes: int) -> bool:
-        """Removes least recently used entries until `need_bytes` more fit; returns whether they do."""
-        if self.max_bytes < 0:
-            return True
-        if need_bytes > self.max_bytes:
-            return False
-        entries = []
-        for path in self._path.glob(f"*{_SUFFIX}"):
-            with contextlib.suppress(OSError):  # another process may have removed it
-                entries.append((path.stat().st_mtime, path.stat().st_size, path))
-        total = sum(size for _, size, _ in entries)
-        for _, size, path in sorted(entries):
-            if total + need_bytes <= self.max_bytes:
-                break
-            total -= size
-            path.unlink(missing_ok=True)
-        return True
+
+def _content(key: str, name: str, entry: bytes) -> bytes:
+    """Of an entry, also as 0.2.0 wrote it: format, SHA-256 of key and content, content. ValueError if it is damaged."""
+    start = len(_OLD_FORMAT) + 32
+    content = entry[start:]
+    if entry[:start] == _OLD_FORMAT + hashlib.sha256(key.encode() + b"\0" + content).digest():
+        return content
+    return unsealed(name, entry)
 
 
-def _entry(key: str, content: bytes) -> bytes:
-    digest = hashlib.sha256(key.encode() + b"\0")
-    digest.update(content)
-    return _FORMAT + digest.digest() + content
-
-
-def _read(path: Path) -> tuple[bytes, str | None]:
-    """(bytes, None), or (b"", why the file must not be trusted). Follows no link and does not block on a named pipe."""
+def _read(path: Path) -> bytes:
+    """ValueError if the file must not be trusted. Follows no link and does not block on a named pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            return b"", "it is no plain file"
+            raise ValueError("it is no plain file")
         if status.st_uid != os.geteuid():
-            return b"", f"it belongs to another user ({status.st_uid})"
+            raise ValueError(f"it belongs to another user ({status.st_uid})")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return b"", "others may write it"
-        return file.read(), None
+            raise ValueError("others may write it")
+        return file.read()

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import xxhash
 from flax import nnx
 
 from jaxtune.models.placement import partition
 from jaxtune.system import processes
-from jaxtune.system.files import atomic_write
+from jaxtune.system.disk import note_use
+from jaxtune.system.files import new_file
+from jaxtune.system.sealed import require_sealed, seal
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batches, Rows
 from jaxtune.train.data.packing.pairs import PackedPairs
-from jaxtune.train.data.tokens.cache import cache_folder, note_use
+from jaxtune.train.data.tokens.cache import cache_folder
 from jaxtune.train.display.monitor import TrainingStopped
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.program.programs import Engine
@@ -55,7 +55,9 @@ def fill_reference(
     if rows.reference is None or not np.isnan(rows.reference).any():
         return
     path = None if base is None else _path(rows, config, base)
-    log_probs = None if path is None else _read(path, rows.reference.shape, say)
+    log_probs = None if path is None else read_values(path, rows.reference.shape, np.dtype(np.float32), say)
+    if log_probs is not None and not np.isfinite(log_probs).all():
+        log_probs = None
     if None in processes.all_of(None if log_probs is None else True):  # all processes compute, or none does
         log_probs = None
     if log_probs is None and trained:
@@ -67,11 +69,11 @@ def fill_reference(
         say(f"log-probabilities of the reference: one pass over {len(rows):,} rows")
         log_probs = _computed(rows, objective, engine, trainable, frozen)
         if path is not None and processes.first():
-            file = io.BytesIO()
-            np.save(file, log_probs)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                atomic_write(path, file.getvalue() + _checksum(path, file.getvalue()))
+                with new_file(path) as (_, file):
+                    np.save(file, log_probs)
+                    seal(file, path.name)
             except OSError as error:  # a shared cache may be another user's
                 say(f"they are not stored for other runs: data.cache_dir={path.parent} cannot be written ({error})")
     else:
@@ -128,28 +130,21 @@ def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
     return cache_folder(config.data.cache_dir) / f"reference_{digest.hexdigest()}.npy"
 
 
-def _checksum(path: Path, content: bytes) -> bytes:
-    """16 bytes over content and file name, so that a renamed file is refused."""
-    return xxhash.xxh3_128(path.name.encode() + content).digest()
-
-
-def _read(path: Path, shape: tuple[int, ...], say: Callable[[str], None]) -> np.ndarray | None:
-    """The stored array; None, to be computed anew, if missing, damaged, of another shape, or not finite."""
+def read_values(path: Path, shape: tuple[int, ...], dtype: np.dtype, say: Callable[[str], None]) -> np.ndarray | None:
+    """The mapped array of a sealed file; None, to be computed anew, if missing, damaged, or of another shape or dtype.
+    say: prints a line.
+    """
     try:
-        content = path.read_bytes()
-        if content[-16:] != _checksum(path, content[:-16]):
-            raise ValueError("its checksum is not that of its content")
-        log_probs = np.load(io.BytesIO(content[:-16]), allow_pickle=False)
+        require_sealed(path)
+        values = np.load(path, mmap_mode="r")
+        if values.shape != shape or values.dtype != dtype:
+            raise ValueError("it has another shape")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError) as error:
         say(f"{path} is damaged and not used: {error}")
         return None
-    return (
-        log_probs
-        if log_probs.shape == shape and log_probs.dtype == np.float32 and np.isfinite(log_probs).all()
-        else None
-    )
+    return values
 
 
 # ---- the first step

@@ -18,19 +18,20 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
-import xxhash
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.placement import partition
 from jaxtune.system import processes, shared_folders
-from jaxtune.system.files import create_temporary, fingerprints, remove_left
+from jaxtune.system.disk import note_use
+from jaxtune.system.files import new_file, remove_temporary
+from jaxtune.system.sealed import fingerprints, seal, seal_of
 from jaxtune.system.terminal import say
 from jaxtune.train.config import ConfigError, TrainConfig
 from jaxtune.train.data.batches import Batch, BatchSource
 from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.data.tokens.cache import cache_folder, note_use
+from jaxtune.train.data.tokens.cache import cache_folder, disk_errors
 from jaxtune.train.data.tokens.teacher_files import open_file
 from jaxtune.train.data.tokens.teacher_values import TaughtRows, TeacherValues
 from jaxtune.train.objectives.objective import Objective, TeacherColumn
@@ -39,7 +40,7 @@ from jaxtune.train.planning.teacher_pass import TeacherPass
 from jaxtune.train.program.loss import Forward
 from jaxtune.train.program.programs import Engine
 from jaxtune.train.program.trained_model import TrainedModel
-from jaxtune.train.references.references import values_of_rows
+from jaxtune.train.references.references import read_values, values_of_rows
 from jaxtune.train.references.teachers import (
     BASE,
     described,
@@ -51,8 +52,6 @@ from jaxtune.train.references.teachers import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-_SUM = 16  # bytes of the checksum at the end of a stored file
 
 
 class StoredTeacher:
@@ -152,7 +151,7 @@ class StoredTeacher:
     def _attached(self, rows: TokenDataset, rows_key: str) -> TokenDataset:
         """A copy of `rows` with places for the values. rows_key: the config key of the rows."""
         # Rows that are evaluated with packing=step may be longer than data.length.
-        is_whole = rows.overflow != "truncate" or (rows.packing == "step" and rows_key != "data.train")
+        is_whole = rows.overflow != "truncate" or (rows.unit.counts_examples and rows_key != "data.train")
         values = TeacherValues(rows.documents, None if is_whole else rows.length, self.k)
         if self._file is not None:
             self._file.require_all(values, rows_key)
@@ -229,12 +228,14 @@ class StoredTeacher:
     def _found(self, rows: TaughtRows, say: Callable[[str], None]) -> bool:
         """Whether every process has the same stored file, which is then mapped to `rows.values.stored`. Collective."""
         path = self._path(rows)
-        stored = None if path is None else _read(path, rows.values, say)
-        sums = processes.all_of(None if path is None or stored is None else _sum_of(path))
+        shape, entry = (rows.values.total,), TeacherValues.entry(rows.values.k)
+        stored = None if path is None else read_values(path, shape, entry, say)
+        sums = processes.all_of(None if path is None or stored is None else seal_of(path))
         is_same = None not in sums and len(set(sums)) == 1
         rows.values.stored = stored if is_same else None
         if is_same and path is not None:
             note_use(path)
+            say(f"log-probabilities of the teacher: {path}")
         return is_same
 
     def _reading(self) -> Callable[[TaughtRows, np.ndarray | None], None]:
@@ -313,7 +314,7 @@ def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | N
         yield array
         values.stored = array
         return
-    with _writable(path.parent):
+    with disk_errors(path.parent):
         if processes.first():
             path.parent.mkdir(parents=True, exist_ok=True)
         writes = shared_folders.must_write(path.parent)
@@ -322,8 +323,8 @@ def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | N
             yield array
     else:
         yield None
-    first, *_ = processes.all_of(_sum_of(path) if writes else None)
-    if not shared_folders.wait_until_seen(lambda: _sum_of(path) == first):
+    first, *_ = processes.all_of(seal_of(path) if writes else None)
+    if not shared_folders.wait_until_seen(lambda: seal_of(path) == first):
         raise ConfigError(
             f"data.cache_dir = {str(path.parent)!r}: process {processes.index()} does not find {path.name} there as "
             "the first process has stored it; set a folder that the processes of a host share"
@@ -333,74 +334,17 @@ def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | N
 
 @contextlib.contextmanager
 def _written(path: Path, values: TeacherValues) -> Iterator[np.ndarray]:
-    """A context with an array mapped from a temporary file whose size is reserved on the disk; it gets a checksum and
-    its name at the end, or is removed after an error. Raises ConfigError on entering.
+    """A context with an array mapped from a `new_file` whose size is reserved on the disk; it is sealed at the end.
+    Raises ConfigError on entering.
     """
-    with _writable(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in path.parent.glob(".teacher_*.tmp"):
-            remove_left(leftover)
-        temporary, descriptor = create_temporary(path)
-    try:
-        with _writable(path.parent):  # a full disk is an error here
+    with contextlib.ExitStack() as stack:
+        with disk_errors(path.parent):  # a full disk is an error here
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_temporary(path.parent, "teacher_*")
+            temporary, file = stack.enter_context(new_file(path))
             shape, entry = (values.total,), TeacherValues.entry(values.k)
             array = np.lib.format.open_memmap(temporary, mode="w+", dtype=entry, shape=shape)
-            os.posix_fallocate(descriptor, 0, os.path.getsize(temporary))
+            os.posix_fallocate(file.fileno(), 0, os.path.getsize(temporary))
         yield array
-        array.flush()
         del array
-        with open(temporary, "ab") as file:
-            file.write(_checksum(path.name, temporary, os.path.getsize(temporary)))
-        os.replace(temporary, path)
-    finally:
-        os.close(descriptor)
-        temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _writable(folder: Path) -> Iterator[None]:
-    """A context in which an OSError becomes a ConfigError about data.cache_dir."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"data.cache_dir = {str(folder)!r} cannot be written ({error}); set another") from None
-
-
-def _sum_of(path: Path) -> str | None:
-    """The stored checksum in hex, unverified; None if unreadable."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(-_SUM, os.SEEK_END)
-            return file.read().hex()
-    except OSError:
-        return None
-
-
-def _checksum(name: str, path: Path, size: int) -> bytes:
-    """16 bytes over the final name and the first `size` bytes, so that a renamed file is refused."""
-    digest, remaining = xxhash.xxh3_128(name.encode()), size
-    with open(path, "rb") as file:
-        while remaining and (block := file.read(min(remaining, 1 << 24))):
-            digest.update(block)
-            remaining -= len(block)
-    return digest.digest()
-
-
-def _read(path: Path, values: TeacherValues, say: Callable[[str], None]) -> np.ndarray | None:
-    """The mapped values of a verified file; None, to be computed anew, if missing, damaged, or of another shape."""
-    try:
-        size = os.path.getsize(path) - _SUM
-        with open(path, "rb") as file:
-            file.seek(max(size, 0))
-            if file.read() != _checksum(path.name, path, size):
-                raise ValueError("its checksum is not that of its content")
-        stored = np.load(path, mmap_mode="r")
-        if stored.shape != (values.total,) or stored.dtype != TeacherValues.entry(values.k):
-            raise ValueError("it has another shape")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, EOFError) as error:
-        say(f"{path} is damaged and not used: {error}")
-        return None
-    say(f"log-probabilities of the teacher: {path}")
-    return stored
+        seal(file, path.name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.slot_plan import SlotPlan
+from jaxtune.system.sealed import crc32
 from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
 from jaxtune.train.config.sections import Unset
 from jaxtune.train.data.batches import Batch, BatchSource, Json, Rollout, SampledRows, epoch_order
@@ -134,10 +134,8 @@ class OwnSamples(BatchSource):
         self._made = None
 
     def identity(self) -> dict[str, Json]:
-        digest = 0
-        for row in self.rows:
-            digest = zlib.crc32(np.asarray([*row.prompt, -1, *row.own], np.int32).tobytes(), digest)
-            digest = zlib.crc32(bytes(row.mask), digest)
+        ids = (np.asarray([*row.prompt, -1, *row.own], np.int32).tobytes() for row in self.rows)
+        digest = crc32(piece + bytes(row.mask) for piece, row in zip(ids, self.rows, strict=True))
         return {"prompts": len(self.rows), "tokens_crc32": digest}
 
     def first_prompt(self) -> Sequence[int]:

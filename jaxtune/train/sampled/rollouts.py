@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.slot_plan import SlotPlan
+from jaxtune.system.sealed import crc32
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data.batches import Batch, BatchSource, Json, Rollout, SampledRows, epoch_order
 from jaxtune.train.digests import values_crc32
@@ -231,9 +231,7 @@ class SampledAnswers(BatchSource):
         self._old = {int(part_index): np.asarray(values, np.float32) for part_index, values in saved["old"].items()}
 
     def identity(self) -> dict[str, Json]:
-        digest = 0
-        for prompt in self.prompts:
-            digest = zlib.crc32(np.asarray(prompt.ids, np.int32).tobytes(), digest)
+        digest = crc32(np.asarray(prompt.ids, np.int32).tobytes() for prompt in self.prompts)
         values: dict[str, Json] = {"prompts": len(self.prompts), "tokens_crc32": digest}
         values["columns_crc32"] = values_crc32(dict(prompt.columns) for prompt in self.prompts)
         values["rewards"] = [*self.rewards.names]

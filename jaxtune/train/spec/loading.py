@@ -71,7 +71,9 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
         positions=model_config.positions,
     )
     stored = replace(config, model=replace(model_config, load_in=model_config.load_in or pretrained.stored_in))
-    mesh_config, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored))
+    mesh_config, _ = mesh_of(
+        config.shared_by(jax.device_count()), lambda: cost.abstract_model(pretrained.config, stored)
+    )
     mesh = None if mesh_config.divides_tensors is None else partition.make_mesh(*mesh_config.sizes)
     cancelled = threading.Event()
 

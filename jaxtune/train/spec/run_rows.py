@@ -59,7 +59,7 @@ def run_rows(
             f"data.eval_rows = {data.eval_rows}: {reason}, and none can be taken out of them; set data.eval, or give "
             "eval_rows"
         )
-    if made_later and not is_source and data.packing == "step":
+    if made_later and not is_source and config.unit.counts_examples:
         raise ValueError(f"data.packing = 'step': {reason}, and steps cannot be laid out before; set true or false")
     with processes.one_a_host():
         train: TokenDataset | BatchSource
@@ -67,7 +67,7 @@ def run_rows(
             train = train_source
         elif made_later:
             mixed = mixed or [(train_source, 1.0)]
-            sets = [reader.row_set(rows) for rows, _ in mixed]
+            sets = [reader.row_set(rows, config.seed + (number << 48)) for number, (rows, _) in enumerate(mixed)]
             train = FedBatches(sets, [weight for _, weight in mixed], config.rows_per_step, config.seed)
         else:
             train = reader.tokenised(train_source, data.max_rows)
@@ -113,19 +113,19 @@ class Reader:
         """
         return sampled_source(self.objective, rows, self.tokenizer, self.config, self.ends, self.model.context_length)
 
-    def row_set(self, rows: object) -> RowSet:
-        """A set from which batches are drawn during the run. Of streamed rows a first window is tokenised here, later
-        ones in the background, which may then raise ValueError.
+    def row_set(self, rows: object, seed: int) -> RowSet:
+        """A set from which batches are drawn during the run, in an order by `seed`. Of streamed rows a first window is
+        tokenised here, later ones in the background, which may then raise ValueError.
         """
         data, name = self.config.data, str(rows) if isinstance(rows, str | os.PathLike) else "rows"
         if not is_stream(rows, data.streaming):
-            return PreparedSet(name, self.tokenised(rows, data.max_rows))
+            return PreparedSet(name, self.tokenised(rows, data.max_rows), seed)
         # The run may use its tokenizer while a thread tokenises with this one, which starts no process for each window.
         alone = dataclasses.replace(self.config, data=dataclasses.replace(data, num_workers=data.num_workers or 1))
         reader = dataclasses.replace(self, tokenizer=copy.deepcopy(self.tokenizer), config=alone)
         if isinstance(rows, InOrder):  # its shards are not read apart: a data set that shuffles itself mixes them
-            return StreamedRows(name, open_sources(rows.rows), reader.tokenised, data.buffer_size, "given")
-        return StreamedRows(name, open_sources(rows, streaming=True), reader.tokenised, data.buffer_size)
+            return StreamedRows(name, open_sources(rows.rows), reader.tokenised, data.buffer_size, "given", seed)
+        return StreamedRows(name, open_sources(rows, streaming=True), reader.tokenised, data.buffer_size, seed=seed)
 
 
 def _weighted(rows: object) -> list[tuple[object, float]]:
@@ -153,7 +153,7 @@ def source_of(
     """
     source = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
     steps = total_steps(config, source.steps_per_epoch)
-    if isinstance(train, TokenDataset) and train.packing == "step":
+    if isinstance(train, TokenDataset) and train.unit.counts_examples:
         return *pack_steps(train, held_out, config, steps), steps
     return source, held_out, steps
 

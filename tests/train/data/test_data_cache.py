@@ -126,14 +126,14 @@ def test_what_no_run_used_for_a_week_makes_room(write, tmp_path, tokenizer, monk
     size = sum(file.stat().st_size for file in named[1].iterdir())
     assert made(0)  # and so it is used now
     usage = shutil.disk_usage(folder)._replace(free=0)
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage._replace(free=10**9))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**9))
     assert not made(3) and not said
     shutil.rmtree(({*folder.iterdir()} - {*named, reference, other}).pop())
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage._replace(free=size))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size))
     assert not made(3)  # three of this size and 500 bytes: the two that were not used longest make room
     assert [entry.exists() for entry in (*named, reference, other)] == [True, False, True, False, True]
     assert len(said) == 1 and "removed that no run used for a week; the disk was filling up" in said[0]
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     aged(named[2] / "meta.json", 1)
     assert not made(1) and [entry.exists() for entry in named] == [True, True, True]
 

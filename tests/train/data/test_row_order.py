@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtune.train.data.batches import Order
+from jaxtune.train.data.batches import Batch, Order
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.packing.packing import NothingUsable
 from jaxtune.train.data.packing.pairs import PairDataset
-from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet
+from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet, RowSet
 from jaxtune.train.data.rows.reading import Window, open_sources
 from jaxtune.train.data.rows.streamed import StreamedRows
 from jaxtune.train.data.tokens.cache import Summary
@@ -52,11 +52,11 @@ def write(folder: Path, sizes: list[int], blanks: list[int], offset: int = 0) ->
     return files, list(range(offset, offset + sum(sizes)))
 
 
-def stream(files: list[Path], window: int, packing: bool, order: Order = "shuffled") -> StreamedRows:
+def stream(files: list[Path], window: int, packing: bool, seed: int, order: Order = "shuffled") -> StreamedRows:
     def prepare(rows: Window) -> TokenDataset:
         return tokenised([dict(row.value or {}) for row in rows.rows], packing)
 
-    return StreamedRows("rows", open_sources([str(file) for file in files]), prepare, window, order)
+    return StreamedRows("rows", open_sources([str(file) for file in files]), prepare, window, order, seed)
 
 
 def numbers_of(batch) -> list[int]:
@@ -87,7 +87,7 @@ def test_a_stream_has_every_usable_row_once_a_pass_and_goes_on_anywhere(
     with tempfile.TemporaryDirectory() as folder:
         files, every = write(Path(folder), sizes, blanks)
         try:
-            made = FedBatches([stream(files, window, packing, order)], [1.0], batch, seed)
+            made = FedBatches([stream(files, window, packing, seed, order)], [1.0], batch, seed)
         except NothingUsable:  # of the first window
             return
         usable = [number for number in every if number % 5 != 4]
@@ -101,7 +101,7 @@ def test_a_stream_has_every_usable_row_once_a_pass_and_goes_on_anywhere(
         assert sorted(ours[len(usable) : 2 * len(usable)]) == usable
         if order == "given" and not packing:
             assert ours == usable * 2
-        other = FedBatches([stream(files, window, packing, order)], [1.0], batch, seed)
+        other = FedBatches([stream(files, window, packing, seed, order)], [1.0], batch, seed)
         if resumed:
             other.resume(resumed, positions[resumed - 1])
         assert all(same(other.batch_at(step), batches[step]) for step in range(resumed, len(batches)))
@@ -119,15 +119,16 @@ def test_a_mixture_takes_each_set_in_its_order_and_goes_on_anywhere(
         sets = []
 
         def made() -> FedBatches:
-            return FedBatches([one() for one in sets], [share, 1 - share], batch, seed)
+            alone = [one(seed + (number << 48)) for number, one in enumerate(sets)]
+            return FedBatches(alone, [share, 1 - share], batch, seed)
 
         for offset in (0, 1000):
             files, every = write(Path(folder), sizes, blanks, offset)
             if streamed:
-                sets.append(lambda files=files: stream(files, window + 10, packing))
+                sets.append(lambda seed, files=files: stream(files, window + 10, packing, seed))
             else:
                 rows = [{"n": number} for number in every]
-                sets.append(lambda rows=rows: PreparedSet("rows", tokenised(rows, packing)))
+                sets.append(lambda seed, rows=rows: PreparedSet("rows", tokenised(rows, packing), seed))
         try:
             first = made()
         except NothingUsable:
@@ -138,19 +139,54 @@ def test_a_mixture_takes_each_set_in_its_order_and_goes_on_anywhere(
             positions.append(json.loads(json.dumps(first.position(step + 1))))
         for number, offset in enumerate((0, 1000)):  # as if the set were alone
             alone = [n for one in batches for n in numbers_of(one) if (n >= 1000) == bool(offset)]
-            feed, want = sets[number]().with_max_documents(first.max_documents).feed(seed + (number << 48), None), []
-            while len(want) < len(alone):
-                rows, row = feed.next()
-                single = rows.empty(1)
-                rows.fill(single, 0, row)
-                want += numbers_of(single)
+            row_set, want = sets[number](seed + (number << 48)).with_max_documents(first.max_documents), []
+            for row in itertools.count():
+                if len(want) >= len(alone):
+                    break
+                want += numbers_of(row_set.batch_at(row))
             assert want == alone
-            feed.close()
+            row_set.close()
         other = made()
         other.resume(resumed, positions[resumed - 1])
         assert all(same(other.batch_at(step), batches[step]) for step in range(resumed, resumed + 3))
         first.close()
         other.close()
+
+
+class Counted(RowSet):
+    """A set of a user's own, whose rows are one token each, from `first` on."""
+
+    name, length, max_documents = "counted", 4, 1
+
+    def __init__(self, first: int):
+        self.first = first
+
+    def with_max_documents(self, documents: int) -> Counted:
+        return self
+
+    def batch_at(self, step, model=None):
+        batch = Batch.empty(1, self.length)
+        batch.tokens[0, 0], batch.segment_ids[0, 0] = self.first + step, 1
+        return batch
+
+
+@given(share=st.floats(0.05, 0.95), batch=st.integers(1, 9), seed=st.integers(0, 2**31), resumed=st.integers(0, 6))
+def test_a_set_whose_row_depends_on_its_number_alone_needs_no_position(share, batch, seed, resumed):
+    def made() -> FedBatches:
+        return FedBatches([Counted(0), Counted(1000)], [share, 1 - share], batch, seed)
+
+    source, other = made(), made()
+    batches, positions = [], []
+    for step in range(resumed + 2):
+        batches.append(source.batch_at(step))
+        positions.append(json.loads(json.dumps(source.position(step + 1))))
+    seen = [number for one in batches for number in numbers_of(one)]
+    for first in (0, 1000):
+        ours = [number for number in seen if first <= number < first + 1000]
+        assert ours == list(range(first, first + len(ours)))
+    if resumed:
+        other.resume(resumed, positions[resumed - 1])
+    assert all(same(other.batch_at(step), batches[step]) for step in range(resumed, resumed + 2))
 
 
 # ---- rows that are held out

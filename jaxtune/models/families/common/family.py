@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Mapping
 
 from jaxtune.models.config import PRE_NORM, DecoderConfig, Stage
-from jaxtune.models.families.common.key import Config, Entry, Fields, Key, checked, completed
+from jaxtune.models.families.common.key import Config, Entry, Fields, Key, completed, require_allowed
 from jaxtune.models.families.common.names import LLAMA_NORMS, ExpertFiles
 from jaxtune.models.families.common.rope import PARTIAL_ROTARY
 from jaxtune.models.families.common.table import COMMON, REFUSED, REFUSED_WITHOUT_EXPERTS, WRITTEN
@@ -77,7 +77,7 @@ class Family:
         """The DecoderConfig, with a language model's head, of a config.json as transformers 4 or 5 writes it. Raises
         ValueError for a value or feature that is not supported, or a missing key without a default.
         """
-        checked(hf, self.declared)
+        require_allowed(hf, self.declared)
         experts = any("moe" in entry.gives for entry in self.entries)
         declared_names = {key.name for key in self.declared}
         for key in (*REFUSED, *(() if experts else REFUSED_WITHOUT_EXPERTS), *self.refused):

@@ -72,7 +72,7 @@ def prepared(hf: Config) -> Fields:
 
 def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
     """The two earlier keys from per_layer_config. A size that it lacks is head_dim or num_key_value_heads, even if the
-    file has the earlier keys.
+    file has the earlier keys. ValueError for sizes that differ between layers of a type, or of sliding layers.
     """
     usual = {"head_dim": hf["head_dim"], "num_key_value_heads": hf["num_key_value_heads"]}
     sizes_by_layer = {int(index): sizes for index, sizes in hf["per_layer_config"].items()}

@@ -135,8 +135,8 @@ class Record:
         return {} if self.field is None else self.described(getattr(config, self.field))
 
 
-def checked(hf: Config, keys: Iterable[Key]) -> None:
-    """Raises ValueError for a value that its key does not allow; null and missing keys are allowed."""
+def require_allowed(hf: Config, keys: Iterable[Key]) -> None:
+    """Raises ValueError for a value of a known key that the key does not allow; null, missing and unknown keys pass."""
     for key in keys:
         if hf.get(key.name) is not None:
             key.check(f"config.json: {key.name}", hf[key.name])
@@ -145,9 +145,9 @@ def checked(hf: Config, keys: Iterable[Key]) -> None:
 def completed(hf: Config, keys: Iterable[Key], defaults: Config) -> Fields:
     """The config.json with a value for every key: its default if missing, what null stands for if null.
 
+      hf: config.json of the text model.
       keys: in the order of declaration; of several with one name the first gives the default.
       defaults: the family's, before Key.default.
-      hf: config.json of the text model.
 
     Raises ValueError for a required key without a value.
     """

@@ -67,7 +67,11 @@ def from_max_window_layers(hf: Config) -> list[str]:
 
 def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], type_names: Sequence[str]) -> list[str]:
     """The name of each layer's type, from layer_types or `default`. Raises ValueError for a wrong number, or a type not
-    in `type_names`. hf: config.json with a value for every key (`completed`).
+    in `type_names`.
+
+      hf: config.json with a value for every key (`completed`).
+      default: hf -> the names, one a layer, for a config.json without layer_types.
+      type_names: the names that the family knows.
     """
     names, count = list(hf["layer_types"] or default(hf)), hf["num_hidden_layers"]
     if len(names) != count:

@@ -18,13 +18,14 @@ _ACTIVATION = Conversion(ACTIVATIONS.__getitem__, _HF_ACTIVATIONS.__getitem__)
 
 
 def check_activation(key: str, value: Any) -> None:
+    """Raises ValueError unless ACTIVATIONS has the name."""
     values.text(key, value)
     if value not in ACTIVATIONS:
         raise ValueError(f"{key} {value!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
 
 
 def check_window_pattern(key: str, value: Any) -> None:
-    """A number of layers, or letters L and G that are repeated, as in EXAONE 4 ("LLLG")."""
+    """Raises ValueError unless it is a number of layers, or repeated letters L and G, as in EXAONE 4 ("LLLG")."""
     if not isinstance(value, str):
         values.whole(key, value)
     elif not value or set(value) - set("LG"):

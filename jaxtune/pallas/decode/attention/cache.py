@@ -34,6 +34,7 @@ def cache_of(tokens: jax.Array, lengths: jax.Array, capacity: int) -> jax.Array:
 
     tokens: [B, T, kv_heads, D], keys or values; entries past a row's length are ignored and must be finite.
     lengths: int32[B], from 0 to T; of a row longer than `capacity` the last `capacity` tokens stay.
+    capacity: keys that a row has room for; shorter than T for a ring.
     """
     check = Arguments("cache_of")
     check.array("tokens", tokens, "B T kv_heads D", str(tokens.dtype))
@@ -56,6 +57,7 @@ def written(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array
 
       new: [B, kv_heads, D] in the cache's dtype.
       positions: int32[B], the tokens before each new one; rows with a negative position do not change.
+      cache: [B, kv_heads, capacity, D].
     """
     check = Arguments("written")
     check.array("cache", cache, "B kv_heads capacity D", str(cache.dtype))

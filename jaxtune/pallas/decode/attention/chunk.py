@@ -31,10 +31,14 @@ def chunk_attention(
     """Causal attention of the next N tokens of each row over each other and over the row's cache from before them: [B,
     N, heads, D] in query's dtype. XLA computes it, 128 of the N tokens at a time over the whole capacity.
 
-      query: [B, N, heads, D] bfloat16, float16 or float32; new_keys, new_values: [B, N, kv_heads, D] in its dtype.
+      query: [B, N, heads, D] bfloat16, float16 or float32.
+      new_keys, new_values: [B, N, kv_heads, D] in query's dtype, attended to as they are. For an FP8 cache the caller
+      rounds them for `chunk_written`; here, too, if later tokens shall see the same numbers.
       keys, values: [B, kv_heads, capacity, D] in query's dtype or float8_e4m3fn (no scales), finite.
       before: int32[B], tokens before the new ones; of a longer row the cache has the last `capacity`.
-      scale, window, soft_cap, sinks: as in decode_attention; not checked, and neither is the ratio of heads.
+      scale: factor on scores. window: a token sees itself and the window - 1 before it; None: all.
+      soft_cap: scores s become cap * tanh(s / cap). sinks: float[heads], a logit per head without a value. None of
+      these four is checked, nor the ratio of heads.
     """
     check = Arguments("chunk_attention")
     check.array("query", query, "B N heads D", FLOATS)
@@ -101,6 +105,7 @@ def chunk_written(cache: jax.Array, new: jax.Array, before: jax.Array) -> jax.Ar
 
       new: [B, N, kv_heads, D] in the cache's dtype.
       before: int32[B], tokens before the new ones, at least 0.
+      cache: [B, kv_heads, capacity, D].
     """
     check = Arguments("chunk_written")
     check.array("cache", cache, "B kv_heads capacity D", str(cache.dtype))

@@ -85,6 +85,7 @@ def work_of(lengths, capacity: int, window: int | None, step: int):
     newest key, tokens that the newest may see (seen_of); int32[1], lines with tiles; order and count of order_of).
 
       lengths: int32[B], tokens of each row, 0 for none. step: keys of a tile.
+      capacity: keys of a row's ring. window: tokens that the newest sees, itself included; None: all.
     """
     first, tiles = live_tiles(lengths, capacity, window, step)
     row, split = (jax.lax.broadcasted_iota(jnp.int32, tiles.shape, axis) for axis in (0, 1))
@@ -160,7 +161,12 @@ def _combine(split_outputs, lse, order, count, sinks, group: int, dtype):
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.decode_attention. Only if `refusal` is None."""
+    """As api.decode_attention: [B, heads, D]. Only if `refusal` is None.
+
+    query: [B, heads, D] of 16 bits. keys, values: [B, kv_heads, capacity, D] in its dtype, finite.
+    lengths: int32[B], tokens of each row with the newest; 0 gives 0.
+    scale: factor on scores. window: tokens seen, None: all. soft_cap: c of c tanh(s / c). sinks: float[heads].
+    """
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     group = heads // kv_heads

@@ -46,6 +46,7 @@ def split_kernel(
       out_ref, lse_ref: float32[B, kv_heads, splits, heads, D], normalised by the split's own sum of weights, and
         without D, in log2.
       k_smem, v_smem: slots [workers * stages, step, D], each with a barrier of k_full, v_full.
+      blocks: mosaic.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
     """
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     kv_heads, capacity, heads, dim = *k_ref.shape[1:3], *q_ref.shape[2:]
@@ -146,6 +147,7 @@ def product(left, right, shape, interpreted):
 
     left: [m = 64, k] of 16 bits in registers; right: [k, n] in shared memory.
     interpreted: Pallas' interpreter does not support this wgmma.
+    shape: (m, n) of the result.
     """
     if interpreted:
         return lax.dot(left, right[...], preferred_element_type=jnp.float32)
@@ -166,6 +168,7 @@ def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, 
       order_ref, count_ref: of splits.order_of.
       sinks_ref: float32[kv_heads, padded heads], in log2; MASKED: none.
       out_ref: [B, kv_heads, lines, LINE]; heads of whole programs, some perhaps padding.
+      heads, dim: heads of a program, and numbers of each.
     """
     row, head, head_block = (lax.axis_index(name) for name in ("row", "kv_head", "part"))
     count, lines, vector = count_ref[row], -(-heads * dim // LINE), plgpu.Layout.WG_STRIDED((LINE,), 1)

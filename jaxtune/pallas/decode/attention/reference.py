@@ -14,7 +14,12 @@ _MASKED = -1e30  # finite, so that a row without keys does not compute inf - inf
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.decode_attention, in plain JAX, which defines it. The whole capacity is read and must be finite."""
+    """As api.decode_attention: [B, heads, D], in plain JAX, which defines it. The whole capacity is read and must be
+    finite.
+
+    query: [B, heads, D]. keys, values: [B, kv_heads, capacity, D], a ring. lengths: int32[B].
+    scale: factor on scores. window: tokens seen, None: all. soft_cap: c of c tanh(s / c). sinks: float[heads].
+    """
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else jax.lax.Precision.DEFAULT

@@ -21,6 +21,7 @@ def live_tiles(lengths, capacity: int, window: int | None, step: int):
     and step divides SPLIT.
 
       lengths: int32[B], tokens of each row.
+      window: tokens that a row's newest sees, itself included; None: all.
     """
     splits, per_split = -(-capacity // SPLIT), SPLIT // step
     visible_tokens = jnp.minimum(seen_of(lengths, window), capacity)[:, None]

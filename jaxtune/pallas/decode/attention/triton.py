@@ -64,7 +64,12 @@ def variant(query) -> str:
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.decode_attention. Only if `refusal` is None."""
+    """As api.decode_attention: [B, heads, D]. Only if `refusal` is None.
+
+    query: [B, heads, D] of 16 bits. keys, values: [B, kv_heads, capacity, D] in its dtype or float8_e4m3fn.
+    lengths: int32[B], tokens of each row with the newest; 0 gives 0.
+    scale: factor on scores. window: tokens seen, None: all. soft_cap: c of c tanh(s / c). sinks: float[heads].
+    """
     from jaxtune.pallas.decode.attention import triton_kernels
 
     rows, heads, dim = query.shape

@@ -1,10 +1,4 @@
-"""Bodies of the Triton kernels of decode attention, and of insert_kernel.
-
-Caches are [B, KV_HEADS, CAPACITY, DIM]; token t of a row is at index t % CAPACITY, and `lengths` int32[B] are the rows'
-tokens, the newest included. Scores are in units of log2. SCALE is the factor on them, CAP the soft cap, WINDOW the
-sliding window (0: none). Tiles have STEP keys. GROUP and WIDTH are the query heads of a KV head and DIM as powers of
-two, at least 16 and 64.
-"""
+"""Bodies of the Triton kernels of decode attention, and of insert_kernel. Scores are in units of log2."""
 
 import triton
 import triton.language as tl
@@ -71,6 +65,10 @@ def decode_split_kernel(
       firsts, tiles: int32[B, SPLITS] of splits.live_tiles.
       split_outputs: float32[B, KV_HEADS, SPLITS, heads of a group, DIM], normalised over the split; lses: log-sum-exps
         in log2, without DIM.
+      keys, values: [B, KV_HEADS, CAPACITY, DIM], token t of a row at t % CAPACITY. lengths: int32[B], the newest
+      included.
+      WINDOW: tokens that the newest sees; 0: all. SCALE, CAP: factor on scores, soft cap (0: none).
+      STEP: keys of a tile. GROUP, WIDTH: query heads of a KV head, and DIM, as powers of two from 16 and 64 on.
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tiles + row * SPLITS + split)
@@ -127,6 +125,10 @@ def decode_whole_kernel(
     out [B, HEADS, DIM]; an empty row gets 0. Grid: (KV_HEADS, B).
 
       sinks: float32[HEADS] in log2; _MASKED: none. STAGES: tiles in flight.
+      query: [B, HEADS, DIM]. lengths: int32[B], tokens of each row, the newest included.
+      keys, values: [B, KV_HEADS, CAPACITY, DIM], token t of a row at t % CAPACITY.
+      WINDOW: tokens that the newest sees; 0: all. SCALE, CAP: factor on scores, soft cap (0: none).
+      STEP: keys of a tile. GROUP, WIDTH: query heads of a KV head, and DIM, as powers of two from 16 and 64 on.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS
@@ -178,6 +180,7 @@ def decode_combine_kernel(
       split_outputs, lses: from decode_split_kernel.
       order, counts: int32[B, SPLITS] and int32[B] of splits.order_of.
       sinks: float32[HEADS] in log2; _MASKED: none.
+      GROUP, WIDTH: query heads of a KV head, and DIM, as powers of two from 16 and 64 on.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS
@@ -219,6 +222,9 @@ def insert_kernel(
     """Copies row rows[i] of staged [R, KV_HEADS, ROOM, DIM] into row slots[i] of cache [COUNT, ...], if there is one.
     `old` is the cache as an input, in the same memory. Grid: (blocks of BLOCK numbers of a head, KV_HEADS, copied
     rows).
+
+      rows, slots: int32[copied rows]; a slot outside of 0 to COUNT - 1 is skipped, a row is not checked.
+      ROOM, CAPACITY: keys of a staged row, and of the cache's, not fewer.
     """
     block, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + number)

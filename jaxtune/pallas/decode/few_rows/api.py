@@ -138,10 +138,10 @@ def gated_product(
 
     x: [N, in]; "triton" supports N up to 128.
     activation: a key of gated.ACTIVATIONS. Its argument, its result and x up^T are rounded to x's dtype.
-    loras: of gate and up, as in `products`.
-    implementation: "triton" (as in `products`; "silu" or "gelu_tanh"), "reference", or None: the first that supports
-      the call. For a larger N, None takes the kernel of gated_mosaic.py where it can, else XLA's product and a kernel
-      for the activation.
+    loras: an adapter or None for gate and up, or empty.
+    implementation: "triton" (16 bits on Hopper, multiples of 64 rows and 128 columns, "silu" or "gelu_tanh"),
+    "reference", or None: the first that supports the call. For a larger N, None takes the kernel of gated_mosaic.py
+    where it can, else XLA's product and a kernel for the activation.
     """
     check = Arguments("gated_product")
     check.array("x", x, "N in", FLOATS)
@@ -232,14 +232,12 @@ def added_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """(x plus a product, the RMS norm of that), [N, hidden] each in x's dtype, in one kernel. Not differentiable.
 
-    x: [N, hidden], the residual stream.
+    x: [N, hidden], the residual stream. weight: float[hidden]. eps: added to the mean square.
     partial_sums: [splits, N, hidden], partial sums of `products` or `experts_down`; their sum is rounded to x's dtype
-      first.
-    weight: [hidden], any floating dtype.
+    first.
     offset: added to the weight, such as 1 for Gemma; ignored unless float32.
     float32: the normed numbers times the weight are rounded once; otherwise both are rounded first, and the product.
     implementation: "triton" (x of 16 bits, at most 16,384 columns), "reference", or None.
-    eps: added to the mean square.
     """
     check = Arguments("added_norm")
     check.array("x", x, "N hidden", FLOATS)
@@ -287,7 +285,7 @@ def placed(
       positions: int32[N]; for a negative one nothing is written, and the row's query means nothing.
       table: (cos, sin) at these positions, float32[N, D / 2] (RoPE); None: no rotation.
       norms: weights [D] of the query's and key's RMS norms, before the rotation; None: no norms.
-      eps, offset, float32: as in `added_norm`.
+      eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
       implementation: "triton" (16-bit caches, D a power of two from 32 to 512), "reference", or None.
     """
     check = Arguments("placed")

@@ -22,10 +22,10 @@ from jaxtune.pallas.decode.few_rows.api import placed
 from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
 from jaxtune.pallas.decode.few_rows.triton import placed_refusal
 
-_CORES = 132  # multiprocessors of a Hopper GPU
+_MULTIPROCESSORS = 132  # multiprocessors of a Hopper GPU
 # Tiles of a Hopper GPU by head dim. Where there are fewer programs than multiprocessors: the fewer tiles a program
 # reads one after another, the sooner it ends.
-_FEW_TILES = {128: Tile(128, 8, 3)}
+_TILES_OF_FEW_HEADS = {128: Tile(128, 8, 3)}
 # Where there are more, each is a single warp (attended_gluon.py). Four share a multiprocessor by their shared memory,
 # so that 64, 128 and 256 rows of 8 key/value heads fill one, two and four rounds of programs.
 _MANY_TILE, _MANY_DIM = Tile(32, 1, 3), 128
@@ -55,7 +55,7 @@ def attended(
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Norms and rotates queries and keys of one new token in each of N sequences, writes its keys and values into the
-    caches, and attends to them. Not differentiable. Arguments are those of `placed` and decode_attention.
+    caches, and attends to them. Not differentiable.
 
     Returns (attention [N, heads, D] in the caches' dtype, 0 for a row at a negative position; keys; values). Caches
     change in place as in `placed`. With the kernel, a row's result has the same bits in any slot, and with
@@ -65,6 +65,12 @@ def attended(
         it is large.
       implementation: "triton" (one kernel; 16-bit caches of at most 1,024 keys, or 3,072 in Gluon with a large N; D of
         64, 128, 256 or 512), "apart" (`placed` and decode_attention), or None: the first that supports the call.
+      partial_sums: [splits, N, (heads + 2 kv_heads) D], partial sums of query, key and value side by side.
+      keys, values: caches [N, kv_heads, capacity, D], rings. positions: int32[N]; negative: no token.
+      table: (cos, sin) float32[N, D / 2], or None: no rotation. norms: two weights [D], or None: no norms.
+      scale: factor on query . key. window: the token sees itself and the window - 1 before it; None: all.
+      soft_cap: scores s become cap * tanh(s / cap). sinks: float[heads], a logit per head without a value.
+      eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
     """
     check = Arguments("attended")
     check.array("partial_sums", partial_sums, "splits N width", FLOATS)
@@ -102,7 +108,11 @@ def attended(
 
 
 def refusal(partial_sums, keys, batch_invariant: bool) -> str | None:
-    """Why the kernels of `attended` do not support a call on this GPU, or None."""
+    """Why the kernels of `attended` do not support a call on this GPU, or None.
+
+    partial_sums: [splits, N, (heads + 2 kv_heads) D]. keys: the cache [N, kv_heads, capacity, D].
+    batch_invariant: True: single warps (attended_gluon.py) are not considered.
+    """
     reason = placed_refusal(keys)
     if reason is not None:
         return reason
@@ -128,9 +138,9 @@ def _tile(partial_sums, keys, batch_invariant: bool) -> Tile:
         return tile
     # The registers allow four programs of four warps a multiprocessor, with three stages or four.
     tile = dataclasses.replace(tile, stages=3) if dim == 128 else tile
-    if batch_invariant or rows * kv_heads > _CORES:
+    if batch_invariant or rows * kv_heads > _MULTIPROCESSORS:
         return tile
-    few_tile = _FEW_TILES.get(dim, tile)
+    few_tile = _TILES_OF_FEW_HEADS.get(dim, tile)
     return tile if capacity % few_tile.step else few_tile
 
 
@@ -139,10 +149,10 @@ def _by_single_warps(partial_sums, keys, batch_invariant: bool) -> bool:
     if batch_invariant or dim != _MANY_DIM or dispatch.compute_capability() != (9, 0):
         return False
     programs = rows * kv_heads
-    longest = _MANY_CAPACITY if programs > 2 * _CORES else WHOLE
+    longest = _MANY_CAPACITY if programs > 2 * _MULTIPROCESSORS else WHOLE
     group = partial_sums.shape[2] // dim // kv_heads - 2
     supported = group <= _MANY_GROUP and capacity <= longest and not capacity % _MANY_TILE.step
-    return supported and programs > _CORES and _has_gluon()
+    return supported and programs > _MULTIPROCESSORS and _has_gluon()
 
 
 def _has_gluon() -> bool:
@@ -154,11 +164,14 @@ def _has_gluon() -> bool:
 
 
 def _shares(keys, tile: Tile) -> int:
-    """Programs that share the keys of each key/value head of each row: with _FEW_TILES as many as tiles, all at most as
-    many as multiprocessors; else one.
+    """Programs that share the keys of each key/value head of each row: with a tile of _TILES_OF_FEW_HEADS as many as
+    tiles, all at most as many as multiprocessors (at least one: `_tile` gives such a tile only where there are no more
+    heads); else one.
     """
     rows, kv_heads, capacity, _ = keys.shape
-    return min(capacity // tile.step, _CORES // (rows * kv_heads)) if tile in _FEW_TILES.values() else 1
+    return (
+        min(capacity // tile.step, _MULTIPROCESSORS // (rows * kv_heads)) if tile in _TILES_OF_FEW_HEADS.values() else 1
+    )
 
 
 def _first_use(
@@ -209,12 +222,12 @@ def _by_kernel(
     weights = (partial_sums, partial_sums) if norms is None else norms
     # cos and sin, and behind them zeros, in which programs count. Each call leaves zeros there, so that one kernel of
     # XLA's makes the array for all layers of a step.
-    turns = [] if table is None else [jnp.concatenate(table, axis=-1).reshape(-1)]
-    turns += [jnp.zeros(count * kv_heads, jnp.float32)] if shares > 1 else []
-    turns = jnp.concatenate(turns) if turns else partial_sums
+    rotations = [] if table is None else [jnp.concatenate(table, axis=-1).reshape(-1)]
+    rotations += [jnp.zeros(count * kv_heads, jnp.float32)] if shares > 1 else []
+    rotations = jnp.concatenate(rotations) if rotations else partial_sums
     # No sinks are no array, which XLA would fill in each step.
     sinks = () if masking["sinks"] is None else (log2_sinks(masking["sinks"], heads),)
-    before = partial_sums, *weights, turns, positions, *sinks
+    before = partial_sums, *weights, rotations, positions, *sinks
     results = [jax.ShapeDtypeStruct((count, heads, dim), keys.dtype)]
     results += [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
     constants: dict = {} if sinks else {"sinks": None}

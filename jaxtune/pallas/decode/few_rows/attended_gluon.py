@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from jaxtune.pallas.decode.few_rows.attended_kernels import _in_log2
-from jaxtune.pallas.decode.few_rows.triton_kernels import _loaded, _sum, _turned
+from jaxtune.pallas.decode.few_rows.triton_kernels import _loaded, _normed_and_rotated, _sum
 
 # What later versions of Triton call async_load has another name in 3.6.
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -125,7 +125,7 @@ def _own_parts(
     partial_sums,
     q_weight,
     k_weight,
-    turns,
+    rotations,
     keys,
     values,
     row,
@@ -158,8 +158,8 @@ def _own_parts(
     key_offset = (row * ALL + HEADS + head) * 128
 
     # All is read before anything that threads exchange, as a program waits for memory only once then.
-    k_turn = _loaded(turns, turns + 64, row * 128 + half, ROTATES)
-    q_turn = _loaded(turns, turns + 64, row * 128 + q_half, ROTATES)
+    k_rotation = _loaded(rotations, rotations + 64, row * 128 + half, ROTATES)
+    q_rotation = _loaded(rotations, rotations + 64, row * 128 + q_half, ROTATES)
     k_norm = _loaded(k_weight, k_weight + 64, half, NORMS)
     q_norm = _loaded(q_weight, q_weight + 64, q_half, NORMS)
     k_low = _sum(partial_sums, key_offset + half, half < 64, stride, SPLITS, DTYPE)
@@ -169,13 +169,17 @@ def _own_parts(
     q_high = _sum(partial_sums, offsets + 64, real, stride, SPLITS, DTYPE)
 
     inverse = gl.rsqrt((gl.sum(k_low * k_low, 0) + gl.sum(k_high * k_high, 0)) / 128 + EPS)
-    k_low, k_high = _turned(k_low, k_high, inverse, k_norm, k_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
+    k_low, k_high = _normed_and_rotated(
+        k_low, k_high, inverse, k_norm, k_rotation, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE
+    )
     cache_offset = ((row * KV_HEADS + head).to(gl.int64) * CAPACITY + newest) * 128
     gl.store(keys + cache_offset + half, k_low.to(DTYPE))
     gl.store(keys + cache_offset + 64 + half, k_high.to(DTYPE))
     gl.store(values + cache_offset + column, value.to(DTYPE))
     inverse = gl.rsqrt((gl.sum(q_low * q_low, 0) + gl.sum(q_high * q_high, 0)) / 128 + EPS)[None, :]
-    q_low, q_high = _turned(q_low, q_high, inverse, q_norm, q_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
+    q_low, q_high = _normed_and_rotated(
+        q_low, q_high, inverse, q_norm, q_rotation, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE
+    )
     query = gl.join(q_low.to(DTYPE), q_high.to(DTYPE)).permute([2, 0, 1]).reshape([128, 8])
     return gl.convert_layout(query, _RIGHT, assert_trivial=True)
 
@@ -185,11 +189,11 @@ def many_kernel(
     partial_sums,
     q_weight,
     k_weight,
-    turns,
+    rotations,
     positions,
     sinks,
-    old_keys,
-    old_values,
+    input_keys,
+    input_values,
     out,
     keys,
     values,
@@ -209,12 +213,23 @@ def many_kernel(
     STEP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """attended_kernel for head dim 128 and at most 8 query heads a key/value head, with its arguments. A program is one
-    warp. Grid: (KV_HEADS, COUNT).
+    """attended_kernel for head dim 128 and at most 8 query heads a key/value head. A program is one warp. Grid:
+    (KV_HEADS, COUNT).
 
     Keys and values are the left operands, queries and weights the right ones: a tensor core multiplies at least 16 rows
     on the left, but 8 columns on the right. The last tile has the new token, whose key and value are written before its
     copy starts; only this tile needs masks, unless there is a window.
+
+      partial_sums: [SPLITS, COUNT, HEADS + 2 KV_HEADS, 128], of the new tokens' queries, keys and values.
+      q_weight, k_weight: [128], the norms' weights, if NORMS. rotations: float32[COUNT, 128], cos then sin, if ROTATES.
+      positions: int32[COUNT], of the new token; negative: none, and the row gets 0.
+      sinks: float32[HEADS] in log2, or None. out: [COUNT, HEADS, 128], the attention.
+      keys, values: the caches [COUNT, KV_HEADS, CAPACITY, 128], token t at t % CAPACITY. input_keys, input_values: the
+      same
+      memory as inputs, not read.
+      EPS, OFFSET, FLOAT32: of the norms; FLOAT32: OFFSET is added to the weight, and only the product is rounded.
+      WINDOW: tokens that the new one sees; 0: all. SCALE, CAP: factor on scores, soft cap (0: none).
+      STEP, STAGES: keys of a tile, and tiles in shared memory, of which one is multiplied.
     """
     DTYPE: gl.constexpr = out.dtype.element_ty
     OWN: gl.constexpr = HEADS // KV_HEADS
@@ -258,7 +273,7 @@ def many_kernel(
             partial_sums,
             q_weight,
             k_weight,
-            turns,
+            rotations,
             keys,
             values,
             row,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from jaxtune.pallas.decode.few_rows.triton_kernels import _loaded, _sum, _turned
+from jaxtune.pallas.decode.few_rows.triton_kernels import _loaded, _normed_and_rotated, _sum
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MASKED = tl.constexpr(-1e30)
@@ -24,7 +24,7 @@ def _own_parts(
     partial_sums,
     q_weight,
     k_weight,
-    turns,
+    rotations,
     sinks,
     keys,
     values,
@@ -75,8 +75,8 @@ def _own_parts(
     else:
         sink = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
     angles = row * DIM + half
-    k_turn = _loaded(turns, turns + HALF, angles, ROTATES)
-    q_turn = _loaded(turns, turns + HALF, angles[None, :], ROTATES)
+    k_rotation = _loaded(rotations, rotations + HALF, angles, ROTATES)
+    q_rotation = _loaded(rotations, rotations + HALF, angles[None, :], ROTATES)
     q_weight, k_weight = q_weight + later, k_weight + later
     q_norm = _loaded(q_weight, q_weight + HALF, half[None, :], NORMS)
     k_norm = _loaded(k_weight, k_weight + HALF, half, NORMS)
@@ -87,9 +87,13 @@ def _own_parts(
     value = _sum(partial_sums, key_offset + KV_HEADS * DIM + columns, columns < DIM, stride, SPLITS, DTYPE)
 
     inverse = tl.rsqrt((tl.sum(q_low * q_low, 1) + tl.sum(q_high * q_high, 1)) / DIM + EPS)[:, None]
-    q_low, q_high = _turned(q_low, q_high, inverse, q_norm, q_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
+    q_low, q_high = _normed_and_rotated(
+        q_low, q_high, inverse, q_norm, q_rotation, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE
+    )
     inverse = tl.rsqrt((tl.sum(k_low * k_low, 0) + tl.sum(k_high * k_high, 0)) / DIM + EPS)
-    k_low, k_high = _turned(k_low, k_high, inverse, k_norm, k_turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
+    k_low, k_high = _normed_and_rotated(
+        k_low, k_high, inverse, k_norm, k_rotation, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE
+    )
     q_low, q_high = q_low.to(DTYPE), q_high.to(DTYPE)
     k_low, k_high = k_low.to(DTYPE), k_high.to(DTYPE)
     if (position >= 0) & (share == 0):
@@ -160,11 +164,11 @@ def attended_kernel(
     partial_sums,
     q_weight,
     k_weight,
-    turns,
+    rotations,
     positions,
     sinks,
-    old_keys,
-    old_values,
+    input_keys,
+    input_values,
     out,
     keys,
     values,
@@ -188,17 +192,25 @@ def attended_kernel(
     STAGES: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Attention of the query heads of one key/value head of one row, to out [COUNT, HEADS, DIM]; a row without a token
-    gets 0. Grid: (KV_HEADS, COUNT, SHARES). Where few rows decode, SHARES programs share a head, each reading every
-    SHARES-th tile.
+    """Attention of the query heads of one key/value head of one row; a row without a token gets 0. Grid: (KV_HEADS,
+    COUNT, SHARES). Where few rows decode, SHARES programs share a head, each reading every SHARES-th tile.
 
     The new token's key and value come from registers, as this kernel writes them; older keys are read in the cache's
     order, STEP at a time, STAGES tiles in flight.
 
-      turns: float32[COUNT, DIM], cos then sin, if ROTATES; behind them, unless SHARES is 1, `arrived` of _added_shares.
-      sinks: float32[HEADS] in log2, or None. sums: of _added_shares; None if SHARES is 1.
-      WINDOW, CAP: 0: none. GROUP: query heads of a key/value head as a power of two of at least 16.
-      Others: as for placed_kernel.
+      partial_sums: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM], of the new tokens' queries, keys and values.
+      q_weight, k_weight: [DIM], the norms' weights, if NORMS.
+      rotations: float32[COUNT, DIM], cos then sin, if ROTATES; behind them, unless SHARES is 1, `arrived` of
+      _added_shares.
+      positions: int32[COUNT], of the new token; nothing is written for a negative one.
+      sinks: float32[HEADS] in log2, or None. out: [COUNT, HEADS, DIM], the attention.
+      keys, values: the caches [COUNT, KV_HEADS, CAPACITY, DIM], token t at t % CAPACITY. input_keys, input_values: the
+      same
+      memory as inputs, not read.
+      sums: of _added_shares; None if SHARES is 1.
+      EPS, OFFSET, FLOAT32: of the norms; FLOAT32: OFFSET is added to the weight, and only the product is rounded.
+      WINDOW: tokens that the new one sees; 0: all. SCALE, CAP: factor on scores, soft cap (0: none).
+      GROUP: query heads of a key/value head as a power of two of at least 16.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     OWN: tl.constexpr = HEADS // KV_HEADS
@@ -230,7 +242,7 @@ def attended_kernel(
             partial_sums,
             q_weight,
             k_weight,
-            turns,
+            rotations,
             sinks,
             keys,
             values,
@@ -264,7 +276,7 @@ def attended_kernel(
         if WITHIN:
             if begin == first:
                 q_low, q_high, top, total, acc = _own_parts(
-                    partial_sums, q_weight, k_weight, turns, sinks, keys, values, row + later, later, head, share,
+                    partial_sums, q_weight, k_weight, rotations, sinks, keys, values, row + later, later, head, share,
                     position, newest, COUNT, HEADS, KV_HEADS, DIM, CAPACITY, SPLITS, NORMS, ROTATES, EPS, OFFSET,
                     FLOAT32, SCALE, CAP, GROUP, DTYPE, SHARES,
                 )  # fmt: skip
@@ -290,7 +302,7 @@ def attended_kernel(
     last = True
     if SHARES > 1:
         head_index = row * KV_HEADS + head
-        arrived = turns + COUNT * DIM * ROTATES
+        arrived = rotations + COUNT * DIM * ROTATES
         total, acc, last = _added_shares(top, total, acc, sums, arrived, head_index, share, DIM, OWN, GROUP, SHARES)
     if last:
         acc = acc / tl.maximum(total, 1e-30)[:, None]

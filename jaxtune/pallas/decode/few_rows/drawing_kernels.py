@@ -31,6 +31,8 @@ def chunk_kernel(
     tops, top_tokens: [rows, CHUNKS], the chunk's largest logit, and the first token that has it.
     sums: float32[rows, CHUNKS], of exp((logit - top) / logprob_temperature).
     blocks: float32[rows, CHUNKS * CHUNK / BLOCK], the same of each block with temperature, if DRAWS.
+    temperature, logprob_temperature: float32[rows]; `temperature` is read only if DRAWS.
+    CHUNKS, CHUNK, BLOCK: chunks of a row; tokens of a chunk and of a block, which divides it.
     """
     chunk, row = tl.program_id(0), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -82,6 +84,10 @@ def token_kernel(
 
       uniform: float32[rows], decides the draw, if DRAWS; negative: the most likely token.
       CHUNKS_PADDED, BLOCKS_PADDED: CHUNKS and BLOCKS, all of a row, as powers of two.
+      logits: [rows, STRIDE], the first VOCAB of a row being the vocabulary's.
+      temperature, logprob_temperature: float32[rows].
+      tops, top_tokens, sums, blocks: from chunk_kernel, whose CHUNKS and BLOCK are these; BLOCKS: blocks of a row.
+      token, logprob, peak, total: the four results, [rows]: int32, float32.
     """
     row = tl.program_id(0)
     line = row.to(tl.int64) * STRIDE

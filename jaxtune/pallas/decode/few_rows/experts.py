@@ -109,6 +109,7 @@ def experts_have_kernels(
 
       matrices: (gate_up [E, 2 * inner, hidden], down [E, hidden, inner]); loras: their adapters.
       choices: experts of a token.
+      x: [N, hidden], array or shape. activation: a key of gated.ACTIVATIONS.
     """
     reason = _gated_refusal(x, matrices[0], choices, activation, loras[0])
     return (reason or _down_refusal(len(x), x.dtype, matrices[1], choices, loras[1])) is None
@@ -170,6 +171,9 @@ def experts_down(
 
       h: [N * k, inner] of `experts_gated`.
       down: [E, hidden, inner] in h's dtype.
+      choice: int32[N, k], each token's experts, all different; numbers outside of 0 to E - 1 are none.
+      lora: adapters, or None; "triton" supports ranks up to 64.
+      implementation: "triton", "reference", or None: the first that supports the call.
     """
     check = Arguments("experts_down")
     check.array("choice", choice, "N k", jnp.int32)

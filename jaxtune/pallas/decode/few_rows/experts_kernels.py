@@ -47,6 +47,7 @@ def expert_kernel(
       TOKENS, PLACES: COUNT and CHOICES as powers of two, TOKENS at least 16.
       SLOTS: tokens multiplied at once; the matrix is read again for each further SLOTS.
       RANK: 0 or 64, the rows that a warp group multiplies; those from A_RANK on are 0.
+      DEPTH, STAGES: columns that are multiplied in a step, and steps in flight.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     begin, expert = tl.program_id(0) * ROWS, tl.program_id(1)

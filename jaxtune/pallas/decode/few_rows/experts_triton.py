@@ -23,37 +23,44 @@ _LEAST_SLOTS, _MOST_SLOTS = 32, 64
 _GATED, _DOWN, _DOWN_FEW = Tile(64, 64, 4, 4), Tile(128, 64, 4, 3), Tile(64, 64, 4, 6)
 
 
-def gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora | None) -> str | None:
-    """Why the kernel of `experts_gated` does not support a call, or None. gate_up is [E, 2 * inner, hidden]. choices:
-    experts of a token.
+def gated_refusal(x, gate_up, experts_per_token: int, activation: str, lora: GroupedLora | None) -> str | None:
+    """Why the kernel of `experts_gated` does not support a call, or None.
+
+    x: [N, hidden]. gate_up: [E, 2 * inner, hidden]. activation: a key of gated.ACTIVATIONS.
+    lora: adapters of gate and up, or None.
     """
     if activation not in ACTIVATIONS:
         return f"activation {activation}"
-    return _refusal(len(x), x.dtype, gate_up, choices, gate_up.shape[1] // 2, lora)
+    return _refusal(len(x), x.dtype, gate_up, experts_per_token, gate_up.shape[1] // 2, lora)
 
 
-def down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | None) -> str | None:
-    """Why the kernel of `experts_down` does not support a call of `count` tokens, or None. down is [E, hidden,
-    inner]. choices: experts of a token.
+def down_refusal(count: int, dtype, down, experts_per_token: int, lora: GroupedLora | None) -> str | None:
+    """Why the kernel of `experts_down` does not support a call of `count` tokens, or None.
+
+    dtype: of the rows. down: [E, hidden, inner]. lora: adapters, or None.
     """
-    return _refusal(count, dtype, down, choices, down.shape[1], lora)
+    return _refusal(count, dtype, down, experts_per_token, down.shape[1], lora)
 
 
-def _refusal(count: int, dtype, weight, choices: int, size: int, lora: GroupedLora | None) -> str | None:
+def _refusal(
+    count: int, dtype, weight, experts_per_token: int, rows_of_each: int, lora: GroupedLora | None
+) -> str | None:
     """Why the kernel does not support a call, or None.
 
-    weight: [E, rows, columns].
-    size: rows of a matrix; of gate and up, those of one of them.
+    weight: [E, rows, columns]; rows_of_each: rows of down, or of one of gate and up.
     """
-    reason = rows_refusal(count, dtype, (weight,), least=2)
+    reason = rows_refusal(count, dtype, (weight,), fewest=2)
     if reason is not None:
         return reason
-    if choices > MOST_CHOICES:
-        return f"{choices} experts a token; up to {MOST_CHOICES}"
+    if experts_per_token > MOST_CHOICES:
+        return f"{experts_per_token} experts a token; up to {MOST_CHOICES}"
     if lora is not None and lora.a.shape[1] > MOST_RANK:
         return f"adapters of rank {lora.a.shape[1]}; up to {MOST_RANK}"
-    if size % _GATED.rows or weight.shape[2] % _GATED.depth:
-        return f"matrices of {size} rows and {weight.shape[2]} columns; multiples of {_GATED.rows} and {_GATED.depth}"
+    if rows_of_each % _GATED.rows or weight.shape[2] % _GATED.depth:
+        return (
+            f"matrices of {rows_of_each} rows and {weight.shape[2]} columns; multiples of {_GATED.rows} and "
+            f"{_GATED.depth}"
+        )
     return None
 
 
@@ -61,24 +68,28 @@ def slots(choice, experts: int) -> int:
     """Tokens that a program multiplies at once: four times an expert's average, as a power of two from 32 to 64, and at
     most `padded` of all. The matrices of experts with more tokens are read more than once.
     """
-    count, choices = choice.shape
-    return min(padded(count), padded(max(_LEAST_SLOTS, -(-4 * count * choices // experts))), _MOST_SLOTS)
+    count, experts_per_token = choice.shape
+    return min(padded(count), padded(max(_LEAST_SLOTS, -(-4 * count * experts_per_token // experts))), _MOST_SLOTS)
 
 
 def multiplied(x, weight, choice, factors, tile: Tile, at_once: int, activation: int, lora: GroupedLora | None = None):
     """Runs expert_kernel with any tile.
 
-    x, weight, choice, factors: as in expert_kernel.
+    x, weight: [N * k, in], [E, out, in]; with an activation [N, in], [E, 2 out, in], gate first.
+    choice: int32[N, k]. factors: float32[N, k], the router's; without an activation not read.
     tile: with an activation programs have its rows of gate and of up.
     at_once: tokens multiplied at once, a power of two of at least 16.
     activation: 0: none, result float32[k, N, out]; 1 (silu) or 2 (gelu_tanh): [N * k, out] in x's dtype.
+    lora: adapters of `weight`, or None; arrays in another dtype are cast in each call.
     """
     from jaxtune.pallas.decode.few_rows import experts_kernels
 
-    (count, choices), (experts, size, inner) = choice.shape, weight.shape
+    (count, experts_per_token), (experts, size, inner) = choice.shape, weight.shape
     sides = 2 if activation else 1
     size //= sides
-    shape, dtype = ((count * choices, size), x.dtype) if activation else ((choices, count, size), jnp.float32)
+    shape, dtype = (
+        ((count * experts_per_token, size), x.dtype) if activation else ((experts_per_token, count, size), jnp.float32)
+    )
     if lora is None:
         adapters, absent = [], {"a": None, "b": None}
     else:
@@ -91,14 +102,14 @@ def multiplied(x, weight, choice, factors, tile: Tile, at_once: int, activation:
         warps=tile.warps,
         stages=tile.stages,
         COUNT=count,
-        CHOICES=choices,
+        CHOICES=experts_per_token,
         EXPERTS=experts,
         INNER=inner,
         SIZE=size,
         ROWS=tile.rows,
         DEPTH=tile.depth,
         TOKENS=padded(count),
-        PLACES=1 << (choices - 1).bit_length(),
+        PLACES=1 << (experts_per_token - 1).bit_length(),
         SLOTS=at_once,
         ACTIVATION=activation,
         STAGES=tile.stages,
@@ -125,14 +136,21 @@ def _with(lora: GroupedLora | None, tile: Tile, at_once: int) -> Tile:
 
 
 def experts_gated(x, gate_up, choice, weights, activation, lora):
-    """As experts.experts_gated, by expert_kernel. Only if `gated_refusal` is None."""
+    """As experts.experts_gated: [N * k, inner]. Only if `gated_refusal` is None.
+
+    x: [N, hidden] of 16 bits. gate_up: [E, 2 * inner, hidden] in its dtype. lora: its adapters, or None.
+    choice: int32[N, k]. weights: float32[N, k], the router's. activation: "silu" or "gelu_tanh".
+    """
     slot_count = slots(choice, len(gate_up))
     tile = _with(lora, _GATED, slot_count)
     return multiplied(x, gate_up, choice, weights, tile, slot_count, ACTIVATIONS[activation], lora)
 
 
 def experts_down(h, down, choice, lora):
-    """As experts.experts_down, by expert_kernel. Only if `down_refusal` is None."""
+    """As experts.experts_down: float32[k, N, hidden]. Only if `down_refusal` is None.
+
+    h: [N * k, inner] of 16 bits. down: [E, hidden, inner]. choice: int32[N, k]. lora: adapters, or None.
+    """
     slot_count = slots(choice, len(down))
     tile = _with(lora, down_tile(down.shape[1]), slot_count)
     return multiplied(h, down, choice, choice, tile, slot_count, 0, lora)

@@ -41,7 +41,10 @@ def columns_of(out: int) -> int | None:
 
 
 def refusal(x, gate, activation: str) -> str | None:
-    """Why the kernel does not support a call on this GPU, or None. x [N, in], gate [out, in] are arrays or shapes."""
+    """Why the kernel does not support a call on this GPU, or None. x [N, in], gate [out, in] are arrays or shapes.
+
+    activation: "silu" or "gelu_tanh" are supported.
+    """
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
@@ -155,7 +158,10 @@ def _kernel(x_ref, gate_ref, up_ref, out_ref, x_smem, w_smem, out_smem, full, fr
 
 
 def gated_product(x, gate, up, activation: str):
-    """[N, out] in x's dtype. Both products and each step of the activation are rounded to it, as in plain JAX."""
+    """[N, out] in x's dtype. Both products and each step of the activation are rounded to it, as in plain JAX.
+
+    x: [N, in], N from 136 to 256. gate, up: [out, in] in x's dtype. activation: "silu" or "gelu_tanh".
+    """
     rows, out = len(x), gate.shape[0]
     columns, interpret = columns_of(out), gpu_kernel.interpreter()
     assert columns is not None

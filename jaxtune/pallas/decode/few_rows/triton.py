@@ -26,7 +26,7 @@ MOST_RANK = 64  # of an adapter: with a larger one the kernels' sums do not fit 
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # the numbers of the kernels for activations
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _SHARED_BYTES = 227 * 1024  # of a program's shared memory on Hopper
-_CORES = 132  # multiprocessors of a Hopper GPU
+_MULTIPROCESSORS = 132  # multiprocessors of a Hopper GPU
 _BLOCK = 2048  # numbers of gate and up that a program of `activated` reads
 _ENOUGH = 96  # programs that occupy them well enough: fewer splits are less to add
 
@@ -78,9 +78,11 @@ def most_rows(weights: Sequence, loras: Sequence) -> int:
     return MOST_ROWS_OF_OTHERS if several_or_small and not padded_rank(loras) else MOST_ROWS
 
 
-def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int = MOST_ROWS) -> str | None:
-    """Why no kernel of a product supports `count` rows and these weights' dtypes, or None. least, most: rows that the
+def rows_refusal(count: int, dtype, weights: Sequence, fewest: int = 1, most: int = MOST_ROWS) -> str | None:
+    """Why no kernel of a product supports `count` rows and these weights' dtypes, or None. fewest, most: rows that the
     kernel takes.
+
+      dtype: of x.
     """
     reason = compat.triton_refusal()
     if reason is not None:
@@ -89,13 +91,16 @@ def rows_refusal(count: int, dtype, weights: Sequence, least: int = 1, most: int
         return "measured on Hopper alone (compute capability 9.0)"
     if dtype not in _DTYPES or any(weight.dtype != dtype for weight in weights):
         return f"x in {dtype}, weights in {', '.join(str(weight.dtype) for weight in weights)}; one of 16 bits"
-    if not least <= count <= most:
-        return f"{count} rows; from {least} to {most}"
+    if not fewest <= count <= most:
+        return f"{count} rows; from {fewest} to {most}"
     return None
 
 
 def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], most: int = MOST_ROWS) -> str | None:
-    """Why the kernels of products do not support a call on this GPU, or None. most: rows that the kernel takes."""
+    """Why the kernels of products do not support a call on this GPU, or None. most: rows that the kernel takes.
+
+    x: [N, in]. weights: [out_i, in] each. loras: an adapter or None for each; (): none.
+    """
     reason = rows_refusal(len(x), x.dtype, weights, most=most)
     if reason is not None:
         return reason
@@ -125,6 +130,8 @@ def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) ->
     """Splits (1, 2, 4 or 8) of a product that XLA multiplies: the fewest with which tiles of 128 x 128 occupy a Hopper
     GPU. XLA would divide it alike, but add the partial sums in a kernel of its own. 1 for several weights or with
     adapters.
+
+      x: [N, in]. weights: [out_i, in] each. loras: an adapter or None for each; (): none.
     """
     if dispatch.compute_capability() != (9, 0) or x.dtype not in _DTYPES or len(x) <= MOST_ROWS:
         return 1
@@ -187,7 +194,10 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
 
 
 def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> Tile:
-    """The sizes of a program's tile, measured for such numbers of rows and sizes of weights."""
+    """The sizes of a program's tile, measured for such numbers of rows and sizes of weights.
+
+    x: [N, in]. weights: [out_i, in] each. loras: an adapter or None for each; (): none.
+    """
     count, divisible = len(x), all(weight.shape[0] % _MANY.rows == 0 for weight in weights)
     if count > MOST_ROWS:
         return _MANY if divisible else _MANY_UNEVEN
@@ -196,11 +206,14 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
     if padded(count) > 16:
         return _AHEAD
     programs = sum(weight.shape[0] for weight in weights) // _PLAIN.rows
-    return _FAR_AHEAD if _ENOUGH <= programs <= _CORES and not padded_rank(loras) else _PLAIN
+    return _FAR_AHEAD if _ENOUGH <= programs <= _MULTIPROCESSORS and not padded_rank(loras) else _PLAIN
 
 
 def products(x, weights, loras=()):
-    """As api.products, by product_kernel. Only if `products_refusal` is None."""
+    """As api.products: [splits, N, sum of out_i]. Only if `products_refusal` is None.
+
+    x: [N, in] of 16 bits. weights: one to three [out_i, in]. loras: an adapter or None for each; (): none.
+    """
     width = sum(weight.shape[0] for weight in weights)
     tile = product_tile(x, weights, loras)
     splits = _splits(x.shape[1], width // tile.rows * -(-len(x) // tile.tokens))
@@ -208,7 +221,10 @@ def products(x, weights, loras=()):
 
 
 def gated_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], activation: str) -> str | None:
-    """Why the kernel of `gated_product` does not support a call, or None. weights: (gate, up)."""
+    """Why the kernel of `gated_product` does not support a call, or None. weights: (gate, up).
+
+    x: [N, in]. loras: adapters of gate and up; (): none. activation: a key of gated.ACTIVATIONS.
+    """
     if activation not in ACTIVATIONS:
         return f"activation {activation}"
     return products_refusal(x, weights, loras)
@@ -219,7 +235,11 @@ def gated_tile(rows: int) -> Tile:
 
 
 def gated_product(x, gate, up, activation, loras=()):
-    """As api.gated_product, by product_kernel. Only if `gated_refusal` is None."""
+    """As api.gated_product: [N, out]. Only if `gated_refusal` is None.
+
+    x: [N, in] of 16 bits. gate, up: [out, in]. activation: "silu" or "gelu_tanh".
+    loras: adapters of gate and up, or (): none.
+    """
     rows, tile = gate.shape[0], gated_tile(gate.shape[0])
     return _multiplied(x, (gate, up), loras, tile, 1, ACTIVATIONS[activation], rows, x.dtype)[0]
 
@@ -235,6 +255,10 @@ def activated_refusal(gate, activation: str) -> str | None:
 
 
 def activated(gate, up, activation):
+    """activation(gate) * up by activated_kernel, in gate's dtype. Only if `activated_refusal` is None.
+
+    gate, up: of one shape, 16 bits. activation: "silu" or "gelu_tanh".
+    """
     from jaxtune.pallas.decode.few_rows import triton_kernels
 
     (out,) = compat.triton_graph_call(
@@ -262,7 +286,11 @@ def added_norm_refusal(x) -> str | None:
 
 
 def added_norm(x, partial_sums, weight, *, eps, offset, float32):
-    """As api.added_norm, by added_norm_kernel."""
+    """As api.added_norm: (x plus the sum, its norm).
+
+    x: [N, hidden] of 16 bits. partial_sums: [splits, N, hidden]. weight: [hidden], the norm's.
+    eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
+    """
     from jaxtune.pallas.decode.few_rows import triton_kernels
 
     count, size = x.shape
@@ -298,7 +326,12 @@ def placed_refusal(keys) -> str | None:
 
 
 def placed(partial_sums, keys, values, positions, table, norms, *, eps, offset, float32):
-    """As api.placed, by placed_kernel."""
+    """As api.placed: (query [N, heads, D], keys, values).
+
+    partial_sums: [splits, N, (heads + 2 kv_heads) D]. keys, values: caches [N, kv_heads, capacity, D] of 16 bits.
+    positions: int32[N]; negative: nothing is written. table: (cos, sin) float32[N, D / 2], or None.
+    norms: weights [D] of query's and key's norms, or None. eps, offset, float32: of these norms.
+    """
     from jaxtune.pallas.decode.few_rows import triton_kernels
 
     splits, count, width = partial_sums.shape

@@ -1,8 +1,5 @@
-"""Bodies of the Triton kernels of a decoding step.
-
-A product is partial sums float32[SPLITS, COUNT, ...], or in the compute dtype for one split; its reader adds the splits
-in ascending order and rounds. FLOAT32 1: a norm rounds only after the product with its weight, to which OFFSET is
-added; 0: before and after it. ACTIVATION: 0 none, 1 silu, 2 the tanh approximation of gelu.
+"""Bodies of the Triton kernels of a decoding step. A product is partial sums float32[SPLITS, COUNT, ...], or in the
+compute dtype for one split; its reader adds the splits in ascending order and rounds.
 """
 
 import triton
@@ -86,17 +83,20 @@ def product_kernel(
     float32[SPLITS, COUNT, FIRST + SECOND + THIRD], or x's dtype for one split. Grid: (rows of W / ROWS, SPLITS, COUNT /
     TOKENS rounded up).
 
-    ACTIVATION not 0: out [1, COUNT, FIRST] is activation(gate) * up, with first and second as gate's and up's weights;
-    both, and each step of the activation, are rounded to x's dtype.
+    ACTIVATION 1 (silu) or 2 (gelu_tanh): out [1, COUNT, FIRST] is activation(gate) * up, with first and second as
+    gate's and up's weights; both, and each step of the activation, are rounded to x's dtype.
 
     RANK not 0: W + scale B A in place of each W. Each program multiplies its columns of x by those of A too, so every
     partial sum has its share of the adapter. x A^T is rounded to x's dtype before and after its scale, as in training;
     so is its product with B, unless in splits or a gated product, for which the registers do not suffice.
 
-      first_a, first_b, ...: [its rank, INNER] and [rows, its rank] in x's dtype; None if RANK is 0.
-      INNER: summed columns, a multiple of DEPTH (columns of a step) * SPLITS.
+      x: [COUNT, INNER] of 16 bits.
+      first_a, first_b, second_a, second_b, third_a, third_b: [its rank, INNER] and [rows, its rank] in x's dtype; None
+      if RANK is 0.
+      INNER: summed columns, a multiple of DEPTH (columns of a step) * SPLITS. STAGES: steps in flight.
       ROWS, TOKENS: rows of W, and of x (a power of two of at least 16), of a program.
-      RANK: the largest rank as a power of two of at least 16. FIRST_RANK, ...: 0: no adapter.
+      RANK: the largest rank as a power of two of at least 16.
+      FIRST_RANK, SECOND_RANK, THIRD_RANK: 0: no adapter. FIRST_SCALE, SECOND_SCALE, THIRD_SCALE: the adapters' factors.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
@@ -165,7 +165,10 @@ def product_kernel(
 
 @triton.jit
 def activated_kernel(gate, up, out, BLOCK: tl.constexpr, SIZE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Writes activation(gate) * up, SIZE numbers, BLOCK a program, rounded as product_kernel rounds."""
+    """Writes activation(gate) * up, SIZE numbers, BLOCK a program, rounded as product_kernel rounds.
+
+    gate, up, out: flat, SIZE numbers of 16 bits. ACTIVATION: 1: silu; 2: tanh approximation of gelu.
+    """
     DTYPE: tl.constexpr = out.dtype.element_ty
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = offsets < SIZE
@@ -197,12 +200,12 @@ def _times_weight(wide, weight, OFFSET: tl.constexpr, FLOAT32: tl.constexpr, DTY
 
 
 @triton.jit
-def _turned(
+def _normed_and_rotated(
     low,
     high,
     inverse,
     weights,
-    turn,
+    rotation,
     NORMS: tl.constexpr,
     ROTATES: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -213,14 +216,14 @@ def _turned(
 
     low, high: [HALF] or [heads, HALF], float32.
     inverse: reciprocal root of the mean square.
-    weights: halves of the norm's weight, if NORMS. turn: (cos, sin) in the heads' shape, if ROTATES.
+    weights: halves of the norm's weight, if NORMS. rotation: (cos, sin) in the heads' shape, if ROTATES.
     """
     if NORMS:
         low = _times_weight(low * inverse, weights[0], OFFSET, FLOAT32, DTYPE)
         high = _times_weight(high * inverse, weights[1], OFFSET, FLOAT32, DTYPE)
     if ROTATES:
-        rotated_low = low * turn[0] - high * turn[1]
-        high = high * turn[0] + low * turn[1]
+        rotated_low = low * rotation[0] - high * rotation[1]
+        high = high * rotation[0] + low * rotation[1]
         low = rotated_low
     return low, high
 
@@ -251,7 +254,10 @@ def added_norm_kernel(
 ):
     """added = x + the sum of partial_sums, which is rounded first; normed = the RMS norm of added as rounded. Grid:
     (COUNT,).
-    WIDTH: SIZE as a power of two.
+
+      x, added, normed: [COUNT, SIZE]. partial_sums: [SPLITS, COUNT, SIZE]. weight: [SIZE], the norm's.
+      WIDTH: SIZE as a power of two. EPS: added to the mean square.
+      FLOAT32: 1: OFFSET is added to the weight, and only the product is rounded; 0: the normed numbers are, too.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0)
@@ -277,8 +283,8 @@ def placed_kernel(
     cos,
     sin,
     positions,
-    old_keys,
-    old_values,
+    input_keys,
+    input_values,
     query,
     keys,
     values,
@@ -301,7 +307,9 @@ def placed_kernel(
       partial_sums: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM].
       q_weight, k_weight: [DIM], if NORMS. cos, sin: float32[COUNT, DIM / 2], if ROTATES.
       positions: int32[COUNT]; nothing is written to the caches for a negative one.
-      old_keys, old_values: the caches as inputs, in the same memory; not read.
+      input_keys, input_values: the caches as inputs, in the same memory; not read.
+      EPS: added to the mean square of a head.
+      FLOAT32: 1: OFFSET is added to the weight, and only the product is rounded; 0: the normed numbers are, too.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
@@ -318,8 +326,8 @@ def placed_kernel(
         if head >= HEADS:
             weight = k_weight
         weights = _loaded(weight, weight + HALF, columns, NORMS)
-        turn = _loaded(cos, sin, row * HALF + columns, ROTATES)
-        low, high = _turned(low, high, inverse, weights, turn, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
+        rotation = _loaded(cos, sin, row * HALF + columns, ROTATES)
+        low, high = _normed_and_rotated(low, high, inverse, weights, rotation, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
     if head < HEADS:
         target = query + (row * HEADS + head) * DIM + columns
         tl.store(target, low.to(DTYPE))

@@ -208,12 +208,12 @@ class PairDataset(TokenDataset):
             self.documents,
             self.length,
             overflow=self.overflow,
-            packing=self.packing is True,
+            packing=self.unit.shares_rows,
             reference=self.reference,
             labels=self.labels,
             drops_cut_pairs=self.drops_cut_pairs,
             second_yields=self.second_yields,
-            width=2 * self.length if self.packing == "step" else self.width,
+            width=self.longest if self.unit.counts_examples else self.width,
             max_documents=self.max_documents,
         )
         if not len(rows):
@@ -225,7 +225,7 @@ class PairDataset(TokenDataset):
     def warnings(self) -> list[str]:
         """Those of TokenDataset, and how many pairs were cut because data.length holds both answers."""
         sentences, rows = super().warnings(), self.rows
-        if self.packing == "step" or self.width is not None:
+        if self.unit.counts_examples or self.width is not None:
             return sentences
         room = f"data.length = {self.length:,}, which is the room for both; raise it, or set data.packing: step, with "
         room += "which each answer may have that many"
@@ -244,7 +244,7 @@ class PairDataset(TokenDataset):
 
     def in_rows(self, slots: int) -> PairDataset:
         """As TokenDataset; a pair longer than `slots` raises ValueError when packed."""
-        return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
+        return dataclasses.replace(self, packing=True, width=slots) if self.unit.counts_examples else self
 
     def split(self, eval_rows: float) -> tuple[PairDataset, PairDataset]:
         """As TokenDataset, with references and labels. A pair is known by its first document."""

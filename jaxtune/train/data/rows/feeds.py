@@ -1,18 +1,18 @@
-"""Batches from feeds of rows: of a stream, or of several sets mixed by weight.
+"""Batches of rows from one stream, or from several sets mixed by weight.
 
-A feed tells its position, so that a resumed run continues with the next row. Every process makes all rows of a batch,
-so they depend neither on devices nor on processes.
+Every process makes all rows of a batch, so they depend neither on devices nor on processes.
 """
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 
-from jaxtune.train.data.batches import Batch, BatchSource, Json, Rows, epoch_order
+from jaxtune.train.data.batches import Batch, Batches, BatchSource, Json
 
 if TYPE_CHECKING:
     from jaxtune.models.decoder import Decoder
@@ -22,63 +22,30 @@ _KEPT_STEPS = 4  # the steps whose positions and sources are kept: the loader is
 _CHOICE = 0x6D6978  # makes the draws of which set a row comes from independent of all other draws with the same seed
 
 
-class Feed(Protocol):
-    """An endless iterator over the rows of a set."""
+class RowSet(BatchSource):
+    """A set of rows, one a step without end, of which `FedBatches` makes steps of several rows and mixtures.
 
-    def next(self) -> tuple[Rows, int]:
-        """(rows, index) of the next row. May wait for it, and raises errors of reading."""
-        ...
+    A position is no number: a set that needs none has given out as many rows as steps.
+    """
 
-    def position(self) -> Json:
-        """The position after the rows taken, for a checkpoint."""
-        ...
-
-    def close(self) -> None:
-        """Releases threads and files; no row is taken afterwards."""
-        ...
-
-
-class RowSet(Protocol):
-    """A set of rows, read before or during the run."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def length(self) -> int:
-        """Tokens of a row, padding included; equal in mixed sets."""
-        ...
+    rows_per_step = 1
+    name: str
 
     @property
     def max_documents(self) -> int:
         """Most documents that a row may have; batches have room for as many."""
-        ...
+        raise NotImplementedError
 
     def with_max_documents(self, documents: int) -> RowSet:
         """The set with room for `documents` (not below `max_documents`), as mixed sets need equal shapes. It may change
         in place: use only the result.
         """
-        ...
+        raise NotImplementedError
 
-    def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding, numpy arrays."""
-        ...
-
-    def feed(self, seed: int, position: Json) -> Feed:
-        """The rows from `position` on (`Feed.position`; None: the first). seed: decides their order."""
-        ...
-
-    def identity(self) -> dict[str, Json]:
-        """Values, such as checksums, by which a resumed run recognises the rows."""
-        ...
-
-    def described(self) -> str: ...
-
-    def warnings(self) -> list[str]: ...
-
-    def news(self) -> list[str]:
-        """Sentences on what happened since the last call, such as rows left out."""
-        ...
+    @property
+    def about(self) -> str:
+        """The set in words, with its name."""
+        raise NotImplementedError
 
 
 class FedBatches(BatchSource):
@@ -104,9 +71,8 @@ class FedBatches(BatchSource):
         self.rows_per_step = rows_per_step
         self._most, self._seed = most, seed
         self._bounds = np.cumsum(weights) / np.sum(weights)
-        self._feeds: list[Feed] = []
         self._next = 0
-        self._begin: list[Json] = [None] * len(sets)
+        self._taken = [0] * len(sets)
         self._made: tuple[int, Batch] | None = None
         self._sources: collections.OrderedDict[int, list[str]] = collections.OrderedDict()
         self._positions: collections.OrderedDict[int, list[Json]] = collections.OrderedDict()
@@ -130,14 +96,18 @@ class FedBatches(BatchSource):
             return self._made[1]
         if step != self._next:
             raise ValueError(f"step {step} is asked for, but the next step of these rows is {self._next}")
-        feeds, batch, sources = self._open(), self.empty(self.rows_per_step), []
+        batch, sources = self.empty(self.rows_per_step), []
         for slot, number in enumerate(self._choices(step)):
-            rows, row = feeds[number].next()
-            rows.fill(batch, slot, row)
-            sources += rows.sources(row)
+            row_set, row = self.sets[number], self._taken[number]
+            jax.tree.map(lambda rows, one, slot=slot: np.copyto(rows[slot], one[0]), batch, row_set.batch_at(row))
+            sources += row_set.sources_at(row)
+            self._taken[number] += 1
         self._made, self._next = (step, batch), step + 1
         self._sources[step] = sources
-        self._positions[step + 1] = [feed.position() for feed in feeds]
+        self._positions[step + 1] = [
+            taken if (position := row_set.position(taken)) is None else position
+            for row_set, taken in zip(self.sets, self._taken, strict=True)
+        ]
         for history in (self._sources, self._positions):
             while len(history) > _KEPT_STEPS:
                 history.popitem(last=False)
@@ -151,21 +121,12 @@ class FedBatches(BatchSource):
         set_numbers = np.searchsorted(self._bounds, draws.random_raw(self.rows_per_step) / 2.0**64, side="right")
         return np.minimum(set_numbers, len(self.sets) - 1).tolist()
 
-    def _open(self) -> list[Feed]:
-        """The feeds, opened at the positions of `resume` if they are closed."""
-        if not self._feeds:
-            self._feeds = [
-                row_set.feed(self._seed + (number << 48), position)
-                for number, (row_set, position) in enumerate(zip(self.sets, self._begin, strict=True))
-            ]
-        return self._feeds
-
     def sources_at(self, step: int) -> list[str]:
         """`file:line` of the documents of `step`; [] unless one of the last 4 made."""
         return self._sources.get(step, [])
 
     def position(self, step: int) -> Json:
-        """Positions of all feeds before `step`. Raises KeyError unless `step` - 1 is one of the last 4 made."""
+        """Positions of all sets before `step`. Raises KeyError unless `step` - 1 is one of the last 4 made."""
         return list(self._positions[step])
 
     def resume(self, step: int, position: Json) -> None:
@@ -174,8 +135,10 @@ class FedBatches(BatchSource):
         """
         if not isinstance(position, list) or len(position) != len(self.sets):
             raise ValueError(f"the checkpoint's position in the rows is not one of {len(self.sets)} sets: {position!r}")
-        self.close()
-        self._next, self._begin, self._made = step, position, None
+        self._next, self._made = step, None
+        self._taken = [begin if isinstance(begin, int) else 0 for begin in position]
+        for row_set, taken, begin in zip(self.sets, self._taken, position, strict=True):
+            row_set.resume(taken, None if isinstance(begin, int) else begin)
 
     def identity(self) -> dict[str, Json]:
         """Of the only set, or of all sets with their shares. "lanes" is for checkpoints of older versions, which
@@ -194,7 +157,7 @@ class FedBatches(BatchSource):
 
     def described(self, total_steps: int) -> list[str]:
         shares = np.diff(self._bounds, prepend=0.0)
-        words = [row_set.described() for row_set in self.sets]
+        words = [row_set.about for row_set in self.sets]
         if len(words) > 1:
             words = [f"{share:.1%} of the rows from {text}" for share, text in zip(shares, words, strict=True)]
         return [
@@ -210,66 +173,44 @@ class FedBatches(BatchSource):
         return [text for row_set in self.sets for text in row_set.news()]
 
     def close(self) -> None:
-        """Closes the feeds; the next batch opens new ones."""
-        feeds, self._feeds = self._feeds, []
-        for feed in feeds:
-            feed.close()
+        for row_set in self.sets:
+            row_set.close()
 
 
-class PreparedSet:
-    """A data set tokenised before the run as a RowSet. `data.order` is ignored: epochs are shuffled."""
+class PreparedSet(RowSet):
+    """A data set tokenised before the run, without end. `data.order` is ignored: epochs are shuffled."""
 
-    def __init__(self, name: str, data: TokenDataset):
-        self.name, self.data = name, data
+    def __init__(self, name: str, data: TokenDataset, seed: int = 0):
+        self.name, self.data, self._seed = name, data, seed
+        self._batches = Batches(data.rows, 1, seed=seed)
 
     @property
     def length(self) -> int:
-        return self.data.length
+        return self._batches.length
 
     @property
     def max_documents(self) -> int:
-        return self.data.rows.max_documents
+        return self._batches.max_documents
 
     def with_max_documents(self, documents: int) -> PreparedSet:
         """A copy, packed anew."""
-        return PreparedSet(self.name, self.data.with_max_documents(documents))
+        return PreparedSet(self.name, self.data.with_max_documents(documents), self._seed)
 
     def empty(self, rows: int) -> Batch:
-        return self.data.rows.empty(rows)
+        return self._batches.empty(rows)
 
-    def feed(self, seed: int, position: Json) -> _PreparedFeed:
-        """The rows of endless epochs after the first `position` (None: 0)."""
-        return _PreparedFeed(self.data.rows, seed, position if isinstance(position, int) else 0)
+    def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
+        return self._batches.batch_at(step)
+
+    def sources_at(self, step: int) -> list[str]:
+        return self._batches.sources_at(step)
 
     def identity(self) -> dict[str, Json]:
         return self.data.batches(1).identity()
 
-    def described(self) -> str:
+    @property
+    def about(self) -> str:
         return f"{self.name}: {self.data.report}"
 
     def warnings(self) -> list[str]:
         return self.data.warnings()
-
-    def news(self) -> list[str]:
-        return []
-
-
-class _PreparedFeed:
-    """Packed rows in each epoch's order, without end. rows_taken: rows taken before resuming."""
-
-    def __init__(self, rows: Rows, seed: int, rows_taken: int):
-        self._rows, self._seed, self._taken = rows, seed, rows_taken
-        self._order: tuple[int, np.ndarray] | None = None
-
-    def next(self) -> tuple[Rows, int]:
-        epoch, offset = divmod(self._taken, len(self._rows))
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, epoch_order(len(self._rows), self._seed, epoch)
-        self._taken += 1
-        return self._rows, int(self._order[1][offset])
-
-    def position(self) -> Json:
-        return self._taken
-
-    def close(self) -> None:
-        """Nothing to close."""

@@ -23,11 +23,12 @@ from jaxtune.system.terminal import printable
 from jaxtune.train.data.batches import ORDERS, Batch, Json, Order, Rows
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.packing.packing import NothingUsable
+from jaxtune.train.data.rows.feeds import RowSet
 from jaxtune.train.data.rows.reading import Source, Window
 from jaxtune.train.data.rows.row_files import Row
 
 if TYPE_CHECKING:
-    from jaxtune.train.data.dataset import TokenDataset
+    from jaxtune.models.decoder import Decoder
 
 WINDOW_CHARACTERS = 64 * 2**20  # a window ends when it has this many characters, even with fewer than buffer_size rows
 MOST_NAMED_SHARDS = 1_000  # up to this number, checkpoints have a fingerprint of each shard; above it, one of all
@@ -59,14 +60,15 @@ class _TokenisedWindow:
     """int64[n]: of using the packed rows."""
 
 
-class StreamedRows:
-    """A stream as a row set, read a window at a time.
+class StreamedRows(RowSet):
+    """A stream, read a window at a time.
 
     The constructor tokenises a first window in the given order, `first`, which shows whether rows are usable and how
     many documents fit a row; feeds read its rows again. Raises ValueError for a shard that cannot be read, or only
     whole (a JSON array), and if no row of the first window is usable.
 
       prepare: tokenises a Window, or raises NothingUsable; also called in a feed's thread.
+      seed: decides the orders.
       buffer_size: most rows of a window, which 64 Mi characters or an epoch's end also close.
       order: "shuffled" draws an order of shards for each epoch and of rows for each window; "given" keeps both.
     """
@@ -78,6 +80,7 @@ class StreamedRows:
         prepare: Callable[[Window], TokenDataset],
         buffer_size: int,
         order: Order = "shuffled",
+        seed: int = 0,
     ):
         for source in sources:
             if not source.streams:
@@ -86,7 +89,10 @@ class StreamedRows:
                     "Parquet, or set data.streaming: false"
                 )
         self.name, self.sources, self._prepare = name, tuple(sources), prepare
-        self.buffer_size, self.order = buffer_size, order
+        self.buffer_size, self.order, self._seed = buffer_size, order, seed
+        self._feed: _Feed | None = None
+        self._begin: Json = None
+        self._sources: tuple[int, list[str]] | None = None
         self._fingerprints = {s.name: _file_fingerprint(s.file) for s in sources if s.file is not None}
         self._counts = {"rows": 0, "bad": 0}
         self._news: list[str] = []
@@ -99,7 +105,7 @@ class StreamedRows:
                 break
         self.first = prepare(Window(name, rows, is_later_window=False))
         per_row = self.first.rows.max_documents
-        self._max_documents = per_row if self.first.packing is not True else max(2 * per_row, _LEAST_DOCUMENTS)
+        self._max_documents = max(2 * per_row, _LEAST_DOCUMENTS) if self.first.unit.shares_rows else per_row
         self._first_rows = len(rows)
 
     @property
@@ -124,9 +130,31 @@ class StreamedRows:
     def empty(self, rows: int) -> Batch:
         return self.first.rows.empty(rows)
 
-    def feed(self, seed: int, position: Json) -> StreamFeed:
-        """The rows from `position` on (`StreamFeed.position`; None: the first)."""
-        return StreamFeed(self, seed, position)
+    def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
+        """The next row, whatever `step`. Waits for its window, and raises the errors of reading it."""
+        if self._feed is None:
+            self._feed = _Feed(self, self._seed, self._begin)
+        batch, (rows, row) = self.empty(1), self._feed.next()
+        rows.fill(batch, 0, row)
+        self._sources = step, rows.sources(row)
+        return batch
+
+    def sources_at(self, step: int) -> list[str]:
+        return self._sources[1] if self._sources is not None and self._sources[0] == step else []
+
+    def position(self, step: int) -> Json:
+        """Of the next row; None: of the first."""
+        return self._begin if self._feed is None else self._feed.position()
+
+    def resume(self, step: int, position: Json) -> None:
+        self.close()
+        self._begin = position
+
+    def close(self) -> None:
+        """Stops reading; the next row is read anew from the position of `resume`."""
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
 
     def identity(self) -> dict[str, Json]:
         """Values by which a resumed run recognises the stream: buffer size, CRC-32 of the first window, and {relative
@@ -144,7 +172,8 @@ class StreamedRows:
             return {**values, "shards": len(self.sources), "shards_digest": _digest(text.encode())}
         return {**values, "shards": shards or len(self.sources)}
 
-    def described(self) -> str:
+    @property
+    def about(self) -> str:
         shards = "1 shard" if len(self.sources) == 1 else f"{len(self.sources):,} shards"
         return f"{self.name}, a stream of {shards}; its first {self._first_rows:,} rows give {self.first.report}"
 
@@ -225,7 +254,7 @@ def _end_threads(closed: threading.Event, threads: list[threading.Thread]) -> No
         thread.join(_ENDING_SECONDS)
 
 
-class StreamFeed:
+class _Feed:
     """The packed rows of a stream, without end. A thread makes the next window meanwhile.
 
     key: seed of the orders.

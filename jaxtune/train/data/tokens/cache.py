@@ -18,10 +18,7 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -29,17 +26,27 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import pydantic
 
-from jaxtune.system.files import PACKAGE, atomic_write, read_plain, temporary_path, writing
+from jaxtune.system.disk import free_bytes, note_use, remove_oldest
+from jaxtune.system.files import (
+    PACKAGE,
+    put,
+    remove_temporary,
+    temporary_folder,
+    writing,
+)
+from jaxtune.system.sealed import read_manifest, write_manifest
 from jaxtune.system.terminal import printable
+from jaxtune.train.config import ConfigError
 from jaxtune.train.data.rows.reading import Source
 from jaxtune.train.data.tokens.chunks import Chunk
 from jaxtune.train.data.tokens.documents import Documents
 
 # The files NAME.bin of a folder and their dtypes; `Documents` documents the fields.
 FIELDS = {"tokens": np.int32, "mask": np.uint8, "lengths": np.int64, "trained": np.int64, "origins": np.int64}
+_META = "meta.json"
 UNUSED_SECONDS = 7 * 24 * 3600  # what a run used since then is never removed to make room
 _ENTRY = re.compile(r"[0-9a-f]{32}(-\d+)?|(reference|teacher)_[0-9a-f]+\.npy")
-ABANDONED_SECONDS = 24 * 3600  # temporary folders older than this are deleted
+ABANDONED_SECONDS = 24 * 3600  # without a write, after which temporary folders are removed
 _ROOTS = ("jaxtune.train.data.rows.reading", "jaxtune.train.data.tokens.workers")
 _ROOMS = ("jaxtune.train.data.", "jaxtune.conversations.")  # whose modules decide tokens
 _RENDERERS = ("transformers", "tokenizers", "jinja2")  # packages that render and split
@@ -153,13 +160,9 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class _Meta:
-    """The content of meta.json, written last; `_open` verifies the other files by it."""
+    """What meta.json, written last, has beside the list of files."""
 
-    bytes: dict[str, int]
-    """Of each array's file."""
-    crc32: dict[str, int]
-    """Of each array's file."""
-    files: list[str]
+    sources: list[str]
     """Names that `origins` has indices of."""
     summary: Summary
 
@@ -185,7 +188,6 @@ class _Store:
         if folder is not None:
             for name in FIELDS:
                 self.streams[name] = open(folder / f"{name}.bin", "wb")  # noqa: SIM115 (closed in `close`)
-        self.checksums = dict.fromkeys(FIELDS, 0)
         self.files: dict[str, int] = {}
         self.summary = Summary()
 
@@ -200,19 +202,16 @@ class _Store:
                 data = array.tobytes()
                 with writing(self.streams[name].name, len(data)):
                     self.streams[name].write(data)
-                self.checksums[name] = zlib.crc32(data, self.checksums[name])
             else:
                 self.parts[name].append(array)
         self.summary.add(chunk)
 
     def finish(self) -> None:
         assert self.folder is not None
-        sizes = {name: stream.tell() for name, stream in self.streams.items()}
-        for name, stream in self.streams.items():
-            with writing(stream.name, sizes[name]):
+        for stream in self.streams.values():
+            with writing(stream.name, stream.tell()):
                 stream.close()  # writes the last bytes; a full disk raises here
-        meta = _Meta(sizes, self.checksums, list(self.files), self.summary)
-        atomic_write(self.folder / "meta.json", json.dumps(dataclasses.asdict(meta)), durable=False)
+        write_manifest(self.folder, _META, dataclasses.asdict(_Meta(list(self.files), self.summary)), durable=False)
 
     def close(self) -> None:
         for stream in self.streams.values():
@@ -223,7 +222,7 @@ class _Store:
         return _documents({name: np.concatenate(arrays) for name, arrays in self.parts.items()}, list(self.files))
 
 
-def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
+def _documents(fields: Mapping[str, np.ndarray], files: list[str]) -> Documents:
     """Documents of flat arrays by the names of FIELDS; `tokens` and `mask` are not copied. origins may be flat."""
     lengths = np.array(fields["lengths"])
     return Documents(
@@ -261,7 +260,7 @@ def open_or_build(
         if os.path.isdir(candidate):
             try:
                 cached = CachedDocuments(*_open(candidate), True)
-                note_use(candidate / "meta.json")
+                note_use(candidate / _META)
                 return cached
             except PermissionError:
                 say(f"token cache {candidate} is another user's and cannot be read; it is built beside it")
@@ -269,24 +268,22 @@ def open_or_build(
                 say(f"token cache {candidate} is damaged ({error}); it is built anew")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(folder.parent)
+        remove_temporary(folder.parent, idle_seconds=ABANDONED_SECONDS)
         _make_room(folder.parent, say)
-        temporary = temporary_path(folder)
-        temporary.mkdir()
+        stack = contextlib.ExitStack()
+        temporary = stack.enter_context(temporary_folder(folder))
     except OSError as error:
         say(
             f"warning: data.cache_dir={folder.parent} cannot be written ({error}): the tokens are kept in memory, and "
             "made anew by the next run; set another"
         )
         return CachedDocuments(*collect(build()), False)
-    try:
+    with stack:
         documents, summary = _write(temporary, build)
         if not summary.documents:  # there is nothing to map, and the caller refuses an empty set
             return CachedDocuments(documents, summary, False)
-        with _disk_errors(folder.parent):
+        with disk_errors(folder.parent):
             candidate = _commit(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return CachedDocuments(*_open(candidate), False)
 
 
@@ -296,13 +293,13 @@ def _own_name(folder: Path) -> Path:
 
 def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Documents, Summary]:
     """Writes chunks and meta.json into an empty folder; (no documents, the counts). Raises ValueError."""
-    with _disk_errors(folder.parent):
+    with disk_errors(folder.parent):
         store = _Store(folder)
     try:
         for chunk in build():
-            with _disk_errors(folder.parent):
+            with disk_errors(folder.parent):
                 store.add(chunk)
-        with _disk_errors(folder.parent):
+        with disk_errors(folder.parent):
             store.finish()
     finally:
         store.close()
@@ -310,13 +307,13 @@ def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Document
 
 
 @contextlib.contextmanager
-def _disk_errors(parent: Path) -> Iterator[None]:
-    """OSError becomes a ValueError that names data.cache_dir."""
+def disk_errors(parent: Path) -> Iterator[None]:
+    """OSError becomes a ConfigError about data.cache_dir."""
     try:
         yield
     except OSError as error:
-        raise ValueError(
-            f"the token cache cannot be written ({error}); free space at data.cache_dir={parent}"
+        raise ConfigError(
+            f"the token cache cannot be written ({error}); free space at data.cache_dir={parent}, or set another"
         ) from None
 
 
@@ -333,9 +330,9 @@ def _commit(temporary: Path, folder: Path) -> Path:
             except PermissionError:
                 continue
             except DAMAGE:
-                shutil.rmtree(target, ignore_errors=True)
+                pass  # it is replaced
         with contextlib.suppress(OSError):
-            os.rename(temporary, target)
+            put(temporary, target, durable=False)
             return target
     raise OSError(f"{folder} and {_own_name(folder).name} exist and cannot be replaced")
 
@@ -344,28 +341,23 @@ def _open(folder: Path) -> tuple[Documents, Summary]:
     """The memory-mapped documents and counts of a verified folder. Raises PermissionError for another user's, one of
     DAMAGE for a damaged one.
     """
-    meta = _read_meta(folder / "meta.json")
-    fields = {}
-    for name, dtype in FIELDS.items():
-        path = folder / f"{name}.bin"
-        size = path.stat().st_size
-        if size != meta.bytes[name]:
-            raise ValueError(f"{path.name} has {size} bytes, not {meta.bytes[name]}")
-        fields[name] = np.memmap(path, dtype, mode="r")
-        if _checksum(path) != meta.crc32[name]:
-            raise ValueError(f"the checksum of {path.name} is wrong")
-    documents = _documents(fields, meta.files)
+    meta = _read_meta(folder)
+    fields = {name: np.memmap(folder / f"{name}.bin", dtype, mode="r") for name, dtype in FIELDS.items()}
+    documents = _documents(fields, meta.sources)
     _require_sound(documents, meta.summary)
     return documents, meta.summary
 
 
-def _read_meta(file: Path) -> _Meta:
-    """Raises ValueError with the first wrong field, or OSError."""
+def _read_meta(folder: Path) -> _Meta:
+    """Raises ValueError with what is damaged or the first wrong field, or OSError."""
+    record = read_manifest(folder, _META)
+    if not record["files"].keys() >= {f"{name}.bin" for name in FIELDS}:
+        raise ValueError(f"{_META} does not list all of its arrays")
     try:
-        return pydantic.TypeAdapter(_Meta).validate_json(read_plain(file), strict=True)
+        return pydantic.TypeAdapter(_Meta).validate_python(record)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{file.name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise ValueError(f"{_META}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def _require_sound(documents: Documents, summary: Summary) -> None:
@@ -402,45 +394,11 @@ def _require_sound(documents: Documents, summary: Summary) -> None:
             raise ValueError("its summary names other rows than it counts")
 
 
-def _checksum(path: Path) -> int:
-    value = 0
-    with open(path, "rb") as stream:
-        while block := stream.read(1 << 24):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Deletes temporary folders of killed runs, without a write for a day. Errors are ignored."""
-    for folder in parent.glob(".*.tmp"):
-        with contextlib.suppress(OSError):
-            written = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-            if time.time() - written > ABANDONED_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def note_use(file: Path) -> None:
-    """Marks a cache file as used now; another user's may stay as it is."""
-    with contextlib.suppress(OSError):
-        os.utime(file)
-
-
 def _make_room(parent: Path, say: Callable[[str], None]) -> None:
     """Removes what no run used for a week, oldest first, while the cache takes more than the disk has free."""
-    entries = []
-    for path in parent.iterdir():
-        with contextlib.suppress(OSError):
-            if _ENTRY.fullmatch(path.name):
-                states = [file.stat() for file in (path.iterdir() if path.is_dir() else [path])]
-                entries.append((max(state.st_mtime for state in states), sum(s.st_size for s in states), path))
-    used_bytes, free = sum(size for _, size, _ in entries), shutil.disk_usage(parent).free
-    removed = 0
-    for last_used, size, path in sorted(entries):
-        if used_bytes - removed <= free + removed or time.time() - last_used < UNUSED_SECONDS:
-            break
-        with contextlib.suppress(OSError):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-            removed += size
+    free = free_bytes(parent)
+    entries = (path for path in parent.iterdir() if _ENTRY.fullmatch(path.name))
+    removed = remove_oldest(entries, lambda remaining, removed: remaining > free + removed, UNUSED_SECONDS)
     if removed:
         say(f"{parent}: {removed / 1e9:.2f} GB of tokens removed that no run used for a week; the disk was filling up")
 

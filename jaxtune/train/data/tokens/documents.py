@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import zlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from jaxtune.system.sealed import crc32
 from jaxtune.train.data.batches import Batch
 
 
@@ -51,7 +51,7 @@ class Documents:
     @functools.cached_property
     def tokens_crc32(self) -> int:
         """The CRC-32 of `tokens`, by which checkpoints recognise rows; a selection has the same. Reads all tokens."""
-        return zlib.crc32(np.ascontiguousarray(self.tokens))
+        return crc32([np.ascontiguousarray(self.tokens)])
 
     @property
     def identity(self) -> str:

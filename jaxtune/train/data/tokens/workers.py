@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxtune.system import waiting
 from jaxtune.system.files import PACKAGE
 from jaxtune.system.terminal import outlive, printable, say
-from jaxtune.system.waiting import SILENT_SECONDS
 from jaxtune.train.data.rendering.templates import RowEncoder
 from jaxtune.train.data.rows.row_errors import attempt
 from jaxtune.train.data.rows.row_files import Row
@@ -44,14 +44,10 @@ CHARACTERS_PER_CHUNK = 8 * 2**20
 MANY_ROWS = 16_384  # from this number of rows on, processes save more time than they take to start
 FEW_CPUS = 3  # up to this number of CPUs, one process is as fast, because the tokenizer's own threads use them
 MOST_PROCESSES = 16
-POLL_SECONDS = 0.2  # the time between two calls of `poll`
 # A chunk is taken to be stuck after PATIENCE_SECONDS, and one second more for every CHARACTERS_PER_SECOND characters.
 # The slowest rows seen take a second for 200,000 characters.
 PATIENCE_SECONDS = 600.0
 CHARACTERS_PER_SECOND = 10_000
-# The most that one poll counts as waiting time. A poll takes longer if this process itself was stopped (Ctrl-Z), and
-# that time does not count.
-MOST_POLL_SECONDS = 2.0
 
 
 def encode_rows(
@@ -152,19 +148,19 @@ def _encode(
     """
     tasks: queue.SimpleQueue = queue.SimpleQueue()
     workers: list[_Worker] = []
-    waiting: collections.deque[tuple[list[Row], concurrent.futures.Future[Chunk]]] = collections.deque()
+    queued: collections.deque[tuple[list[Row], concurrent.futures.Future[Chunk]]] = collections.deque()
     is_done = False
     try:
         for rows in chunks:
             poll()
             if len(workers) < count:
                 workers.append(_Worker(make(), tasks))
-            waiting.append((rows, concurrent.futures.Future()))
-            tasks.put(waiting[-1])
-            if len(waiting) > 2 * count:
-                yield _wait_for(*waiting.popleft(), workers, poll)
-        while waiting:
-            yield _wait_for(*waiting.popleft(), workers, poll)
+            queued.append((rows, concurrent.futures.Future()))
+            tasks.put(queued[-1])
+            if len(queued) > 2 * count:
+                yield _wait_for(*queued.popleft(), workers, poll)
+        while queued:
+            yield _wait_for(*queued.popleft(), workers, poll)
         is_done = True
     finally:
         with contextlib.suppress(queue.Empty):
@@ -189,31 +185,32 @@ def _wait_for(
     Raises ValueError after 600 s and 1 s for each 10,000 characters; time in which this process was stopped does not
     count.
     """
-    size = sum(row.size for row in rows)
+    size, reported = sum(row.size for row in rows), ""
     patience = PATIENCE_SECONDS + size / CHARACTERS_PER_SECOND
-    waited, last, reported, has_warned = 0.0, time.monotonic(), "", False
-    while not future.done():
-        concurrent.futures.wait([future], POLL_SECONDS)
+
+    def stopped() -> str:
+        return next((words for worker in workers if (words := worker.encoder.stopped())), "")
+
+    def look() -> None:
+        nonlocal reported
         poll()
-        now = time.monotonic()
-        waited, last = waited + min(now - last, MOST_POLL_SECONDS), now
-        stopped = next((words for worker in workers if (words := worker.encoder.stopped())), "")
-        if stopped and stopped != reported:
-            logger.warning("%s makes no progress, and this run waits for it: kill -CONT continues it", stopped)
-        reported = stopped or reported
-        if rows and waited > SILENT_SECONDS and not has_warned:
-            has_warned = True
-            logger.warning("waiting for %s to be tokenised, for %.0f s now", _span(rows), waited)
-        if waited > patience and not future.done():
-            if stopped:
-                raise ValueError(
-                    f"{stopped} has not continued for {patience:,.0f} s, and has {_span(rows)} to tokenise"
-                )
+        if (words := stopped()) and words != reported:
+            reported = words
+            logger.warning("%s makes no progress, and this run waits for it: kill -CONT continues it", words)
+
+    try:
+        return waiting.result(future, f"{_span(rows)} to be tokenised", patience, look)
+    except TimeoutError:
+        if future.done():
+            raise
+        if words := stopped():
             raise ValueError(
-                f"tokenising {_span(rows)} has taken more than {patience:,.0f} s for {size:,} characters: the chat "
-                "template may loop on one of these rows; look for it with data.max_rows, or set another data.template"
-            )
-    return future.result()
+                f"{words} has not continued for {patience:,.0f} s, and has {_span(rows)} to tokenise"
+            ) from None
+        raise ValueError(
+            f"tokenising {_span(rows)} has taken more than {patience:,.0f} s for {size:,} characters: the chat "
+            "template may loop on one of these rows; look for it with data.max_rows, or set another data.template"
+        ) from None
 
 
 def _span(rows: list[Row]) -> str:

@@ -1,0 +1,74 @@
+"""What does not go together in a run, beside what a config's own sections and its objective refuse."""
+
+from __future__ import annotations
+
+from flax import nnx
+
+from jaxtune.models.qat.fake_quant import FakeQuant
+from jaxtune.system import processes
+from jaxtune.train.config import ConfigError, EvaluationConfig, MeshConfig, OptimConfig, ProfileConfig, QatConfig
+from jaxtune.train.objectives.objective import RunNeeds, require_whole_weights
+from jaxtune.train.optimizer.optim import embedding_tensors
+
+
+def require_sampling(sampler: str | None, mesh: MeshConfig | None) -> None:
+    """ConfigError if something samples from the model, and the mesh divides weights or there are several processes.
+
+    sampler: in words; None: nothing samples.
+    """
+    if sampler is None:
+        return
+    require_whole_weights(sampler, mesh or MeshConfig())
+    if (count := processes.count()) > 1:
+        raise ConfigError(
+            f"{sampler}: {count} processes cannot share the sampling yet; run one process, which can use all GPUs of "
+            "its machine (mesh.data)"
+        )
+
+
+def require_fit_for_processes(evaluation: EvaluationConfig, optim: OptimConfig) -> None:
+    """ValueError for what several processes cannot do: answers while they train, optim.offload."""
+    if (count := processes.count()) == 1:
+        return
+    for key, value in evaluation.asking:
+        raise ValueError(
+            f"{key} = {value}: {count} processes cannot generate at the same time yet; unset it, and generate from "
+            "what the run exports"
+        )
+    if optim.offload:
+        raise ValueError(
+            f"optim.offload = true: states in host memory are those of one process yet, and this run has {count}; "
+            "divide them over the devices (mesh.fsdp)"
+        )
+
+
+def require_starts_within(total_steps: int, profile: ProfileConfig, profile_steps: int, qat: QatConfig | None) -> None:
+    """ValueError if profile.start or qat.start is not below the run's steps, which `epochs` leaves unknown until rows
+    are read.
+    """
+    if profile_steps and profile.start >= total_steps:
+        raise ValueError(f"profile.start = {profile.start}: the run has only {total_steps} steps")
+    if qat is not None and qat.start >= total_steps:
+        raise ValueError(f"qat.start = {qat.start}: the run has only {total_steps} steps")
+
+
+def require_embeddings(rate: float | None, trainable: nnx.State) -> None:
+    """ValueError if optim.embedding_learning_rate has no embedding that trains."""
+    if rate is not None and not any(embedding_tensors(trainable)):
+        raise ValueError(
+            f"optim.embedding_learning_rate = {rate}: neither embed_tokens nor lm_head trains; name them in "
+            "adapter.modules_to_save, or unset it"
+        )
+
+
+def require_observable(qat: FakeQuant | None, needs: RunNeeds) -> None:
+    """ValueError if QAT observes activation scales on the first step's rows and this process lacks some before the run:
+    sampled rows, or several processes.
+    """
+    if qat is None or not qat.observes:
+        return
+    requirement = f"qat.format = {qat.format} observes activations on the rows of the first step"
+    if needs.samples:
+        raise ValueError(f"{requirement}, and {needs.sampler} samples them during it: take nvfp4 or mxfp4-mxfp4")
+    if processes.count() > 1:
+        raise ValueError(f"{requirement}, in a run of one process: this one has {processes.count()}")
