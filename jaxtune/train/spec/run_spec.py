@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
@@ -15,6 +16,7 @@ import optax
 from jaxtune.models.generation.ends import ends_of
 from jaxtune.system import processes
 from jaxtune.train.config import CheckpointConfig, EvaluationConfig, TrainConfig
+from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.config.sections import Unset, in_steps
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import BatchSource
@@ -23,7 +25,7 @@ from jaxtune.train.digests import code_of
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics, answer_metrics
 from jaxtune.train.folder.record import (
     in_first_words,
-    recorded_config,
+    model_sections,
     require_own_folder,
     require_same_settings,
     with_today,
@@ -88,7 +90,7 @@ def decided_objective(config: TrainConfig, user_objective: Objective | None = No
     """
     objective = objective_of(config, user_objective)
     if processes.count() > 1:
-        require_same_settings(config)
+        require_same_settings(config_to_dict(config))
     checks.require_sampling(RunNeeds.of(objective).sampler, config.mesh)
     checks.require_fit_for_processes(config.evaluation, config.optim)
     return objective
@@ -119,8 +121,11 @@ def resolve(
     if not jax.tree.leaves(model.trainable):
         raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
     objective = decided_objective(config, parts.objective)
-    own_parts.require_nothing_beside(config, parts.optimizer, parts.schedule, parts.objective)
-    config = with_today(recorded_config(config, model.prepared), tokenizer)
+    void = config.optim, config.schedule, config.objective
+    own_parts.require_nothing_beside(*void, parts.optimizer, parts.schedule, parts.objective)
+    sections = model_sections(model.prepared, config.model, config.adapter, config.numbers)
+    dated = with_today(config.data, Path(config.output), tokenizer)
+    config = dataclasses.replace(config, **sections, data=dated)
     if not (isinstance(train_rows, SampledAnswers) and train_rows.own_reference):
         objective.check(model.prepared)
     ends = ends_of(model.given, tokenizer) if objective.samples else ()
@@ -140,10 +145,10 @@ def resolve(
         seed=config.seed,
         deterministic=config.deterministic,
     )
+    config = dataclasses.replace(config, **in_first_words(config.data, config.adapter))
     if checks_folder:
-        require_own_folder(in_first_words(config))
+        require_own_folder(config_to_dict(config), isinstance(config.data.length, Unset))
     train, held_out = stored.attach(*run_rows(reader, train_rows, eval_rows, not trains))
-    config = in_first_words(config)
     batches = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
     steps = total_steps(config.steps, config.epochs, batches.steps_per_epoch)
     if isinstance(train, TokenDataset) and train.unit.counts_examples:
