@@ -112,7 +112,9 @@ def test_a_run_is_made_longer_and_not_shorter(schedule):
 def test_a_last_rate_that_a_schedule_never_had_may_go(name, read):
     """Older versions let min_ratio stand beside any schedule."""
     own = dict(trainable={}, storage={}, base=tiny_model(), data={}, user_parts={}, code={}, numerics={})
-    current = record_of(make_config("out", steps=4, schedule=ScheduleConfig(name)), total_steps=4, **own)
+    current = record_of(
+        config_to_dict(make_config("out", steps=4, schedule=ScheduleConfig(name))), total_steps=4, **own
+    )
     saved = json.loads(json.dumps(current))
     saved["config"]["schedule"]["min_ratio"] = 0.1
     if not read:

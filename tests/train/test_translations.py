@@ -127,7 +127,7 @@ def test_a_table_on_the_host_had_the_name_of_per_layer_embeddings(runs):
     for version, hosted in ((0, True), (VERSION, False)):
         older = meta | {"version": version, "numerics": meta["numerics"] | {"per_layer_embeddings": "host"}}
         plan = StepPlan.from_record(section(translated(older), "numerics"), *layers)
-        assert plan.table_on_host == hosted
+        assert plan.level("embeddings") == hosted
 
 
 def test_int4_of_equal_steps_had_no_usual_sizes():
