@@ -39,7 +39,7 @@ def test_kernels_fit(capability, tmp_path):
     with dispatch.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(lambda *arrays: step(*arrays), *arguments())  # traced anew for each GPU
         assert triton.tile() == triton.TILES[SHARED_MEMORY_KB[capability]]
-    assert [settings["FAST"] for *_, settings in calls] == [1, 0]
+    assert [settings["INNER_LAST"] for *_, settings in calls] == [1, 0]
     for call in calls:
         kernel = compile_call(call, capability, tmp_path)
         assert kernel.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024
