@@ -32,6 +32,7 @@ from jaxtune.train.config import AdapterConfig, CheckpointConfig, DataConfig, Me
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.record import recorded_config
 from jaxtune.train.planning.cost import abstract_model
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.spec.loading import adapted
 from jaxtune.train.trainer import Trainer
 from tests.test_cli import word_tokenizer
@@ -153,7 +154,10 @@ def test_what_contradicts_it_is_refused(folder, tmp_path, capsys):
 def test_a_model_that_is_planned_has_the_shapes_of_the_one_that_is_loaded(folder, capsys):
     wanted = make_config("unused", model=ModelConfig(path=str(folder), load_in="mxfp4"), adapter=AdapterConfig(r=2))
     pretrained = Pretrained(folder, "float32", "mxfp4")
-    states = nnx.state(abstract_model(pretrained.config, wanted)), nnx.state(adapted(pretrained.load(), wanted))
+    states = (
+        nnx.state(abstract_model(pretrained.config, StepSpec.of(wanted).model)),
+        nnx.state(adapted(pretrained.load(), wanted)),
+    )
     one, other = (jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), state) for state in states)
     assert one == other and jax.tree.structure(states[0]) == jax.tree.structure(states[1])
     changes = [f"model.path={folder}", "plan.device=RTX 4090", "data.length=128"]
