@@ -34,7 +34,7 @@ from jaxtune.train.config import (
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import choose
-from jaxtune.train.planning.cost import generates, step_cost
+from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.movables import left_on_host
 from jaxtune.train.planning.movables.embeddings import TABLES
@@ -255,7 +255,7 @@ def test_embeddings_that_stay_on_the_device():
 
     def loaded(config: TrainConfig, tied: bool) -> list[str]:
         tied = tied and objective_of(config).head.is_text
-        return left_on_host(config.adapter, generates(config.objective, config.evaluation), tied)
+        return left_on_host(config.adapter, StepSpec.of(config).generates, tied)
 
     lora = config_of()
     assert bytes_of("untied", lora) == 128 * 64 * 2

@@ -7,12 +7,16 @@ import io
 import json
 import math
 import re
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from step_costs import costs_of
 from tiny_models import tiny_config, tiny_model
 
@@ -33,9 +37,11 @@ from jaxtune.train.config import (
     PlanConfig,
     TrainConfig,
 )
+from jaxtune.train.config.file import config_to_yaml, load_config
+from jaxtune.train.config.sections import HOSTED_OPTIMIZERS
 from jaxtune.train.display import plan_text
 from jaxtune.train.planning import choice, devices, fitting
-from jaxtune.train.planning.choice import PlanError, choose
+from jaxtune.train.planning.choice import PlanError, choose, smallest_plan
 from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
 from jaxtune.train.planning.forecasts import forecast, head_forecast
@@ -445,12 +451,7 @@ def test_rows_that_others_beat_are_left_out():
 def test_when_nothing_fits_three_settings_that_would(parts_8b):
     config = config_8b(model=ModelConfig(path="a shape"))
     with pytest.raises(PlanError, match="no plan fits: the smallest needs") as error:
-        choose(
-            costs_of(SHAPE, config),
-            StepSpec.of(config),
-            H200,
-            12e9,
-        )
+        choose(costs_of(SHAPE, config), StepSpec.of(config), H200, 12e9)
     assert str(error.value).count(" GB;") == 2 and "frozen weights 15.01 GB" in str(error.value)
     found = fitting.fitting_settings(SHAPE, StepSpec.of(config), H200, 12e9)
     assert len(found) == 2 and found[0] == "model.load_in=nf4"
@@ -458,12 +459,46 @@ def test_when_nothing_fits_three_settings_that_would(parts_8b):
     assert len(tight) == 3
     lengths = [int(text.split("=")[1]) for text in tight if text.startswith("data.length")]
     shorter = config_8b(data=DataConfig(train="rows", length=lengths[0]))
-    choose(
-        costs_of(SHAPE, shorter),
-        StepSpec.of(shorter),
-        H200,
-        7.2e9,
-    )  # as it says
+    choose(costs_of(SHAPE, shorter), StepSpec.of(shorter), H200, 7.2e9)  # as it says
+
+
+@st.composite
+def full_or_adapted(draw) -> TrainConfig:
+    adapter = draw(st.sampled_from((None, AdapterConfig(), AdapterConfig(lora_dropout=0.1))))
+    optim = OptimConfig(
+        name=draw(st.sampled_from(("adamw", "adamw_8bit", "lion", "muon", "sgd"))),
+        weights=None if adapter is not None else draw(st.sampled_from((None, "fp32", "bf16"))),
+    )
+    hosts = adapter is None and optim.name in HOSTED_OPTIMIZERS and draw(st.booleans())
+    source = draw(st.sampled_from((dict(path="a shape"), dict(from_config="a shape")))) if adapter is None else {}
+    return make_config(
+        "out",
+        model=ModelConfig(**source or dict(path="a shape", load_in=draw(st.sampled_from((None, "nf4"))))),
+        data=DataConfig(train="rows", length=draw(st.sampled_from((64, 512, 1536)))),
+        adapter=adapter,
+        optim=dataclasses.replace(optim, offload=hosts),
+        max_grad_norm=1.0 if hosts else draw(st.sampled_from((None, 1.0))),
+        micro_batches=draw(st.sampled_from((None, 1, 4))),
+        memory=MemoryConfig(plan=draw(st.sampled_from((None, "keep")))),
+    )
+
+
+@pytest.mark.full
+@settings(max_examples=4, deadline=None)
+@given(full_or_adapted(), st.floats(0.2, 0.95))
+@example(make_config("out", data=DataConfig(train="rows"), optim=OptimConfig(offload=True)), 0.9)
+@example(make_config("out", data=DataConfig(train="rows"), optim=OptimConfig(weights="bf16")), 0.9)
+def test_each_change_that_is_advised_is_allowed_and_fits(config, share):
+    spec = StepSpec.of(config)
+    budget = share * smallest_plan(costs_of(tiny_config(), config), spec, H200).peak_bytes
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "recipe.yaml"
+        recipe.write_text(config_to_yaml(config))
+        for text in fitting.fitting_settings(tiny_config(), spec, H200, budget):
+            if not text.startswith("a card of "):
+                changes = re.split(r" (?=[a-z_.]+=)", re.sub(r" \(.*", "", text))
+                changed = load_config(str(recipe), changes)
+                choose(costs_of(tiny_config(), changed), StepSpec.of(changed), H200, budget)
 
 
 @pytest.mark.full
