@@ -15,7 +15,6 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from jaxtune.compat import EarlyStoppingCallback, SFTConfig, SFTTrainer, TrainerCallback
 from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState
 from jaxtune.train.callbacks import Between
-from jaxtune.train.config import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
 from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.program.programs import Engine
 from tests.test_compat import folder, load, rows  # noqa: F401
@@ -219,8 +218,7 @@ def events_of(leave, *callbacks):
 
 
 def begin(events):
-    never = CheckpointConfig(every_steps=None, every_minutes=None)
-    events.begin(TrainConfig(ModelConfig(path="in memory"), DataConfig(train="rows"), checkpoint=never), 6, 3)
+    events.begin({"log": 1, "evaluate": None, "save": None}, False, 6, 3)
 
 
 def test_a_save_that_has_to_wait_leaves_its_folder_when_it_is_made():

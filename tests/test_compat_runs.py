@@ -23,6 +23,7 @@ from jaxtune.compat import (
 )
 from jaxtune.conversations import dates
 from jaxtune.models.lora import linears, matrices
+from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.tokens import workers
 from jaxtune.train.folder import record
 from tests.test_compat import LABELLED, PREFERENCES, QUESTIONS, folder, load, rows, trainer_of  # noqa: F401
@@ -232,7 +233,7 @@ def test_the_day_that_a_template_writes_is_that_of_the_first_start(folder, tmp_p
     assert trainer.config() == first and trainer._prepared.config.data.today == "2026-11-28"
     assert "Today: 28 Nov 2026" in tokenizer.decode(trainer.train_dataset[0]["input_ids"])
     (tmp_path / "run").mkdir(exist_ok=True)
-    record.write_config(tmp_path / "run", first)
+    record.write_config(tmp_path / "run", config_to_dict(first))
     other = SFTTrainer(model, args=trainer.args, train_dataset=rows(), processing_class=tokenizer)
     assert other.config("auto").data.today == "2026-11-28"
     args = SFTConfig(output_dir=str(tmp_path / "other"), max_steps=2)

@@ -63,7 +63,7 @@ def run_formats(
 
 def paired(found: Mapping[str, Any], names: Sequence[str], seeds: int) -> dict[str, Any]:
     """{format: its held-out losses at the end and their differences from bf16's of the same seed}; a loss counts where
-    the run reached its end."""
+    the run reached its end. Of a run that the clock stopped: [step, difference] of its last evaluation, as `stopped`."""
 
     def last(name: str, seed: int) -> float | None:
         run = found.get(f"{name} {seed}".replace(" ", "_"), {})
@@ -75,12 +75,21 @@ def paired(found: Mapping[str, Any], names: Sequence[str], seeds: int) -> dict[s
         bases = [last("bf16", seed) for seed in range(seeds)]
         differences = [a - b for a, b in zip(losses, bases, strict=True) if a is not None and b is not None]
         result[name] = {"losses": losses, "differences": differences}
+        if stopped := [last_common(found, name, seed) for seed, loss in enumerate(losses) if loss is None]:
+            result[name]["stopped"] = [pair for pair in stopped if pair is not None]
         if differences:
             result[name]["mean_difference"] = statistics.fmean(differences)
     spread = [loss for loss in result.get("bf16", {}).get("losses", ()) if loss is not None]
     if len(spread) > 1:
         result["spread_of_seeds"] = max(spread) - min(spread)
     return result
+
+
+def last_common(found: Mapping[str, Any], name: str, seed: int) -> tuple[int, float] | None:
+    """(step, difference from bf16) of the last evaluation that both runs of a seed reached after the start."""
+    curves = [dict(found.get(f"{kind} {seed}".replace(" ", "_"), {}).get("held_out", ())) for kind in (name, "bf16")]
+    step = max(curves[0].keys() & curves[1].keys(), default=0)
+    return (step, curves[0][step] - curves[1][step]) if step else None
 
 
 def run_ranks(model: str, rows: Path, output: Path, steps: int, seconds: float, at_once: int) -> None:

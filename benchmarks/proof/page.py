@@ -114,8 +114,8 @@ def curves(record: Record, images: Path, name: str) -> str:
 
 def formats(record: Record, images: Path, name: str) -> str:
     lines = [
-        "| weights | held-out losses at the end, by seed | mean difference from bf16 | products |",
-        "|---|---|---|---|",
+        "| weights | before training | held-out losses at the end, by seed | mean difference from bf16 | products |",
+        "|---|---|---|---|---|",
     ]
     spread = record["paired"].get("spread_of_seeds")
     for kind, each in record["paired"].items():
@@ -124,7 +124,12 @@ def formats(record: Record, images: Path, name: str) -> str:
         losses = ", ".join("-" if loss is None else f"{loss:.4f}" for loss in each["losses"])
         mean = each.get("mean_difference")
         run = record["runs"].get(f"{kind} 0".replace(" ", "_"), {})
-        lines.append(f"| {kind} | {losses} | {'-' if mean is None else f'{mean:+.4f}'} | {_products(run)} |")
+        difference = "-" if mean is None else f"{mean:+.4f}"
+        difference += "".join(
+            f"; {value:+.4f} after {step} of the next seed" for step, value in each.get("stopped", ())
+        )
+        before = f"{run['held_out'][0][1]:.4f}" if run.get("held_out") else "-"
+        lines.append(f"| {kind} | {before} | {losses} | {difference} | {_products(run)} |")
     drawn = {
         run: curve["held_out"] for run, curve in record["runs"].items() if run.endswith("_0") and curve["held_out"]
     }
@@ -197,6 +202,8 @@ def rewards(record: Record, images: Path, name: str) -> str:
     text = (
         f"GRPO on sums with a checker (`benchmarks/proof/arithmetic.py`), {record['steps']:,} steps of 8 x 8 answers."
     )
+    if name != "rewards":
+        text += " rR_L: rank R at the constant rate L."
     if (done := record.get("resumed", {})).get("killed_after"):
         same = "the same" if done["same_bits"] else "not the same"
         text += f" A run killed after step {done['killed_after']} and resumed ended with {same} bits."

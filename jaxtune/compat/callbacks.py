@@ -16,7 +16,6 @@ from jaxtune.compat.settings import plain_value
 from jaxtune.models.decoder import Decoder
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Between, Callback, users_callback
-from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.sections import is_greatest
 from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.evaluation.early_stop import waited
@@ -235,7 +234,7 @@ class Events(Callback):
         self.args, self.state, self.control, self.model, self.measure = args, state, control, model, measure
         self.best: Any = None  # trained arrays on the host
         self._callbacks, self._processing_class = callbacks, processing_class
-        self._scheduled: dict[str, float | None] = {}
+        self._scheduled: Mapping[str, float | None] = {}
         self._steps_per_epoch, self._can_evaluate = 1, False
         self._printed: set[str] = set()
         self._prints = not any(kind.__name__ in _PRINTERS for callback in callbacks for kind in type(callback).__mro__)
@@ -269,16 +268,16 @@ class Events(Callback):
 
     # ---- the run
 
-    def begin(self, config: TrainConfig, total_steps: int, steps_per_epoch: int) -> None:
+    def begin(
+        self, scheduled: Mapping[str, float | None], can_evaluate: bool, total_steps: int, steps_per_epoch: int
+    ) -> None:
         """Starts a call of train(): resets the state's best and the request to stop, and calls the first events.
         global_step and epoch stay, so these events do not see the step that a continued run begins with.
+
+          scheduled: {"log", "evaluate", "save": steps between}.
         """
-        self._scheduled = {
-            "log": config.metrics.log_every,
-            "evaluate": config.evaluation.every_steps,
-            "save": config.checkpoint.every_steps,
-        }
-        self._steps_per_epoch, self._can_evaluate = max(1, steps_per_epoch), config.data.eval is not None
+        self._scheduled, self._can_evaluate = scheduled, can_evaluate
+        self._steps_per_epoch = max(1, steps_per_epoch)
         self.control.should_training_stop = False
         # those of an earlier call, whose weights no longer exist
         self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None

@@ -35,7 +35,7 @@ from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig, without_effect
 from jaxtune.train.config.sections import REWARDS
-from jaxtune.train.data.batches import Batch, BatchSource
+from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.rendering.templates import trained_tokenizer
 from jaxtune.train.data.rows.streamed import is_stream
 from jaxtune.train.objectives.named import objective_of
@@ -419,10 +419,13 @@ class RewardedTrainer(PreferenceTrainer):
 
         return score
 
-    def _source(self, config: TrainConfig) -> BatchSource:
+    def _run(self, config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Trainer:
+        held_out = self._rows.get("eval")
+        if self.args.log_completions:
+            callbacks = [*callbacks, Completions(config.metrics.log_every, self.args.num_completions_to_print)]
         objective, module = objective_of(config), self.model.module
         assert objective.packed is not None
-        return sampled_source(
+        source = sampled_source(
             objective,
             self._rows["train"],
             trained_tokenizer(self.tokenizer, config.data.template, config.data.template_arguments),
@@ -431,6 +434,7 @@ class RewardedTrainer(PreferenceTrainer):
             module.config.context_length,
             self._parts(self._reference(objective.packed.temperature)),
         )
+        return Trainer(self._to_train(), self.tokenizer, config, source, held_out, callbacks=callbacks)
 
     def _rollout(self, prompts: list[Turns], model: RolloutModel) -> Mapping[str, Sequence]:
         assert self._rollout_func is not None
@@ -439,12 +443,6 @@ class RewardedTrainer(PreferenceTrainer):
             return self._rollout_func(prompts, self)
         finally:
             self.rollout_model = None
-
-    def _run(self, config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Trainer:
-        held_out = self._rows.get("eval")
-        if self.args.log_completions:
-            callbacks = [*callbacks, Completions(config.metrics.log_every, self.args.num_completions_to_print)]
-        return Trainer(self._to_train(), self.tokenizer, config, self._source(config), held_out, callbacks=callbacks)
 
     @functools.cached_property
     def _prepared(self) -> Trainer:

@@ -360,7 +360,8 @@ class SFTTrainer(ScriptWords):
             metrics=metrics_config(args, log_every),
             output=os.fspath(args.output_dir),
         )
-        config = with_today(config, self.tokenizer)
+        data = with_today(config.data, Path(config.output), self.tokenizer)
+        config = dataclasses.replace(config, data=data)
         self._today = config.data.today
         return config
 
@@ -463,7 +464,13 @@ class SFTTrainer(ScriptWords):
         module_before, start_time = self.model.module, time.monotonic()
         try:
             per_epoch = trainer.batches.steps_per_epoch or trainer.total_steps  # of a stream, as in transformers
-            events.begin(trainer.config, trainer.total_steps, per_epoch)
+            config = trainer.config
+            scheduled = {
+                "log": config.metrics.log_every,
+                "evaluate": config.evaluation.every_steps,
+                "save": config.checkpoint.every_steps,
+            }
+            events.begin(scheduled, config.data.eval is not None, trainer.total_steps, per_epoch)
             trained = self._handing_back()(trainer.train(from_step=from_step))
         except BaseException as error:
             self.model.module = module_before  # the weights of an interrupted run were donated

@@ -92,12 +92,13 @@ class Delivery:
         path = self.output / RESULTS
         try:
             numbers = json.loads(path.read_text(encoding="utf-8"))
-            is_own, rows = is_digest_of(numbers.pop("run"), run), numbers.pop(m.ROWS, self.rows)
+            is_own, of_these = is_digest_of(numbers.pop("run"), run), m.of_rows(numbers, self.rows)
+            numbers.pop(m.ROWS, None)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            is_own = rows = False
+            is_own = of_these = False
         if not is_own:
             path.unlink()
-        elif rows == self.rows or not self.rows:
+        elif of_these or not self.rows:
             self.numbers = numbers
 
     def _is_measured(self) -> bool:

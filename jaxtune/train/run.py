@@ -74,7 +74,7 @@ def is_evaluation_due(
 def _evaluated_steps(path: Path, rows: str) -> set[int]:
     lines = m.read_metrics(path) if path.exists() else []
     evaluations = [line for line in lines if "eval_loss" in line or m.ROWS in line]
-    return {line["step"] for line in evaluations if line.get(m.ROWS, rows) == rows}
+    return {line["step"] for line in evaluations if m.of_rows(line, rows)}
 
 
 def rows_identity(documents: Documents | None, answers: AnswerMetrics | None) -> str | None:

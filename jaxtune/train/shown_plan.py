@@ -45,7 +45,7 @@ def show_plan(config: TrainConfig, console: Console) -> None:
             f"adapter.path = {config.adapter.path!r}: a plan without weights needs the adapter's settings: set "
             "adapter.path=null and adapter.r"
         )
-    device = None if config.plan.device is None else _elsewhere(config, config.plan.device)
+    device = None if config.plan.device is None else _elsewhere(config.mesh, config.plan.device, config.plan.host_gb)
     if device is None and jax.local_devices()[0].platform == "cpu":
         raise ValueError(
             "plan.device is not set, and this machine has no GPU: name one, such as plan.device='RTX 4090'"
@@ -77,7 +77,8 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
         if why is not None:
             console.print(fitted(why, console), markup=False, highlight=False)
         config, spec = replace(config, mesh=mesh_config), replace(spec, mesh=mesh_config)
-        device = _here(config, mesh_config)
+        device, count = _here(mesh_config)
+        config.require_rows_for(count)
     budget_bytes = devices.budget(config.memory, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory
     costs = cost.step_cost(cost.abstract_model(shape, spec.model), spec)
@@ -99,25 +100,25 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
     console.print(plan_text.finish_line(forecast, config.steps, config.plan.dollars_per_hour, costs.shape.devices))
 
 
-def _elsewhere(config: TrainConfig, name: str) -> Device:
+def _elsewhere(mesh: MeshConfig | None, name: str, host_gb: float | None) -> Device:
     """A device of another machine. ValueError if it is unknown, or the mesh is to have all devices, whose number is
     unknown.
     """
-    for key, size in ({} if config.mesh is None else config.mesh.axes).items():
+    for key, size in ({} if mesh is None else mesh.axes).items():
         if size == -1:
             raise ValueError(f"mesh.{key} = -1: how many devices plan.device has beside it is not known: give a number")
-    return devices.find_device(name, host_gb=config.plan.host_gb)
+    return devices.find_device(name, host_gb=host_gb)
 
 
-def _here(config: TrainConfig, mesh: MeshConfig) -> Device:
-    """A device of this machine, with its share of the host's memory. ValueError if devices are too few for the mesh or
-    cannot share the rows.
+def _here(mesh: MeshConfig) -> tuple[Device, int]:
+    """(a device of this machine with its share of the host's memory, how many the mesh has); ValueError if there are
+    fewer.
     """
     devices_of_run = partition.make_mesh(*mesh.sizes)
-    config.require_rows_for(devices_of_run.size)
     first = devices_of_run.local_devices[0]
     limit = (first.memory_stats() or {}).get("bytes_limit")
-    return devices.find_device(first.device_kind, limit, sharing=devices.devices_here(devices_of_run.size))
+    size = devices_of_run.size
+    return devices.find_device(first.device_kind, limit, sharing=devices.devices_here(size)), size
 
 
 def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:

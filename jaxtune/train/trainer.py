@@ -35,7 +35,6 @@ from jaxtune.train.display.precision_notes import precision_notes, reference_not
 from jaxtune.train.evaluation.early_stop import EarlyStop
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, NoRoom, checkpoint_bytes, saved_steps
 from jaxtune.train.folder.record import (
-    POSITION,
     is_longer,
     record_of,
     require_same_code,
@@ -48,6 +47,7 @@ from jaxtune.train.folder.results import Delivery
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, next_name
 from jaxtune.train.folder.run_state import recorded_state
 from jaxtune.train.folder.saving import Saver, TrainingInterrupted
+from jaxtune.train.folder.translations import POSITION, section, translated
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.optimizer.schedule import new_rates
@@ -322,7 +322,9 @@ class Trainer:
         """
         config = self.config
         traced = self.profile_steps if processes.first() else 0
-        facts = functools.partial(setup.profile_facts, config, self.batches, self.planner)
+        facts = functools.partial(
+            setup.profile_facts, config_to_dict(config), config.model, config.computes_in, self.batches, self.planner
+        )
         profile = Profile(self.profile_folder, traced, config.profile.start, facts)
         rows = rows_identity(self.eval_data and self.eval_data.documents, self.answers)
         due = is_evaluation_due(self.spec.evaluation, start, self.total_steps, self.output, rows)
@@ -331,7 +333,7 @@ class Trainer:
         run = Run(*of_run, lambda: self.eval_batches, profile, self.model.finished, self.answers)
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
-            write_config(self.output, config)
+            write_config(self.output, config_to_dict(config))
             if due:
                 frozen = self.model.placed_frozen(self.engine)
                 self.fill_references((self.eval_data,), resumed.trainable, frozen, monitor.progress.print, True)
@@ -368,7 +370,7 @@ class Trainer:
                 state, sums, frozen = self.model.begin(self.engine, resumed)
             sets = (self.train_data, self.eval_data)
             self.fill_references(sets, state.trainable, frozen, progress.print, bool(start))
-            write_config(self.output, self.config)
+            write_config(self.output, config_to_dict(self.config))
         for note in [*self.notes(), *self.memory_notes(), *self.disk_notes()]:
             progress.print(note)
         return programs, state, sums, frozen
@@ -493,7 +495,7 @@ class Trainer:
     def record(self) -> dict[str, Any]:
         """What identifies this run, and what its numbers depend on (record_of). Needs loaded weights."""
         return record_of(
-            self.config,
+            config_to_dict(self.config),
             trainable=dict(zip(self.names, jax.tree.leaves(self.model.trainable), strict=True)),
             storage=self.storage(),
             base=self.model.given,
@@ -522,7 +524,7 @@ class Trainer:
         folder, a missing `from_step`, or checkpoint.resume = never.
         """
         if from_step is None and processes.of_first(checkpointer.latest) is None:
-            require_same_config(self.output, self.config)
+            require_same_config(self.output, config_to_dict(self.config))
             return None, 0
         if self.config.checkpoint.resume == "never":
             raise ValueError(
@@ -547,21 +549,23 @@ class Trainer:
         target: Any = self.model.state_shapes(self.engine)
         target, like = {"trainable": target.trainable} if weights_only else target, {}
 
-        def check(saved):
+        def check(meta):
+            saved = translated(meta)
             like["state"] = gradient_sync.as_saved(target, saved)
             if self.trains:
-                self.planner.adopt(saved["numerics"])
+                self.planner.adopt(section(saved, "numerics"))
                 self.engine.follow_plan()
             note(require_same_run(saved, self.record(), self.output))
             self.model.resume(saved)
 
         step, restored, meta = checkpointer.restore(from_step, like=like, check=check, partial=weights_only)
+        saved = translated(meta)
         if step > (steps := self.total_steps):
             raise CheckpointError(f"steps = {steps}: the last checkpoint is of step {step}; give it as many or more")
         if self.trains and step == steps:
-            require_same_code(meta, self.record(), f"this run is complete ({steps} steps)")
-        if not weights_only and is_longer(meta, self.record()):
+            require_same_code(saved, self.record(), f"this run is complete ({steps} steps)")
+        if not weights_only and is_longer(saved, self.record()):
             note(new_rates(self.config.schedule, self.program.schedule, step, restored["state"].skipped, steps))
         if self.trains:
-            self.batches.resume(step, meta.get(POSITION))
+            self.batches.resume(step, saved.get(POSITION))
         return step, gradient_sync.fitted(restored["state"], target, note)

@@ -302,7 +302,7 @@ def test_gguf_is_written_by_unsloths_names(workplace, monkeypatch):
 
     def export(module, path, **options):
         calls.append(options)
-        path.mkdir()
+        path.mkdir(exist_ok=True)
         (path / f"{options['outtype']}.gguf").write_text("")
 
     monkeypatch.setattr("jaxtune.compat.model.export_model", export)

@@ -24,7 +24,7 @@ from jaxtune.train.config import (
     ProfileConfig,
     ScheduleConfig,
 )
-from jaxtune.train.config.file import config_to_yaml, load_config
+from jaxtune.train.config.file import config_to_dict, config_to_yaml, load_config
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.display.monitor import TrainingStopped
@@ -269,14 +269,14 @@ def test_a_torn_config_is_recognised(tmp_path):
     whole = config_to_yaml(config)
     for torn in ("", "\0\0\0", whole[:100], whole[:100] + "\0\0"):
         (tmp_path / "config.yaml").write_text(torn)
-        require_same_config(tmp_path, config)
+        require_same_config(tmp_path, config_to_dict(config))
     (tmp_path / "config.yaml").write_text(whole[:100])
     trainer.train()
     assert (tmp_path / "config.yaml").read_text() == whole
     (tmp_path / "config.yaml").write_text(whole.replace("seed: 0", "seed: 1"))
     refused = r"belongs to another run .*choose another folder, such as output=.*-2, or delete that config.yaml"
     with pytest.raises(ValueError, match=refused):
-        require_same_config(tmp_path, config)
+        require_same_config(tmp_path, config_to_dict(config))
 
 
 STRANGE = [

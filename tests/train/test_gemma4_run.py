@@ -273,8 +273,6 @@ def test_the_plan_has_the_table_on_the_host_if_that_is_faster():
     record = json.loads(json.dumps(short.plan.to_record()))
     assert record["embeddings"] == "host"
     assert StepPlan.from_record(record, parts.shape.num_layers, parts.layers.all_residuals) == short.plan
-    record["per_layer_embeddings"] = record.pop("embeddings")  # as older versions wrote it
-    assert StepPlan.from_record(record, parts.shape.num_layers, parts.layers.all_residuals) == short.plan
     rows = 2 * 8 * 2048 * 42 * 256 * 2  # of two steps
     assert short.parts["rows of embeddings on the host"] == rows
     assert ample.parts["frozen weights"] - short.parts["frozen weights"] == parts.movables["embeddings"].bytes

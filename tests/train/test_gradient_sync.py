@@ -23,6 +23,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import low_format, partition
 from jaxtune.train.config import CheckpointConfig, ConfigError, MeshConfig
+from jaxtune.train.folder import record
 from jaxtune.train.planning.exchange import SYNC_ERRORS
 from jaxtune.train.program import gradient_sync
 from jaxtune.train.program.gradient_sync import GradientSync
@@ -330,6 +331,7 @@ def test_a_checkpoint_of_int4_with_equal_steps(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(GradientSync, "error_sizes", older)
         patch.setattr(GradientSync, "__str__", lambda self: "sent in int4 with error feedback")
+        patch.setattr(record, "VERSION", 0)
         train(2)
     capsys.readouterr()
     train(3)

@@ -23,6 +23,7 @@ from jaxtune.export import api
 from jaxtune.models.adapters import trained_over
 from jaxtune.models.components import common_format
 from jaxtune.models.files.quant import dequantize, quantize
+from jaxtune.models.heads import TEXT
 from jaxtune.models.hf import Pretrained, from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import experts, get_peft_model, linears
 from jaxtune.models.placement import partition
@@ -30,7 +31,7 @@ from jaxtune.pallas.formats import MXFP4
 from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, DataConfig, MeshConfig, ModelConfig
 from jaxtune.train.folder.checkpoint import CheckpointError
-from jaxtune.train.folder.record import recorded_config
+from jaxtune.train.folder.record import model_sections
 from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.spec.loading import adapted
@@ -156,7 +157,7 @@ def test_a_model_that_is_planned_has_the_shapes_of_the_one_that_is_loaded(folder
     pretrained = Pretrained(folder, "float32", "mxfp4")
     states = (
         nnx.state(abstract_model(pretrained.config, StepSpec.of(wanted).model)),
-        nnx.state(adapted(pretrained.load(), wanted)),
+        nnx.state(adapted(pretrained.load(), TEXT, None, wanted.adapter, wanted.seed)),
     )
     one, other = (jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), state) for state in states)
     assert one == other and jax.tree.structure(states[0]) == jax.tree.structure(states[1])
@@ -283,5 +284,6 @@ def test_experts_that_no_adapter_changed_are_exported_with_the_same_codes(folder
 @pytest.mark.full
 def test_a_model_that_is_given_is_recorded_with_its_format(folder):
     model = adapted_model(kept(folder), r=2)
-    config = recorded_config(make_config("out", adapter=AdapterConfig(r=2)), model)
+    plain = make_config("out", adapter=AdapterConfig(r=2))
+    config = dataclasses.replace(plain, **model_sections(model, plain.model, plain.adapter, plain.numbers))
     assert config.model.load_in == "mxfp4" and config.components == {}

@@ -27,6 +27,7 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.display.plan_text import plan_lines
+from jaxtune.train.folder.translations import section, translated
 from jaxtune.train.planning import movables
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
@@ -195,7 +196,8 @@ def test_a_plan_is_read_as_it_was_recorded(plan):
 )
 def test_records_of_older_versions(record, moved):
     record = {"residuals": "recompute", "micro_batches": 4, "chunk_tokens": 523} | record
-    plan = StepPlan.from_record(record, 32, costs_of().layers.all_residuals)
+    recorded = section(translated({"numerics": record}), "numerics")
+    plan = StepPlan.from_record(recorded, 32, costs_of().layers.all_residuals)
     assert plan.moved == moved and plan.micro_batches == 4 and plan.chunk_tokens == 523
     assert plan.residuals.layers == (LayerPlan("recompute"),) * 32
 

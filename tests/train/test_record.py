@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 from tiny_models import tiny_model
 
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.lora import get_peft_model
-from jaxtune.train.config import AdapterConfig, ModelConfig, ScheduleConfig
-from jaxtune.train.config.file import config_to_yaml
+from jaxtune.train.config import AdapterConfig, ModelConfig, ScheduleConfig, TrainConfig
+from jaxtune.train.config.file import config_to_dict, config_to_yaml
 from jaxtune.train.config.sections import Unset
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.record import (
     digest,
+    model_sections,
     record_of,
-    recorded_config,
     require_own_folder,
     require_same_config,
     require_same_run,
@@ -27,6 +28,11 @@ from jaxtune.train.folder.record import (
 )
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import lora_model, make_config
+
+
+def as_recorded(config: TrainConfig, model: Decoder) -> TrainConfig:
+    return dataclasses.replace(config, **model_sections(model, config.model, config.adapter, config.numbers))
+
 
 PATTERNS = dict(rank_pattern={"layers.0.mlp.up_proj": 2}, alpha_pattern={"q_proj": 4.0})
 
@@ -44,47 +50,47 @@ PATTERNS = dict(rank_pattern={"layers.0.mlp.up_proj": 2}, alpha_pattern={"q_proj
 def test_an_adapter_is_recorded_whatever_the_config_says(settings):
     model = get_peft_model(tiny_model(), **settings)
     told = AdapterConfig(**settings)
-    assert recorded_config(make_config("out", adapter=told), model).adapter == told  # as it was written
+    assert as_recorded(make_config("out", adapter=told), model).adapter == told  # as it was written
     for said in (
         None,
         AdapterConfig(r=3),
         dataclasses.replace(told, lora_alpha=1),
         AdapterConfig(r=4, use_rslora=True),
     ):
-        recorded = recorded_config(make_config("out", adapter=said), model).adapter
+        recorded = as_recorded(make_config("out", adapter=said), model).adapter
         again = get_peft_model(tiny_model(), **{k: v for k, v in dataclasses.asdict(recorded).items() if k != "path"})
-        assert recorded_config(make_config("out", adapter=told), again).adapter == told  # it makes the same adapters
+        assert as_recorded(make_config("out", adapter=told), again).adapter == told  # it makes the same adapters
 
 
 def test_one_name_of_a_tied_head_says_both():
     model = get_peft_model(tiny_model(tie_embeddings=True), r=2, modules_to_save=["lm_head"])
     told = AdapterConfig(r=2, modules_to_save=("lm_head",))
-    assert recorded_config(make_config("out", adapter=told), model).adapter == told
-    assert recorded_config(make_config("out"), model).adapter.modules_to_save == ("embed_tokens", "lm_head")
+    assert as_recorded(make_config("out", adapter=told), model).adapter == told
+    assert as_recorded(make_config("out"), model).adapter.modules_to_save == ("embed_tokens", "lm_head")
 
 
 def test_a_model_without_adapters_records_none():
-    assert recorded_config(make_config("out", adapter=AdapterConfig()), tiny_model()).adapter is None
+    assert as_recorded(make_config("out", adapter=AdapterConfig()), tiny_model()).adapter is None
 
 
 def test_an_adapter_of_a_folder_is_named_by_it():
     told = AdapterConfig(path="adapter")
     model = get_peft_model(tiny_model(), r=4, lora_alpha=8)
-    assert recorded_config(make_config("out", adapter=told), model).adapter == told
+    assert as_recorded(make_config("out", adapter=told), model).adapter == told
 
 
 def test_four_bits_are_recorded():
     packed = get_peft_model(quantize(tiny_model()), r=4)
-    assert recorded_config(make_config("out"), packed).model.load_in == "nf4"
+    assert as_recorded(make_config("out"), packed).model.load_in == "nf4"
     said = make_config("out", adapter=AdapterConfig(), model=ModelConfig(path="m", load_in="nf4"))
-    assert recorded_config(said, get_peft_model(tiny_model(), r=4)).model.load_in is None
+    assert as_recorded(said, get_peft_model(tiny_model(), r=4)).model.load_in is None
 
 
 @pytest.mark.parametrize("schedule", [ScheduleConfig(), ScheduleConfig("constant", warmup_ratio=0.1)])
 def test_a_run_is_made_longer_and_not_shorter(schedule):
     def record(steps, schedule):
         own = dict(trainable={}, storage={}, base=tiny_model(), data={}, user_parts={}, code={}, numerics={})
-        return record_of(make_config("out", steps=steps, schedule=schedule), total_steps=steps, **own)
+        return record_of(config_to_dict(make_config("out", steps=steps, schedule=schedule)), total_steps=steps, **own)
 
     constant = ScheduleConfig("constant", warmup_steps=2)
     for steps in (8, 12):  # each step of a constant rate is the same, whatever follows
@@ -106,7 +112,9 @@ def test_a_run_is_made_longer_and_not_shorter(schedule):
 def test_a_last_rate_that_a_schedule_never_had_may_go(name, read):
     """Older versions let min_ratio stand beside any schedule."""
     own = dict(trainable={}, storage={}, base=tiny_model(), data={}, user_parts={}, code={}, numerics={})
-    current = record_of(make_config("out", steps=4, schedule=ScheduleConfig(name)), total_steps=4, **own)
+    current = record_of(
+        config_to_dict(make_config("out", steps=4, schedule=ScheduleConfig(name))), total_steps=4, **own
+    )
     saved = json.loads(json.dumps(current))
     saved["config"]["schedule"]["min_ratio"] = 0.1
     if not read:
@@ -121,12 +129,12 @@ def test_a_key_that_a_record_lacks_was_at_its_default(tmp_path):
 
     def record(**changes):
         own = dict(trainable={}, storage={}, base=tiny_model(), data={}, user_parts={}, code={}, numerics={})
-        return record_of(make_config("out", **changes), total_steps=4, **own)
+        return record_of(config_to_dict(make_config("out", **changes)), total_steps=4, **own)
 
     old = record()
     del old["config"]["schedule"]["zero_start"]
     assert require_same_run(old, record(), Path("out")) == []
-    with pytest.raises(CheckpointError, match=r"config.schedule.zero_start: saved '\(absent\)', now True"):
+    with pytest.raises(CheckpointError, match=r"config.schedule.zero_start: saved False, now True"):
         require_same_run(old, record(schedule=ScheduleConfig("constant", zero_start=True)), Path("out"))
     with pytest.raises(CheckpointError, match="config.adapter"):  # a section that is not there is no default
         require_same_run(old, record(adapter=AdapterConfig()), Path("out"))
@@ -134,9 +142,9 @@ def test_a_key_that_a_record_lacks_was_at_its_default(tmp_path):
     shorter = text.replace("  zero_start: false\n", "")
     assert shorter != text
     (tmp_path / "config.yaml").write_text(shorter)
-    assert not require_same_config(tmp_path, config)  # no error
+    assert not require_same_config(tmp_path, config_to_dict(config))  # no error
     with pytest.raises(ValueError, match="belongs to another run"):
-        require_same_config(tmp_path, dataclasses.replace(config, seed=1))
+        require_same_config(tmp_path, config_to_dict(dataclasses.replace(config, seed=1)))
 
 
 def test_a_folder_of_another_run_is_refused_before_rows_are_read(tmp_path):
@@ -145,20 +153,20 @@ def test_a_folder_of_another_run_is_refused_before_rows_are_read(tmp_path):
     output.mkdir(parents=True)
     (tmp_path / "runs/quickstart-2").mkdir()
     config = make_config(output)
-    require_own_folder(config)  # nothing is there
-    write_config(output, config)
-    require_own_folder(config)
+    require_own_folder(config_to_dict(config))  # nothing is there
+    write_config(output, config_to_dict(config))
+    require_own_folder(config_to_dict(config))
     unset = dataclasses.replace(config, data=dataclasses.replace(config.data, length=Unset(99)))
-    require_own_folder(unset)
+    require_own_folder(config_to_dict(unset), length_is_open=True)
     other = dataclasses.replace(config, seed=1)
     with pytest.raises(ValueError, match=r"no checkpoint to continue from: choose another .*=\S+/quickstart-3, or del"):
-        require_own_folder(other)
+        require_own_folder(config_to_dict(other))
     with pytest.raises(ValueError, match="belongs to another run"):  # not that there is no such file
         Trainer(lora_model(), None, other, "no_such_rows.jsonl", checks_folder=True)
     (output / "checkpoints/step_00000002").mkdir(parents=True)
     for same in (config, unset, dataclasses.replace(config, steps=99)):
-        require_own_folder(same)
+        require_own_folder(config_to_dict(same), length_is_open=same is unset)
     with pytest.raises(CheckpointError, match=r"such as output=\S+quickstart-3:\n  config.seed: saved 0, now 1"):
-        require_own_folder(other)
+        require_own_folder(config_to_dict(other))
     (output / "config.yaml").write_text("steps: 3\n")  # of another version: the checkpoint's record decides
-    require_own_folder(other)
+    require_own_folder(config_to_dict(other))

@@ -15,6 +15,7 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.lora import get_peft_model
 from jaxtune.train.config import DataConfig, MeshConfig
 from jaxtune.train.folder.record import require_same_run
+from jaxtune.train.folder.translations import POSITION, translated
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import make_config
@@ -102,14 +103,15 @@ def test_a_stream_of_one_device_of_an_older_version_goes_on_and_one_of_several_i
     trainer = trainer_on(model, tmp_path, tuple(files), 2, streaming=True)
     steps = steps_of(trainer, 0, 3)
     resumed = trainer_on(model, tmp_path, tuple(files), 4, streaming=True)
-    resumed.batches.resume(2, {"0": trainer.batches.position(2)})
+    resumed.batches.resume(2, translated({POSITION: {"0": trainer.batches.position(2)}})[POSITION])
     assert_equal(steps_of(resumed, 2, 3), steps[2:])
     with pytest.raises(ValueError, match="the checkpoint's position in the rows is not one of 1 sets"):
-        resumed.batches.resume(2, {"0": [1], "1": [1]})
+        resumed.batches.resume(2, translated({POSITION: {"0": [1], "1": [1]}})[POSITION])
     record = json.loads(json.dumps(trainer.record()))
     assert not [line for line in require_same_run(record, trainer.record(), tmp_path) if "data" in line]
+    del record["version"]
     record["data"]["lanes"] = 2
     with pytest.raises(ValueError, match=r"data.lanes: saved 2, now 1\nAn older version gave each device shards"):
-        require_same_run(record, trainer.record(), tmp_path)
+        require_same_run(translated(record), trainer.record(), tmp_path)
     trainer.batches.close()
     resumed.batches.close()

@@ -17,6 +17,7 @@ from jaxtune.train.folder.folder_lock import process_identity
 from jaxtune.train.folder.record import same_run
 from jaxtune.train.folder.results import require_own, write_result
 from jaxtune.train.folder.run_state import read_state, write_state
+from jaxtune.train.folder.translations import VERSION
 from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
@@ -96,7 +97,7 @@ def test_the_code_of_every_kind_is_known(tmp_path):
 def test_code_decides_whose_a_complete_result_is(tmp_path):
     def run(best=None, **code):
         record = {"config": {"checkpoint": {"best": best}, "schedule": {"name": "linear", "warmup_ratio": None}}}
-        return same_run(record | {"data": {"rows": 3}, "code": code})
+        return same_run(record | {"version": VERSION, "data": {"rows": 3}, "code": code})
 
     write_result(tmp_path / "adapter", run(**{"reward f": "1", "evaluation g": "1"}), 4, lambda folder: None)
     require_own(tmp_path / "adapter", run(**{"reward f": "1", "evaluation g": "2"}), 4)

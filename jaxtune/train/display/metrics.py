@@ -344,6 +344,11 @@ def _numbers(line: dict[str, Any]) -> dict[str, float]:
 ROWS = "eval_rows"  # the key of an evaluation's line with Documents.identity of its rows
 
 
+def of_rows(values: Mapping[str, Any], rows: str | None) -> bool:
+    """Whether an evaluation is of these held-out rows (Documents.identity). Older versions did not name them."""
+    return values.get(ROWS, rows) == rows
+
+
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Readable lines of a metrics.jsonl, as `parsed` makes them; OSError without a file."""
     with open(path, "rb") as file:
@@ -362,7 +367,7 @@ def parsed(text: bytes) -> dict[str, Any] | None:
 def evaluations(path: Path, rows: str | None, name: str = "eval_loss") -> dict[int, float]:
     """{step: value of a metric} of these rows (Documents.identity) or of unnamed ones; {} without a file."""
     lines = read_metrics(path) if path.exists() else []
-    return {line["step"]: float(line[name]) for line in lines if name in line and line.get(ROWS, rows) == rows}
+    return {line["step"]: float(line[name]) for line in lines if name in line and of_rows(line, rows)}
 
 
 def _drop_after(path: Path, last_step: int) -> None:

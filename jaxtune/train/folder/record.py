@@ -1,9 +1,10 @@
-"""The record of a run: values in checkpoints, results and config.yaml by which a run recognises its own files."""
+"""The record of a run: values in checkpoints, results and config.yaml by which a run recognises its own files. It is
+JSON with a version; translations.py reads those of older ones.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -11,7 +12,7 @@ import types
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 import jax
 
@@ -20,23 +21,32 @@ from jaxtune.models.components import common_format, followed
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8
 from jaxtune.models.lora import adapter_settings, gives_adapter
-from jaxtune.models.qat.fake_quant import INPUT_SCALES
 from jaxtune.pallas.format_names import KEPT
 from jaxtune.system import processes
 from jaxtune.system.files import atomic_write
 from jaxtune.system.sealed import fingerprints
 from jaxtune.system.version import __version__
-from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, ConfigError, OptimConfig, ScheduleConfig, TrainConfig
-from jaxtune.train.config.file import config_keys, config_to_dict, config_to_yaml, flat_keys, load_config
-from jaxtune.train.config.sections import ENDLESS, Unset
+from jaxtune.train.config import (
+    ROW_OPTIONS,
+    AdapterConfig,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ScheduleConfig,
+)
+from jaxtune.train.config.file import config_to_dict, config_to_yaml, flat_keys, load_config
+from jaxtune.train.config.precision import REST, Precision
+from jaxtune.train.config.sections import ENDLESS
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.rendering.templates import writes_today
 from jaxtune.train.folder.checkpoint import CheckpointError, saved_steps
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, next_name
+from jaxtune.train.folder.translations import BESIDE, UNRECORDED, VERSION, older_digested, with_defaults
 
-# The key of a checkpoint's meta that says where its rows continue (BatchSource.position), beside the record.
-POSITION = "position"
+type Settings = Mapping[str, Any]  # a configuration as nested JSON values (config_to_dict)
+
 # Keys of a record whose change makes it another run; all other changes are only reported. The places of model and rows
 # may change, because their content is compared. So may the place of optimizer states.
 _INCOMPATIBLE = (
@@ -71,14 +81,13 @@ _INCOMPATIBLE = (
     ),
     *(f"config.data.{key}" for key in (*ROW_OPTIONS, "template_arguments", "max_rows", "eval_rows")),
 )
-# Keys that records of older versions lack; such records are compared by the keys they have. Their base_fingerprint is
-# computed from a sample of the weights, without config.json.
-_NOT_ALWAYS = ("base_digest", "data.columns_crc32")
 # Keys that set how long a run is; see _of_any_length.
 _LENGTH = ("config.steps", "config.epochs")
 # Keys that may change when a run is made longer. The steps of a warm-up are among them, because a script of
 # jaxtune.compat derives them from the number of all steps.
 LENGTHENED = (*_LENGTH, "config.schedule.warmup_steps")
+# Keys of `same_run`.
+_IDENTIFYING = ("version", *_INCOMPATIBLE, *LENGTHENED, "code")
 # Digests of the user's code, by name. A change is said, and refused where the run is complete.
 _CODE = "code."
 _EVALUATION = "evaluation "  # begins the names of functions that decide the result with checkpoint.best only
@@ -87,7 +96,7 @@ _NUMERICS = "numerics"
 
 
 def record_of(
-    config: TrainConfig,
+    settings: Settings,
     *,
     trainable: Mapping[str, jax.Array],
     storage: Mapping[str, str],
@@ -112,7 +121,8 @@ def record_of(
     total_steps: optimizer steps of the whole run.
     """
     return {
-        "config": config_to_dict(config),
+        "version": VERSION,
+        "config": settings,
         "trainable": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in trainable.items()},
         "storage": dict(storage),
         "base_digest": base.base_digest,
@@ -129,10 +139,9 @@ def record_of(
 def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> list[str]:
     """Compares a checkpoint's record with this run's before arrays are read, and returns the harmless differences as
     lines. A run may be made longer; steps and epochs may change in any way with a constant learning rate.
-    CheckpointError lists what forbids to continue. output: the run's folder, for messages. saved, current: results of
-    `record_of`.
+    CheckpointError lists what forbids to continue. output: the run's folder, for messages. saved: as `translated`.
     """
-    saved = {key: value for key, value in saved.items() if key not in (POSITION, INPUT_SCALES)}
+    saved = {key: value for key, value in saved.items() if key not in BESIDE}
     keys = _INCOMPATIBLE
     if not is_longer(saved, current):
         keys = (*keys, "config.schedule.warmup_steps", *(() if _of_any_length(current) else _LENGTH))
@@ -181,10 +190,10 @@ def require_same_code(saved: Mapping[str, object], current: Mapping[str, object]
 
 
 def is_longer(saved: dict[str, Any], current: dict[str, Any]) -> bool:
-    """Whether the run has more steps than the checkpoint's; LENGTHENED keys may then differ. False if `saved` does not
-    say.
+    """Whether the run has more steps than the checkpoint's; LENGTHENED keys may then differ. False if that is not
+    recorded.
     """
-    return current["total_steps"] > saved.get("total_steps", current["total_steps"])
+    return saved["total_steps"] != UNRECORDED and current["total_steps"] > saved["total_steps"]
 
 
 def _numeric(difference: Difference) -> bool:
@@ -198,13 +207,13 @@ def _of_any_length(record: dict[str, Any]) -> bool:
 
 
 def same_run(record: dict[str, Any]) -> dict[str, Any]:
-    """{dotted key: value} by which a run's results are its own, such as seed, optimizer and the base's digest. What may
-    change within a run is missing.
+    """{dotted key: value} by which a run's results are its own, such as seed, optimizer and the base's digest, and the
+    record's version. What may change within a run is missing.
     """
     keys = {
         key: value
         for key, value in flat_keys(json.loads(json.dumps(record))).items()
-        if any(key == prefix or key.startswith(prefix + ".") for prefix in (*_INCOMPATIBLE, *LENGTHENED, "code"))
+        if any(key == prefix or key.startswith(prefix + ".") for prefix in _IDENTIFYING)
     }
     if record["config"]["checkpoint"]["best"] is None:
         keys = {key: value for key, value in keys.items() if not key.startswith(_CODE + _EVALUATION)}
@@ -215,14 +224,17 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
 
 def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
     """Whether a stored digest is this run's (`run`, from same_run), by this or an older version."""
-    run = {key: value for key, value in run.items() if not key.startswith(_CODE)}
-    candidates = (run, by_what_it_holds({}, run))
-    return found in [form(values) for form in (digest, _sha256) for values in candidates]
+    run = {key: value for key, value in run.items() if _is_digested(key) and value != UNRECORDED}
+    return found in [form(values) for form in (digest, _sha256) for values in (run, older_digested(run))]
 
 
 def digest(run: dict[str, Any]) -> str:
     """SHA-256 of the values of same_run, without LENGTHENED keys, so that it stays when a run is made longer."""
-    return _sha256({key: value for key, value in run.items() if key not in LENGTHENED and not key.startswith(_CODE)})
+    return _sha256({key: value for key, value in run.items() if key not in LENGTHENED and _is_digested(key)})
+
+
+def _is_digested(key: str) -> bool:
+    return key != "version" and not key.startswith(_CODE)
 
 
 def _sha256(run: dict[str, Any]) -> str:
@@ -238,15 +250,15 @@ _PLACES = ("model.path", "model.tokenizer", "data.train", "data.eval", "data.cac
 _FILES = ("data.template", "adapter.path")
 
 
-def require_same_settings(config: TrainConfig) -> None:
+def require_same_settings(settings: Settings) -> None:
     """ValueError if processes have different configs or versions of the packages that compute. Paths may differ between
     hosts; a template and an adapter are compared by content. Collective.
     """
-    settings = {key: value for key, value in flat_keys(config_to_dict(config)).items() if key not in _PLACES}
-    settings |= {key: _content(settings[key]) for key in _FILES if settings.get(key) is not None}
+    compared = {key: value for key, value in flat_keys(settings).items() if key not in _PLACES}
+    compared |= {key: _content(compared[key]) for key in _FILES if compared.get(key) is not None}
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
     processes.require_same({"jaxtune": __version__, **versions}, "install the same version for all of them")
-    processes.require_same(settings, "start all of them with the same recipe and the same overrides")
+    processes.require_same(compared, "start all of them with the same recipe and the same overrides")
 
 
 def _content(setting: str) -> Any:
@@ -256,32 +268,34 @@ def _content(setting: str) -> Any:
     return list(fingerprints(files).values()) or setting
 
 
-def in_first_words(config: TrainConfig) -> TrainConfig:
-    """The config with data.template and adapter.path as the first process names them, because records are compared.
-    Collective.
-    """
-    if processes.count() == 1:
-        return config
-    template, path = processes.of_first(lambda: [config.data.template, config.adapter and config.adapter.path])
-    adapter = config.adapter and dataclasses.replace(config.adapter, path=path)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, template=template), adapter=adapter)
+class FirstWords(TypedDict):
+    """Sections of the config that name files."""
+
+    data: DataConfig
+    adapter: AdapterConfig | None
 
 
-def with_today(config: TrainConfig, tokenizer: object) -> TrainConfig:
-    """The config with the day that its chat template writes (data.today), if it writes one: the config's, the one in
+def in_first_words(data: DataConfig, adapter: AdapterConfig | None) -> FirstWords:
+    """data.template and adapter.path as the first process names them, because records are compared. Collective."""
+    if processes.count() > 1:
+        template, path = processes.of_first(lambda: [data.template, adapter and adapter.path])
+        data = dataclasses.replace(data, template=template)
+        adapter = adapter and dataclasses.replace(adapter, path=path)
+    return FirstWords(data=data, adapter=adapter)
+
+
+def with_today(data: DataConfig, output: Path, tokenizer: object) -> DataConfig:
+    """The section with the day that its chat template writes (data.today), if it writes one: its own, the one in
     config.yaml, or the first process's today. Collective.
     """
-    if config.data.today is not None or tokenizer is None or not writes_today(tokenizer, config.data.template):
-        return config
-    today = processes.of_first(lambda: _recorded_today(Path(config.output)) or dates.today())
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, today=today))
+    if data.today is not None or tokenizer is None or not writes_today(tokenizer, data.template):
+        return data
+    return dataclasses.replace(data, today=processes.of_first(lambda: _recorded_today(output) or dates.today()))
 
 
 def _recorded_today(output: Path) -> str | None:
-    try:
-        return load_config(str(output / CONFIG)).data.today
-    except (OSError, ConfigError):
-        return None
+    settings = _recorded_settings(output)
+    return None if settings is None else settings["data"]["today"]
 
 
 def require_same_rows(sets: Mapping[str, TokenDataset | BatchSource | None]) -> None:
@@ -319,51 +333,29 @@ class Difference:
         return f"{self.key}: saved {self.saved!r}, now {self.current!r}"
 
 
-def by_what_it_holds(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """`current` without keys that an older version's record lacks (_NOT_ALWAYS); missing config keys stay, as they are
-    read as defaults.
-    """
-    return {key: value for key, value in current.items() if key in saved or key not in _NOT_ALWAYS}
-
-
 def compare_meta(
     saved: Mapping[str, Any], current: Mapping[str, Any], incompatible: Iterable[str]
 ) -> tuple[list[Difference], list[Difference]]:
-    """(differences that forbid a resume, harmless ones) of two records. A config key that one lacks is no difference if
-    it has its default. incompatible: dotted keys, each with all below it. saved, current: nested mappings of JSON
-    values.
+    """(differences that forbid a resume, harmless ones) of two records. A config key that one lacks has its default
+    there. incompatible: dotted keys, each with all below it. saved, current: mappings of JSON values, nested or flat.
     """
-    old = flat_keys(saved)
-    if old.get("config.schedule.name") in ENDLESS:  # which older versions let stand beside a rate that it never had
-        old.pop("config.schedule.min_ratio", None)
-    new = by_what_it_holds(old, flat_keys(json.loads(json.dumps(current))))
+    recorded, values = flat_keys(saved), flat_keys(json.loads(json.dumps(current)))
+    if recorded.get("config.schedule.name") in ENDLESS:  # which 0.2.0 let stand beside a rate that it never had
+        recorded.pop("config.schedule.min_ratio", None)
+    old, new = with_defaults(recorded, values), with_defaults(values, recorded)
     forbidding = tuple(incompatible)
     refused, harmless = [], []
-    defaults = _defaults()
-    in_both = {key.rpartition(".")[0] for key in old} & {key.rpartition(".")[0] for key in new}  # sections
     for key in sorted(old.keys() | new.keys()):
-        lacking = (key in old) != (key in new) and key.rpartition(".")[0] in in_both
-        if lacking and key in defaults and (old | new)[key] == defaults[key]:
-            continue
         if key.startswith(_CODE) and (key in old) != (key in new):  # by an older version, or under another name
             continue
         difference = Difference(key, old.get(key, "(absent)"), new.get(key, "(absent)"))
-        if json.dumps(difference.saved) == json.dumps(difference.current) or difference.saved == difference.current:
+        if difference.saved in (UNRECORDED, difference.current):
+            continue
+        if json.dumps(difference.saved) == json.dumps(difference.current):
             continue
         covered = any(key == prefix or key.startswith(prefix + ".") for prefix in forbidding)
         (refused if covered else harmless).append(difference)
     return refused, harmless
-
-
-@functools.cache
-def _defaults() -> dict[str, Any]:
-    defaults: dict[str, Any] = {}
-    for key in config_keys():
-        try:
-            defaults[f"config.{key.name}"] = json.loads(key.default)
-        except ValueError:  # a string, which has no quotes there
-            defaults[f"config.{key.name}"] = key.default
-    return defaults
 
 
 def require_compatible(
@@ -393,48 +385,58 @@ def require_compatible(
 # ---- config.yaml
 
 
-def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
-    """`config` with adapter, model.load_in, model.compute and precision as the model really has them, as the caller may
-    have given another model than the config describes. What describes it already stays as it was written.
+class ModelSections(TypedDict):
+    """Sections of the config that describe the model that trains."""
+
+    model: ModelConfig
+    adapter: AdapterConfig | None
+    precision: NotRequired[dict[str, str]]
+
+
+def model_sections(
+    model: Decoder, model_config: ModelConfig, adapter: AdapterConfig | None, precision: Precision
+) -> ModelSections:
+    """adapter, model.load_in, model.compute and, if it is another, precision as the model really has them: the caller
+    may have given another model than the config describes. What describes it already stays as it was written.
 
     ValueError if no config can describe the adapters, or a setting contradicts them.
     """
-    adapter, settings = config.adapter, adapter_settings(model)
+    settings = adapter_settings(model)
     if settings is None:
         adapter = None
     elif adapter is None or (adapter.path is None and not gives_adapter(model, adapter.settings)):
         plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
         adapter = AdapterConfig(**plain)
     stored_so = model.source is not None and "quantization_config" in json.loads(model.source.config)
-    load_in, precision = config.model.load_in, config.precision
-    usual = common_format(model)
+    load_in, usual = model_config.load_in, common_format(model)
     if usual is None:
         load_in = None
-    elif load_in is None and (usual in KEPT or not stored_so) and not config.components:
+    elif load_in is None and (usual in KEPT or not stored_so) and not precision.components:
         load_in = usual
-    words = followed(model, plain=not stored_so)
-    if not config.components and words:
-        precision = words | {"*": config.computes_in}
     compute: Literal["fp8"] | None = "fp8" if computes_in_fp8(model) else None
-    model_config = dataclasses.replace(config.model, load_in=load_in, compute=compute)
-    return dataclasses.replace(config, adapter=adapter, model=model_config, precision=precision)
+    sections = ModelSections(model=dataclasses.replace(model_config, load_in=load_in, compute=compute), adapter=adapter)
+    words = followed(model, plain=not stored_so)
+    if not precision.components and words:
+        sections["precision"] = words | {REST: precision.computes_in}
+    return sections
 
 
-def write_config(output: Path, config: TrainConfig) -> None:
+def write_config(output: Path, settings: Settings) -> None:
     """Writes config.yaml with every key, in the first process; replaces an old one."""
     if processes.first():
-        atomic_write(output / CONFIG, config_to_yaml(config))
+        atomic_write(output / CONFIG, config_to_yaml(settings))
 
 
-def require_same_config(output: Path, config: TrainConfig) -> None:
+def require_same_config(output: Path, settings: Settings) -> None:
     """ValueError if a folder without a checkpoint belongs to another run, by its config.yaml. A beginning of ours (a
     full disk, a power failure) or an older version's is ours.
     """
     try:
-        recorded, ours = (output / CONFIG).read_bytes(), config_to_yaml(config).encode()
+        recorded, ours = (output / CONFIG).read_bytes(), config_to_yaml(settings).encode()
     except FileNotFoundError:
         return
-    if recorded != ours and not ours.startswith(recorded.rstrip(b"\0")) and not _reads_as(output / CONFIG, config):
+    is_ours = recorded == ours or ours.startswith(recorded.rstrip(b"\0")) or _recorded_settings(output) == settings
+    if not is_ours:
         raise ValueError(
             f"output = {str(output)!r} belongs to another run (its config.yaml differs), which has no checkpoint to "
             f"continue from: choose another folder, such as output={next_name(output)}, or delete that config.yaml if "
@@ -442,33 +444,24 @@ def require_same_config(output: Path, config: TrainConfig) -> None:
         )
 
 
-def require_own_folder(config: TrainConfig) -> None:
-    """ValueError or CheckpointError if config.output has another run, as far as that shows before rows are read."""
-    output = Path(config.output)
+def require_own_folder(settings: Settings, length_is_open: bool = False) -> None:
+    """ValueError or CheckpointError if the output has another run, as far as that shows before rows are read.
+
+    length_is_open: data.length is chosen only then.
+    """
+    output = Path(settings["output"])
+    recorded = _recorded_settings(output)
+    if recorded is not None and length_is_open:
+        settings = {**settings, "data": {**settings["data"], "length": recorded["data"]["length"]}}
     if not saved_steps(output / CHECKPOINTS):
-        return require_same_config(output, _as_long_as(config, output))
-    try:
-        recorded = load_config(str(output / CONFIG))
-    except (OSError, ConfigError):  # the checkpoint's own record is compared later
-        return None
-    old, new = ({"config": config_to_dict(run_config)} for run_config in (recorded, _as_long_as(config, output)))
-    require_compatible(old, new, _INCOMPATIBLE, output=output)
+        require_same_config(output, settings)
+    elif recorded is not None:  # else the checkpoint's own record is compared later
+        require_compatible({"config": recorded}, {"config": settings}, _INCOMPATIBLE, output=output)
 
 
-def _as_long_as(config: TrainConfig, output: Path) -> TrainConfig:
-    """`config` with the recorded row length, if it is chosen only when rows are read."""
-    if not isinstance(config.data.length, Unset):
-        return config
+def _recorded_settings(output: Path) -> Settings | None:
+    """A folder's config.yaml, with the defaults of keys that an older version lacked; None if it cannot be read."""
     try:
-        length = load_config(str(output / CONFIG)).data.length
+        return config_to_dict(load_config(str(output / CONFIG)))
     except (OSError, ConfigError):
-        return config
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, length=length))
-
-
-def _reads_as(path: Path, config: TrainConfig) -> bool:
-    """Whether a config.yaml, perhaps of an older version without newer keys, reads as `config`."""
-    try:
-        return load_config(str(path)) == config
-    except ConfigError:
-        return False
+        return None

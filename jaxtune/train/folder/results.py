@@ -17,6 +17,7 @@ from jaxtune.system.files import new_folder
 from jaxtune.system.sealed import read_manifest, write_manifest
 from jaxtune.train.folder.record import LENGTHENED, compare_meta, require_same_code
 from jaxtune.train.folder.run_folder import next_name
+from jaxtune.train.folder.translations import translated
 
 PROOF = RUN_RECORD
 
@@ -26,7 +27,7 @@ class Result:
     """An exported folder, as its valid proof describes it."""
 
     folder: Path  # the exported folder
-    run: dict[str, Any]  # the values that identify the run, as record.same_run returns them
+    run: dict[str, Any]  # the values that identify the run, as record.same_run returns them, translated
     # The number of steps of the run when it was written. With checkpoint.best its weights may be those after fewer
     # steps, which results.json names.
     step: int
@@ -54,7 +55,7 @@ def read_result(folder: Path) -> Result:
     """
     try:
         proof = read_manifest(folder, PROOF)
-        result = Result(folder, dict(proof["run"]), int(proof["step"]))
+        result = Result(folder, translated(proof["run"]), int(proof["step"]))
     except FileNotFoundError:
         raise ValueError(f"{folder} was not written by a run: it has no {PROOF}") from None
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:

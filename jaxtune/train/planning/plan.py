@@ -69,14 +69,14 @@ class StepPlan:
 
     @classmethod
     def from_record(cls, record: dict, num_layers: int, residuals: Sequence[Residual]) -> StepPlan:
-        """The plan of a `to_record`, also of older versions; unknown entries are ignored. Raises ValueError if it is
-        not possible for these layers and residuals.
+        """The plan of a `to_record`; unknown entries are ignored. Raises ValueError if it is not possible for these
+        layers and residuals.
 
           record: JSON values. num_layers, residuals: of the model that the plan is for.
         """
         plan, moved = parse_plan(record["residuals"], num_layers, residuals)
         for word, movable in MOVABLES.items():
-            if movable.side is not None and movable.side in map(record.get, (word, *movable.older)):
+            if movable.side is not None and record.get(word) == movable.side:
                 moved[word] = 1
         return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), moved)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jaxtune.models.placement import low_format, partition
 from jaxtune.models.placement.low_format import SyncFormat
 from jaxtune.models.placement.partition import MeshShape
 from jaxtune.train.config import MeshConfig
+from jaxtune.train.folder.translations import Flat, section
 
 # Tensors are joined to buffers of up to this many numbers; a larger tensor has a buffer of its own.
 _JOINED = 1 << 24
@@ -74,7 +75,6 @@ class GradientSync:
     """False: numbers are rounded stochastically."""
 
     def __str__(self) -> str:
-        """Records of older versions, whose int4 had equal steps, lack "quadratic"."""
         format = "quadratic int4" if self.format == "int4" else self.format
         return f"sent in {format} {'with error feedback' if self.feedback else 'with stochastic rounding'}"
 
@@ -213,19 +213,16 @@ def gradient_sync_of(mesh: MeshConfig | None) -> GradientSync | None:
     return GradientSync(mesh.gradient_sync, mesh.gradient_rounding == "error_feedback")
 
 
-def as_saved(like, saved: Mapping):
+def as_saved(like, saved: Flat):
     """`like`, this run's state as shapes, with `sync_errors` as the checkpoint's record says, so that it can be read;
     errors of another mesh or format have no shardings, by which `fitted` knows them.
     """
     if isinstance(like, dict):
         return like
-    mesh, shape = saved["config"].get("mesh") or {}, MeshShape.from_record(saved["numerics"])
+    mesh, shape = section(saved, "config.mesh"), MeshShape.from_record(section(saved, "numerics"))
     sizes: dict[str, list[int]] = {}
     if mesh.get("gradient_sync", "fp32") != "fp32" and mesh["gradient_rounding"] == "error_feedback":
-        sync = GradientSync(mesh["gradient_sync"], True)
-        sizes = sync.error_sizes(like.trainable, shape)
-        if str(sync) not in saved["numerics"]["gradients"]:  # an older version's int4, which had no usual sizes
-            sizes.pop("usual", None)
+        sizes = GradientSync(mesh["gradient_sync"], True).error_sizes(like.trainable, shape)
     errors = {name: [jax.ShapeDtypeStruct((shape.size, n), ERRORS) for n in counts] for name, counts in sizes.items()}
     leaf = next(iter(jax.tree.leaves(like.sync_errors)), None)
     on_this_mesh = leaf is not None and MeshShape.of(leaf.sharding.mesh) == shape

@@ -16,11 +16,12 @@ from jaxtune.models.adapters.adapter_files import load_adapter
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.files.quant import compute_in_fp8
+from jaxtune.models.heads import Head
 from jaxtune.models.hf import Pretrained, model_from_config
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
 from jaxtune.models.reward import with_head
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import AdapterConfig, ModelConfig, TrainConfig
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import cost
 from jaxtune.train.planning.meshes import mesh_of
@@ -50,15 +51,16 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     cannot be opened; the thread's errors come from `weights.result()`.
     """
     model_config, teacher = config.model, open_teacher(config.objective, config.dtype)
+    changes = objective_of(config).head, model_config.compute, config.adapter, config.seed
 
     def tokenizer(folder: Path | None) -> Any:
-        loaded = _tokenizer(config, folder)
+        loaded = _tokenizer(model_config, folder)
         require_same_tokens(loaded, teacher)
         return loaded
 
     if model_config.from_config is not None:
         key = jax.random.key(config.seed)
-        random_model = adapted(model_from_config(model_config.from_config, key, "float32"), config)
+        random_model = adapted(model_from_config(model_config.from_config, key, "float32"), *changes)
         yield None, tokenizer(None), with_teacher(random_model, load_teacher(teacher))
         return
     assert model_config.path is not None
@@ -81,7 +83,7 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
 
     def load() -> Decoder:
         stay = left_on_host(config.adapter, generates, tied) if trains and mesh is None else []
-        model = adapted(pretrained.load(cancelled, mesh, stay), config)
+        model = adapted(pretrained.load(cancelled, mesh, stay), *changes)
         return with_teacher(model, load_teacher(teacher, cancelled, mesh))
 
     packed = pretrained.packed or (teacher is not None and teacher.packed)
@@ -100,9 +102,8 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
             cancelled.set()
 
 
-def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
+def _tokenizer(model_config: ModelConfig, folder: Path | None) -> Any:
     """model.tokenizer's, or the one in the model's `folder`."""
-    model_config = config.model
     if model_config.tokenizer is not None:
         tokenizer = load_tokenizer(Path(model_config.tokenizer).expanduser())
         if tokenizer is None:
@@ -114,15 +115,15 @@ def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
     return tokenizer
 
 
-def adapted(model: Decoder, config: TrainConfig) -> Decoder:
-    """The loaded model as a run needs it: FP8 products, the objective's head, adapter. Shares its arrays; itself if
-    nothing changes. ValueError if it cannot be changed so.
+def adapted(model: Decoder, head: Head, compute: str | None, adapter: AdapterConfig | None, seed: int) -> Decoder:
+    """The loaded model as a run needs it: FP8 products (model.compute), the objective's head, adapter. Shares its
+    arrays; itself if nothing changes. ValueError if it cannot be changed so.
     """
-    if config.model.compute == "fp8":
+    if compute == "fp8":
         model = compute_in_fp8(model)
-    model = with_head(model, objective_of(config).head, config.seed)
-    if config.adapter is None:
+    model = with_head(model, head, seed)
+    if adapter is None:
         return model
-    if config.adapter.path is not None:
-        return load_adapter(model, config.adapter.path)
-    return get_peft_model(model, **config.adapter.settings, seed=config.seed)
+    if adapter.path is not None:
+        return load_adapter(model, adapter.path)
+    return get_peft_model(model, **adapter.settings, seed=seed)

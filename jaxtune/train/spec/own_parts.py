@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxtune.train.config import OptimConfig, ScheduleConfig, TrainConfig
+from jaxtune.train.config import OptimConfig, ScheduleConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.objectives.objective import Objective
 
@@ -25,41 +25,27 @@ _SCHEDULE_POINTS = 16  # the number of steps at which a schedule's rates are rec
 _KEPT = ("weights",)
 
 
-def require_own_optimizer(config: TrainConfig) -> None:
-    """ValueError if a key of config.optim but `weights` is set: it has no effect beside a given optimizer."""
-    if config.optim.offload:
-        raise ValueError(
-            "optim.offload = True: the states of an optimizer given to Trainer stay on the device, because the size of "
-            "its updates is not bounded in advance; unset it, or use an optim.name that has it"
-        )
-    _require_defaults("optim", config.optim, OptimConfig(), "optimizer", _KEPT)
-
-
-def require_own_schedule(config: TrainConfig, kind: str = "schedule") -> None:
-    """ValueError if a key of config.schedule is set. kind: what was given."""
-    _require_defaults("schedule", config.schedule, ScheduleConfig(), kind)
-
-
-def require_own_objective(config: TrainConfig) -> None:
-    """ValueError if a key of config.objective is set."""
-    _require_defaults("objective", config.objective, ObjectiveConfig(), "objective")
-
-
 def require_nothing_beside(
-    config: TrainConfig,
+    optim_config: OptimConfig,
+    schedule_config: ScheduleConfig,
+    objective_config: ObjectiveConfig,
     optimizer: optax.GradientTransformation | None,
     schedule: optax.Schedule | None,
     objective: Objective | None,
 ) -> None:
     """ValueError if a config section is set although its part was given; an optimizer has its own schedule."""
     if optimizer is not None:
-        require_own_optimizer(config)
-    if schedule is not None:
-        require_own_schedule(config)
-    elif optimizer is not None:
-        require_own_schedule(config, "optimizer")
+        if optim_config.offload:
+            raise ValueError(
+                "optim.offload = True: the states of an optimizer given to Trainer stay on the device, because the "
+                "size of its updates is not bounded in advance; unset it, or use an optim.name that has it"
+            )
+        _require_defaults("optim", optim_config, OptimConfig(), "optimizer", _KEPT)
+    if optimizer is not None or schedule is not None:
+        kind = "optimizer" if schedule is None else "schedule"
+        _require_defaults("schedule", schedule_config, ScheduleConfig(), kind)
     if objective is not None:
-        require_own_objective(config)
+        _require_defaults("objective", objective_config, ObjectiveConfig(), "objective")
 
 
 def identities(

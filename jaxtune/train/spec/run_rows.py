@@ -14,13 +14,11 @@ from jaxtune.system import processes
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.data.packing.steps import pack_steps
 from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet, RowSet
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.streamed import InOrder, StreamedRows, is_stream
 from jaxtune.train.folder.record import require_same_rows
 from jaxtune.train.objectives.objective import Objective, require_known_rows
-from jaxtune.train.optimizer.schedule import total_steps
 from jaxtune.train.sampled.prompts import AnswerSteps, UserFunctions
 from jaxtune.train.sampled.sources import sampled_source
 
@@ -147,19 +145,6 @@ def _weighted(rows: object) -> list[tuple[object, float]]:
                 f"train_rows: the weight of {name} = {weight}: must be greater than 0; leave such rows out"
             )
     return pairs
-
-
-def source_of(
-    train: TokenDataset | BatchSource, held_out: TokenDataset | None, config: TrainConfig
-) -> tuple[BatchSource, TokenDataset | None, int]:
-    """(source of batches, held-out rows, steps of the run); data.packing=step lays both sets out alike. ValueError if
-    rows cannot be packed, or epochs of a source without known steps.
-    """
-    source = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
-    steps = total_steps(config.steps, config.epochs, source.steps_per_epoch)
-    if isinstance(train, TokenDataset) and train.unit.counts_examples:
-        return *pack_steps(train, held_out, config, steps), steps
-    return source, held_out, steps
 
 
 def most_documents(batches: BatchSource, held_out: TokenDataset | None) -> int | None:

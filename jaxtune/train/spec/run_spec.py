@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
@@ -15,25 +16,28 @@ import optax
 from jaxtune.models.generation.ends import ends_of
 from jaxtune.system import processes
 from jaxtune.train.config import CheckpointConfig, EvaluationConfig, TrainConfig
+from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.config.sections import Unset, in_steps
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import BatchSource
+from jaxtune.train.data.packing.steps import pack_steps
 from jaxtune.train.digests import code_of
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics, answer_metrics
 from jaxtune.train.folder.record import (
     in_first_words,
-    recorded_config,
+    model_sections,
     require_own_folder,
     require_same_settings,
     with_today,
 )
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective, RunNeeds
+from jaxtune.train.optimizer.schedule import total_steps
 from jaxtune.train.program.trained_model import TrainedModel
 from jaxtune.train.references.stored_teachers import StoredTeacher
 from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.spec import checks, own_parts
-from jaxtune.train.spec.run_rows import Reader, run_rows, source_of
+from jaxtune.train.spec.run_rows import Reader, run_rows
 from jaxtune.train.spec.update_rule import UpdateRule, update_rule
 
 if TYPE_CHECKING:
@@ -86,7 +90,7 @@ def decided_objective(config: TrainConfig, user_objective: Objective | None = No
     """
     objective = objective_of(config, user_objective)
     if processes.count() > 1:
-        require_same_settings(config)
+        require_same_settings(config_to_dict(config))
     checks.require_sampling(RunNeeds.of(objective).sampler, config.mesh)
     checks.require_fit_for_processes(config.evaluation, config.optim)
     return objective
@@ -117,8 +121,11 @@ def resolve(
     if not jax.tree.leaves(model.trainable):
         raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
     objective = decided_objective(config, parts.objective)
-    own_parts.require_nothing_beside(config, parts.optimizer, parts.schedule, parts.objective)
-    config = with_today(recorded_config(config, model.prepared), tokenizer)
+    void = config.optim, config.schedule, config.objective
+    own_parts.require_nothing_beside(*void, parts.optimizer, parts.schedule, parts.objective)
+    sections = model_sections(model.prepared, config.model, config.adapter, config.numbers)
+    dated = with_today(config.data, Path(config.output), tokenizer)
+    config = dataclasses.replace(config, **sections, data=dated)
     if not (isinstance(train_rows, SampledAnswers) and train_rows.own_reference):
         objective.check(model.prepared)
     ends = ends_of(model.given, tokenizer) if objective.samples else ()
@@ -138,31 +145,33 @@ def resolve(
         seed=config.seed,
         deterministic=config.deterministic,
     )
+    config = dataclasses.replace(config, **in_first_words(config.data, config.adapter))
     if checks_folder:
-        require_own_folder(in_first_words(config))
+        require_own_folder(config_to_dict(config), isinstance(config.data.length, Unset))
     train, held_out = stored.attach(*run_rows(reader, train_rows, eval_rows, not trains))
-    config = in_first_words(config)
-    batches, held_out, total_steps = source_of(train, held_out, config)
+    batches = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
+    steps = total_steps(config.steps, config.epochs, batches.steps_per_epoch)
+    if isinstance(train, TokenDataset) and train.unit.counts_examples:
+        division = config.rows_per_step, config.micro_batches, config.mesh, config.seed
+        batches, held_out = pack_steps(train, held_out, steps, *division)
     if isinstance(batches, SampledAnswers) and isinstance(config.data.length, Unset):
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, length=batches.length))
     needs = RunNeeds.of(objective, batches)
     checks.require_sampling(needs.sampler, config.mesh)
     checks.require_observable(model.qat, needs)
     checks.require_embeddings(config.optim.embedding_learning_rate, model.trainable)
-    checks.require_starts_within(total_steps, config.profile, profile_steps, config.qat)
+    checks.require_starts_within(steps, config.profile, profile_steps, config.qat)
     rows = RunRows(batches, train if isinstance(train, TokenDataset) else None, held_out, answers)
-    counts = total_steps, batches.steps_per_epoch
+    counts = steps, batches.steps_per_epoch
     spec = RunSpec(
         config=config,
         objective=objective,
         needs=needs,
-        update=update_rule(
-            config.optim, config.schedule, config.max_grad_norm, total_steps, parts.optimizer, parts.schedule
-        ),
-        total_steps=total_steps,
+        update=update_rule(config.optim, config.schedule, config.max_grad_norm, steps, parts.optimizer, parts.schedule),
+        total_steps=steps,
         evaluation=in_steps(config.evaluation, *counts),
         checkpoint=in_steps(config.checkpoint, *counts),
-        identities=own_parts.identities(model.trainable, total_steps, parts.optimizer, parts.schedule, parts.objective),
+        identities=own_parts.identities(model.trainable, steps, parts.optimizer, parts.schedule, parts.objective),
         code=code_of(_functions(rows, parts.objective)),
     )
     return spec, rows

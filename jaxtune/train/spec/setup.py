@@ -12,7 +12,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.slot_plan import SlotPlan, slots_for
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import ModelConfig, TrainConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics
@@ -131,12 +131,14 @@ def with_slots(
     return plans, answers
 
 
-def profile_facts(config: TrainConfig, batches: BatchSource, planner: Planner) -> dict[str, Any]:
-    """{"config", "tokens_per_step" with padding, "what": run and plan in words}, stored with a profile."""
-    rows, length, model = batches.rows_per_step, batches.length, config.model
+def profile_facts(
+    settings: dict[str, Any], model: ModelConfig, computes_in: str, batches: BatchSource, planner: Planner
+) -> dict[str, Any]:
+    """{"config": settings, "tokens_per_step" with padding, "what": run and plan in words}, stored with a profile."""
+    rows, length = batches.rows_per_step, batches.length
     return {
-        "config": config_to_dict(config),
+        "config": settings,
         "tokens_per_step": rows * length,
-        "what": f"{model.path or model.from_config}, {config.computes_in}, {rows} x {length:,} tokens a step, plan "
+        "what": f"{model.path or model.from_config}, {computes_in}, {rows} x {length:,} tokens a step, plan "
         f"{residuals_text(planner.plan.residuals)}",
     }

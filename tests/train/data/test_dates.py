@@ -155,13 +155,13 @@ def test_prompts_questions_and_streams_have_the_day_of_the_run(template, tmp_pat
 
 def test_all_processes_take_the_day_of_the_first(tmp_path, monkeypatch):
     at(monkeypatch, SECOND)
-    config, tokenizer = make_config(tmp_path), make_tokenizer(LLAMA + PLAIN_TEMPLATE)
-    assert with_today(config, tokenizer).data.today == SECOND
+    data, tokenizer = make_config(tmp_path).data, make_tokenizer(LLAMA + PLAIN_TEMPLATE)
+    assert with_today(data, tmp_path, tokenizer).today == SECOND
     monkeypatch.setattr(processes, "of_first", lambda value: FIRST)
-    assert with_today(config, tokenizer).data.today == FIRST
-    assert with_today(config, make_tokenizer()).data.today is None and with_today(config, None) == config
-    own = dataclasses.replace(config, data=dataclasses.replace(config.data, today="2020-02-20"))
-    assert with_today(own, tokenizer) == own
+    assert with_today(data, tmp_path, tokenizer).today == FIRST
+    assert with_today(data, tmp_path, make_tokenizer()) == with_today(data, tmp_path, None) == data
+    dated = dataclasses.replace(data, today="2020-02-20")
+    assert with_today(dated, tmp_path, tokenizer) == dated
 
 
 @pytest.mark.full

@@ -17,7 +17,7 @@ from jaxtune.system import processes
 from jaxtune.train.data.batches import Batch, Batches, Order, Rows
 
 if TYPE_CHECKING:
-    from jaxtune.train.config import TrainConfig
+    from jaxtune.train.config import MeshConfig
     from jaxtune.train.data.dataset import TokenDataset
 
 _WIDTH = 64  # the length of rows is a multiple of this number of tokens
@@ -148,10 +148,16 @@ def _most_equal(rows: np.ndarray) -> int:
 
 
 def pack_steps(
-    train: TokenDataset, held_out: TokenDataset | None, config: TrainConfig, steps: int
+    train: TokenDataset,
+    held_out: TokenDataset | None,
+    steps: int,
+    examples: int,
+    micro_batches: int | None,
+    mesh: MeshConfig | None,
+    seed: int,
 ) -> tuple[StepBatches, TokenDataset | None]:
     """Packs all steps of a run: (their batches, held-out rows in rows of the same length or None). Raises ValueError as
-    `rows`.
+    `rows`. examples: of a step.
 
     Rows are as long as the longest document or pair of both sets, in multiples of 64 tokens, at most `train.longest`.
     """
@@ -159,20 +165,20 @@ def pack_steps(
     length = min(train.longest, -(-longest // _WIDTH) * _WIDTH)
     batches = StepBatches(
         train.rows,
-        config.rows_per_step,
+        examples,
         steps,
         length,
-        micro_batches=config.micro_batches,
-        multiple=_devices(config),
-        seed=config.seed,
+        micro_batches=micro_batches,
+        multiple=_devices(mesh),
+        seed=seed,
         order=train.order,
     )
     return batches, None if held_out is None else held_out.in_rows(length)
 
 
-def _devices(config: TrainConfig) -> int:
+def _devices(mesh: MeshConfig | None) -> int:
     """The devices that share a micro-batch's rows: of the mesh, or of the run; one for a single process on CPU."""
-    if config.mesh is not None:
-        return partition.mesh_shape(*config.mesh.sizes).size
+    if mesh is not None:
+        return partition.mesh_shape(*mesh.sizes).size
     several = jax.default_backend() != "cpu" or processes.count() > 1  # a single process uses one CPU device
     return jax.device_count() if several else 1

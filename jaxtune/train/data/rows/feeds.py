@@ -130,16 +130,15 @@ class FedBatches(BatchSource):
         return list(self._positions[step])
 
     def resume(self, step: int, position: Json) -> None:
-        """Continues with `step` at `position(step)` of an earlier process, also in an older form, {"0": positions}.
-        Raises ValueError for another number of sets.
+        """Continues with `step` at `position(step)` of an earlier process. Raises ValueError for another number of
+        sets.
         """
-        positions = position["0"] if isinstance(position, dict) and [*position] == ["0"] else position
-        if not isinstance(positions, list) or len(positions) != len(self.sets):
+        if not isinstance(position, list) or len(position) != len(self.sets):
             raise ValueError(f"the checkpoint's position in the rows is not one of {len(self.sets)} sets: {position!r}")
         self._next, self._made = step, None
-        self._taken = [position if isinstance(position, int) else 0 for position in positions]
-        for row_set, taken, position in zip(self.sets, self._taken, positions, strict=True):
-            row_set.resume(taken, None if isinstance(position, int) else position)
+        self._taken = [begin if isinstance(begin, int) else 0 for begin in position]
+        for row_set, taken, begin in zip(self.sets, self._taken, position, strict=True):
+            row_set.resume(taken, None if isinstance(begin, int) else begin)
 
     def identity(self) -> dict[str, Json]:
         """Of the only set, or of all sets with their shares. "lanes" is for checkpoints of older versions, which

@@ -37,7 +37,6 @@ class Embeddings(Movable):
 
     word = "embeddings"
     side = "host"
-    older = ("per_layer_embeddings",)
     worth = 1.002  # host memory is all that it takes
 
     bytes: float = 0.0  # of the tables; 0: there are none

@@ -61,7 +61,6 @@ class Movable:
     word: ClassVar[str]  # in plans, their texts and records
     counted: ClassVar[bool] = False  # whether levels count layers; a plan's text then has "word=level"
     side: ClassVar[str | None] = None  # where level 1 has all of it, "host" or "device", as a plan's record says
-    older: ClassVar[tuple[str, ...]] = ()  # words of older records
     worth: ClassVar[float] = 1.0  # by how many times a step must be faster with it, unless nothing else fits
     errs_apart: ClassVar[bool] = False  # whether forecasts with it are wrong by other bytes than without
     at_last: ClassVar[bool] = False  # whether `with_room` is asked for the chosen plan alone, not for each candidate
