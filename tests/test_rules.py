@@ -555,6 +555,33 @@ def test_an_objective_named_elsewhere_is_found(source):
     assert not objective_uses(right, "jaxtune.train.planning.cost", *objective_names())
 
 
+# ---- the planner's questions are asked in one place
+
+
+def takers(source: str, name: str = "TrainConfig") -> list[str]:
+    """Functions with an argument, and classes with a field, of this type."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            typed = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        elif isinstance(node, ast.ClassDef):
+            typed = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+        else:
+            continue
+        if any(each.annotation and re.search(rf"\b{name}\b", ast.unparse(each.annotation)) for each in typed):
+            found.append(node.name)
+    return found
+
+
+def test_the_planner_reads_the_whole_config_in_one_place():
+    room = sorted((ROOT / "jaxtune/train/planning").rglob("*.py"))
+    found = {path.name: names for path in room if (names := takers(path.read_text(encoding="utf-8")))}
+    assert found == {"step_spec.py": ["of"]}, "add what a step asks to StepSpec"
+    assert takers("def f(a: int, *, b: TrainConfig | None):\n    pass") == ["f"]
+    assert takers("class C:\n    config: TrainConfig") == ["C"]
+    assert not takers("def f(config: TrainConfigs, other: str = 'TrainConfig'):\n    pass")
+
+
 # ---- a movable is known to its file alone
 
 MOVABLE_ROOM = "jaxtune.train.planning.movables"

@@ -125,7 +125,9 @@ def formats(record: Record, images: Path, name: str) -> str:
         mean = each.get("mean_difference")
         run = record["runs"].get(f"{kind} 0".replace(" ", "_"), {})
         difference = "-" if mean is None else f"{mean:+.4f}"
-        difference += "".join(f"; {value:+.4f} after {step} of the next seed" for step, value in each.get("stopped", ()))
+        difference += "".join(
+            f"; {value:+.4f} after {step} of the next seed" for step, value in each.get("stopped", ())
+        )
         before = f"{run['held_out'][0][1]:.4f}" if run.get("held_out") else "-"
         lines.append(f"| {kind} | {before} | {losses} | {difference} | {_products(run)} |")
     drawn = {

@@ -98,12 +98,14 @@ class Ahead:
         from jaxtune.models.registry import config_from_hf
         from jaxtune.train.planning import devices
         from jaxtune.train.planning.cost import abstract_model, step_cost
+        from jaxtune.train.planning.step_spec import StepSpec
 
         self.options = step.arguments().parse_args(shlex.split(MODELS[model][0]))
         self.options.plan = "auto"
         self.hf, self.config = SHAPES[self.options.shape], step.train_config(self.options)
+        self.spec = StepSpec.of(self.config)
         self.layers = layers or self.hf["num_hidden_layers"]
-        self.parts = step_cost(abstract_model(config_from_hf(self.hf), self.config), self.config)
+        self.parts = step_cost(abstract_model(config_from_hf(self.hf), self.spec.model), self.spec)
         self.device = devices.find_device("NVIDIA H200")
         self.smallest = MODELS[model][1]
 
@@ -112,14 +114,14 @@ class Ahead:
         from jaxtune.train.planning import devices
         from jaxtune.train.planning.search import Room
 
-        config = dataclasses.replace(self.config, memory=MemoryConfig(budget_gb=card))
-        return Room(devices.budget(config, self.device), devices.limit(config, self.device))
+        memory = MemoryConfig(budget_gb=card)
+        return Room(devices.budget(memory, self.device), devices.limit(memory, self.device))
 
     def next(self, card: float, failed=()):
         """(forecast, whether it is the smallest plan)."""
         from jaxtune.train.planning.search import next_plan
 
-        return next_plan(self.parts, self.config, self.device, self.room(card), failed)
+        return next_plan(self.parts, self.spec, self.device, self.room(card), failed)
 
     def compiled_bytes(self, found) -> float:
         """Of the model under the plan of this forecast, with all layers."""
@@ -127,6 +129,7 @@ class Ahead:
         from jaxtune.models.registry import config_from_hf
         from jaxtune.train.planning.cost import abstract_model
         from jaxtune.train.planning.forecasts import forecast
+        from jaxtune.train.planning.step_spec import StepSpec
         from tests.gpu.aot.target import H200
 
         plan, last = found.plan, self.hf["num_hidden_layers"] - 1
@@ -137,7 +140,7 @@ class Ahead:
         plan = dataclasses.replace(plan, residuals=dataclasses.replace(plan.residuals, layers=tuple(kept)))
         options = argparse.Namespace(**vars(self.options) | {"plan": plan.text})
         options.micro_batches = plan.micro_batches
-        model = abstract_model(config_from_hf(few), step.train_config(options))
+        model = abstract_model(config_from_hf(few), StepSpec.of(step.train_config(options)).model)
         trainer = step.make_trainer(options, model)
         planner, engine = trainer.planner, trainer.engine
         planner.forecast = forecast(planner.cost, plan, self.device)

@@ -66,6 +66,7 @@ from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import allow_pinned_memory, device_peak_flops, memory_peak_bytes
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.programs import Programs
 from jaxtune.train.trainer import Trainer
 
@@ -106,7 +107,7 @@ def precision_map(options) -> dict[str, str]:
 
 def abstract(options) -> Decoder:
     """The model of a case, with its adapters, as shapes: for plans, and programs that are compiled ahead."""
-    model = abstract_model(config_from_hf(SHAPES[options.shape]), train_config(options))
+    model = abstract_model(config_from_hf(SHAPES[options.shape]), StepSpec.of(train_config(options)).model)
     return nnx.eval_shape(in_blocks, model) if options.scales == "blocks" else model
 
 

@@ -24,6 +24,7 @@ from jaxtune.train.planning import choice, cost, devices, fitting, search, teach
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import prefill_bytes
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.sampled.packed_answers import packed_shape
 
 if TYPE_CHECKING:
@@ -70,30 +71,31 @@ def _show_plan_for(device: Device | None, config: TrainConfig, console: Console)
         config = replace(config, rows_per_step=rows, data=replace(config.data, length=length))
         text = f"rows are not read: prompts of at most {_ASSUMED_PROMPT} tokens are assumed; set data.length for others"
         console.print(fitted(text, console), markup=False, highlight=False)
+    spec = StepSpec.of(config)
     if device is None:
-        mesh_config, why = mesh_of(config, lambda: cost.abstract_model(shape, config))
+        mesh_config, why = mesh_of(spec, lambda: cost.abstract_model(shape, spec.model))
         if why is not None:
             console.print(fitted(why, console), markup=False, highlight=False)
-        config = replace(config, mesh=mesh_config)
+        config, spec = replace(config, mesh=mesh_config), replace(spec, mesh=mesh_config)
         device, count = _here(mesh_config)
         config.require_rows_for(count)
-    budget_bytes = devices.budget(config, device)
+    budget_bytes = devices.budget(config.memory, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory
-    costs = cost.step_cost(cost.abstract_model(shape, config), config)
-    room = search.Room(budget_bytes, devices.limit(config, device))
+    costs = cost.step_cost(cost.abstract_model(shape, spec.model), spec)
+    room = search.Room(budget_bytes, devices.limit(config.memory, device))
     try:
-        forecast, _ = search.next_plan(costs, config, device, room)
+        forecast, _ = search.next_plan(costs, spec, device, room)
     except choice.PlanError as error:
-        fixes = fitting.fitting_settings(shape, config, device, budget_bytes)
+        fixes = fitting.fitting_settings(shape, spec, device, budget_bytes)
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
-    longest = fitting.longest_row(costs, config, device, budget_bytes)
+    longest = fitting.longest_row(costs, spec, device, budget_bytes)
     plan_text.plan_elsewhere(forecast, costs, device, budget_bytes, longest, shape.context_length, console)
     if packed is not None:  # rows are not read here, so that prompts are taken to be as long as there is room
         room = budget_bytes - costs.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(costs, device)
         most = min(packed.slots, answers * packed.steps_per_generation)
-        slots = slots_for(cost.abstract_model(shape, config), room, sampled, most)
+        slots = slots_for(cost.abstract_model(shape, spec.model), room, sampled, most)
         console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
-    for line in teacher_pass.pass_lines(config, shape, device):
+    for line in teacher_pass.pass_lines(spec, shape, device, config.plan.device is not None):
         console.print(fitted(line, console), markup=False, highlight=False)
     console.print(plan_text.finish_line(forecast, config.steps, config.plan.dollars_per_hour, costs.shape.devices))
 

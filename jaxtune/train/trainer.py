@@ -56,6 +56,7 @@ from jaxtune.train.planning.disk import Written, disk_lines, written_by
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
 from jaxtune.train.planning.planner import Planner
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.planning.teacher_pass import TeacherPass
 from jaxtune.train.program import gradient_sync
 from jaxtune.train.program.flops import flop_counter
@@ -121,9 +122,12 @@ class Trainer:
         self.unsaved: str | None = None
         self.sampled: Sampled | None = None  # how many questions are answered at a time, if any will be
         parts = UserParts(objective, optimizer, schedule)
+
+        def planned(*of_run: Any) -> TeacherPass:
+            return TeacherPass(StepSpec.of(config), *of_run)
+
         of_teacher = (config.model, config.objective.teacher_load_in, config.numbers, config.data)
-        passes = functools.partial(TeacherPass, config)
-        self.stored = StoredTeacher(objective_of(config, objective), model, self.tokenizer, *of_teacher, passes)
+        self.stored = StoredTeacher(objective_of(config, objective), model, self.tokenizer, *of_teacher, planned)
         student = self.stored.student(model)
         self.model = TrainedModel(student, config.numbers, config.qat, config.seed, keeps_model, weights)
         self.spec, rows = resolve(
@@ -269,7 +273,7 @@ class Trainer:
 
     def disk_notes(self) -> list[str]:
         """Lines on what the run writes, if that is much of the disk, and on what a kill loses without saves."""
-        config = dataclasses.replace(self.config, checkpoint=self.spec.checkpoint)
+        config, checkpoint = self.config, self.spec.checkpoint
         trained = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model.trainable))
         size = checkpoint_bytes({"state": self.model.state_shapes(self.engine)})
         saved_count = len(saved_steps(self.output / CHECKPOINTS))
@@ -279,10 +283,11 @@ class Trainer:
             "log-probabilities of the teacher": self.stored.unwritten(sets),
             "log-probabilities of the reference": references.unwritten(pairs, config.data.cache_dir),
         }
-        written = written_by(config, self.model.prepared, trained, size, saved_count, self.total_steps)
+        delivered = (self.output, checkpoint, config.export)
+        written = written_by(*delivered, self.model.prepared, trained, size, saved_count, self.total_steps)
         written += [Written(label, *location) for label, location in caches.items() if location is not None]
         lines = disk_lines(written)
-        if not config.checkpoint.saves:
+        if not checkpoint.saves:
             lines.append(
                 "checkpoint.every_steps and checkpoint.every_minutes are null: only a signal or an error saves the "
                 "state; a kill or a power failure loses the whole run"
@@ -400,11 +405,15 @@ class Trainer:
         planner, model = self.planner, self.model
         if planner.device.name == "cpu":
             return []
+        config = self.config
         of_plan = (
             planner.cost,
             planner.forecast,
             planner.device,
-            self.config,
+            config.model.load_in,
+            config.data,
+            config.checkpoint,
+            config.export,
             partition.MeshShape.of(self.mesh).shard_count,
         )
         phases = phases_of(

@@ -13,15 +13,18 @@ import json
 import sys
 from pathlib import Path
 
+from step_costs import costs_of
+
 from jaxtune.models.files.model_folder import find_config
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import load_config
 from jaxtune.train.planning.choice import PlanError, choose
-from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
+from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import budget, find_device
 from jaxtune.train.planning.forecasts import Forecast, forecast
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.step_spec import StepSpec
 
 FILE = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "qwen35.md"
@@ -51,7 +54,7 @@ def step_of(row: str, weights: str) -> tuple[TrainConfig, StepCost]:
     config = load_config(recipe, changes, rows_needed=False)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, load_in=FORMATS[weights]))
     shape = config_from_hf(find_config(config.model.path or ""))
-    return config, step_cost(abstract_model(shape, config), config)
+    return config, costs_of(shape, config)
 
 
 def chosen(row: str, card: str) -> dict:
@@ -61,7 +64,7 @@ def chosen(row: str, card: str) -> dict:
     for weights in FORMATS:
         config, parts = step_of(row, weights)
         try:
-            best = choose(parts, config, device, budget(config, device))
+            best = choose(parts, StepSpec.of(config), device, budget(config.memory, device))
             found[weights] = (True, best.tokens_per_second * (1.01 if weights == "bf16" else 1.0), best)
         except PlanError as error:
             found[weights] = (False, -error.smallest.peak_bytes, error.smallest)
@@ -75,7 +78,7 @@ def forecast_of(row: str, card: str, record: dict) -> tuple[Forecast, float]:
     config, parts = step_of(row, record["weights"])
     plan = StepPlan.from_record(record["plan"], parts.shape.num_layers, parts.layers.all_residuals)
     device = find_device(CARDS[card])
-    limit = budget(config, device)
+    limit = budget(config.memory, device)
     assert limit is not None
     return forecast(parts, plan, device), limit
 

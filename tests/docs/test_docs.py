@@ -10,14 +10,15 @@ from collections import Counter
 
 import pytest
 import yaml
+from step_costs import costs_of
 
 from jaxtune import cli
 from jaxtune.models.files.model_folder import find_config
 from jaxtune.models.registry import config_from_hf, text_parts
 from jaxtune.train.config.file import config_keys, load_config, packaged_recipes, recipe_summary
 from jaxtune.train.planning.choice import PlanError, choose
-from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import budget, find_device
+from jaxtune.train.planning.step_spec import StepSpec
 from tests.docs import qwen35_plans
 from tests.docs.conftest import run_command
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, commands, links, prose
@@ -197,12 +198,12 @@ CARDS = ("RTX 3060", "RTX 4060 Ti 16GB", "RTX 4090", "RTX 5090", "A40", "A100") 
 )
 def test_the_card_that_is_named_is_the_smallest(card, recipe):
     config = load_config(recipe, [], rows_needed=False)
-    parts = step_cost(abstract_model(config_from_hf(find_config(config.model.path)), config), config)
+    parts = costs_of(config_from_hf(find_config(config.model.path)), config)
 
     def fits(card: str) -> bool:
         device = find_device(card)
         try:
-            return bool(choose(parts, config, device, budget(config, device)))
+            return bool(choose(parts, StepSpec.of(config), device, budget(config.memory, device)))
         except PlanError:
             return False
 

@@ -25,12 +25,13 @@ from jaxtune.models.files.quant import quantize
 from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.lora import get_peft_model, has_adapter
 from jaxtune.models.registry import config_from_hf
-from jaxtune.train.config import DataConfig, MemoryConfig, TrainConfig
+from jaxtune.train.config import MemoryConfig, TrainConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.planning import choice as choosing
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.forecasts import Forecast, forecast
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.trainer import Trainer
 
 
@@ -95,9 +96,8 @@ def device(name: str):
 
 def cost(hf: dict, config: TrainConfig):
     """What the planner knows of a step of a model of this config.json."""
-    asks = {key: getattr(config, key) for key in ("model", "adapter", "precision", "seed", "objective")}
-    model = _abstract(config_from_hf(hf), TrainConfig(data=DataConfig(train="none"), output="not written", **asks))
-    return step_cost(model, config)
+    spec = StepSpec.of(config)
+    return step_cost(_abstract(config_from_hf(hf), spec.model), spec)
 
 
 _abstract = functools.cache(abstract_model)  # seconds each, and only read: the cases of a model share it
@@ -110,7 +110,7 @@ def choice(parts, config: TrainConfig, name: str) -> Forecast:
       PlanError: nothing fits.
     """
     where = device(name)
-    return choosing.choose(parts, config, where, devices.budget(config, where))
+    return choosing.choose(parts, StepSpec.of(config), where, devices.budget(config.memory, where))
 
 
 def plan_record(parts, config: TrainConfig, name: str) -> dict:
@@ -155,7 +155,7 @@ def few_layers(target, hf: dict, config: TrainConfig, rows: TokenDataset, layers
     few = hf | {"num_hidden_layers": layers}
     if "layer_types" in few:
         few["layer_types"] = few["layer_types"][:layers]
-    model = abstract_model(config_from_hf(few), config)
+    model = abstract_model(config_from_hf(few), StepSpec.of(config).model)
     trainer = Trainer(model, None, config, rows, keeps_model=False)
     planner = trainer.planner
     planner.forecast = forecast(planner.cost, plan, device(target.kind))

@@ -26,6 +26,7 @@ from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.loss import declared_losses
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
@@ -181,7 +182,9 @@ def test_every_matrix_takes_an_adapter_that_trains(name, tmp_path):
     assert all(matrix.lora is not None for _, matrix in matrices(model))
     before = [matrix.lora.b[...] for _, matrix in matrices(model)]
     plan = ", ".join(
-        f"{r.name}=recompute" for r in step_cost(base, make_config("out")).layers.all_residuals if r.recomputable
+        f"{r.name}=recompute"
+        for r in step_cost(base, StepSpec.of(make_config("out"))).layers.all_residuals
+        if r.recomputable
     )
     config = make_config(tmp_path, steps=3, memory=MemoryConfig(plan=plan), adapter=AdapterConfig(r=2))
     trainer = Trainer(model, None, config, dataset(documents(20)))
@@ -209,12 +212,12 @@ def test_names_of_residuals_and_matrices():
 @pytest.mark.parametrize("name", LAYERS)
 def test_plans_are_found_for_it(name):
     config = make_config("out")
-    parts = step_cost(make(name), config)
+    parts = step_cost(make(name), StepSpec.of(config))
     device = dataclasses.replace(find_device("RTX 4090"), link=1e9)
     kept = forecast(parts, StepPlan(ResidualPlan.uniform(KEEP, 2), 1, 64), device)
     less = forecast(parts, StepPlan(ResidualPlan.uniform(RECOMPUTE, 2), 1, 64), device)
     assert 0 < less.peak_bytes < kept.peak_bytes and less.step_seconds > kept.step_seconds > 0
-    assert choose(parts, config, device, kept.peak_bytes).peak_bytes <= kept.peak_bytes
+    assert choose(parts, StepSpec.of(config), device, kept.peak_bytes).peak_bytes <= kept.peak_bytes
     with pytest.raises(ValueError, match="no layer has a residual 'gates'"):
         model = make(name)
         model.hidden_states(jnp.ones((1, 4), jnp.int32), plan=ResidualPlan.uniform(LayerPlan(gates="offload"), 2))

@@ -31,6 +31,7 @@ from jaxtune.pallas.formats.layout import Layout
 from jaxtune.pallas.formats.stored import Stored
 from jaxtune.train.config import AdapterConfig, MeshConfig
 from jaxtune.train.planning.cost import step_cost
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.trainer import Trainer
 from scripts import docs_hooks
 from tests.train.tiny_runs import dataset, documents, make_config
@@ -151,7 +152,7 @@ def test_16_bit_weights_are_quantised_on_the_way_and_exported(tmp_path, word, la
 def test_the_planner_counts_it(word):
     config = dataclasses.replace(make_config("unused", steps=1), adapter=AdapterConfig(r=4))
     packed, plain = (get_peft_model(m, r=4) for m in (quantize(made(HF), word), made(HF)))
-    parts, others = (step_cost(model, config) for model in (packed, plain))
+    parts, others = (step_cost(model, StepSpec.of(config)) for model in (packed, plain))
     saved = others.fixed["frozen weights"] - parts.fixed["frozen weights"]
     stored = [m.stored_weight for _, m in matrices(packed)]
     assert saved == sum(4 * weight.size - weight.nbytes for weight in stored)

@@ -27,6 +27,7 @@ from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_text
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
@@ -128,7 +129,7 @@ def test_generation_steps_as_the_whole_row_says():
 def test_plans_know_its_residuals_and_what_they_take():
     model = jaxtune.get_peft_model(toy_model(), r=2)
     config = make_config("out", adapter=AdapterConfig(r=2))
-    parts = step_cost(model, config)
+    parts = step_cost(model, StepSpec.of(config))
     assert {"signal", "trail", "wide", "query", "gate"} <= set(parts.layers.residuals)
     # A mean over four layers, of which two have it: 12 and 20 channels of float32.
     assert parts.layers.residuals["signal"] * 4 == (12 + 20) * 4 and parts.layers.residuals["wide"] * 4 == 32 * 4
@@ -136,7 +137,7 @@ def test_plans_know_its_residuals_and_what_they_take():
     assert residuals_text(parse_residuals(text, 4, parts.layers.all_residuals)) == text
     device = dataclasses.replace(find_device("RTX 4090"), link=1e9)
     kept = forecast(parts, StepPlan(ResidualPlan.uniform(KEEP, 4), 1, 64), device)
-    less = choose(parts, config, device, 0.9 * kept.peak_bytes)
+    less = choose(parts, StepSpec.of(config), device, 0.9 * kept.peak_bytes)
     assert less.peak_bytes <= 0.9 * kept.peak_bytes and less.plan != kept.plan
     assert forecast(parts, less.plan, device).peak_bytes == less.peak_bytes
 

@@ -34,6 +34,7 @@ from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.parts import TEACHER
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.loss import Forward
 from jaxtune.train.references.teachers import with_teacher, without_teacher
 from jaxtune.train.sampled.own_samples import OwnSamples, own_samples
@@ -367,15 +368,17 @@ def test_the_command_loads_a_teacher_as_the_planner_expects_it(load_in, tmp_path
 
 def test_the_plan_counts_the_teacher(tmp_path):
     config = make_config(tmp_path, objective=ObjectiveConfig("distill", teacher="base"))
-    alone = abstract_model(tiny_config(), config)
+    alone = abstract_model(tiny_config(), StepSpec.of(config).model)
     teacher = nnx.eval_shape(lambda: freeze(teacher_model()))
-    plain, taught = (step_cost(model, config, 64) for model in (alone, with_teacher(alone, teacher)))
+    plain, taught = (
+        step_cost(model, StepSpec.of(config, length=64)) for model in (alone, with_teacher(alone, teacher))
+    )
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(nnx.state(teacher)))
     assert taught.fixed[TEACHER] == size and TEACHER not in plain.fixed
     assert taught.fixed["frozen weights"] == plain.fixed["frozen weights"]
     assert taught.frozen_bytes == plain.frozen_bytes + size
     card = find_device("RTX 4090")
-    plan = choose(plain, config, card, None).plan
+    plan = choose(plain, StepSpec.of(config), card, None).plan
     one, other = (forecast(parts, plan, card) for parts in (plain, taught))
     assert other.peak_bytes > one.peak_bytes + size
     assert other.step_seconds != one.step_seconds

@@ -31,6 +31,7 @@ from jaxtune.pallas.formats.fp8 import MATRIX, TILE
 from jaxtune.train.config import ConfigError, EvaluationConfig, MemoryConfig, MeshConfig, OptimConfig
 from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
 from jaxtune.train.planning.cost import step_cost
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
@@ -64,7 +65,7 @@ def test_each_device_holds_its_part_and_the_planner_knows(tmp_path, optimizer):
     layer, head = cost.divided.layer_bytes, cost.divided.head_bytes
     assert layer > head > 0 and (at_loss, forward) == (layer + head, 2 * layer) and backward > forward
     assert cost.placed({"whole": 3}).gathered_bytes[:2] == (3 * layer + head, 3 * layer)
-    assert step_cost(trainer.model.prepared, make_config(tmp_path)).gathered_bytes == (0.0, 0.0, 0.0)
+    assert step_cost(trainer.model.prepared, StepSpec.of(make_config(tmp_path))).gathered_bytes == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.full

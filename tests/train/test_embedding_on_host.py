@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from step_costs import costs_of
 from tiny import CONFIGS
 
 from jaxtune.models.files.published import PUBLISHED
@@ -33,10 +34,11 @@ from jaxtune.train.config import (
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import choose
-from jaxtune.train.planning.cost import abstract_model, generates, step_cost
+from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.movables import left_on_host
 from jaxtune.train.planning.movables.embeddings import TABLES
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program import trained_model
 from jaxtune.train.program.programs import Engine
 from jaxtune.train.references.teachers import with_teacher
@@ -187,7 +189,7 @@ def test_the_command_trains_with_the_embedding_on_the_host(tmp_path, monkeypatch
     apart = dataclasses.replace(find_device("cpu"), link=1e9)  # as if the host had a memory of its own
     monkeypatch.setattr(devices, "find_device", lambda *arguments, **options: apart)
     with loading(config) as (_, _, model):
-        needed = choose(step_cost(model, config), config, apart, None)
+        needed = choose(step_cost(model, StepSpec.of(config)), StepSpec.of(config), apart, None)
     assert not needed.plan.level("embeddings")
     budget_gb = (needed.peak_bytes - 8192 * 64 * 2 / 2) / 2**30
     config = dataclasses.replace(config, memory=MemoryConfig(plan="keep", budget_gb=budget_gb))
@@ -217,7 +219,7 @@ def config_of(load_in=None, **changes) -> TrainConfig:
 @functools.cache
 def parts_of_8b():
     config = config_of("nf4")
-    return step_cost(abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), config), config), config
+    return costs_of(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), config), config
 
 
 @pytest.mark.full
@@ -227,8 +229,8 @@ def test_the_plan_has_the_embedding_on_the_host_where_memory_is_short():
     size, rows = 128_256 * 4096 * 2, 2 * 8 * 2048 * 4096 * 2  # of the table, and of two steps
     table = parts.movables["embeddings"]
     assert (table.bytes, table.names) == (size, ("embedding",))
-    ample, short = (choose(parts, config, device, budget) for budget in (None, 15e9))
-    there = choose(parts.limited({"embeddings": (0, 0)}), config, device, 15e9)
+    ample, short = (choose(parts, StepSpec.of(config), device, budget) for budget in (None, 15e9))
+    there = choose(parts.limited({"embeddings": (0, 0)}), StepSpec.of(config), device, 15e9)
     assert not ample.plan.level("embeddings") and short.plan.level("embeddings")
     assert there.step_seconds > 1.002 * short.step_seconds
     assert short.parts["rows of embeddings on the host"] == rows
@@ -239,7 +241,7 @@ def test_the_plan_has_the_embedding_on_the_host_where_memory_is_short():
 def test_an_embedding_that_gains_less_than_its_rows_take_stays():
     parts, config = parts_of_8b()
     many = parts.reshaped(rows=32)
-    forecast = choose(many, dataclasses.replace(config, rows_per_step=32), find_device("H200"), 15e9)
+    forecast = choose(many, StepSpec.of(dataclasses.replace(config, rows_per_step=32)), find_device("H200"), 15e9)
     assert parts.movables["embeddings"].bytes < 2 * 32 * 2048 * 4096 * 2 and not forecast.plan.level("embeddings")
 
 
@@ -249,11 +251,11 @@ def test_embeddings_that_stay_on_the_device():
     shapes = {name: config_from_hf(hf) for name, hf in (("untied", UNTIED), ("tied", CONFIGS["llama"]))}
 
     def bytes_of(name: str, config: TrainConfig) -> float:
-        return step_cost(abstract_model(shapes[name], config), config).movables["embeddings"].bytes
+        return costs_of(shapes[name], config).movables["embeddings"].bytes
 
     def loaded(config: TrainConfig, tied: bool) -> list[str]:
         tied = tied and objective_of(config).head.is_text
-        return left_on_host(config.adapter, generates(config.objective, config.evaluation), tied)
+        return left_on_host(config.adapter, StepSpec.of(config).generates, tied)
 
     lora = config_of()
     assert bytes_of("untied", lora) == 128 * 64 * 2
@@ -267,6 +269,6 @@ def test_embeddings_that_stay_on_the_device():
     assert [TABLES["embedding"] in loaded(lora, tied) for tied in (True, False)] == [False, True]
     assert TABLES["embedding"] in loaded(scores, tied=True)
     model = hosted_model("float32", UNTIED)
-    assert step_cost(model, lora).movables["embeddings"].bytes > 0.0
+    assert step_cost(model, StepSpec.of(lora)).movables["embeddings"].bytes > 0.0
     graph, state = nnx.split(model)
-    assert step_cost(nnx.merge(graph, jax.device_put(state)), lora).movables["embeddings"].bytes == 0.0
+    assert step_cost(nnx.merge(graph, jax.device_put(state)), StepSpec.of(lora)).movables["embeddings"].bytes == 0.0

@@ -46,6 +46,7 @@ from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.movables.embeddings import TABLES
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.programs import Engine
 from jaxtune.train.spec.loading import loading
 from jaxtune.train.trainer import Trainer
@@ -247,12 +248,17 @@ SETTINGS = dict(
 def e4b(load_in=None, adapter=True):
     config = TrainConfig(**SETTINGS, adapter=AdapterConfig() if adapter else None)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, load_in=load_in))
-    return abstract_model(config_from_hf(PUBLISHED["google/gemma-4-E4B-it"]), config), config
+    return abstract_model(config_from_hf(PUBLISHED["google/gemma-4-E4B-it"]), StepSpec.of(config).model), config
+
+
+def e4b_costs(load_in=None, adapter=True):
+    model, config = e4b(load_in, adapter)
+    return step_cost(model, StepSpec.of(config))
 
 
 def chosen(budget, load_in=None, parts=None):
     model, config = e4b(load_in)
-    return choose(parts or step_cost(model, config), config, find_device("H200"), budget)
+    return choose(parts or step_cost(model, StepSpec.of(config)), StepSpec.of(config), find_device("H200"), budget)
 
 
 @pytest.mark.full
@@ -260,7 +266,7 @@ def test_the_plan_has_the_table_on_the_host_if_that_is_faster():
     ample, short = chosen(None), chosen(22e9)
     assert not ample.plan.level("embeddings") and "embeddings" not in ample.plan.to_record()
     assert short.plan.level("embeddings") and short.peak_bytes <= 22e9
-    parts = step_cost(*e4b())
+    parts = e4b_costs()
     assert parts.movables["embeddings"].bytes == 262_144 * 42 * 256 * 2
     there = chosen(22e9, parts=parts.limited({"embeddings": (0, 0)}))
     assert there.step_seconds > short.step_seconds
@@ -274,7 +280,7 @@ def test_the_plan_has_the_table_on_the_host_if_that_is_faster():
 
 @pytest.mark.full
 def test_the_plan_has_the_table_on_the_host_if_nothing_else_fits():
-    parts = step_cost(*e4b("nf4")).limited({"optimizer_states": (0, 0)})  # the optimizer's stay on the device
+    parts = e4b_costs("nf4").limited({"optimizer_states": (0, 0)})  # the optimizer's stay on the device
     with pytest.raises(PlanError):
         chosen(10e9, "nf4", parts.limited({"embeddings": (0, 0)}))
     assert chosen(10e9, "nf4", parts).plan.level("embeddings")
@@ -284,9 +290,9 @@ def test_the_plan_has_the_table_on_the_host_if_nothing_else_fits():
 def test_a_slow_host_or_one_with_little_memory_gets_no_table(monkeypatch):
     device = find_device("H200")
     model, config = e4b()
-    parts = step_cost(model, config)
+    parts = step_cost(model, StepSpec.of(config))
     for other in (dataclasses.replace(device, host_memory_bytes=8e9), dataclasses.replace(device, link=0.0)):
-        assert not choose(parts, config, other, 22e9).plan.level("embeddings")
+        assert not choose(parts, StepSpec.of(config), other, 22e9).plan.level("embeddings")
     monkeypatch.setattr("jaxtune.train.planning.movables.embeddings._LOOKUP_RATE", 1e7)
     assert not chosen(22e9).plan.level("embeddings")
 
@@ -300,13 +306,16 @@ def test_tables_that_stay_on_the_device():
     divided = dataclasses.replace(config, mesh=MeshConfig(fsdp=2))
     samples = dataclasses.replace(config, objective=ObjectiveConfig("grpo", reward_funcs=("exact_match",)))
     for other in (generates, divided, samples):
-        assert step_cost(model, other).movables["embeddings"].bytes == 0.0
-    assert step_cost(model, dataclasses.replace(config, mesh=MeshConfig(data=2))).movables["embeddings"].bytes > 0.0
-    assert step_cost(lora_model(), config).movables["embeddings"].bytes == 0.0
-    assert step_cost(hosted_model(), config).movables["embeddings"].bytes > 0.0
-    parts = step_cost(*e4b(adapter=False))
+        assert step_cost(model, StepSpec.of(other)).movables["embeddings"].bytes == 0.0
+    assert (
+        step_cost(model, StepSpec.of(dataclasses.replace(config, mesh=MeshConfig(data=2)))).movables["embeddings"].bytes
+        > 0.0
+    )
+    assert step_cost(lora_model(), StepSpec.of(config)).movables["embeddings"].bytes == 0.0
+    assert step_cost(hosted_model(), StepSpec.of(config)).movables["embeddings"].bytes > 0.0
+    parts = e4b_costs(adapter=False)
     assert parts.movables["embeddings"].bytes == 0.0 and parts.movables["embeddings"].trains
-    forecast = choose(parts, e4b(adapter=False)[1], find_device("H200"), None)
+    forecast = choose(parts, StepSpec.of(e4b(adapter=False)[1]), find_device("H200"), None)
     assert "  table of per-layer embeddings on the device: it is trained" in plan_lines(
         forecast, parts, find_device("H200"), None
     )
@@ -332,7 +341,7 @@ def test_the_command_trains_with_the_table_on_the_host(tmp_path, monkeypatch):
     apart = dataclasses.replace(find_device("cpu"), link=1e9)  # as if the host had a memory of its own
     monkeypatch.setattr(devices, "find_device", lambda *arguments, **options: apart)
     with loading(config) as (_, _, model):
-        needed = choose(step_cost(model, config), config, apart, None)
+        needed = choose(step_cost(model, StepSpec.of(config)), StepSpec.of(config), apart, None)
     assert not needed.plan.level("embeddings")
     table_bytes = 8192 * 2 * 24 * 2
     budget_gb = (needed.peak_bytes - table_bytes / 2) / 2**30

@@ -33,6 +33,7 @@ from jaxtune.train.config import AdapterConfig, CheckpointConfig, DataConfig, Me
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.record import model_sections
 from jaxtune.train.planning.cost import abstract_model
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.spec.loading import adapted
 from jaxtune.train.trainer import Trainer
 from tests.test_cli import word_tokenizer
@@ -155,7 +156,7 @@ def test_a_model_that_is_planned_has_the_shapes_of_the_one_that_is_loaded(folder
     wanted = make_config("unused", model=ModelConfig(path=str(folder), load_in="mxfp4"), adapter=AdapterConfig(r=2))
     pretrained = Pretrained(folder, "float32", "mxfp4")
     states = (
-        nnx.state(abstract_model(pretrained.config, wanted)),
+        nnx.state(abstract_model(pretrained.config, StepSpec.of(wanted).model)),
         nnx.state(adapted(pretrained.load(), TEXT, None, wanted.adapter, wanted.seed)),
     )
     one, other = (jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), state) for state in states)

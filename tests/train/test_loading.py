@@ -32,6 +32,7 @@ from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, DataConfig, MetricsConfig, ModelConfig, QatConfig
 from jaxtune.train.data.rendering.packaged import PACKAGED
 from jaxtune.train.planning import cost
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.program_cache import use_program_cache
 from jaxtune.train.program.programs import Engine
 from jaxtune.train.spec import loading
@@ -195,7 +196,7 @@ def test_the_model_on_its_way_has_the_shapes_that_were_said(family, load_in, tmp
     write_checkpoint(tmp_path / "model", config, shapes_of(config))
     wanted = command_config(tmp_path / "model", model=ModelConfig(path=str(tmp_path / "model"), load_in=load_in))
     pretrained = Pretrained(tmp_path / "model", "float32", load_in)
-    ahead = cost.abstract_model(pretrained.config, wanted)
+    ahead = cost.abstract_model(pretrained.config, StepSpec.of(wanted).model)
     assert shapes(ahead) == shapes(loading.adapted(pretrained.load(), wanted))
 
 

@@ -7,12 +7,17 @@ import io
 import json
 import math
 import re
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from step_costs import costs_of
 from tiny_models import tiny_config, tiny_model
 
 from jaxtune import cli
@@ -32,10 +37,12 @@ from jaxtune.train.config import (
     PlanConfig,
     TrainConfig,
 )
+from jaxtune.train.config.file import config_to_yaml, load_config
+from jaxtune.train.config.sections import HOSTED_OPTIMIZERS
 from jaxtune.train.display import plan_text
 from jaxtune.train.planning import choice, devices, fitting
-from jaxtune.train.planning.choice import PlanError, choose
-from jaxtune.train.planning.cost import abstract_model, step_cost
+from jaxtune.train.planning.choice import PlanError, choose, smallest_plan
+from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
 from jaxtune.train.planning.forecasts import forecast, head_forecast
 from jaxtune.train.planning.forward import forward_bytes
@@ -45,6 +52,7 @@ from jaxtune.train.planning.movables import residuals
 from jaxtune.train.planning.movables.residuals import best_layers, layer_plans
 from jaxtune.train.planning.plan import StepPlan, parse_plan, parse_residuals, residuals_text
 from jaxtune.train.planning.planner import Planner
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config, tiny_budget
 
@@ -67,7 +75,7 @@ def config_8b(**changes) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def parts_8b():
-    return step_cost(abstract_model(SHAPE, config_8b()), config_8b())
+    return costs_of(SHAPE, config_8b())
 
 
 # ---- plans as text
@@ -128,7 +136,7 @@ def test_a_plan_that_cannot_be_read(text, words):
 def test_residual_bytes_are_those_of_the_arrays(experts, length):
     moe = MoEConfig(num_experts=8, experts_per_token=3, expert_size=8)
     model = tiny_model(moe=moe, layers=(LayerSpec(),)) if experts else lora_model("float32", layers=1)
-    parts = step_cost(model, make_config("out"))
+    parts = step_cost(model, StepSpec.of(make_config("out")))
     graph, trainable, frozen = nnx.split(model.layers[0], nnx.Param, ...)
     names = tuple(residual.name for residual in model.layers[0].residuals())
     x = np.zeros((2, length, 16), np.float32)
@@ -146,7 +154,7 @@ def test_experts_count_as_a_token_meets_them():
     """Qwen3-30B-A3B: 3.3 billion weights meet a token, 30.5 billion are stored."""
     config = config_8b(model=ModelConfig(path="a shape"), adapter=AdapterConfig(target_parameters=EXPERTS))
     shape = config_from_hf(PUBLISHED["Qwen/Qwen3-30B-A3B"])
-    parts = step_cost(abstract_model(shape, config), config)
+    parts = costs_of(shape, config)
     met = sum(segment.work.flops for segment in parts.layers.segments) / 2 * parts.shape.num_layers
     assert met + shape.vocab_size * shape.hidden_size == pytest.approx(3.03e9, rel=0.01)  # embedding: 0.31e9 more
     assert parts.fixed["frozen weights"] / 2 == pytest.approx(30.53e9, rel=0.001)
@@ -159,10 +167,10 @@ def test_experts_count_as_a_token_meets_them():
     # The low-rank inputs of a layer's segments: 16 numbers of two bytes for each of a token's eight experts.
     assert [s.low_rank for s in parts.layers.segments if s.name in ("expand", "contract")] == [2 * 16 * 8] * 2
     one = dataclasses.replace(config, micro_batches=1)
-    keeps = choose(parts, one, H200, 140e9)
+    keeps = choose(parts, StepSpec.of(one), H200, 140e9)
     assert residuals_text(keeps.plan.residuals) == "keep" and shared in keeps.parts.values()
     for budget in (keeps.peak_bytes - 1, keeps.peak_bytes - shared):  # others share nothing
-        less = choose(parts, one, H200, budget)
+        less = choose(parts, StepSpec.of(one), H200, budget)
         assert residuals_text(less.plan.residuals) != "keep" and less.peak_bytes <= budget
         assert shared not in less.parts.values()
     # Small micro-batches pay for empty rows: half a tile an expert.
@@ -177,7 +185,7 @@ def test_gradients_of_experts_weights_take_the_time_of_whoever_computes_them():
 
     def seconds(adapter, device):
         config = config_8b(model=ModelConfig(path="a shape"), adapter=adapter)
-        forecast = layer_forecast(step_cost(abstract_model(shape, config), config), KEEP, tokens, device)
+        forecast = layer_forecast(costs_of(shape, config), KEEP, tokens, device)
         return forecast.forward, forecast.backward
 
     other = dataclasses.replace(H200, hopper=False)
@@ -214,7 +222,7 @@ def test_four_bits_and_shape_of_8b(parts_8b):
 @pytest.mark.full
 def test_a_forward_counts_the_parts_of_a_float32_head_on_hopper_only():
     config = config_8b(precision={"*": "bf16", "lm_head": "fp32"})
-    parts = step_cost(abstract_model(SHAPE, config), config)
+    parts = costs_of(SHAPE, config)
     head, one = 8.0 * SHAPE.vocab_size * SHAPE.hidden_size, 4.0 * SHAPE.vocab_size
     found = [forward_bytes(parts, 2048, 2048, device) for device in (H200, dataclasses.replace(H200, hopper=False))]
     assert found[0] - found[1] == pytest.approx(head + 2048 * one)
@@ -247,7 +255,7 @@ def test_gate_and_up_are_written_over(parts_8b):
 
     def peaks(**changes):
         config = config_8b(**changes)
-        parts = step_cost(abstract_model(SHAPE, config), config)
+        parts = costs_of(SHAPE, config)
         head = dataclasses.replace(parts.head, dtype=np.dtype("float16"))  # one in float32 takes more on Hopper
         parts = dataclasses.replace(parts, head=head)
         return [forecast(parts, plan, find_device(name)).peak_bytes for name in ("NVIDIA H100", "A100")]
@@ -267,7 +275,7 @@ def test_gate_and_up_are_written_over(parts_8b):
 def test_capped_logits_are_counted_beside_those_that_they_are_made_of(parts_8b):
     """As tests/gpu/aot/test_memory.py finds in the compiled loss."""
     capped = dataclasses.replace(SHAPE, final_soft_cap=30.0)
-    parts = step_cost(abstract_model(capped, config_8b()), config_8b())
+    parts = costs_of(capped, config_8b())
     most, usual = (head_forecast(one, 512, 4096, H200)[0] for one in (parts, parts_8b))
     assert most - usual == 2 * 512 * SHAPE.vocab_size
 
@@ -279,7 +287,7 @@ def test_a_head_in_float32_is_counted_by_its_time_and_its_memory():
     plan = StepPlan(ResidualPlan.uniform(KEEP, SHAPE.num_layers), 1, 2**27 // SHAPE.vocab_size)
     seconds, sizes = [], []
     for config in (usual, wide):
-        parts = step_cost(abstract_model(SHAPE, config), config)
+        parts = costs_of(SHAPE, config)
         seconds.append(forecast(parts, plan, H200).step_seconds)
         sizes.append(head_forecast(parts, 512, 4096, H200)[0])
         time = parts.head.time(parts.shape.dtype, find_device("RTX 4090"))
@@ -292,7 +300,7 @@ def test_a_head_in_float32_is_counted_by_its_time_and_its_memory():
 def test_measured_steps_of_the_8b_shape(parts_8b):
     """One H200, benchmarks/results: bf16 base of `8b` in steps.json, NF4 base of memory.json."""
     config = config_8b(model=ModelConfig(path="a shape"))
-    parts_bf16 = step_cost(abstract_model(SHAPE, config), config)
+    parts_bf16 = costs_of(SHAPE, config)
     for parts, text, seconds in (
         (parts_bf16, "keep", 0.944),
         (parts_8b, "keep", 0.952),
@@ -307,7 +315,7 @@ def test_measured_steps_of_the_8b_shape(parts_8b):
 def test_measured_steps_with_delta_nets():
     """Qwen3.5-9B in bf16 on one H200, benchmarks/results/steps.json."""
     config = config_8b(model=ModelConfig(path="a shape"))
-    parts = step_cost(abstract_model(config_from_hf(PUBLISHED["Qwen/Qwen3.5-9B"]), config), config)
+    parts = costs_of(config_from_hf(PUBLISHED["Qwen/Qwen3.5-9B"]), config)
     kept, made_again = (
         forecast(parts, StepPlan(parse_residuals(text, 32, parts.layers.all_residuals), 1, 1081), H200)
         for text in ("keep", "remembered=recompute")
@@ -322,7 +330,7 @@ def test_measured_steps_with_delta_nets():
 
 
 def test_with_room_everything_is_kept(parts_8b):
-    best = choose(parts_8b, config_8b(), H200, 130e9)
+    best = choose(parts_8b, StepSpec.of(config_8b()), H200, 130e9)
     assert best.plan.residuals == ResidualPlan.uniform(KEEP, 32) and best.plan.micro_batches == 1
     assert best.recompute_seconds == best.wait_seconds == best.host_bytes == 0
 
@@ -331,7 +339,7 @@ def test_with_room_everything_is_kept(parts_8b):
 def test_less_memory_is_never_faster_and_always_kept_to(parts_8b):
     speeds = []
     for gb in (130, 60, 40, 24, 16, 12, 10, 8.5):
-        best = choose(parts_8b, config_8b(), H200, gb * 1e9)
+        best = choose(parts_8b, StepSpec.of(config_8b()), H200, gb * 1e9)
         assert best.peak_bytes <= gb * 1e9
         speeds.append(best.tokens_per_second)
     assert speeds == sorted(speeds, reverse=True)
@@ -342,7 +350,7 @@ def test_less_memory_is_never_faster_and_always_kept_to(parts_8b):
 def test_a_choice_beats_every_uniform_plan_that_fits(parts_8b):
     for gb, micro in ((24, 1), (16, 1), (16, None)):
         config = config_8b(micro_batches=micro)
-        best = choose(parts_8b, config, H200, gb * 1e9)
+        best = choose(parts_8b, StepSpec.of(config), H200, gb * 1e9)
         for plan in layer_plans(parts_8b, True):
             for parts in [micro] if micro else (1, 2, 4, 8):
                 other = forecast(parts_8b, StepPlan(ResidualPlan.uniform(plan, 32), parts, 523), H200)
@@ -352,20 +360,20 @@ def test_a_choice_beats_every_uniform_plan_that_fits(parts_8b):
 
 def test_offload_is_chosen_where_it_wins_and_never_on_one_memory(parts_8b):
     config = config_8b(micro_batches=1)
-    best = choose(parts_8b, config, H200, 20e9)
+    best = choose(parts_8b, StepSpec.of(config), H200, 20e9)
     assert best.host_bytes > 0
     unified = dataclasses.replace(H200, link=0.0, host_bytes=0.0)
-    other = choose(parts_8b, config, unified, 20e9)
+    other = choose(parts_8b, StepSpec.of(config), unified, 20e9)
     assert other.host_bytes == 0 and other.step_seconds > best.step_seconds
     assert find_device("NVIDIA GB10").link == 0
-    slow = choose(parts_8b, config, dataclasses.replace(H200, link=1e8), 20e9)
+    slow = choose(parts_8b, StepSpec.of(config), dataclasses.replace(H200, link=1e8), 20e9)
     assert slow.host_bytes < best.host_bytes
 
 
 def test_pinned_memory_is_bounded(parts_8b):
     long = parts_8b.reshaped(rows=1, length=65536)
     for host in (10e9, 40e9, 200e9):
-        best = choose(long, config_8b(rows_per_step=1), dataclasses.replace(H200, host_bytes=host), 40e9)
+        best = choose(long, StepSpec.of(config_8b(rows_per_step=1)), dataclasses.replace(H200, host_bytes=host), 40e9)
         assert best.host_bytes <= host
 
 
@@ -375,11 +383,11 @@ def test_what_is_pinned_leaves_room_for_a_checkpoint():
     would be killed when it first saves. Where there is host memory enough, the plan is as before."""
     optim = OptimConfig(name="adamw_8bit")
     config = config_8b(model=ModelConfig(path="a shape"), adapter=None, optim=optim, micro_batches=1)
-    parts = step_cost(abstract_model(SHAPE, config), config)
+    parts = costs_of(SHAPE, config)
     saved = parts.saved_bytes
     assert saved == pytest.approx(4 * parts.update.trained, rel=0.02)  # bf16 weights and two moments of 8 bits
     small, large = (
-        choose(parts, config, dataclasses.replace(H200, host_bytes=35e9, host_memory_bytes=host), 83e9)
+        choose(parts, StepSpec.of(config), dataclasses.replace(H200, host_bytes=35e9, host_memory_bytes=host), 83e9)
         for host in (50e9, 500e9)
     )
     assert small.host_bytes <= 50e9 - saved - 4e9 < large.host_bytes <= 35e9
@@ -388,7 +396,7 @@ def test_what_is_pinned_leaves_room_for_a_checkpoint():
 @pytest.mark.full
 def test_gate_and_up_are_in_fp8_where_keeping_them_does_not_fit():
     config = config_8b(model=ModelConfig(path="a shape", load_in="fp8", compute="fp8"), micro_batches=1)
-    parts = step_cost(abstract_model(SHAPE, config), config)
+    parts = costs_of(SHAPE, config)
     wide = parts.shape.rows * parts.shape.length * 14336 * parts.shape.num_layers
     keep, in_fp8 = (
         forecast(parts, StepPlan(parse_residuals(text, 32, parts.layers.all_residuals), 1, 1024), H200)
@@ -400,14 +408,14 @@ def test_gate_and_up_are_in_fp8_where_keeping_them_does_not_fit():
     assert keep.peak_bytes == pytest.approx(62.127e9 - 0.838e9 - (2092 - 1024) * 128_256 * 6, rel=0.005)
     # Beside a host that is fast enough, gate and up stay as they are and others go there.
     unified = dataclasses.replace(H200, link=0.0)
-    best = choose(parts, config, unified, (keep.peak_bytes + in_fp8.peak_bytes) / 2)
+    best = choose(parts, StepSpec.of(config), unified, (keep.peak_bytes + in_fp8.peak_bytes) / 2)
     assert "up=fp8" in residuals_text(best.plan.residuals) and best.step_seconds < in_fp8.step_seconds
 
 
 def test_what_the_config_fixes_stays(parts_8b):
-    best = choose(parts_8b, config_8b(memory=MemoryConfig(plan="gate=offload, up=offload")), H200, 60e9)
+    best = choose(parts_8b, StepSpec.of(config_8b(memory=MemoryConfig(plan="gate=offload, up=offload"))), H200, 60e9)
     assert residuals_text(best.plan.residuals) == "gate=offload, up=offload"
-    assert choose(parts_8b, config_8b(micro_batches=4), H200, 130e9).plan.micro_batches == 4
+    assert choose(parts_8b, StepSpec.of(config_8b(micro_batches=4)), H200, 130e9).plan.micro_batches == 4
 
 
 def test_the_choice_looks_at_few_whole_plans(parts_8b, monkeypatch):
@@ -415,7 +423,7 @@ def test_the_choice_looks_at_few_whole_plans(parts_8b, monkeypatch):
     tried = []
     real = choice.forecast
     monkeypatch.setattr(choice, "forecast", lambda *a, **k: (tried.append(a[1]), real(*a, **k))[1])
-    choose(parts_8b, config_8b(), H200, 16e9)
+    choose(parts_8b, StepSpec.of(config_8b()), H200, 16e9)
     places, splits, sizes_of_chunks = 2, 4, len(choice.CHUNK_LOGITS)  # the optimizer's states are here or there
     assert 0 < len(tried) <= places * splits * sizes_of_chunks * 2
 
@@ -443,26 +451,65 @@ def test_rows_that_others_beat_are_left_out():
 def test_when_nothing_fits_three_settings_that_would(parts_8b):
     config = config_8b(model=ModelConfig(path="a shape"))
     with pytest.raises(PlanError, match="no plan fits: the smallest needs") as error:
-        choose(step_cost(abstract_model(SHAPE, config), config), config, H200, 12e9)
+        choose(costs_of(SHAPE, config), StepSpec.of(config), H200, 12e9)
     assert str(error.value).count(" GB;") == 2 and "frozen weights 15.01 GB" in str(error.value)
-    found = fitting.fitting_settings(SHAPE, config, H200, 12e9)
+    found = fitting.fitting_settings(SHAPE, StepSpec.of(config), H200, 12e9)
     assert len(found) == 2 and found[0] == "model.load_in=nf4"
-    tight = fitting.fitting_settings(SHAPE, config_8b(), H200, 7.2e9)
+    tight = fitting.fitting_settings(SHAPE, StepSpec.of(config_8b()), H200, 7.2e9)
     assert len(tight) == 3
     lengths = [int(text.split("=")[1]) for text in tight if text.startswith("data.length")]
     shorter = config_8b(data=DataConfig(train="rows", length=lengths[0]))
-    choose(step_cost(abstract_model(SHAPE, shorter), shorter), shorter, H200, 7.2e9)  # as it says
+    choose(costs_of(SHAPE, shorter), StepSpec.of(shorter), H200, 7.2e9)  # as it says
+
+
+@st.composite
+def full_or_adapted(draw) -> TrainConfig:
+    adapter = draw(st.sampled_from((None, AdapterConfig(), AdapterConfig(lora_dropout=0.1))))
+    optim = OptimConfig(
+        name=draw(st.sampled_from(("adamw", "adamw_8bit", "lion", "muon", "sgd"))),
+        weights=None if adapter is not None else draw(st.sampled_from((None, "fp32", "bf16"))),
+    )
+    hosts = adapter is None and optim.name in HOSTED_OPTIMIZERS and draw(st.booleans())
+    source = draw(st.sampled_from((dict(path="a shape"), dict(from_config="a shape")))) if adapter is None else {}
+    return make_config(
+        "out",
+        model=ModelConfig(**source or dict(path="a shape", load_in=draw(st.sampled_from((None, "nf4"))))),
+        data=DataConfig(train="rows", length=draw(st.sampled_from((64, 512, 1536)))),
+        adapter=adapter,
+        optim=dataclasses.replace(optim, offload=hosts),
+        max_grad_norm=1.0 if hosts else draw(st.sampled_from((None, 1.0))),
+        micro_batches=draw(st.sampled_from((None, 1, 4))),
+        memory=MemoryConfig(plan=draw(st.sampled_from((None, "keep")))),
+    )
+
+
+@pytest.mark.full
+@settings(max_examples=4, deadline=None)
+@given(full_or_adapted(), st.floats(0.2, 0.95))
+@example(make_config("out", data=DataConfig(train="rows"), optim=OptimConfig(offload=True)), 0.9)
+@example(make_config("out", data=DataConfig(train="rows"), optim=OptimConfig(weights="bf16")), 0.9)
+def test_each_change_that_is_advised_is_allowed_and_fits(config, share):
+    spec = StepSpec.of(config)
+    budget = share * smallest_plan(costs_of(tiny_config(), config), spec, H200).peak_bytes
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "recipe.yaml"
+        recipe.write_text(config_to_yaml(config))
+        for text in fitting.fitting_settings(tiny_config(), spec, H200, budget):
+            if not text.startswith("a card of "):
+                changes = re.split(r" (?=[a-z_.]+=)", re.sub(r" \(.*", "", text))
+                changed = load_config(str(recipe), changes)
+                choose(costs_of(tiny_config(), changed), StepSpec.of(changed), H200, budget)
 
 
 @pytest.mark.full
 def test_the_longest_row_fits_and_the_next_does_not(parts_8b):
     config = config_8b()
-    longest = fitting.longest_row(parts_8b, config, H200, 24e9)
+    longest = fitting.longest_row(parts_8b, StepSpec.of(config), H200, 24e9)
     assert longest % 1024 == 0 and longest > 16384
     one = config_8b(rows_per_step=1, micro_batches=1)
-    choose(parts_8b.reshaped(rows=1, length=longest), one, H200, 24e9)
+    choose(parts_8b.reshaped(rows=1, length=longest), StepSpec.of(one), H200, 24e9)
     with pytest.raises(PlanError):
-        choose(parts_8b.reshaped(rows=1, length=longest + 1024), one, H200, 24e9)
+        choose(parts_8b.reshaped(rows=1, length=longest + 1024), StepSpec.of(one), H200, 24e9)
 
 
 @pytest.mark.full
@@ -471,9 +518,9 @@ def test_whether_a_row_fits_is_known_of_most_without_choosing(parts_8b):
     for device in (H200, dataclasses.replace(H200, host_bytes=2e9), find_device("NVIDIA GB10")):
         for length in (8192, 32768, 65536, 131072, 262144, 524288):
             row = parts_8b.reshaped(rows=1, length=length)
-            sure.append(fitting._surely_fits(row, config, device, 24e9))
+            sure.append(fitting._surely_fits(row, StepSpec.of(config), device, 24e9))
             try:
-                choose(row, config, device, 24e9, choice.CHUNK_LOGITS[-1:])
+                choose(row, StepSpec.of(config), device, 24e9, choice.CHUNK_LOGITS[-1:])
                 assert sure[-1] is not False
             except PlanError:
                 assert not sure[-1]
@@ -533,7 +580,7 @@ def test_the_host_of_a_device_that_is_not_here(monkeypatch, tmp_path):
 def test_a_plan_that_needs_more_than_the_usual_host_warns(parts_8b):
     def said(device):
         parts = parts_8b.limited({"embeddings": (0, 0)})  # so that the plan offloads little enough for the card
-        best = choose(parts, config_8b(), device, 7e9)
+        best = choose(parts, StepSpec.of(config_8b()), device, 7e9)
         assert best.host_bytes > 10e9
         console = terminal.console(file=io.StringIO(), width=80, soft_wrap=True)
         plan_text.plan_elsewhere(best, parts, device, 7e9, 1024, 1024, console)
@@ -660,7 +707,7 @@ def test_predicted_stands_beside_measured():
 
 
 def test_tiny_shapes_have_a_cost_too():
-    parts = step_cost(abstract_model(tiny_config(), make_config("out")), make_config("out"))
+    parts = costs_of(tiny_config(), make_config("out"))
     assert parts.shape.num_layers == 2 and parts.head.trains  # without an adapter everything trains
     assert parts.layers.cast_bytes == 0  # fp32 compute needs no copies of fp32 masters
 
@@ -684,8 +731,8 @@ def test_the_host_memory_of_a_container_or_job_is_what_its_group_allows(monkeypa
     assert device.host_note == (
         "64.0 GB (the limit of this container or job; the machine has 256.0 GB), of which 70% may be pinned"
     )
-    parts = step_cost(abstract_model(tiny_config(), make_config("out")), make_config("out"))
-    lines = plan_text.plan_lines(choose(parts, make_config("out"), device, 83e9), parts, device, 83e9)
+    parts = costs_of(tiny_config(), make_config("out"))
+    lines = plan_text.plan_lines(choose(parts, StepSpec.of(make_config("out")), device, 83e9), parts, device, 83e9)
     assert lines[-1].startswith("  host memory: 64.0 GB (the limit of this container or job; ")
     own.write_text("12:pids:/x\n4:cpu,memory:/docker/1\n")
     (groups / "memory").mkdir()  # a container whose own group is shown as the root
@@ -737,5 +784,5 @@ def test_eight_devices_plan_to_pin_no_more_than_their_share(parts_8b):
     eight = parts_8b.reshaped(rows=64, devices=8)
     config = config_8b(rows_per_step=64)
     share = dataclasses.replace(H200, host_bytes=45e9 / 8)
-    found = choose(eight, config, share, 12e9)
+    found = choose(eight, StepSpec.of(config), share, 12e9)
     assert 0 < found.host_bytes <= 45e9 / 8

@@ -25,6 +25,7 @@ from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.planning import devices, meshes
 from jaxtune.train.planning.cost import abstract_model, step_cost
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.spec import checks
 
 SMALL = PUBLISHED["Qwen/Qwen2.5-0.5B-Instruct"] | {"num_hidden_layers": 4}
@@ -37,13 +38,13 @@ def chosen(hf, device, count, objective=None, **settings):
     config = TrainConfig(
         model=ModelConfig(path="x"), data=DataConfig(train="x", length=512), steps=1, output="x", **settings
     )
-    model, device = abstract_model(config_from_hf(hf), config), devices.find_device(device)
-    needs = RunNeeds.of(objective_of(config, objective))
+    model, device = abstract_model(config_from_hf(hf), StepSpec.of(config).model), devices.find_device(device)
+    spec = StepSpec.of(config, RunNeeds.of(objective_of(config, objective)))
 
     def cost_on(mesh):
-        return step_cost(model, dataclasses.replace(config, mesh=mesh), needs=needs)
+        return step_cost(model, dataclasses.replace(spec, mesh=mesh))
 
-    return meshes.choose_mesh(cost_on, needs, config, device, devices.budget(config, device), count)
+    return meshes.choose_mesh(cost_on, spec, device, devices.budget(config.memory, device), count)
 
 
 def test_what_fits_each_device_is_not_divided():
@@ -117,15 +118,15 @@ def on_h200(**settings):
         micro_batches=1,
         **settings,
     )
-    model = abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), config)
+    model = abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), StepSpec.of(config).model)
     device = devices.find_device("NVIDIA H200")
 
     def forecast(mesh, budget_gb=None, plan=None, resident=0):
         memory = MemoryConfig(budget_gb=budget_gb and budget_gb * 1e9 / 2**30, plan=plan)
         changed = dataclasses.replace(config, mesh=mesh, memory=memory)
-        budget_bytes = devices.budget(changed, device)
-        costs = step_cost(model, changed).limited({"resident": (resident, 32)})
-        return meshes.choose(costs, changed, device, budget_bytes)
+        budget_bytes = devices.budget(changed.memory, device)
+        costs = step_cost(model, StepSpec.of(changed)).limited({"resident": (resident, 32)})
+        return meshes.choose(costs, StepSpec.of(changed), device, budget_bytes)
 
     forecast.device = device
     return forecast
@@ -198,7 +199,8 @@ def test_a_named_mesh_and_cpus_leave_nothing_to_choose(named):
         mesh=named,
     )
     assert len(jax.devices()) > 1
-    assert meshes.mesh_of(config, lambda: pytest.fail("asked for a model")) == (named or MeshConfig(), None)
+    spec = StepSpec.of(config)
+    assert meshes.mesh_of(spec, lambda: pytest.fail("asked for a model")) == (named or MeshConfig(), None)
 
 
 def test_several_gpus_are_used_unasked(monkeypatch):
@@ -215,5 +217,6 @@ def test_several_gpus_are_used_unasked(monkeypatch):
         steps=1,
         adapter=AdapterConfig(),
     )
-    mesh, why = meshes.mesh_of(config, lambda: abstract_model(config_from_hf(SMALL), config))
+    spec = StepSpec.of(config)
+    mesh, why = meshes.mesh_of(spec, lambda: abstract_model(config_from_hf(SMALL), spec.model))
     assert mesh == MeshConfig(2, 1) and "tokens/s at" in why

@@ -35,6 +35,7 @@ from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.host_room import places
 from jaxtune.train.planning.plan import StepPlan, parse_plan
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import assert_same, dataset, documents, lora_model, make_config
 from tests.train.toy_movable import BUFFERS, Streamed
@@ -57,16 +58,16 @@ def toy(monkeypatch):
 
 @functools.cache
 def model_8b():
-    return abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), CONFIG)
+    return abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), StepSpec.of(CONFIG).model)
 
 
 @functools.cache
 def costs_of(fsdp: int = 1) -> StepCost:
-    return step_cost(model_8b(), dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=fsdp)))
+    return step_cost(model_8b(), StepSpec.of(dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=fsdp))))
 
 
 def streaming() -> StepCost:
-    return step_cost(model_8b(), CONFIG)
+    return step_cost(model_8b(), StepSpec.of(CONFIG))
 
 
 # ---- the toy
@@ -74,11 +75,11 @@ def streaming() -> StepCost:
 
 def test_it_is_chosen_where_nothing_else_fits_and_no_more_of_it_than_needed(toy):
     costs, device, levels = streaming(), dataclasses.replace(H200, link=5e9), []  # a link that hides little
-    assert choose(costs, CONFIG, device, None).plan.level("streamed") == 0
+    assert choose(costs, StepSpec.of(CONFIG), device, None).plan.level("streamed") == 0
     for budget in (14e9, 11e9, 7e9):
         with pytest.raises(PlanError):
-            choose(costs.limited({"streamed": (0, 0)}), CONFIG, device, budget)
-        best = choose(costs, CONFIG, device, budget)
+            choose(costs.limited({"streamed": (0, 0)}), StepSpec.of(CONFIG), device, budget)
+        best = choose(costs, StepSpec.of(CONFIG), device, budget)
         levels.append(best.plan.level("streamed"))
         assert best.peak_bytes <= budget and best.parts[BUFFERS] == 2 * costs.movables["streamed"].layer_bytes
         assert f"  weights of {levels[-1]} layers stream from the host" in plan_lines(best, costs, device, budget)
@@ -122,7 +123,7 @@ def test_its_word_is_read_written_and_refused(toy):
     with pytest.raises(ValueError, match="memory.plan = .*streamed=33 is more than the model's 32 layers"):
         parse_plan("keep; streamed=33", 32, residuals)
     fixed = dataclasses.replace(CONFIG, memory=MemoryConfig(plan="keep; streamed=5"))
-    assert choose(streaming(), fixed, H200, None).plan.text == "keep; streamed=5"
+    assert choose(streaming(), StepSpec.of(fixed), H200, None).plan.text == "keep; streamed=5"
 
 
 def test_a_run_with_it_is_the_same_run_and_goes_on(toy, tmp_path):

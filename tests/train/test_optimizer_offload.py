@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from step_costs import costs_of
 from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec
@@ -32,10 +33,11 @@ from jaxtune.train.config import (
 from jaxtune.train.display import plan_text
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, update_bound
-from jaxtune.train.planning import choice, cost, fitting, host_room
+from jaxtune.train.planning import choice, fitting, host_room
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.step import StepProgram, Sums
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
@@ -229,21 +231,21 @@ def test_8b_without_an_adapter():
     shape = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
     config = TrainConfig(model=ModelConfig(path="a shape"), data=DataConfig(train="rows"), steps=9, rows_per_step=2)
     device = dataclasses.replace(find_device("NVIDIA H200", 80e9), host_bytes=100e9, host_memory_bytes=256e9)
-    parts = cost.step_cost(cost.abstract_model(shape, config), config)
+    parts = costs_of(shape, config)
     with pytest.raises(choice.PlanError):
-        choice.choose(parts, config, device, 80e9)
-    found = fitting.fitting_settings(shape, config, device, 80e9)
+        choice.choose(parts, StepSpec.of(config), device, 80e9)
+    found = fitting.fitting_settings(shape, StepSpec.of(config), device, 80e9)
     assert "optim.offload=true" in found
     offloaded = dataclasses.replace(config, optim=OptimConfig(offload=True))
-    other = cost.step_cost(cost.abstract_model(shape, offloaded), offloaded)
+    other = costs_of(shape, offloaded)
     assert other.update.hosted_bytes == pytest.approx(8 * parts.update.trained, rel=1e-3)
     assert parts.fixed_bytes(1) - other.fixed_bytes(1) == other.update.hosted_bytes
-    plan = choice.choose(other, offloaded, device, 80e9)
+    plan = choice.choose(other, StepSpec.of(offloaded), device, 80e9)
     assert plan.host_bytes >= other.update.hosted_bytes and plan.host_bytes <= 100e9
     with pytest.raises(
         ValueError, match=r"optim.offload: the states of adamw take 64\.\d GB .* each device, which may pin 60"
     ):
-        choice.choose(other, offloaded, dataclasses.replace(device, host_bytes=60e9), 80e9)
+        choice.choose(other, StepSpec.of(offloaded), dataclasses.replace(device, host_bytes=60e9), 80e9)
 
 
 # ---- an adapter's states, which a plan may have on the host
@@ -303,7 +305,7 @@ def lora_8b(**changes):
     settings = dict(model=source, data=data, adapter=AdapterConfig(), steps=9, rows_per_step=8)
     config = TrainConfig(**(settings | changes))
     shape = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
-    return cost.step_cost(cost.abstract_model(shape, config), config), config
+    return costs_of(shape, config), config
 
 
 def without(parts):
@@ -320,7 +322,7 @@ def lora_8b_with_its_embedding(**changes):
 def test_the_plan_has_the_states_on_the_host_if_that_is_faster():
     parts, config = lora_8b_with_its_embedding()
     device = find_device("H200")
-    short, kept = (choice.choose(one, config, device, 6.83e9) for one in (parts, without(parts)))
+    short, kept = (choice.choose(one, StepSpec.of(config), device, 6.83e9) for one in (parts, without(parts)))
     assert short.plan.level(STATES) and short.peak_bytes <= 6.83e9 and short.plan.micro_batches < 8
     assert short.step_seconds < kept.step_seconds / 1.05
     moved = kept.parts["optimizer states"] - short.parts["optimizer states"]
@@ -331,7 +333,7 @@ def test_the_plan_has_the_states_on_the_host_if_that_is_faster():
     assert StepPlan.from_record(record, parts.shape.num_layers, parts.layers.all_residuals) == short.plan
     lines = plan_text.plan_lines(short, parts, device, 6.83e9)
     assert any(line.startswith("  optimizer states on the host: 0.34 GB, 0.03 s a step") for line in lines)
-    ample, tight = (choice.choose(parts, config, device, budget) for budget in (None, 10.7e9))
+    ample, tight = (choice.choose(parts, StepSpec.of(config), device, budget) for budget in (None, 10.7e9))
     assert not ample.plan.level(STATES) and not tight.plan.level(STATES)  # not for less than 1 %
 
 
@@ -340,12 +342,12 @@ def test_the_states_are_on_the_host_if_nothing_else_fits():
     parts, config = lora_8b_with_its_embedding()
     device = find_device("H200")
     with pytest.raises(choice.PlanError):
-        choice.choose(without(parts), config, device, 6.48e9)
-    found = choice.choose(parts, config, device, 6.48e9)
+        choice.choose(without(parts), StepSpec.of(config), device, 6.48e9)
+    found = choice.choose(parts, StepSpec.of(config), device, 6.48e9)
     assert found.plan.level(STATES)
     for rank, moment in ((16, "the backward of a layer"), (32, "the update")):  # which has all states on the device
         parts, config = lora_8b_with_its_embedding(adapter=AdapterConfig(r=rank))
-        smallest = choice.smallest_plan(parts, config, device)
+        smallest = choice.smallest_plan(parts, StepSpec.of(config), device)
         there = smallest.parts[moment] - parts.movables[STATES].bytes
         kept = smallest.parts.get("kept residuals", 0.0)  # the low-rank inputs of down_proj, which nothing recomputes
         assert smallest.peak_bytes == pytest.approx(sum(parts.fixed.values()) + there + kept) and kept < 3e6

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from step_costs import phase_sections
 
 from jaxtune.train.config import CheckpointConfig, EvaluationConfig, MemoryConfig, OptimConfig
 from jaxtune.train.planning.choice import PlanError
@@ -172,7 +173,7 @@ def test_a_save_needs_host_memory_beside_what_the_step_pinned(tmp_path):
     planner = trainer.planner
     pinning = dataclasses.replace(planner.forecast, host_bytes=19e9)
     found = phases_of(
-        trainer.model.prepared, trainer.model.trainable, planner.cost, pinning, planner.device, trainer.config
+        trainer.model.prepared, trainer.model.trainable, planner.cost, pinning, planner.device, *phase_sections(config)
     )
     host = {each.name: each.host_bytes for each in found}
     assert host["step"] == 19e9 and host["save"] == 19e9 + host["resume"] > 19e9
@@ -189,7 +190,7 @@ def test_the_pool_of_pinned_memory_is_counted_as_large_as_it_grows(tmp_path, lim
     planner, model = trainer.planner, trainer.model
     pinning = dataclasses.replace(planner.forecast, host_bytes=19e9)
     device = dataclasses.replace(planner.device, host_bytes=limit)
-    found = phases_of(model.prepared, model.trainable, planner.cost, pinning, device, config)
+    found = phases_of(model.prepared, model.trainable, planner.cost, pinning, device, *phase_sections(config))
     host = {each.name: each.host_bytes for each in found}
     assert host["step"] == pool and host["save"] == pool + host["resume"]
 
@@ -199,7 +200,7 @@ def test_a_resume_reads_a_large_state_in_parts(tmp_path):
     trainer = Trainer(lora_model(), None, config, dataset(documents(12)))
     planner, model = trainer.planner, trainer.model
     large = dataclasses.replace(planner.cost, fixed=planner.cost.fixed | {"optimizer states": 15e9})
-    found = phases_of(model.prepared, model.trainable, large, planner.forecast, planner.device, config)
+    found = phases_of(model.prepared, model.trainable, large, planner.forecast, planner.device, *phase_sections(config))
     host = {each.name: each.host_bytes for each in found}
     assert host["resume"] == 2e9 and host["save"] > 15e9
 
@@ -213,7 +214,8 @@ def test_the_devices_of_a_process_need_host_memory_each(tmp_path):
 
     def host(devices, weight_parts):
         cost = planner.cost.reshaped(devices=devices)
-        found = phases_of(model.prepared, model.trainable, cost, pinning, planner.device, config, weight_parts)
+        of_plan = (cost, pinning, planner.device, *phase_sections(config), weight_parts)
+        found = phases_of(model.prepared, model.trainable, *of_plan)
         return {each.name: each.host_bytes for each in found}
 
     saved = host(1, 1)["resume"]
@@ -272,7 +274,8 @@ entered(delivery.Delivery, "finish", "export", after="load")
 real = Trainer._start
 def start(self, *arguments):
     planner, model = self.planner, self.model
-    of_plan = (planner.cost, planner.forecast, planner.device, self.config, 1, self.sampled)
+    sections = self.config.model.load_in, self.config.data, self.config.checkpoint, self.config.export
+    of_plan = (planner.cost, planner.forecast, planner.device, *sections, 1, self.sampled)
     planned.update({p.name: p.device_bytes for p in phases.phases_of(model.prepared, model.trainable, *of_plan)})
     return real(self, *arguments)
 Trainer._start = start

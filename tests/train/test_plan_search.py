@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from step_costs import costs_of
 
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
@@ -18,9 +19,9 @@ from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelC
 from jaxtune.train.display.metrics import JSONL, read_metrics
 from jaxtune.train.planning import choice, known
 from jaxtune.train.planning.choice import PlanError, choose, smallest_plan
-from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.search import Failed, Room, next_plan, short_bytes
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.program_cache import ProgramCache
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config, tiny_budget
@@ -63,7 +64,7 @@ def trainer(tmp_path):
 
 
 def smallest_of(trainer):
-    return smallest_plan(trainer.planner.cost, trainer.config, trainer.planner.device)
+    return smallest_plan(trainer.planner.cost, StepSpec.of(trainer.config), trainer.planner.device)
 
 
 def test_a_plan_that_fits_is_compiled_once(trainer, monkeypatch):
@@ -137,7 +138,7 @@ CONFIG = TrainConfig(
 
 @pytest.fixture(scope="module")
 def parts():
-    return step_cost(abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), CONFIG), CONFIG)
+    return costs_of(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), CONFIG)
 
 
 @pytest.mark.full
@@ -147,7 +148,7 @@ def test_heads_of_512_are_forecast_to_attend_more_slowly():
     def attend(heads: int, dim: int):
         shape = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
         shape = dataclasses.replace(shape, num_heads=heads, num_kv_heads=heads // 4, head_dim=dim)
-        (segment,) = (s for s in step_cost(abstract_model(shape, CONFIG), CONFIG).layers.segments if s.name == "attend")
+        (segment,) = (s for s in costs_of(shape, CONFIG).layers.segments if s.name == "attend")
         return segment.work
 
     usual, wide = attend(16, 256), attend(8, 512)
@@ -163,7 +164,7 @@ def searched(parts, budget, ratio):
     predicted."""
     room, failed, tried = Room(budget, budget + 0.5e9), [], []
     while True:
-        found, smallest = next_plan(parts, CONFIG, H200, room, failed)
+        found, smallest = next_plan(parts, StepSpec.of(CONFIG), H200, room, failed)
         need = found.peak_bytes * ratio(found)
         tried.append(found)
         if room.fits(need, smallest):
@@ -188,7 +189,7 @@ def test_whatever_the_ratios_some_plan_is_found_and_is_nearly_as_fast(parts, bud
 
     tried = searched(parts, budget_gb * 1e9, ratio)
     assert len(tried) <= MOST
-    if tried[-1].plan != smallest_plan(parts, CONFIG, H200).plan:
+    if tried[-1].plan != smallest_plan(parts, StepSpec.of(CONFIG), H200).plan:
         assert tried[-1].tokens_per_second > 0.93 * tried[0].tokens_per_second
 
 
@@ -199,16 +200,16 @@ def test_one_failure_says_nothing_of_other_micro_batches(parts):
     gained = 0
     for budget in (7.5e9, 8.3e9, 9.4e9, 11e9, 13e9, 15e9):
         room = Room(budget, budget)
-        first, _ = next_plan(parts, CONFIG, H200, room)
+        first, _ = next_plan(parts, StepSpec.of(CONFIG), H200, room)
         failed = [Failed(first.plan, first.peak_bytes, 1.03 * budget)]
-        second, _ = next_plan(parts, CONFIG, H200, room, failed)
+        second, _ = next_plan(parts, StepSpec.of(CONFIG), H200, room, failed)
         alike = second.plan.micro_batches == first.plan.micro_batches
         assert second.peak_bytes <= (failed[0].goal(budget) if alike else budget)
-        cautious = choose(parts, CONFIG, H200, failed[0].goal(budget), unlike=[first.plan])
+        cautious = choose(parts, StepSpec.of(CONFIG), H200, failed[0].goal(budget), unlike=[first.plan])
         assert second.tokens_per_second >= cautious.tokens_per_second
         gained += second.tokens_per_second > cautious.tokens_per_second
         failed.append(Failed(second.plan, second.peak_bytes, 1.03 * budget))
-        third, _ = next_plan(parts, CONFIG, H200, room, failed)
+        third, _ = next_plan(parts, StepSpec.of(CONFIG), H200, room, failed)
         assert third.peak_bytes <= min(one.goal(budget) for one in failed)
     assert gained
 
@@ -217,11 +218,11 @@ def test_one_failure_says_nothing_of_other_micro_batches(parts):
 def test_near_relatives_of_what_failed_are_left_out(parts):
     budget, failed = 15e9, []
     for _ in range(2):
-        found, _ = next_plan(parts, CONFIG, H200, Room(budget, budget), failed)
+        found, _ = next_plan(parts, StepSpec.of(CONFIG), H200, Room(budget, budget), failed)
         assert not choice._related(parts, found.plan, [one.plan for one in failed])
         failed.append(Failed(found.plan, found.peak_bytes, 1.001 * budget))
-    alike = choose(parts, CONFIG, H200, failed[0].peak_bytes * 0.99)
-    unlike = choose(parts, CONFIG, H200, failed[0].peak_bytes * 0.99, unlike=[one.plan for one in failed])
+    alike = choose(parts, StepSpec.of(CONFIG), H200, failed[0].peak_bytes * 0.99)
+    unlike = choose(parts, StepSpec.of(CONFIG), H200, failed[0].peak_bytes * 0.99, unlike=[one.plan for one in failed])
     assert choice._related(parts, alike.plan, [one.plan for one in failed]) and alike.plan != unlike.plan
     assert unlike.tokens_per_second > 0.97 * alike.tokens_per_second
 
@@ -281,7 +282,7 @@ def test_what_is_remembered_refuses_nothing(tmp_path, cache, monkeypatch):
 def test_for_which_budgets_a_failure_counts(tmp_path, cache, need, had, budget, known):
     trainer = again(tmp_path)
     failures = trainer.planner._known
-    forecast = choose(trainer.planner.cost, trainer.config, trainer.planner.device, None, (64 * 48,))
+    forecast = choose(trainer.planner.cost, StepSpec.of(trainer.config), trainer.planner.device, None, (64 * 48,))
     failures.add(Failed(forecast.plan, forecast.peak_bytes, need), had)
     assert (failures.of(forecast, budget) is not None) == known
 
@@ -310,7 +311,9 @@ def test_a_compilation_that_runs_out_of_memory_in_another_process_is_planned_aga
 
 @pytest.mark.full
 def test_the_first_process_says_which_plan_and_that_there_is_none(trainer, monkeypatch):
-    said = {"plan": choose(trainer.planner.cost, trainer.config, trainer.planner.device, None, (64 * 48,)).plan}
+    said = {
+        "plan": choose(trainer.planner.cost, StepSpec.of(trainer.config), trainer.planner.device, None, (64 * 48,)).plan
+    }
     answer = [said["plan"].to_record(), False, None]
     monkeypatch.setattr(processes, "of_first", lambda found: answer)
     trainer.planner.replan("it is too large", 1e15, lambda line: None)
@@ -395,16 +398,16 @@ def test_after_a_step_that_ran_out_the_next_plan_is_only_a_little_smaller(parts)
     """8B in NF4 in 10.8 GB had taken a plan of 15 % less."""
     room, failed, tried = Room(9.5e9, 10e9), [], []
     for _ in range(MOST):
-        found, smallest = next_plan(parts, CONFIG, H200, room, failed)
+        found, smallest = next_plan(parts, StepSpec.of(CONFIG), H200, room, failed)
         tried.append(found)
         failed.append(Failed(found.plan, found.peak_bytes, None, short_bytes(room, None, None)))
-    assert smallest and tried[-1].plan == smallest_plan(parts, CONFIG, H200).plan
+    assert smallest and tried[-1].plan == smallest_plan(parts, StepSpec.of(CONFIG), H200).plan
     first, second, third = tried[:3]
     assert 0.95 * first.peak_bytes < second.peak_bytes <= first.peak_bytes - 0.25e9
     assert 0.9 * first.peak_bytes < third.peak_bytes < second.peak_bytes
     assert second.tokens_per_second > 0.98 * first.tokens_per_second
     with pytest.raises(PlanError, match="and memory ran out"):
-        next_plan(parts, CONFIG, H200, room, failed)
+        next_plan(parts, StepSpec.of(CONFIG), H200, room, failed)
 
 
 @pytest.mark.full
@@ -429,9 +432,9 @@ def test_a_budget_is_of_a_card(tmp_path):
 
     card = find_device("RTX 4090")
     config = make_config(tmp_path, memory=MemoryConfig(budget_gb=24))
-    assert devices.limit(config, H200) == devices.limit(make_config(tmp_path), card) == card.memory_bytes
+    assert devices.limit(config.memory, H200) == devices.limit(make_config(tmp_path).memory, card) == card.memory_bytes
     for needed in (7e9, 22.5e9, 70e9):  # the card that an error names has room, and one a tenth smaller has not
         size = devices.card_gb(needed)
         for gb, enough in ((size, True), (size - 0.11, False)):
             config = make_config(tmp_path, memory=MemoryConfig(budget_gb=gb))
-            assert (devices.budget(config, H200) >= needed * (1 - 1e-12)) == enough
+            assert (devices.budget(config.memory, H200) >= needed * (1 - 1e-12)) == enough

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from step_costs import phase_sections
 from tiny_models import adapted_model, golden_model, tiny_model
 
 from jaxtune.models.config import LayerSpec, MoEConfig
@@ -459,15 +460,14 @@ def test_slots_are_planned_from_what_the_step_leaves(tmp_path):
     held = trainer_of(tmp_path / "held", memory=MemoryConfig(budget_gb=room / 2**30), **changes)
     assert {name: plan.slots for name, plan in held.slots.items()} == {"answers": 8, "generate": 8}
     assert held.batches.answering.sampling.slots == 8 and held.answers is not None and held.answers.most_slots == 8
-    phases = phases_of(model, held.model.trainable, cost, held.planner.forecast, device, held.config, slots=held.slots)
+    of_plan = (cost, held.planner.forecast, device, *phase_sections(held.config))
+    phases = phases_of(model, held.model.trainable, *of_plan, slots=held.slots)
     need = {phase.name: phase.device_bytes for phase in phases}
     assert need["answers"] == pytest.approx(fixed + held.slots["answers"].bytes) and need["generate"] <= need["answers"]
     lines = phase_lines(phases, room, None, slots=held.slots)
     assert "answers 0.00" in lines[0] and "  sampling in phase answers: 8 slots of" in lines[-2]
     decoding = dataclasses.replace(held.slots["answers"], converted_bytes=1e6, converted_layers=1)
-    phases = phases_of(
-        model, held.model.trainable, cost, held.planner.forecast, device, held.config, slots={"answers": decoding}
-    )
+    phases = phases_of(model, held.model.trainable, *of_plan, slots={"answers": decoding})
     more = next(phase.device_bytes for phase in phases if phase.name == "answers") - need["answers"]
     assert more == pytest.approx(1e6), "decoded weights are in the phase's memory"
     held.train()

@@ -40,6 +40,7 @@ from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.loss import Forward
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
@@ -471,10 +472,10 @@ def test_the_reference_is_planned_for(run, tmp_path):
     config = make_config(
         tmp_path, adapter=AdapterConfig(), data=DataConfig(train="pairs", length=2048), precision="bf16"
     )
-    model = abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), config)
+    model = abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), StepSpec.of(config).model)
     device, seconds = find_device("H200"), []
     for reference_runs in (0, 1):
-        parts = step_cost(model, config, needs=RunNeeds(reference_runs=reference_runs))
+        parts = step_cost(model, StepSpec.of(config, needs=RunNeeds(reference_runs=reference_runs)))
         seconds.append(forecast(parts, StepPlan(ResidualPlan.uniform(KEEP, 32), 1, 1024), device).step_seconds)
     assert 1.3 < seconds[1] / seconds[0] < 1.6  # a forward pass more than one, and a backward of two
 

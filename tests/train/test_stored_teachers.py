@@ -251,8 +251,8 @@ def test_the_table_of_phases_has_the_pass_and_what_would_make_it_fit(tmp_path, m
     planned = trainer.stored._pass(trainer.engine)
     assert planned.warnings() == []
     # While a tensor is loaded it exists twice more, which is all of this small teacher.
-    config = dataclasses.replace(planned.config, memory=within(own + 2.6 * teacher))
-    tight = dataclasses.replace(planned, config=config)
+    spec = dataclasses.replace(planned.spec, memory=within(own + 2.6 * teacher))
+    tight = dataclasses.replace(planned, spec=spec)
     [line] = tight.warnings()
     assert (
         line.startswith("warning: teacher will need ")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from step_costs import costs_of
 
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.stack.residual_plan import KEEP, ResidualPlan
 from jaxtune.train.config import AdapterConfig, DataConfig, ModelConfig, OptimConfig, TrainConfig
-from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan
@@ -41,7 +41,7 @@ def peaks(adapter=None, **settings) -> dict[int, float]:
             steps=1,
             **settings,
         )
-        parts = step_cost(abstract_model(SHAPE, config), config)
+        parts = costs_of(SHAPE, config)
         plan = StepPlan(ResidualPlan.uniform(KEEP, SHAPE.num_layers), micro, 1024)
         one = forecast(parts, plan, find_device("NVIDIA H200", 140e9))
         found[micro] = one.parts["gradient sums"] / parts.fixed["gradient sums"]

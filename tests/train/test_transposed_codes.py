@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from step_costs import costs_of, phase_sections
 from tiny import CONFIGS
 from tiny_models import adapted_model
 
@@ -33,13 +34,13 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.display.plan_text import plan_lines
 from jaxtune.train.planning.choice import choose
-from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.movables.transposed_codes import TRANSPOSED_CODES
 from jaxtune.train.planning.phases import phases_of
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.search import Failed, Room, next_plan
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.trainer import Trainer
 from tests.train.test_plan_search import Failing
 from tests.train.test_preference import pair_set, pairs
@@ -200,7 +201,7 @@ def config_of(**changes) -> TrainConfig:
 @functools.cache
 def parts_of_8b():
     config = config_of()
-    return step_cost(abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), config), config), config
+    return costs_of(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), config), config
 
 
 def without(found):
@@ -214,15 +215,15 @@ def test_a_plan_keeps_them_where_memory_is_left():
     device, size = find_device("H200"), 32 * 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
     assert parts.movables[CODES].bytes == size
     for budget, kept in ((None, True), (70e9, True), (62e9, False), (60e9, False), (24e9, False), (16e9, False)):
-        plain = choose(parts.limited({CODES: (0, 0)}), config, device, budget)
-        found = choose(parts, config, device, budget)
+        plain = choose(parts.limited({CODES: (0, 0)}), StepSpec.of(config), device, budget)
+        found = choose(parts, StepSpec.of(config), device, budget)
         assert found.plan.level(CODES) == kept and without(found) == plain.plan
         assert found.peak_bytes - plain.peak_bytes == (size if kept else 0)
         assert found.parts.get(TRANSPOSED_CODES, 0) == (size if kept else 0)
         assert not kept or 0.99 < found.step_seconds / plain.step_seconds < 0.995
     fixed = dataclasses.replace(config, memory=MemoryConfig(plan="keep"), micro_batches=2)
-    assert choose(parts, fixed, device, None).plan.level(CODES)
-    one, two = (choose(parts, dataclasses.replace(fixed, micro_batches=n), device, None) for n in (1, 2))
+    assert choose(parts, StepSpec.of(fixed), device, None).plan.level(CODES)
+    one, two = (choose(parts, StepSpec.of(dataclasses.replace(fixed, micro_batches=n)), device, None) for n in (1, 2))
     seconds = [
         -parts.movables[CODES].seconds(parts.placed(found.plan.moved), device).micro_batch for found in (one, two)
     ]
@@ -237,7 +238,7 @@ def test_a_plan_keeps_none_where_they_would_not_be_read_or_memory_is_better_spen
     shape = config_from_hf(CONFIGS["llama"])
 
     def bytes_of(config: TrainConfig) -> float:
-        return step_cost(abstract_model(shape, config), config).movables[CODES].bytes
+        return costs_of(shape, config).movables[CODES].bytes
 
     assert bytes_of(config) > 0 and bytes_of(config_of(mesh=MeshConfig(data=2))) == bytes_of(config)
     decoded = dataclasses.replace(config, model=dataclasses.replace(config.model, compute=None))
@@ -245,17 +246,17 @@ def test_a_plan_keeps_none_where_they_would_not_be_read_or_memory_is_better_spen
     divided = config_of(mesh=MeshConfig(fsdp=2))
     for other in (decoded, rewards, divided, config_of(qat=QatConfig("fp8"))):
         assert bytes_of(other) == 0.0
-    assert not choose(parts, config, find_device("B200"), None).plan.level(CODES)
+    assert not choose(parts, StepSpec.of(config), find_device("B200"), None).plan.level(CODES)
 
 
 @pytest.mark.full
 def test_a_plan_that_does_not_fit_as_compiled_is_tried_without_them():
     parts, config = parts_of_8b()
     device = find_device("H200")
-    first, _ = next_plan(parts, config, device, Room(70e9, 71e9))
+    first, _ = next_plan(parts, StepSpec.of(config), device, Room(70e9, 71e9))
     assert first.plan.level(CODES)
     failed = Failed(first.plan, first.peak_bytes, 72e9)
-    second, smallest = next_plan(parts, config, device, Room(70e9, 71e9), [failed])
+    second, smallest = next_plan(parts, StepSpec.of(config), device, Room(70e9, 71e9), [failed])
     assert second.plan == without(first) and not smallest
 
 
@@ -277,9 +278,8 @@ def test_phases_between_steps_count_them(tmp_path):
     for kept in (True, False):
         trainer = trainer_of(tmp_path / str(kept), kept, data=data)
         model, planner = trainer.model, trainer.planner
-        phases = phases_of(
-            model.prepared, model.trainable, planner.cost, planner.forecast, planner.device, trainer.config
-        )
+        of_plan = (planner.cost, planner.forecast, planner.device, *phase_sections(trainer.config))
+        phases = phases_of(model.prepared, model.trainable, *of_plan)
         found.append({phase.name: phase.device_bytes for phase in phases})
     more = {
         name for name, size in found[0].items() if size - found[1][name] == trainer.planner.cost.movables[CODES].bytes

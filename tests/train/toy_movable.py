@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -14,8 +15,9 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.layer_costs import nbytes
-from jaxtune.train.planning.movables.movable import Asked, Movable, Outcome
+from jaxtune.train.planning.movables.movable import Movable, Outcome
 from jaxtune.train.planning.parts import FROZEN, StepParts
+from jaxtune.train.planning.step_spec import StepSpec
 
 BUFFERS = "weights of two layers that arrive"
 
@@ -28,9 +30,9 @@ class Streamed(Movable):
     layer_bytes: float = 0.0  # frozen, of the largest layer
 
     @classmethod
-    def of(cls, asked: Asked) -> Streamed:
-        frozen = nnx.split(asked.model, nnx.Param, ...)[2]
-        layers = frozen.get("layers", {}).values() if asked.adapts and asked.mesh.size == 1 else ()
+    def of(cls, model: Decoder, states: optax.OptState, spec: StepSpec) -> Streamed:
+        frozen = nnx.split(model, nnx.Param, ...)[2]
+        layers = frozen.get("layers", {}).values() if spec.model.adapts and spec.mesh_shape.size == 1 else ()
         return cls(max((nbytes(layer) for layer in layers), default=0.0))
 
     @property

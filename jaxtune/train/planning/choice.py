@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxtune.models.stack.residual_plan import PLACEMENTS, LayerPlan, ResidualPlan
-from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast, forecast, head_forecast
@@ -23,6 +22,7 @@ from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.movables.movable import Movable
 from jaxtune.train.planning.movables.residuals import LayerPlans, best_layers
 from jaxtune.train.planning.plan import StepPlan, parse_plan
+from jaxtune.train.planning.step_spec import StepSpec
 
 _TILE_TOKENS = 16384  # the MLPs of a long row run over at most this many tokens at a time
 # This many pairs of layer plans are computed at a time. Their arrays of 128 KB stay in a core's cache; arrays of 2 MB
@@ -42,7 +42,7 @@ def splits(rows: int, devices: int, configured: int | None) -> list[int]:
 
 def choose(
     costs: StepCost,
-    config: TrainConfig,
+    spec: StepSpec,
     device: Device,
     budget_bytes: float | None,
     chunk_logits: Sequence[int] = CHUNK_LOGITS,
@@ -60,14 +60,14 @@ def choose(
       alike_bytes: device memory for plans that run like these (`_runs`).
       costs: of a step on one device.
 
-    PlanError if nothing else fits; ValueError if a movable refuses or config.memory.plan is not for this model.
+    PlanError if nothing else fits; ValueError if a movable refuses or memory.plan is not for this model.
     """
     for movable in costs.movables.values():
         if (refusal := movable.refusal(costs, device)) is not None:
             raise ValueError(refusal)
     fixed = None
-    if config.memory.plan is not None:
-        fixed, moved = parse_plan(config.memory.plan, costs.shape.num_layers, costs.layers.all_residuals)
+    if spec.memory.plan is not None:
+        fixed, moved = parse_plan(spec.memory.plan, costs.shape.num_layers, costs.layers.all_residuals)
         levels = {word: moved.get(word, 0) for word, movable in costs.movables.items() if movable.counted}
         costs = costs.limited({word: (level, level) for word, level in levels.items()})
     budget = math.inf if budget_bytes is None else budget_bytes
@@ -80,7 +80,7 @@ def choose(
 
     for placed in places(costs, device):
         beside = beside_moved(placed, device)
-        candidates += _candidates(placed, config, fixed, beside, budget, chunk_logits, unlike, layers_of, alike_bytes)
+        candidates += _candidates(placed, spec, fixed, beside, budget, chunk_logits, unlike, layers_of, alike_bytes)
 
     def limit(plan: StepPlan) -> float:
         return min(budget, alike_bytes) if any(_runs(failed) == _runs(plan) for failed in unlike) else budget
@@ -106,7 +106,7 @@ def choose(
 
 def _candidates(
     costs: StepCost,
-    config: TrainConfig,
+    spec: StepSpec,
     fixed: ResidualPlan | None,
     device: Device,
     budget: float,
@@ -117,21 +117,21 @@ def _candidates(
 ) -> list[Forecast]:
     """Forecasts of the plans to choose from; some may not fit.
 
-    fixed: config.memory.plan's residuals.
+    fixed: memory.plan's residuals.
     device: with the host memory that residuals may take.
-    unlike: what resembles these is left out if something else fits, but never config.memory.plan.
+    unlike: what resembles these is left out if something else fits, but never memory.plan.
     layers_of: `best_layers` of (micro-batches, tokens of a tile, bytes on the link).
     """
     shape, moved = costs.shape, costs.moved
     candidates: list[Forecast] = []
-    for micro in splits(shape.rows, shape.devices, config.micro_batches):
+    for micro in splits(shape.rows, shape.devices, spec.micro_batches):
         # A chunk has at most the tokens of a micro-batch, and equal sizes are tried once.
         chunks = sorted({max(1, min(int(shape.tokens(micro)), count // shape.vocab_size)) for count in chunk_logits})
         if fixed is not None:
             plans = (StepPlan(fixed, micro, chunk, moved.levels) for chunk in chunks)
             candidates += [forecast(costs, plan, device) for plan in plans]
         else:
-            for tile in dict.fromkeys((None, tile_tokens_of(costs, config))):
+            for tile in dict.fromkeys((None, tile_tokens_of(costs, spec))):
                 table = layers_of(micro, tile, moved.link_bytes)
                 like = StepPlan(ResidualPlan((), tile), micro, 0, moved.levels)
                 alike = [failed for failed in unlike if _runs(failed) == _runs(like)]
@@ -156,13 +156,12 @@ def _further(costs: StepCost, movable: Movable, base: Forecast, device: Device, 
     return base
 
 
-def tile_tokens_of(costs: StepCost, config: TrainConfig) -> int | None:
+def tile_tokens_of(costs: StepCost, spec: StepSpec) -> int | None:
     """Tokens of a tile of MLPs: the largest divisor of the row up to 16,384. None for rows below 32,768 tokens, without
     a divisor of at least 2,048, if no layer can be tiled, and with adapter dropout.
     """
-    dropout = config.adapter is not None and config.adapter.lora_dropout > 0
     length = costs.shape.length
-    if length < 2 * _TILE_TOKENS or not costs.layers.tiled or dropout:
+    if length < 2 * _TILE_TOKENS or not costs.layers.tiled or spec.model.dropout:
         return None
     tile = next(size for size in range(_TILE_TOKENS, 0, -1) if length % size == 0)
     return tile if tile >= _TILE_TOKENS // 8 else None
@@ -221,16 +220,16 @@ class _Relatives:
         return resembling
 
 
-def smallest_plan(costs: StepCost, config: TrainConfig, device: Device) -> Forecast:
+def smallest_plan(costs: StepCost, spec: StepSpec, device: Device) -> Forecast:
     """The forecast of the plan with the lowest predicted peak, fitting or not; of equal peaks the fastest. ValueError
     as `choose`.
     """
     try:
-        return choose(costs, config, device, 0.0)
+        return choose(costs, spec, device, 0.0)
     except PlanError as error:
         smallest = error.smallest
     try:
-        return choose(costs, config, device, smallest.peak_bytes)
+        return choose(costs, spec, device, smallest.peak_bytes)
     except PlanError:  # the search adds bytes in another order than the forecast, and may miss by less than a byte
         return smallest
 

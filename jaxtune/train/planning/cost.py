@@ -15,6 +15,7 @@ import optax
 from flax import nnx
 
 from jaxtune.models.components import stored_as
+from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.layers.block import LAYER_OUTPUT, Block
@@ -26,12 +27,10 @@ from jaxtune.models.reward import with_head
 from jaxtune.models.stack.residual_plan import residuals_of
 from jaxtune.models.stack.stack_layers import keeps_low_rank
 from jaxtune.pallas.linear_cross_entropy import fills_up
-from jaxtune.train.config import MeshConfig, OptimConfig, TrainConfig
-from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.config import OptimConfig
 from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
-from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning.exchange import exchange_of, sync_bytes
 from jaxtune.train.planning.layer_costs import (
     LayerKind,
@@ -43,7 +42,7 @@ from jaxtune.train.planning.layer_costs import (
     nbytes,
 )
 from jaxtune.train.planning.movables import MOVABLES
-from jaxtune.train.planning.movables.movable import Asked, Movable
+from jaxtune.train.planning.movables.movable import Movable
 from jaxtune.train.planning.parts import (
     FROZEN,
     STATES,
@@ -57,7 +56,8 @@ from jaxtune.train.planning.parts import (
     StepParts,
     Update,
 )
-from jaxtune.train.planning.sums_memory import sums_memory
+from jaxtune.train.planning.step_spec import ModelSpec, StepSpec
+from jaxtune.train.planning.sums_memory import NO_SUMS, sums_memory
 from jaxtune.train.program.gradient_sync import GradientSync, gradient_sync_of
 from jaxtune.train.references.teachers import teacher_shapes, with_teacher
 
@@ -89,81 +89,57 @@ class StepCost(StepParts):
         return costs
 
 
-def step_cost(
-    model: Decoder,
-    config: TrainConfig,
-    length: int | None = None,
-    keeps_model: bool = False,
-    optimizer: optax.GradientTransformation | None = None,
-    needs: RunNeeds | None = None,
-) -> StepCost:
-    """The costs of a step of `model`, which may be abstract.
-
-    length: tokens of a row; None: data.length.
-    keeps_model: whether `model` stays in memory beside the copies that train.
-    optimizer: only its states count; None: config.optim's.
-    needs: None: those of config.objective.
-    """
-    needs = needs or RunNeeds.of(objective_of(config))
-    length, shape, dtype = length or config.data.length, model.config, jnp.dtype(config.dtype)
+def step_cost(model: Decoder, spec: StepSpec) -> StepCost:
+    """The costs of a step of `model`, which may be abstract."""
+    optim, precision, adapts, needs = spec.optim, spec.model.precision, spec.model.adapts, spec.needs
+    shape, dtype = model.config, jnp.dtype(precision.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
-    states = jax.eval_shape((optimizer or _configured_optimizer(config)).init, masters)
-    storage = weight_storage(config.optim.weights, config.computes_in, sum(a.size for a in jax.tree.leaves(masters)))
-    stored, on_host = _stored(masters, storage), float(config.optim.offload * optimizer_offload.hosted_bytes(states))
-    divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
-    weight_shards, trained_bytes, adapts = divided.shard_count, nbytes(masters), config.adapter is not None
+    states = jax.eval_shape((spec.optimizer or _configured_optimizer(optim)).init, masters)
+    storage = weight_storage(optim.weights, precision.computes_in, sum(a.size for a in jax.tree.leaves(masters)))
+    stored, on_host = _stored(masters, storage), float(optim.offload * optimizer_offload.hosted_bytes(states))
+    divided = spec.mesh_shape
+    weight_shards, trained_bytes, sync = divided.shard_count, nbytes(masters), gradient_sync_of(spec.mesh)
     # Of one device; a teacher trains none.
     share = partition.bytes_per_device(masters, weight_shards) / max(trained_bytes, 1.0)
-    sync_errors, sync_update = sync_bytes(masters, config, divided)
+    sync_errors, sync_update = sync_bytes(masters, sync, divided)
     fixed = {
         **_frozen_parts(frozen, weight_shards),
-        **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
+        **({"the model as it was given": nbytes(trainable)} if spec.keeps_model else {}),
         f"trainable parameters ({storage})": share * nbytes(stored),
         STATES: share * nbytes(states) - on_host,
-        "gradient sums": share * nbytes(masters if config.micro_batches != 1 else stored),
+        "gradient sums": share * nbytes(masters if spec.micro_batches != 1 else stored),
         **sync_errors,
     }
-    asked = Asked(
-        model=model,
-        states=states,
-        mesh=divided,
-        optim=config.optim,
-        max_grad_norm=config.max_grad_norm,
-        adapts=adapts,
-        generates=needs.samples or bool(config.evaluation.asking),
-        rounds=config.qat is not None,
-        own_optimizer=optimizer is not None,
-    )
     return StepCost(
         shape=Shape(
-            rows=config.rows_per_step,
-            length=length,
+            rows=spec.rows,
+            length=spec.length,
             devices=divided.size,
             num_layers=len(model.layers),
             hidden_size=shape.hidden_size,
             vocab_size=shape.vocab_size,
             dtype=dtype,
         ),
-        layers=_layers(model, length, dtype, storage),
+        layers=_layers(model, spec.length, dtype, storage),
         head=_head(model, dtype, storage),
         update=Update(
             trained=trained_bytes / 4,
             trained_here=share * trained_bytes / 4,
-            bytes=share * _update_bytes(masters, config.optim, config.max_grad_norm, adapts),
+            bytes=share * _update_bytes(masters, optim, spec.max_grad_norm, adapts),
             sync_bytes=sync_update,
-            less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(stored)),
-            sums=sums_memory(model, stored, config, divided.size),
+            less_sums=0.0 if spec.micro_batches == 1 else share * float(nbytes(masters) - nbytes(stored)),
+            sums=NO_SUMS if adapts or divided.size > 1 else sums_memory(model, stored),
             hosted_bytes=on_host,
         ),
-        divided=_divided(model, stored, frozen, storage, divided, keeps_model, gradient_sync_of(config.mesh)),
+        divided=_divided(model, stored, frozen, storage, divided, spec.keeps_model, sync),
         fixed=fixed,
         moved=Moved(pinned_bytes=on_host),
         reference_runs=needs.reference_runs,
         teacher=None
         if model.teacher is None
-        else step_cost(model.teacher, config, length, optimizer=optax.identity(), needs=RunNeeds(needs.sampler)),
-        movables={word: movable.of(asked) for word, movable in MOVABLES.items()},
+        else step_cost(model.teacher, dataclasses.replace(spec.forward, needs=RunNeeds(needs.sampler))),
+        movables={word: movable.of(model, states, spec) for word, movable in MOVABLES.items()},
     )
 
 
@@ -242,9 +218,8 @@ def _stored(masters, storage: str):
     )
 
 
-def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, config.steps or 1000)
-    return make_optimizer(config.optim, schedule)
+def _configured_optimizer(optim: OptimConfig) -> optax.GradientTransformation:
+    return make_optimizer(optim, optax.constant_schedule(optim.learning_rate))  # no state depends on the schedule
 
 
 def _head(model: Decoder, dtype, storage: str) -> Head:
@@ -322,21 +297,22 @@ def _segment_costs(kinds: list[LayerKind], dtype) -> tuple[SegmentCost, ...]:
     return tuple(costs)
 
 
-def abstract_model(shape, config: TrainConfig) -> Decoder:
-    """The model that `config` asks for, as shapes. Reads the config.json of a teacher. shape: a DecoderConfig."""
+def abstract_model(shape: DecoderConfig, spec: ModelSpec) -> Decoder:
+    """The model as shapes. Reads the config.json of a teacher."""
+    base, precision = spec.base, spec.precision
 
     def make():
-        model = Decoder(shape, jax.random.key(0), config.dtype)
-        if config.model.load_in is not None or config.components:
-            model = stored_as(model, config.components, config.model.load_in)
-        if config.model.compute == "fp8":
+        model = Decoder(shape, jax.random.key(0), precision.dtype)
+        if base.load_in is not None or precision.components:
+            model = stored_as(model, precision.components, base.load_in)
+        if base.compute == "fp8":
             model = compute_in_fp8(model)
-        model = with_head(model, objective_of(config).head)
-        if config.adapter is not None:
-            model = get_peft_model(model, **config.adapter.settings, seed=config.seed)
+        model = with_head(model, spec.head)
+        if spec.adapter is not None:
+            model = get_peft_model(model, **spec.adapter.settings, seed=spec.seed)
         return model
 
-    return with_teacher(nnx.eval_shape(make), teacher_shapes(config.objective, config.dtype))
+    return with_teacher(nnx.eval_shape(make), teacher_shapes(spec.objective, precision.dtype))
 
 
 def _trained_matrix_bytes(layer: Block, dtype) -> float:

@@ -18,7 +18,7 @@ from jaxtune.profile.data_sheets import DATA_SHEETS, data_sheet, known_devices, 
 from jaxtune.profile.device import known_ceilings
 from jaxtune.system import processes
 from jaxtune.system.invocation import spelled
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config.sections import MemoryConfig
 
 # Bytes of the GB in a card's size ("a 24 GB card", memory.budget_gb=24): cards are sold in GiB. The CUDA context and
 # its libraries take CONTEXT_BYTES of a card outside of the allocator. Bytes of arrays and plans are printed in GB of
@@ -251,20 +251,20 @@ def find_device(
     )
 
 
-def limit(config: TrainConfig, device: Device) -> float | None:
+def limit(memory: MemoryConfig, device: Device) -> float | None:
     """Bytes that the allocator may give out to a run: the device's, or of a card of memory.budget_gb GiB if less; None:
     no limit. Only the smallest plan may use all of it.
     """
     limits = [] if device.memory_bytes is None else [device.memory_bytes]
-    if config.memory.budget_gb is not None:
-        size = config.memory.budget_gb
+    if memory.budget_gb is not None:
+        size = memory.budget_gb
         limits.append(size * _CARD_GB if device.name == "cpu" else card_bytes(size))
     return min(limits, default=None)
 
 
-def budget(config: TrainConfig, device: Device) -> float | None:
+def budget(memory: MemoryConfig, device: Device) -> float | None:
     """`limit` without what fragmentation loses (2 %, on a GPU at least 0.5 GB): what forecasts must fit in."""
-    if (most := limit(config, device)) is None:
+    if (most := limit(memory, device)) is None:
         return None
     return most - max(most * _FRAGMENTS, 0.0 if device.name == "cpu" else _FRAGMENT_BYTES)
 

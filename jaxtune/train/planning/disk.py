@@ -15,7 +15,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import parameters
 from jaxtune.models.lora import has_adapter
 from jaxtune.system.disk import free_bytes, nearest
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import CheckpointConfig, ExportConfig
 from jaxtune.train.folder.run_folder import ADAPTER, CHECKPOINTS, MERGED
 
 _SHARE_THAT_MATTERS = 0.25  # of the free bytes, from which on they are said
@@ -34,7 +34,9 @@ class Written:
 
 
 def written_by(
-    config: TrainConfig,
+    output: Path,
+    checkpoint: CheckpointConfig,
+    export: ExportConfig,
     model: Decoder,
     trained_bytes: float,
     checkpoint_bytes: float,
@@ -47,17 +49,16 @@ def written_by(
     steps: of the run; None: any number.
     trained_bytes: of the trained tensors. checkpoint_bytes: of one checkpoint, optimizer states included.
     """
-    output, settings = Path(config.output), config.checkpoint
     files, adapted = [], has_adapter(model)
-    if settings.saves or settings.best:
+    if checkpoint.saves or checkpoint.best:
         # A new one is whole before an old one is removed, and the best one is kept beside the newest.
-        most = settings.keep + 1 + (settings.best is not None)
-        if steps is not None and settings.every_steps and not settings.every_minutes:
-            most = min(most, saved_checkpoints + math.ceil(steps / settings.every_steps))
+        most = checkpoint.keep + 1 + (checkpoint.best is not None)
+        if steps is not None and checkpoint.every_steps and not checkpoint.every_minutes:
+            most = min(most, saved_checkpoints + math.ceil(steps / checkpoint.every_steps))
         files.append(Written("checkpoints", output / CHECKPOINTS, checkpoint_bytes, max(most - saved_checkpoints, 1)))
-    if config.export.adapter and adapted:
+    if export.adapter and adapted:
         files.append(Written("adapter", output / ADAPTER, trained_bytes))
-    if config.export.merged:
+    if export.merged:
         size = parameters(nnx.state(model)) * jnp.dtype(model.dtype).itemsize
         files.append(Written("merged model", output / MERGED, float(size)))
     return files

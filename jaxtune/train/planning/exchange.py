@@ -9,8 +9,7 @@ import jax
 
 from jaxtune.models.placement import partition
 from jaxtune.models.placement.low_format import bytes_per_number
-from jaxtune.train.config import TrainConfig
-from jaxtune.train.program.gradient_sync import GradientSync, gradient_sync_of
+from jaxtune.train.program.gradient_sync import GradientSync
 
 SYNC_ERRORS = "errors of the gradient sync"  # a name of bytes in StepCost.fixed
 
@@ -59,10 +58,9 @@ def exchange_of(trained, frozen, shape: partition.MeshShape, sync: GradientSync 
     )
 
 
-def sync_bytes(masters, config: TrainConfig, shape: partition.MeshShape) -> tuple[dict[str, float], float]:
+def sync_bytes(masters, sync: GradientSync | None, shape: partition.MeshShape) -> tuple[dict[str, float], float]:
     """({name: bytes of a quantised sync's errors on a device}, bytes that it takes in the update); ({}, 0.0) in
     float32. masters: shapes of the trained weights. shape: the mesh's.
     """
-    sync = gradient_sync_of(config.mesh)
     error_bytes, update_bytes = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)
     return {SYNC_ERRORS: error_bytes} if error_bytes else {}, update_bytes

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
-import optax
 
+from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.stack.residual_plan import ResidualPlan
-from jaxtune.train.config import AdapterConfig, TrainConfig
+from jaxtune.train.config import AdapterConfig
 from jaxtune.train.config.sections import HOSTED_OPTIMIZERS
-from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.planning.choice import (
     CHUNK_LOGITS,
     PlanError,
@@ -26,62 +26,59 @@ from jaxtune.train.planning.host_room import beside_moved, places
 from jaxtune.train.planning.layer_forecasts import bytes_with_gaps, layer_forecasts
 from jaxtune.train.planning.movables.residuals import layer_plans
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.step_spec import StepSpec
 
 
 def fitting_settings(
-    shape,
-    config: TrainConfig,
-    device: Device,
-    budget_bytes: float,
-    most: int = 3,
-    optimizer: optax.GradientTransformation | None = None,
-    needs: RunNeeds | None = None,
+    shape: DecoderConfig, spec: StepSpec, device: Device, budget_bytes: float, most: int = 3
 ) -> list[str]:
     """Changes, each of which alone lets a plan fit; least intrusive first, one for each key. If there are too few, the
     last entry is the memory of a card that would do ("a card of 24.0 GB").
 
-      shape: the model's DecoderConfig.
-      optimizer: the caller's own; then no change of config.optim is proposed.
-      needs: of objective and rows; None: of config.objective.
+      spec: with a user's optimizer no change of config.optim is proposed.
       device, budget_bytes: the card and the bytes of its memory that a plan may take. most: changes to return.
     """
+    spec = dataclasses.replace(spec, keeps_model=False)
+    base, adapter, optim = spec.model.base, spec.model.adapter, spec.optim
 
-    def changed(section: str, **values) -> TrainConfig:
-        return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+    def of_model(**changes: Any) -> StepSpec:
+        return dataclasses.replace(spec, model=dataclasses.replace(spec.model, **changes))
 
-    options: list[tuple[str, TrainConfig]] = []
-    if config.micro_batches is not None or config.memory.plan is not None:
-        free = dataclasses.replace(changed("memory", plan=None), micro_batches=None)
+    def of_optim(**changes: Any) -> StepSpec:
+        return dataclasses.replace(spec, optim=dataclasses.replace(optim, **changes))
+
+    in_nf4 = dataclasses.replace(base, load_in="nf4") if base.from_config is None else None
+    options: list[tuple[str, StepSpec]] = []
+    if spec.micro_batches is not None or spec.memory.plan is not None:
+        free = dataclasses.replace(spec, memory=dataclasses.replace(spec.memory, plan=None), micro_batches=None)
         options.append(("memory.plan=null micro_batches=null (the planner chooses)", free))
-    if config.optim.name in ("adamw", "lion") and optimizer is None:
-        name = f"{config.optim.name}_8bit"
-        options.append((f"optim.name={name}", changed("optim", name=name)))
-    hosted = config.optim.name in HOSTED_OPTIMIZERS and optimizer is None
-    if hosted and config.max_grad_norm is not None and config.adapter is None and not config.optim.offload:
-        options.append(("optim.offload=true", changed("optim", offload=True)))
-    if config.adapter is not None and config.model.load_in is None:
-        options.append(("model.load_in=nf4", changed("model", load_in="nf4")))
-    if config.adapter is not None and config.adapter.target_parameters:
+    if optim.name in ("adamw", "lion") and spec.optimizer is None:
+        name = f"{optim.name}_8bit"
+        options.append((f"optim.name={name}", of_optim(name=name)))
+    hosted = optim.name in HOSTED_OPTIMIZERS and spec.optimizer is None
+    if hosted and spec.max_grad_norm is not None and adapter is None and not optim.offload:
+        options.append(("optim.offload=true", of_optim(offload=True)))
+    if adapter is not None and base.load_in is None and in_nf4 is not None:
+        options.append(("model.load_in=nf4", of_model(base=in_nf4)))
+    if adapter is not None and adapter.target_parameters:
         alone = "adapter.target_parameters=null (no adapters on experts)"
-        options.append((alone, changed("adapter", target_parameters=None)))
-    length = config.data.length // 2
+        options.append((alone, of_model(adapter=dataclasses.replace(adapter, target_parameters=None))))
+    length = spec.length // 2
     while length >= 256:
-        options.append((f"data.length={length}", changed("data", length=length)))
+        options.append((f"data.length={length}", dataclasses.replace(spec, length=length)))
         length //= 2
-    if config.adapter is None:
-        adapted = dataclasses.replace(config, adapter=AdapterConfig())
-        options.append(("adapter={r: 16}", adapted))
-        if config.model.from_config is None:
-            model = dataclasses.replace(config.model, load_in="nf4")
-            options.append(("adapter={r: 16} model.load_in=nf4", dataclasses.replace(adapted, model=model)))
+    if adapter is None and not optim.offload and optim.weights != "bf16":  # an adapter refuses these
+        options.append(("adapter={r: 16}", of_model(adapter=AdapterConfig())))
+        if in_nf4 is not None:
+            options.append(("adapter={r: 16} model.load_in=nf4", of_model(adapter=AdapterConfig(), base=in_nf4)))
     changes: list[str] = []
     models: dict[tuple, Decoder] = {}
 
-    def parts_of(option: TrainConfig) -> StepCost:
-        key = (option.model, repr(option.adapter))
+    def parts_of(option: StepSpec) -> StepCost:
+        key = (option.model.base, repr(option.model.adapter))
         if key not in models:
-            models[key] = abstract_model(shape, option)
-        return step_cost(models[key], option, optimizer=optimizer, needs=needs)
+            models[key] = abstract_model(shape, option.model)
+        return step_cost(models[key], option)
 
     for text, option in options:
         key = text.split("=")[0]
@@ -92,11 +89,11 @@ def fitting_settings(
                 continue
             changes.append(text)
     if len(changes) < most:
-        changes.append(f"a card of {card_gb(smallest_plan(parts_of(config), config, device).peak_bytes):.1f} GB")
+        changes.append(f"a card of {card_gb(smallest_plan(parts_of(spec), spec, device).peak_bytes):.1f} GB")
     return changes
 
 
-def _surely_fits(costs: StepCost, config: TrainConfig, device: Device, budget: float) -> bool | None:
+def _surely_fits(costs: StepCost, spec: StepSpec, device: Device, budget: float) -> bool | None:
     """Whether a plan of one micro-batch fits; None if that needs a search.
 
     It fits if one layer plan for all layers does. It does not if the least bytes under any plans are too many: with a
@@ -109,7 +106,7 @@ def _surely_fits(costs: StepCost, config: TrainConfig, device: Device, budget: f
     plans, room = layer_plans(costs, device.link > 0), budget - costs.fixed_bytes(1) - costs.layers.cast_bytes
     room -= min(costs.gathered_bytes) + costs.layers.given_bytes * tokens
     sure: bool | None = False
-    for tile in dict.fromkeys((tile_tokens_of(costs, config), None)):
+    for tile in dict.fromkeys((tile_tokens_of(costs, spec), None)):
         forecasts = layer_forecasts(costs, plans.placed, tokens, device, tile)
         peak_work = np.maximum(
             np.maximum(head, forecasts.work_forward) + forecasts.hosted, forecasts.work + costs.head.gradient_bytes
@@ -128,20 +125,20 @@ def _surely_fits(costs: StepCost, config: TrainConfig, device: Device, budget: f
     return sure
 
 
-def longest_row(costs: StepCost, config: TrainConfig, device: Device, budget_bytes: float, step: int = 1024) -> int:
+def longest_row(costs: StepCost, spec: StepSpec, device: Device, budget_bytes: float, step: int = 1024) -> int:
     """Tokens of the longest row, a multiple of `step` below 4,096 x `step`, with which some plan fits, with one row on
     each device and one micro-batch; 0 if none does. budget_bytes: of device memory.
     """
 
     def fits(length: int) -> bool:
         row = costs.reshaped(rows=costs.shape.devices, length=length)
-        row_config = dataclasses.replace(config, rows_per_step=costs.shape.devices, micro_batches=1)
-        if config.memory.plan is None:
-            sure = [_surely_fits(placed, row_config, device, budget_bytes) for placed in places(row, device)]
+        row_spec = dataclasses.replace(spec, rows=costs.shape.devices, micro_batches=1)
+        if spec.memory.plan is None:
+            sure = [_surely_fits(placed, row_spec, device, budget_bytes) for placed in places(row, device)]
             if True in sure or None not in sure:
                 return True in sure
         try:
-            choose(row, row_config, device, budget_bytes, CHUNK_LOGITS[-1:])  # the fewest logits at a time
+            choose(row, row_spec, device, budget_bytes, CHUNK_LOGITS[-1:])  # the fewest logits at a time
         except PlanError:
             return False
         return True

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import optax
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
@@ -14,13 +13,13 @@ from jaxtune.models.layers.segment import Sizes
 from jaxtune.models.placement import partition
 from jaxtune.models.stack.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.system import processes
-from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import CHUNK_LOGITS, splits
 from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.parts import StepParts
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.step_spec import StepSpec
 
 
 def forward_bytes(costs: StepParts, tokens: float, chunk_tokens: int, device: Device) -> float:
@@ -47,15 +46,13 @@ class ForwardPlanner:
     `budget_bytes` and `cost`. If nothing fits, `plan` is the smallest, without an error.
 
       model: may be abstract.
-      config: its micro_batches is the least number that is tried.
-      length: tokens of a row.
+      spec: its micro_batches is the least number that is tried.
       device: a jax.Device (then construction is collective), or the planner's Device.
       beside_bytes: of other weights on each device meanwhile.
     """
 
-    def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any, beside_bytes: float = 0.0):
-        mesh = config.mesh or MeshConfig()
-        divided = partition.mesh_shape(*mesh.sizes)
+    def __init__(self, model: Decoder, spec: StepSpec, device: Any, beside_bytes: float = 0.0):
+        divided = spec.mesh_shape
         if not isinstance(device, Device):
             limit = processes.smallest((device.memory_stats() or {}).get("bytes_limit"))
             sharing = devices.devices_here(divided.size)
@@ -63,8 +60,8 @@ class ForwardPlanner:
             device = devices.find_device(name, limit, sharing=sharing)
         self.device: Device = device
         self.beside_bytes = beside_bytes
-        self.budget_bytes = devices.budget(config, self.device)
-        self.cost = costs = step_cost(model, config, length, optimizer=optax.identity())
+        self.budget_bytes = devices.budget(spec.memory, self.device)
+        self.cost = costs = step_cost(model, spec.forward)
         _, trainable, frozen = nnx.split(model, nnx.Param, ...)
         self.weight_bytes = partition.bytes_per_device((trainable, frozen), divided.shard_count)
         residuals = ResidualPlan.uniform(RECOMPUTE, costs.shape.num_layers)
@@ -72,7 +69,7 @@ class ForwardPlanner:
         self._plans = [
             StepPlan(residuals, count, chunk)
             for count in splits(costs.shape.rows, costs.shape.devices, None)
-            if count >= (config.micro_batches or 1)
+            if count >= (spec.micro_batches or 1)
             for chunk in sorted(self._chunks(count), reverse=True)
         ]
         room = None if self.budget_bytes is None else self.budget_bytes - self.weight_bytes - beside_bytes

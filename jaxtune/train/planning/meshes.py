@@ -4,56 +4,50 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.system import processes
-from jaxtune.train.config import MeshConfig, TrainConfig
-from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.objective import RunNeeds
+from jaxtune.train.config import MeshConfig
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import StepCost, step_cost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast
+from jaxtune.train.planning.step_spec import StepSpec
 
 # Two meshes are equally fast if their forecasts differ by less than this ratio: forecasts of speed are 0.92 to 1.04 of
 # what was measured (notes/planning.md).
 _ALIKE = 0.92
 
 
-def mesh_of(
-    config: TrainConfig, model: Callable[[], Decoder], needs: RunNeeds | None = None, **changes: Any
-) -> tuple[MeshConfig, str | None]:
-    """(mesh, reason or None) of a run: the config's, or a choice for its GPUs. Collective; the first process chooses
+def mesh_of(spec: StepSpec, model: Callable[[], Decoder]) -> tuple[MeshConfig, str | None]:
+    """(mesh, reason or None) of a run: the given one, or a choice for its GPUs. Collective; the first process chooses
     for all.
 
       model: returns the model that trains, perhaps abstract; called if there is a choice.
-      needs: None: those of config.objective.
-      changes: further arguments of step_cost.
 
-    No choice, hence no reason: the config names a mesh, there is one device, or CPUs. CPUs of one process are one
+    No choice, hence no reason: a mesh is given, there is one device, or CPUs. CPUs of one process are one
     machine; those of several share the rows (data=-1). ValueError if the GPU is refused, the host is too small for
-    optimizer states or config.memory.plan is not for this model; no error if nothing fits.
+    optimizer states or memory.plan is not for this model; no error if nothing fits.
     """
     all_devices, local_device = jax.devices(), jax.local_devices()[0]
-    if config.mesh is not None or len(all_devices) == 1 or (local_device.platform == "cpu" and processes.count() == 1):
-        return config.mesh or MeshConfig(), None
+    if spec.mesh is not None or len(all_devices) == 1 or (local_device.platform == "cpu" and processes.count() == 1):
+        return spec.mesh or MeshConfig(), None
     if local_device.platform == "cpu":
         return MeshConfig(data=-1), None
-    trained_model, needs = model(), needs or RunNeeds.of(objective_of(config))
+    trained_model = model()
     limit = processes.smallest((local_device.memory_stats() or {}).get("bytes_limit"))
     device = devices.find_device(local_device.device_kind, limit, sharing=devices.devices_here(len(all_devices)))
 
     def cost_on(mesh: MeshConfig) -> StepCost:
-        return step_cost(trained_model, dataclasses.replace(config, mesh=mesh), needs=needs, **changes)
+        return step_cost(trained_model, dataclasses.replace(spec, mesh=mesh))
 
-    budget_bytes, on_one_host = devices.budget(config, device), len(all_devices) // processes.hosts()
+    budget_bytes, on_one_host = devices.budget(spec.memory, device), len(all_devices) // processes.hosts()
 
     def chosen() -> tuple[str, tuple[int, ...]]:
-        mesh, why = choose_mesh(cost_on, needs, config, device, budget_bytes, len(all_devices), on_one_host)
+        mesh, why = choose_mesh(cost_on, spec, device, budget_bytes, len(all_devices), on_one_host)
         return why, mesh.sizes
 
     why, sizes = processes.of_first(chosen)
@@ -62,8 +56,7 @@ def mesh_of(
 
 def choose_mesh(
     cost_on: Callable[[MeshConfig], StepCost],
-    needs: RunNeeds,
-    config: TrainConfig,
+    spec: StepSpec,
     device: Device,
     budget_bytes: float | None,
     count: int,
@@ -80,10 +73,10 @@ def choose_mesh(
       on_one_host: devices of one host; None: all.
       budget_bytes: of each device's memory; None: no limit.
     """
-    rows = config.rows_per_step // (config.micro_batches or 1)
+    rows = spec.rows // (spec.micro_batches or 1)
     used_devices = next(number for number in range(count, 0, -1) if rows % number == 0)
     # What is refused in combination with mesh.fsdp.
-    divides = not (config.optim.offload or config.evaluation.asking or needs.samples)
+    divides = not (spec.optim.offload or spec.generates)
     meshes = [
         MeshConfig(used_devices // f, f)
         for f in range(1, used_devices + 1)
@@ -93,7 +86,7 @@ def choose_mesh(
     errors: dict[MeshConfig, PlanError] = {}
     for mesh in meshes:
         try:
-            forecasts[mesh] = choose(cost_on(mesh), config, device, budget_bytes)
+            forecasts[mesh] = choose(cost_on(mesh), spec, device, budget_bytes)
         except PlanError as error:
             errors[mesh] = error
     if forecasts:

@@ -24,7 +24,7 @@ from jaxtune.pallas.format_names import LOADED
 from jaxtune.pallas.formats import Stored
 from jaxtune.system import processes
 from jaxtune.system.invocation import spelled
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import CheckpointConfig, DataConfig, ExportConfig
 from jaxtune.train.folder.array_files import READ_AT_ONCE_BYTES
 from jaxtune.train.objectives.objective import Column, ReferenceColumn
 from jaxtune.train.planning.devices import Device, pool_bytes
@@ -126,7 +126,10 @@ def phases_of(
     costs: StepParts,
     forecast: Forecast,
     device: Device,
-    config: TrainConfig,
+    load_in: str | None,
+    data: DataConfig,
+    checkpoint: CheckpointConfig,
+    export: ExportConfig,
     weight_parts: int = 1,
     sampled: Sampled | None = None,
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
@@ -136,6 +139,7 @@ def phases_of(
 
     loaded_tensors: trainable tensors in the dtypes in which they were loaded.
     forecast: of the step.
+    load_in: the format in which loading stores the weights.
     weight_parts: devices over which weights are divided.
     sampled: how held-out questions are answered at the end; None: none are.
     slots: {phase: memory plan of the rows in which it samples between steps}.
@@ -153,7 +157,7 @@ def phases_of(
     step = forecast.peak_bytes
     less_rows = "fewer rows_per_step, or more micro_batches"
 
-    loading, arriving = loading_bytes(model, costs.shape.dtype.itemsize, config.model.load_in in LOADED)
+    loading, arriving = loading_bytes(model, costs.shape.dtype.itemsize, load_in in LOADED)
     phases = [
         Phase("load", weights + start + loading, arriving, "model.load_in=nf4"),
         Phase("resume", weights + trained + states, min(saved, READ_AT_ONCE_BYTES), "a device with more memory"),
@@ -162,20 +166,20 @@ def phases_of(
         copies = costs.moved.copied_bytes
         phases.append(Phase("reference", weights + copies + trained + states + forward, 0.0, less_rows))
     phases.append(Phase("step", step, pinned, less_rows))
-    if config.data.eval is not None or config.data.eval_rows:
+    if data.eval is not None or data.eval_rows:
         phases.append(Phase("evaluate", between + forward, 0.0, less_rows))
     for name, slot_plan in slots.items():
         sampling = between + slot_plan.bytes + slot_plan.converted_bytes + prefill_bytes(costs, device)
         phases.append(Phase(name, sampling, 0.0, _SHORTER[name]))
-    if config.checkpoint.saves:
+    if checkpoint.saves:
         # What the step pinned stays pinned while a copy of the state is written.
         phases.append(Phase("save", between, pinned + saved, _LESS_SAVED))
     if sampled is not None:
         asking = weights + trained + start + sampled.bytes(costs, device)
         phases.append(Phase("sample", asking, 0.0, "a smaller evaluation.max_new_tokens"))
     adapted = has_adapter(model)
-    if config.export.merged or (config.export.adapter and adapted):
-        merging, host = merge_bytes(model) if config.export.merged else (0, 0)
+    if export.merged or (export.adapter and adapted):
+        merging, host = merge_bytes(model) if export.merged else (0, 0)
         phases.append(
             Phase(
                 "export",

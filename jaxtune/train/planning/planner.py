@@ -7,14 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optax
-
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
 from jaxtune.system import processes
-from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.display.plan_text import plan_lines
-from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError
 from jaxtune.train.planning.cost import StepCost, step_cost
@@ -24,6 +20,7 @@ from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.search import Failed, Room, goal, next_plan, short_bytes
+from jaxtune.train.planning.step_spec import StepSpec
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -43,36 +40,21 @@ class Planner:
     """Chooses the plan of a run, and a smaller one after a failure. Collective, as are `skip_known_failures` and
     `replan`: the first process decides.
 
-      keeps_model: the given model stays in memory beside the copies of its trained tensors.
-      optimizer: None: config.optim's.
-      needs: of objective and rows; None: of config.objective.
       note: a line before the plan.
 
     PlanError if by forecast even the smallest plan exceeds `room.limit_bytes`; ValueError if the device is refused,
-    config.memory.plan cannot be read, or the host is too small for optimizer states.
+    memory.plan cannot be read, or the host is too small for optimizer states.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        config: TrainConfig,
-        length: int,
-        device: Any,
-        keeps_model: bool = True,
-        optimizer: optax.GradientTransformation | None = None,
-        needs: RunNeeds | None = None,
-        note: str | None = None,
-    ):
-        self._changes: Any = dict(optimizer=optimizer, needs=needs)
-        self.config, self.shape, self._note = config, model.config, note
+    def __init__(self, model: Decoder, spec: StepSpec, device: Any, note: str | None = None):
+        self.spec, self.shape, self._note = spec, model.config, note
         limit = processes.smallest((device.memory_stats() or {}).get("bytes_limit"))
-        mesh = config.mesh or MeshConfig()
-        sharing = devices.devices_here(partition.mesh_shape(*mesh.sizes).size)
+        sharing = devices.devices_here(spec.mesh_shape.size)
         self.device = devices.find_device(
             "cpu" if device.platform == "cpu" else device.device_kind, limit, sharing=sharing
         )
-        self.room = Room(devices.budget(config, self.device), devices.limit(config, self.device))
-        self._cost = step_cost(model, config, length, keeps_model, **self._changes)
+        self.room = Room(devices.budget(spec.memory, self.device), devices.limit(spec.memory, self.device))
+        self._cost = step_cost(model, spec)
         self._failed: list[Failed] = []
         self._known: KnownFailures | None = None
         self.forecast, self._smallest = self._next()
@@ -103,20 +85,19 @@ class Planner:
 
     def adopt(self, record: dict[str, Any]) -> None:
         """Takes a checkpoint's plan (StepPlan.to_record and the mesh's sizes), as another would change the last bits.
-        Not taken: on another mesh, against config.memory.plan or micro_batches, or if micro-batches do not divide the
+        Not taken: on another mesh, against memory.plan or micro_batches, or if micro-batches do not divide the
         rows. What this run cannot move stays. Call Engine.follow_plan, then Engine.fit, which checks that it fits.
         ValueError if it is impossible for this model.
         """
-        mesh = self.config.mesh or MeshConfig()
-        if partition.MeshShape.from_record(record) != partition.mesh_shape(*mesh.sizes):
+        if partition.MeshShape.from_record(record) != self.spec.mesh_shape:
             return
         stored = self._recorded(record)
         able = {word: level for word, level in stored.moved.items() if self._cost.may(word, level)}
         stored = dataclasses.replace(stored, moved=able)  # where things are changes no result
         # With data.packing=step a changed number of steps can change the number of rows.
-        same_split = self.config.micro_batches in (None, stored.micro_batches)
+        same_split = self.spec.micro_batches in (None, stored.micro_batches)
         same_split = same_split and self.cost.shape.rows % stored.micro_batches == 0
-        if same_split and (self.config.memory.plan is None or self.plan.text == stored.text):
+        if same_split and (self.spec.memory.plan is None or self.plan.text == stored.text):
             self.forecast, self._smallest = forecast(self._cost, stored, self.device), False
 
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
@@ -184,7 +165,7 @@ class Planner:
 
         def found() -> list[Any]:
             try:
-                next_forecast, smallest = next_plan(self._cost, self.config, self.device, self.room, self._failed)
+                next_forecast, smallest = next_plan(self._cost, self.spec, self.device, self.room, self._failed)
                 return [next_forecast.plan.to_record(), smallest, None]
             except PlanError as error:
                 return [error.smallest.plan.to_record(), True, [error.budget_bytes, error.compiled, error.need_bytes]]
@@ -197,9 +178,7 @@ class Planner:
         raise PlanError(next_forecast, budget, self._fixes(goal(budget, self._failed) or budget), *error_facts)
 
     def _fixes(self, budget_bytes: float) -> list[str]:
-        data = dataclasses.replace(self.config.data, length=self._cost.shape.length)
-        config = dataclasses.replace(self.config, data=data)
-        return fitting_settings(self.shape, config, self.device, budget_bytes, **self._changes)
+        return fitting_settings(self.shape, self.spec, self.device, budget_bytes)
 
     def compiled_bytes(self, *programs: Any) -> float:
         """Device bytes of a step at its peak: temporaries and new outputs of the largest of its `programs`

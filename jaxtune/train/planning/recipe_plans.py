@@ -26,6 +26,7 @@ from jaxtune.train.config.file import load_config, packaged_recipes
 from jaxtune.train.planning import devices, search
 from jaxtune.train.planning.choice import PlanError
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
+from jaxtune.train.planning.step_spec import StepSpec
 
 FAST = 1_000  # tokens/s from which a recipe is proposed
 FILE = Path(__file__).with_name("recipe_plans.json")
@@ -44,7 +45,8 @@ def costs(recipe: str, like: str) -> tuple[TrainConfig, StepCost, DecoderConfig]
         shape = config_from_hf(hf)
         model = dataclasses.replace(config.model, load_in=config.model.load_in or weights_stored_in(hf))
         config = dataclasses.replace(config, model=model)
-        return config, step_cost(abstract_model(shape, config), config), shape
+        spec = StepSpec.of(config)
+        return config, step_cost(abstract_model(shape, spec.model), spec), shape
 
 
 def parameters_of(shape: DecoderConfig) -> int:
@@ -56,11 +58,12 @@ def forecast(recipe: str, card: str) -> dict[str, float] | None:
     # Costs have fitted numbers of the cards that were measured: H100, and H200 for all others.
     config, step_costs, _ = costs(recipe, "H100" if card == "H100" else "")
     device = devices.find_device(card)
-    budget = devices.budget(config, device)
+    budget = devices.budget(config.memory, device)
     assert budget is not None
     with planned_for(card):
         try:
-            best, _ = search.next_plan(step_costs, config, device, search.Room(budget, devices.limit(config, device)))
+            room = search.Room(budget, devices.limit(config.memory, device))
+            best, _ = search.next_plan(step_costs, StepSpec.of(config), device, room)
         except PlanError:
             return None
     return {"gb": round(best.peak_bytes / 1e9, 2), "tokens_per_second": float(f"{best.tokens_per_second:.3g}")}

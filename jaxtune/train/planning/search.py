@@ -13,12 +13,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.choice import PlanError, choose, smallest_plan
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.step_spec import StepSpec
 
 _BEFORE_SMALLEST = 3  # this many plans may fail before the smallest is tried
 # The next forecast is assumed to be as wrong as the worst one, to within this share of the budget, or of the bytes by
@@ -104,7 +104,7 @@ def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
 
 
 def next_plan(
-    costs: StepCost, config: TrainConfig, device: Device, room: Room, failed: Sequence[Failed] = ()
+    costs: StepCost, spec: StepSpec, device: Device, room: Room, failed: Sequence[Failed] = ()
 ) -> tuple[Forecast, bool]:
     """(forecast, whether it is the smallest) of the plan to compile next: up to two failures the fastest within `goal`
     that resembles none, else the smallest. After one failure of known need, `goal` binds only plans that run like it.
@@ -121,11 +121,11 @@ def next_plan(
             if len(failed) == 1 and failed[0].need_bytes is not None:
                 budget = room.budget_bytes
             alike = math.inf if least is None else least
-            fastest = choose(costs, config, device, budget, unlike=plans, alike_bytes=alike)
+            fastest = choose(costs, spec, device, budget, unlike=plans, alike_bytes=alike)
             return fastest, False
         except PlanError:
             pass  # forecasts may be too high, so the smallest plan is still tried
-    smallest = smallest_plan(costs, config, device)
+    smallest = smallest_plan(costs, spec, device)
     budget = room.budget_bytes if room.budget_bytes is not None else smallest.peak_bytes / _MORE
     for failure in failed:
         if failure.plan == smallest.plan:

@@ -15,7 +15,6 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.stack.residual_plan import LayerPlan, Residual, ResidualPlan
-from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.layer_costs import LayerKind, nbytes
 
 type _Values = list[tuple[float, float]]  # (bytes of a value, number of such values)
@@ -52,12 +51,8 @@ class SumsMemory:
 NO_SUMS = SumsMemory()
 
 
-def sums_memory(model: Decoder, trained: nnx.State, config: TrainConfig, devices: int) -> SumsMemory:
-    """The sums of `trained`, the trained weights in stored dtypes. devices: of the run; with more than 1 nothing is in
-    sums.
-    """
-    if config.adapter is not None or devices > 1:
-        return NO_SUMS
+def sums_memory(model: Decoder, trained: nnx.State) -> SumsMemory:
+    """The sums of `trained`, all weights in stored dtypes, on one device."""
 
     def sizes(tree) -> list[float]:
         return [nbytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.ndim > 1]

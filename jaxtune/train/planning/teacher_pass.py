@@ -16,13 +16,14 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import stored_in
 from jaxtune.models.placement import partition
 from jaxtune.pallas.format_names import LOADED
-from jaxtune.train.config import ConfigError, MeshConfig, TrainConfig
-from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.config import ConfigError, MeshConfig
+from jaxtune.train.config.precision import Precision
 from jaxtune.train.objectives.objective import TeacherColumn
 from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import Device, budget, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Phase, loading_bytes, phase_lines, phase_warnings
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.references.teachers import of_pass, shapes_of
 
 _FROM_ELSEWHERE = "objective.teacher_logprobs, a file of its log-probabilities from a machine with more memory"
@@ -33,12 +34,13 @@ _SHORTEST = 256  # tokens of the shortest rows that are proposed
 class TeacherPass:
     """A teacher's pass over the rows of a run, and its memory.
 
+    spec: of a step.
     student: nnx.State of the model that trains, on the devices meanwhile; may be shapes.
     attached_teacher: a teacher attached in Python; None: the objective's.
     name: the teacher's folder or hub name; "base" or None: the base.
     """
 
-    config: TrainConfig
+    spec: StepSpec
     rows_per_step: int
     shape: partition.MeshShape
     length: int
@@ -48,11 +50,11 @@ class TeacherPass:
     name: str | None
 
     @property
-    def own_config(self) -> TrainConfig:
-        """The run's config on the mesh of `shape`, without QAT and precision map, which are the student's alone."""
+    def own_spec(self) -> StepSpec:
+        """On the mesh of `shape`, without QAT and precision map, which are the student's alone."""
         mesh = MeshConfig(data=self.shape.copies, fsdp=self.shape.shard_count)
-        changes = dict(rows_per_step=self.rows_per_step, precision=self.config.computes_in)
-        return dataclasses.replace(self.config, qat=None, mesh=mesh, **changes)
+        model = dataclasses.replace(self.spec.model, precision=Precision(self.spec.model.precision.computes_in))
+        return dataclasses.replace(self.spec, model=model, rows=self.rows_per_step, mesh=mesh, rounds=False)
 
     def teacher(self, load_in: str | None = None) -> Decoder:
         """The teacher as shapes, or itself if attached in Python. load_in: a format in place of the config's, for one
@@ -60,13 +62,15 @@ class TeacherPass:
         """
         if self.attached_teacher is not None:
             return self.attached_teacher
-        path, stored = of_pass(self.name, self.config.objective.teacher_load_in, self.config.model)
-        return shapes_of(path, self.config.dtype, load_in or stored)
+        model = self.spec.model
+        path, stored = of_pass(self.name, model.objective.teacher_load_in, model.base)
+        return shapes_of(path, model.precision.dtype, load_in or stored)
 
     def planner(self, teacher: Decoder, length: int | None = None) -> ForwardPlanner:
         """A planner of the pass, with the student's weights beside. length: tokens of a row; None: the run's."""
         student_bytes = partition.bytes_per_device(self.student, self.shape.shard_count)
-        return ForwardPlanner(teacher, self.own_config, length or self.length, self.device, student_bytes)
+        spec = dataclasses.replace(self.own_spec, length=length or self.length)
+        return ForwardPlanner(teacher, spec, self.device, student_bytes)
 
     @functools.cached_property
     def phase(self) -> Phase:
@@ -120,18 +124,17 @@ class TeacherPass:
             yield f"data.length={length}"
 
 
-def pass_lines(config: TrainConfig, shape: DecoderConfig, device: Device) -> list[str]:
+def pass_lines(spec: StepSpec, shape: DecoderConfig, device: Device, elsewhere: bool) -> list[str]:
     """Lines of --plan about the pass, from shapes; [] without one. ValueError if the teacher's config.json cannot be
     used, ConfigError if it is an adapter's folder or the base of random weights.
 
-      shape: the student's. device: the planned one.
+      shape: the student's.
+      elsewhere: the device is another machine's.
     """
-    column = objective_of(config).needs_rows_before
+    column = spec.needs.rows_before
     if not isinstance(column, TeacherColumn) or column.top_k is None:
         return []
-    student = nnx.state(abstract_model(shape, config))
-    mesh = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
-    of_run = (config, config.rows_per_step, mesh, config.data.length, device)
-    phase = TeacherPass(*of_run, student, None, column.teacher).phase
-    host_bytes = host_memory_bytes() if config.plan.device is None else device.host_memory_bytes
-    return phase_lines([phase], budget(config, device), host_bytes)
+    student = nnx.state(abstract_model(shape, spec.model))
+    phase = TeacherPass(spec, spec.rows, spec.mesh_shape, spec.length, device, student, None, column.teacher).phase
+    host_bytes = device.host_memory_bytes if elsewhere else host_memory_bytes()
+    return phase_lines([phase], budget(spec.memory, device), host_bytes)

@@ -26,6 +26,7 @@ from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import cost
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.movables import left_on_host
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.references.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
 
 
@@ -71,8 +72,9 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
         positions=model_config.positions,
     )
     stored = replace(config, model=replace(model_config, load_in=model_config.load_in or pretrained.stored_in))
+    shared = config.shared_by(jax.device_count())
     mesh_config, _ = mesh_of(
-        config.shared_by(jax.device_count()), lambda: cost.abstract_model(pretrained.config, stored)
+        StepSpec.of(shared), lambda: cost.abstract_model(pretrained.config, StepSpec.of(stored).model)
     )
     mesh = None if mesh_config.divides_tensors is None else partition.make_mesh(*mesh_config.sizes)
     cancelled = threading.Event()
@@ -94,7 +96,7 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
             yield (
                 pool.submit(load),
                 tokenizer(pretrained.folder),
-                cost.abstract_model(pretrained.config, config),
+                cost.abstract_model(pretrained.config, StepSpec.of(config).model),
             )
         finally:
             cancelled.set()

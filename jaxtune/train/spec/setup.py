@@ -23,6 +23,7 @@ from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import prefill_bytes
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.gradient_sync import gradient_sync_of
 from jaxtune.train.program.loss import aux_losses
 from jaxtune.train.program.programs import Engine
@@ -92,32 +93,15 @@ def planned(
 ) -> tuple[TrainConfig, jax.sharding.Mesh, Planner | ForwardPlanner]:
     """(the config with mesh and rows of a step, mesh, planner)."""
     config = dataclasses.replace(config, rows_per_step=batches.rows_per_step)
-    length = batches.length
-    mesh_config, why = mesh_of(
-        config,
-        lambda: model.prepared,
-        needs,
-        length=length,
-        keeps_model=model.keeps_model,
-        optimizer=optimizer,
-    )
+    spec = StepSpec.of(config, needs, batches.length, optimizer, model.keeps_model)
+    mesh_config, why = mesh_of(spec, lambda: model.prepared)
     mesh = partition.make_mesh(*mesh_config.sizes)
-    config = dataclasses.replace(config, mesh=mesh_config)
+    config, spec = dataclasses.replace(config, mesh=mesh_config), dataclasses.replace(spec, mesh=mesh_config)
     config.require_rows_for(mesh.size)
     device = mesh.local_devices[0]
     if not trains:
-        return config, mesh, ForwardPlanner(model.prepared, config, length, device)
-    planner = Planner(
-        model.prepared,
-        config,
-        device=device,
-        note=why,
-        length=length,
-        keeps_model=model.keeps_model,
-        needs=needs,
-        optimizer=optimizer,
-    )
-    return config, mesh, planner
+        return config, mesh, ForwardPlanner(model.prepared, spec, device)
+    return config, mesh, Planner(model.prepared, spec, device, why)
 
 
 def with_slots(

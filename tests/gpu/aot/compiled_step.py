@@ -18,6 +18,7 @@ from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning import cost, forecasts
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.plan import StepPlan, parse_residuals
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.programs import finished
 from jaxtune.train.program.step import StepProgram
 from jaxtune.train.program.xla_options import compiler_options
@@ -60,12 +61,14 @@ def step_peaks(
     )
     optim = OptimConfig()
     if not rank:  # as the whole model would have it
-        whole = nnx.split(cost.abstract_model(config_from_hf(SHAPES[shape]), config), nnx.Param, ...)[1]
+        whole = nnx.split(
+            cost.abstract_model(config_from_hf(SHAPES[shape]), StepSpec.of(config).model), nnx.Param, ...
+        )[1]
         storage = weight_storage(optim.weights, config.computes_in, sum(a.size for a in jax.tree.leaves(whole)))
         optim = dataclasses.replace(optim, weights=storage)
     config = dataclasses.replace(config, optim=optim)
-    model = cost.abstract_model(config_from_hf(hf), config)
-    parts = cost.step_cost(model, config)
+    model = cost.abstract_model(config_from_hf(hf), StepSpec.of(config).model)
+    parts = cost.step_cost(model, StepSpec.of(config))
     step_plan = StepPlan(parse_residuals(plan, layers, parts.layers.all_residuals), 1, 2**26 // parts.shape.vocab_size)
     step_plan = step_plan.at(transposed_codes=parts.movables["transposed_codes"].able)
     parts = parts.placed(step_plan.moved)

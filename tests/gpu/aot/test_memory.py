@@ -25,6 +25,7 @@ from jaxtune.pallas.linear_cross_entropy import (
 from jaxtune.pallas.quant_matmul import LoraWeights
 from jaxtune.train.config import AdapterConfig, DataConfig, ModelConfig, TrainConfig
 from jaxtune.train.planning.cost import abstract_model
+from jaxtune.train.planning.step_spec import StepSpec
 from tests.gpu.aot import compiled_step
 from tests.gpu.aot.compiled_step import step_peaks
 from tests.gpu.aot.target import H200
@@ -151,7 +152,7 @@ def test_stated_bytes_hold_what_a_compiled_merge_takes(load_in):
         rows_per_step=1,
         steps=1,
     )
-    model = abstract_model(config_from_hf(SHAPES["llama-3.2-1b"] | {"num_hidden_layers": 1}), config)
+    model = abstract_model(config_from_hf(SHAPES["llama-3.2-1b"] | {"num_hidden_layers": 1}), StepSpec.of(config).model)
     (out, wide), dtype, where = model.layers[0].mlp.up_proj.sizes, jnp.dtype("bfloat16"), H200.sharding()
 
     def placed(shape, dtype):

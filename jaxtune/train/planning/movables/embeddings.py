@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -16,8 +17,9 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import host_table, partition
 from jaxtune.train.config import AdapterConfig
 from jaxtune.train.planning.devices import Device
-from jaxtune.train.planning.movables.movable import Asked, Movable, Outcome, Seconds
+from jaxtune.train.planning.movables.movable import Movable, Outcome, Seconds
 from jaxtune.train.planning.parts import FROZEN, StepParts
+from jaxtune.train.planning.step_spec import StepSpec
 
 # {name of a table (Decoder.tables): its Hugging Face name}
 TABLES = {"embedding": "model.embed_tokens.weight", "per_layer": "model.embed_tokens_per_layer.weight"}
@@ -47,11 +49,11 @@ class Embeddings(Movable):
         return self.bytes > 0
 
     @classmethod
-    def of(cls, asked: Asked) -> Embeddings:
-        tables = asked.model.tables
+    def of(cls, model: Decoder, states: optax.OptState, spec: StepSpec) -> Embeddings:
+        tables = model.tables
         values = {name: table.get_value() for name, table in tables.items() if not isinstance(table, nnx.Param)}
         trains = "per_layer" in tables and "per_layer" not in values
-        if asked.mesh.shard_count > 1 or not asked.adapts or asked.generates:
+        if spec.mesh_shape.shard_count > 1 or not spec.model.adapts or spec.generates:
             return cls(trains=trains)
         values = {name: value for name, value in values.items() if not isinstance(value, jax.Array)}
         rows = {name: float(value.shape[1] * value.dtype.itemsize) for name, value in values.items()}

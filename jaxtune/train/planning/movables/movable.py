@@ -12,29 +12,14 @@ from jax.sharding import NamedSharding
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement.host_table import Array
-from jaxtune.models.placement.partition import MeshShape
 from jaxtune.models.stack.residual_plan import ResidualPlan
-from jaxtune.train.config import AdapterConfig, OptimConfig
+from jaxtune.train.config import AdapterConfig
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.parts import StepParts
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.step import StepProgram
 
 ANY_GAIN = 1 + 1e-9  # a `Movable.worth`
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """A run, as far as it decides what may be moved. Arrays may be shapes."""
-
-    model: Decoder
-    states: optax.OptState  # of the optimizer
-    mesh: MeshShape
-    optim: OptimConfig
-    max_grad_norm: float | None
-    adapts: bool  # trains an adapter
-    generates: bool  # samples from its model
-    rounds: bool = False  # with rounded weights (QAT)
-    own_optimizer: bool = False  # in place of `optim`'s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +68,8 @@ class Movable:
     # ---- what the planner asks
 
     @classmethod
-    def of(cls, asked: Asked) -> Self:
-        """What of this run may be moved. Before `StepParts` are known."""
+    def of(cls, model: Decoder, states: optax.OptState, spec: StepSpec) -> Self:
+        """What of this run may be moved. Before `StepParts` are known. Arrays of model and optimizer may be shapes."""
         return cls()
 
     @property

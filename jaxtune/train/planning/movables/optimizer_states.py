@@ -8,14 +8,17 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import optax
 
+from jaxtune.models.decoder import Decoder
 from jaxtune.train.config.sections import HOSTED_OPTIMIZERS
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import update_bound
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.layer_forecasts import step_time
-from jaxtune.train.planning.movables.movable import Asked, Movable, Outcome, Seconds
+from jaxtune.train.planning.movables.movable import Movable, Outcome, Seconds
 from jaxtune.train.planning.parts import STATES, StepParts
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.step import StepProgram
 
 
@@ -39,12 +42,12 @@ class OptimizerStates(Movable):
         return self.bytes > 0
 
     @classmethod
-    def of(cls, asked: Asked) -> OptimizerStates:
-        optim = asked.optim
-        alone = asked.mesh.size == 1 and asked.adapts and not asked.own_optimizer
-        if not alone or optim.name not in HOSTED_OPTIMIZERS or update_bound(optim, asked.max_grad_norm) is None:
+    def of(cls, model: Decoder, states: optax.OptState, spec: StepSpec) -> OptimizerStates:
+        optim = spec.optim
+        alone = spec.mesh_shape.size == 1 and spec.model.adapts and spec.optimizer is None
+        if not alone or optim.name not in HOSTED_OPTIMIZERS or update_bound(optim, spec.max_grad_norm) is None:
             return cls(name=optim.name)
-        hosted = [leaf for leaf in jax.tree.leaves(asked.states) if optimizer_offload.is_hosted(leaf)]
+        hosted = [leaf for leaf in jax.tree.leaves(states) if optimizer_offload.is_hosted(leaf)]
         return cls(float(optimizer_offload.hosted_bytes(hosted)), len(hosted), optim.name)
 
     def levels(self, parts: StepParts, device: Device) -> Sequence[int]:

@@ -7,15 +7,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import optax
 from flax import nnx
 
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import transposed_codes
 from jaxtune.pallas.formats import Stored
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.layer_costs import nbytes
 from jaxtune.train.planning.layer_forecasts import product_time
-from jaxtune.train.planning.movables.movable import ANY_GAIN, Asked, Movable, Outcome, Seconds
+from jaxtune.train.planning.movables.movable import ANY_GAIN, Movable, Outcome, Seconds
 from jaxtune.train.planning.parts import StepParts
+from jaxtune.train.planning.step_spec import StepSpec
 
 TRANSPOSED_CODES = "transposed codes of FP8 weights"  # a name of bytes in StepParts.fixed
 
@@ -38,10 +41,10 @@ class TransposedCodes(Movable):
         return self.bytes > 0
 
     @classmethod
-    def of(cls, asked: Asked) -> TransposedCodes:
-        if asked.mesh.shard_count > 1 or asked.rounds or asked.generates:
+    def of(cls, model: Decoder, states: optax.OptState, spec: StepSpec) -> TransposedCodes:
+        if spec.mesh_shape.shard_count > 1 or spec.rounds or spec.generates:
             return cls()
-        matrices = (matrix for layer in asked.model.layers for *_, matrix in layer.matrices())
+        matrices = (matrix for layer in model.layers for *_, matrix in layer.matrices())
         frozen = (m.stored_weight for m in matrices if m.fp8 and not isinstance(m.weight, nnx.Param))
         # A copy is as large as its codes, which may be shapes here.
         return cls(nbytes([w.with_transposed(lambda codes: codes).transposed for w in frozen if isinstance(w, Stored)]))

@@ -1,0 +1,107 @@
+"""What a step asks of the planner."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import optax
+
+from jaxtune.models.heads import Head
+from jaxtune.models.placement import partition
+from jaxtune.train.config import AdapterConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.config.precision import Precision
+from jaxtune.train.config.sections import MemoryConfig
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.objective import RunNeeds
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model trains."""
+
+    base: ModelConfig
+    adapter: AdapterConfig | None
+    precision: Precision
+    head: Head
+    objective: ObjectiveConfig
+    """Names the teacher that runs beside."""
+    seed: int = 0
+
+    @property
+    def adapts(self) -> bool:
+        return self.adapter is not None
+
+    @property
+    def dropout(self) -> bool:
+        """Whether the adapter has any."""
+        return self.adapter is not None and self.adapter.lora_dropout > 0
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    model: ModelSpec
+    rows: int
+    """Of a step, over all devices."""
+    length: int
+    """Tokens of a row."""
+    micro_batches: int | None
+    """None: free."""
+    mesh: MeshConfig | None
+    """None: one device."""
+    memory: MemoryConfig
+    optim: OptimConfig
+    max_grad_norm: float | None
+    needs: RunNeeds
+    answers: bool = False
+    """Whether evaluations sample from the model."""
+    rounds: bool = False
+    """Whether it trains with rounded weights (QAT)."""
+    optimizer: optax.GradientTransformation | None = None
+    """A user's, in place of `optim`'s; only its states count."""
+    keeps_model: bool = False
+    """Whether the given model stays in memory beside the copies that train."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether the run samples from its model."""
+        return self.needs.samples or self.answers
+
+    @property
+    def mesh_shape(self) -> partition.MeshShape:
+        return partition.mesh_shape(*(self.mesh or MeshConfig()).sizes)
+
+    @property
+    def forward(self) -> StepSpec:
+        """Of a pass without a backward."""
+        return dataclasses.replace(self, optimizer=optax.identity(), keeps_model=False)
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        needs: RunNeeds | None = None,
+        length: int | None = None,
+        optimizer: optax.GradientTransformation | None = None,
+        keeps_model: bool = False,
+    ) -> StepSpec:
+        """needs, length, optimizer: None: the config's."""
+        objective = objective_of(config)
+        return cls(
+            model=ModelSpec(
+                config.model, config.adapter, config.numbers, objective.head, config.objective, config.seed
+            ),
+            rows=config.rows_per_step,
+            length=length or config.data.length,
+            micro_batches=config.micro_batches,
+            mesh=config.mesh,
+            memory=config.memory,
+            optim=config.optim,
+            max_grad_norm=config.max_grad_norm,
+            needs=needs or RunNeeds.of(objective),
+            answers=bool(config.evaluation.asking),
+            rounds=config.qat is not None,
+            optimizer=optimizer,
+            keeps_model=keeps_model,
+        )
