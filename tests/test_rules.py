@@ -162,16 +162,7 @@ MAX_UNFORMATTED = 20  # statements that the formatter leaves alone
 MAX_UNCHECKED = 24  # lines, or files, that a type checker leaves alone
 MAX_CASTS = 1  # calls of typing.cast
 MAX_ANYS = 1216  # names `Any` in jaxtune
-UNFORMATTED = 20  # statements that the formatter leaves alone
-MAX_UNCHECKED = 24  # lines, or files, that a type checker leaves alone
-MAX_CASTS = 1  # calls of typing.cast
-MAX_ANYS = 1216  # names `Any` in jaxtune
-MAX_FUNCTION_LINES = 80  # kernels apart
-# Lines of functions that are longer still, most of them documentation of their arguments.
-LONGER = {
-    "jaxtune/models/generation/generate.py:generate": 117,
-    "jaxtune/train/data/dataset.py:prepare": 100,
-}
+MAX_TAKERS = 26  # functions that take a whole run, and classes that hold one: its config or its spec
 UNFORMATTED = re.compile(r"#\s*fmt:\s*(skip|off)")
 UNCHECKED = re.compile(r"#\s*(type:\s*ignore|pyright:)")
 
@@ -580,6 +571,13 @@ def test_the_planner_reads_the_whole_config_in_one_place():
     assert takers("def f(a: int, *, b: TrainConfig | None):\n    pass") == ["f"]
     assert takers("class C:\n    config: TrainConfig") == ["C"]
     assert not takers("def f(config: TrainConfigs, other: str = 'TrainConfig'):\n    pass")
+
+
+def test_few_functions_take_a_whole_run():
+    found = []
+    for name, text in sources("jaxtune"):
+        found += [f"{name}: {taker}" for taker in takers(text, "(?:TrainConfig|RunSpec)")]
+    assert len(found) <= MAX_TAKERS, "take the sections that are read:\n" + "\n".join(found)
 
 
 # ---- a movable is known to its file alone

@@ -63,7 +63,8 @@ def run_formats(
 
 def paired(found: Mapping[str, Any], names: Sequence[str], seeds: int) -> dict[str, Any]:
     """{format: its held-out losses at the end and their differences from bf16's of the same seed}; a loss counts where
-    the run reached its end. Of a run that the clock stopped: [step, difference] of its last evaluation, as `stopped`."""
+    the run reached its end. `stopped` has [step, difference] of the last evaluation of each run that the clock stopped.
+    """
 
     def last(name: str, seed: int) -> float | None:
         run = found.get(f"{name} {seed}".replace(" ", "_"), {})
