@@ -81,7 +81,7 @@ def name_matches(name: str, target: str) -> bool:
 
 def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
     """{name: value} by PEFT's rule for rank_pattern and alpha_pattern: patterns are regular expressions over a whole
-    name or its end after a dot, and the first match decides.
+    name or its end after a dot, and the first match decides. Names without a match are absent.
 
       key: the config's key, for errors.
       patterns: {regular expression: value}, in the order of precedence.

@@ -73,7 +73,7 @@ def answer(
     when: str = "",
 ) -> dict[str, Any]:
     """Measures exact match, prints the score and some answers (`answers_to_show`), and returns {"exact_match": 0 to 1,
-    "rows", "samples": [{"question", "expected", "given"}]}.
+    "rows": their number, "samples": [{"question", "expected", "given"}]}.
 
       sampled: from `sampled_by`.
       when: printed before the score, such as "before training".

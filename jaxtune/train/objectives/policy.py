@@ -212,8 +212,8 @@ class GRPO(Declared):
             raise ValueError(f"objective = {self.name}: {model.config.head.description}, which cannot answer")
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """The count is that of `unit`, or with `over_generation` the batch's SHARE. Old log-probabilities are
-        OLD_LOGPS, else the model's own without gradient.
+        """As Objective.loss: (sum of losses, their count, sums for metrics). The count is that of `unit`, or with
+        `over_generation` the batch's SHARE. Old log-probabilities are OLD_LOGPS, else the model's own without gradient.
         """
         temperature = self.settings.temperature
         entropy_gradient = self.losses.entropy_coef != 0

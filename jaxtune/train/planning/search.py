@@ -81,10 +81,10 @@ class Room:
 
 def short_bytes(room: Room, refused: float | None, free: float | None) -> float | None:
     """Bytes by which the next step must be smaller after one that compiled to fit ran out: at least half of what
-    fragmentation was expected to lose, because the `refused` block may be smaller than what is `free` in all (None:
-    unknown).
+    fragmentation was expected to lose, because the `refused` block may be smaller than what is `free` in all. None if
+    `room` has no limit.
 
-      room: of the device's memory.
+      refused, free: bytes; None: unknown.
     """
     if room.budget_bytes is None or room.limit_bytes is None:
         return None

@@ -255,8 +255,8 @@ class Engine:
         return dataclasses.replace(programs, before_qat=early[0]) if early else programs
 
     def compile_evaluate(self, program: StepProgram, trainable, frozen):
-        """The compiled evaluation of held-out rows, for runs without a step. Weights may be shapes. program: with or
-        without rounded weights (QAT).
+        """The compiled evaluation of held-out rows, (trainable, frozen, batch) -> sums, for runs without a step.
+        Weights may be shapes. program: with or without rounded weights (QAT).
         """
         assert self._held_out is not None
         return self._compiled_of_rows(program.evaluate, self.replicated, trainable, frozen, self._held_out)

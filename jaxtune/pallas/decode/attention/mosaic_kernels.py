@@ -41,7 +41,8 @@ def split_kernel(
     next tiles, also of later items, into its own slots, and waits for no other warpgroup. Splits without tiles get no
     results.
 
-      q_ref: [B, kv_heads, padded heads, D]; k_ref, v_ref: the caches. All refs are in global memory.
+      q_ref: [B, kv_heads, padded heads, D]; k_ref, v_ref: the caches [B, kv_heads, capacity, D]. All refs are in global
+        memory.
       table_ref: int32[lines, 6] of mosaic.work_of; count_ref: int32[1], lines that have tiles.
       out_ref, lse_ref: float32[B, kv_heads, splits, heads, D], normalised by the split's own sum of weights, and
         without D, in log2.
