@@ -51,11 +51,11 @@ def run(arguments: Sequence[str]) -> int | None:
     from jaxtune.train.planning.devices import allow_pinned_memory
 
     allow_pinned_memory()
-    if not options.plan:
-        joining.join(options.coordinator, options.processes, options.process)
     from jaxtune.train.objectives.named import objective_of
 
-    objective = objective_of(config)
+    objective = objective_of(config)  # refuses keys before others are waited for
+    if not options.plan:
+        joining.join(options.coordinator, options.processes, options.process)
     if config.data.train and not (options.plan and config.plan.device is not None):
         from jaxtune.train.data.rows.first_look import require_readable
 

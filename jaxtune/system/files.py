@@ -40,7 +40,7 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
         that are verified when read, or flushed with their folder.
     """
     data = data.encode() if isinstance(data, str) else data
-    with new_file(path, mode, durable) as (_, file), writing(path, len(data)):
+    with writing(path, len(data)), new_file(path, mode, durable) as (_, file):
         file.write(data)
         file.flush()
 
@@ -103,19 +103,19 @@ def put(temporary: Path, path: Path, durable: bool = True) -> None:
         if replaced and not path.exists():
             os.rename(replaced[-1], path)
         raise
+    if durable:
+        sync(path.parent)  # before what was replaced goes
     for folder in replaced:
         with contextlib.suppress(OSError):
             discard(folder)
-    if durable:
-        sync(path.parent)
 
 
 def _renamed(temporary: Path, path: Path) -> bool:
-    """False if a folder that is not empty has the name."""
+    """False if a folder that is not empty, or a link, has the name of a folder."""
     try:
         os.replace(temporary, path)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) or (error.errno == errno.ENOTDIR and path.is_symlink()):
             return False
         raise
     return True
@@ -127,10 +127,10 @@ def put_back(replaced: Path, path: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder, of which no part is ever under its name. Raises OSError."""
+    """Removes a folder, or a link to one, of which no part is ever under its name. Raises OSError."""
     temporary = temporary_path(folder)
     os.rename(folder, temporary)
-    shutil.rmtree(temporary)
+    temporary.unlink() if temporary.is_symlink() else shutil.rmtree(temporary)
 
 
 def temporary_path(path: str | os.PathLike) -> Path:

@@ -159,7 +159,7 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
     than sft, a precision map, or rows made during the run.
     """
     objective = objective_of(config)
-    if objective.samples or objective.unit != "targets":
+    if objective.samples or objective.reference_runs or objective.needs_rows_before or objective.unit != "targets":
         raise ValueError(
             f"sensitivity: objective = {objective.label}: the rows must be those of supervised fine-tuning: give "
             "objective=sft and data.train=FILE"

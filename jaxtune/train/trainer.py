@@ -66,6 +66,7 @@ from jaxtune.train.program.trained_model import TrainedModel, trainable_names, w
 from jaxtune.train.references import references
 from jaxtune.train.references.stored_teachers import StoredTeacher
 from jaxtune.train.run import Profile, Run, is_evaluation_due, rows_identity
+from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.spec import setup
 from jaxtune.train.spec.run_spec import UserParts, resolve
@@ -425,10 +426,12 @@ class Trainer:
     def notes(self) -> list[str]:
         config, model = self.config, self.model
         how = self.storage(), config.optim.offload, self.gradients, self.program.aux_losses
+        own = isinstance(self.batches, SampledAnswers) and self.batches.own_reference
+        compares = model.prepared.teacher is None and not own
         return [
             *precision_notes(config.numbers, *how, model.given),
             *rounding_notes(model.given, model.qat, config.qat.start if config.qat else 0),
-            *reference_notes(self.spec.objective, config.adapter and config.adapter.path),
+            *(reference_notes(self.spec.objective, config.adapter and config.adapter.path) if compares else ()),
         ]
 
     def storage(self) -> dict[str, str]:

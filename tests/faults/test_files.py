@@ -317,3 +317,15 @@ def test_two_writers_and_a_cleaner_at_once(tmp_path, write):
         reading.result()
     remove_temporary(tmp_path)
     assert content_of(path) in contents and [entry.name for entry in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_folder_replaces_a_link_to_one(tmp_path):
+    """As a result that was moved to another disk and linked back."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "old").write_text("old")
+    (tmp_path / "model").symlink_to(tmp_path / "elsewhere")
+    with files.new_folder(tmp_path / "model") as folder:
+        (folder / "new").write_text("new")
+    assert not (tmp_path / "model").is_symlink() and [path.name for path in (tmp_path / "model").iterdir()] == ["new"]
+    assert (tmp_path / "elsewhere" / "old").read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "model"}

@@ -28,7 +28,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import FP8, dense
 from jaxtune.pallas.formats.fp8 import ROW, TILE
 from jaxtune.train.config import CheckpointConfig, MeshConfig
-from jaxtune.train.planning.plan import parse_residuals
+from jaxtune.train.planning.plan import parse_plan
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
@@ -332,7 +332,7 @@ def test_gate_and_up_are_kept_in_fp8_where_a_plan_says_so():
     graph, *weights = nnx.split(layer, nnx.Param, ...)
     x = jax.random.normal(jax.random.key(2), (2, 24, CONFIG["hidden_size"]), jnp.bfloat16)
     arguments = (*weights, x, model.layout(x.shape[:2]), None)
-    (plan,) = parse_residuals("gate=fp8, up=fp8", 1, layer.residuals()).layers
+    (plan,) = parse_plan("gate=fp8, up=fp8", 1, layer.residuals())[0].layers
     assert str(plan) == "fp8" and plan.named("fp8", layer.residuals()) == ("gate", "up")
 
     names = tuple(residual.name for residual in layer.residuals())
@@ -355,7 +355,7 @@ def test_a_plan_in_fp8_needs_products_in_fp8():
     residuals = made(CONFIG).layers[0].residuals()
     for text in ("fp8", "gate=fp8"):
         with pytest.raises(ValueError, match=f"memory.plan = '{text}': .*kept in FP8.* where model.compute is fp8"):
-            parse_residuals(text, 1, residuals)
+            parse_plan(text, 1, residuals)
 
 
 def test_products_in_fp8_need_weights_in_fp8():

@@ -26,7 +26,7 @@ from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
-from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_text
+from jaxtune.train.planning.plan import StepPlan, parse_plan, residuals_text
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.trainer import Trainer
@@ -134,7 +134,7 @@ def test_plans_know_its_residuals_and_what_they_take():
     # A mean over four layers, of which two have it: 12 and 20 channels of float32.
     assert parts.layers.residuals["signal"] * 4 == (12 + 20) * 4 and parts.layers.residuals["wide"] * 4 == 32 * 4
     text = "0-1: recompute; 2-3: signal=offload, wide=recompute"
-    assert residuals_text(parse_residuals(text, 4, parts.layers.all_residuals)) == text
+    assert residuals_text(parse_plan(text, 4, parts.layers.all_residuals)[0]) == text
     device = dataclasses.replace(find_device("RTX 4090"), link=1e9)
     kept = forecast(parts, StepPlan(ResidualPlan.uniform(KEEP, 4), 1, 64), device)
     less = choose(parts, StepSpec.of(config), device, 0.9 * kept.peak_bytes)

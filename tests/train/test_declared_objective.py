@@ -160,3 +160,11 @@ def test_an_objective_of_ones_own_refuses_and_is_named_by_its_class():
     with pytest.raises(ConfigError, match="objective = Own samples from the model"):
         objective_of(make_config("out", mesh=MeshConfig(fsdp=2)), Own())
     assert objective_of(config).label == "sft" and Own().label == "Own"
+
+
+def test_an_objective_without_declarations_is_told_what_to_derive_from():
+    class Bare:
+        unit, sums = "targets", ()
+
+    with pytest.raises(ValueError, match="objective = Bare: it declares nothing to the run: derive it from SFT"):
+        objective_of(make_config("out"), Bare())

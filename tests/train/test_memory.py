@@ -50,7 +50,7 @@ from jaxtune.train.planning.host_room import beside_moved
 from jaxtune.train.planning.layer_forecasts import layer_forecast
 from jaxtune.train.planning.movables import residuals
 from jaxtune.train.planning.movables.residuals import best_layers, layer_plans
-from jaxtune.train.planning.plan import StepPlan, parse_plan, parse_residuals, residuals_text
+from jaxtune.train.planning.plan import StepPlan, parse_plan, residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.trainer import Trainer
@@ -98,11 +98,11 @@ def parts_8b():
 def test_the_text_of_a_plan_is_read_as_it_was_written(text):
     plan, moved = parse_plan(text, 6, DENSE)
     assert StepPlan(plan, 1, 1, moved).text == text
-    assert parse_residuals(residuals_text(plan), 6, DENSE) == plan
+    assert parse_plan(residuals_text(plan), 6, DENSE)[0] == plan
 
 
 def test_a_word_with_exceptions_is_what_it_says():
-    plan = parse_residuals(" 0: recompute,mid=keep ;1-2 :up=offload", 3, DENSE).layers
+    plan = parse_plan(" 0: recompute,mid=keep ;1-2 :up=offload", 3, DENSE)[0].layers
     assert plan == (LayerPlan("recompute", mid="keep"), *[LayerPlan(up="offload")] * 2)
 
 
@@ -244,14 +244,14 @@ COMPILED = [
 @pytest.mark.parametrize(("text", "layers", "rows", "length", "gb"), COMPILED)
 def test_temporaries_beside_the_compilers(parts_8b, text, layers, rows, length, gb):
     parts = dataclasses.replace(parts_8b.reshaped(num_layers=layers, rows=rows, length=length), fixed={})
-    plan = StepPlan(parse_residuals(text, layers, DENSE), 1, 2**28 // SHAPE.vocab_size)
+    plan = StepPlan(parse_plan(text, layers, DENSE)[0], 1, 2**28 // SHAPE.vocab_size)
     assert forecast(parts, plan, H200).peak_bytes / 1e9 == pytest.approx(gb, rel=0.04)
 
 
 @pytest.mark.full
 def test_gate_and_up_are_written_over(parts_8b):
     """Where down_proj has an adapter alone, on every GPU; else on Hopper, in bfloat16."""
-    plan = StepPlan(parse_residuals("recompute", parts_8b.shape.num_layers, DENSE), 1, 2093)
+    plan = StepPlan(parse_plan("recompute", parts_8b.shape.num_layers, DENSE)[0], 1, 2093)
 
     def peaks(**changes):
         config = config_8b(**changes)
@@ -307,7 +307,7 @@ def test_measured_steps_of_the_8b_shape(parts_8b):
         (parts_8b, "recompute", 1.243),
         (parts_8b, "recompute, layer_input=offload", 1.249),
     ):
-        predicted = forecast(parts, StepPlan(parse_residuals(text, 32, DENSE), 1, 2093), H200).step_seconds
+        predicted = forecast(parts, StepPlan(parse_plan(text, 32, DENSE)[0], 1, 2093), H200).step_seconds
         assert predicted == pytest.approx(seconds, rel=0.03), text
 
 
@@ -317,7 +317,7 @@ def test_measured_steps_with_delta_nets():
     config = config_8b(model=ModelConfig(path="a shape"))
     parts = costs_of(config_from_hf(PUBLISHED["Qwen/Qwen3.5-9B"]), config)
     kept, made_again = (
-        forecast(parts, StepPlan(parse_residuals(text, 32, parts.layers.all_residuals), 1, 1081), H200)
+        forecast(parts, StepPlan(parse_plan(text, 32, parts.layers.all_residuals)[0], 1, 1081), H200)
         for text in ("keep", "remembered=recompute")
     )
     assert kept.step_seconds == pytest.approx(1.063, rel=0.08)
@@ -399,7 +399,7 @@ def test_gate_and_up_are_in_fp8_where_keeping_them_does_not_fit():
     parts = costs_of(SHAPE, config)
     wide = parts.shape.rows * parts.shape.length * 14336 * parts.shape.num_layers
     keep, in_fp8 = (
-        forecast(parts, StepPlan(parse_residuals(text, 32, parts.layers.all_residuals), 1, 1024), H200)
+        forecast(parts, StepPlan(parse_plan(text, 32, parts.layers.all_residuals)[0], 1, 1024), H200)
         for text in ("keep", "fp8")
     )
     assert keep.parts["kept residuals"] - in_fp8.parts["kept residuals"] == 2 * wide

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from tiny_models import tiny_model
 
 from jaxtune.models.decoder import Decoder
@@ -170,3 +171,14 @@ def test_a_folder_of_another_run_is_refused_before_rows_are_read(tmp_path):
         require_own_folder(config_to_dict(other))
     (output / "config.yaml").write_text("steps: 3\n")  # of another version: the checkpoint's record decides
     require_own_folder(config_to_dict(other))
+
+
+def test_a_folder_of_an_older_version_may_have_a_last_rate_that_its_schedule_never_had(tmp_path):
+    settings = config_to_dict(make_config(tmp_path, schedule=ScheduleConfig("constant")))
+    write_config(tmp_path, settings)
+    text = (tmp_path / "config.yaml").read_text()
+    assert "min_ratio" not in text or "min_ratio: 0.0" in text
+    values = yaml.safe_load(text)
+    values["schedule"] = {"name": "constant", "min_ratio": 0.1}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    require_same_config(tmp_path, settings)

@@ -35,7 +35,7 @@ from jaxtune.train.config import (
     OptimConfig,
     ScheduleConfig,
 )
-from jaxtune.train.config.file import config_to_dict, config_to_yaml, flat_keys, load_config
+from jaxtune.train.config.file import config_from_dict, config_to_dict, config_to_yaml, flat_keys, read_values
 from jaxtune.train.config.precision import REST, Precision
 from jaxtune.train.config.sections import ENDLESS
 from jaxtune.train.data.batches import BatchSource
@@ -254,7 +254,8 @@ def require_same_settings(settings: Settings) -> None:
     """ValueError if processes have different configs or versions of the packages that compute. Paths may differ between
     hosts; a template and an adapter are compared by content. Collective.
     """
-    compared = {key: value for key, value in flat_keys(settings).items() if key not in _PLACES}
+    values = {key: value for key, value in flat_keys(settings).items() if not key.startswith("metrics.")}
+    compared = {key: value for key, value in values.items() if key not in _PLACES}
     compared |= {key: _content(compared[key]) for key in _FILES if compared.get(key) is not None}
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
     processes.require_same({"jaxtune": __version__, **versions}, "install the same version for all of them")
@@ -462,6 +463,10 @@ def require_own_folder(settings: Settings, length_is_open: bool = False) -> None
 def _recorded_settings(output: Path) -> Settings | None:
     """A folder's config.yaml, with the defaults of keys that an older version lacked; None if it cannot be read."""
     try:
-        return config_to_dict(load_config(str(output / CONFIG)))
+        values = read_values(output / CONFIG)
+        schedule = values.get("schedule")
+        if isinstance(schedule, dict) and schedule.get("name") in ENDLESS:
+            schedule.pop("min_ratio", None)  # 0.2.0 let it stand
+        return config_to_dict(config_from_dict(values))
     except (OSError, ConfigError):
         return None

@@ -17,7 +17,7 @@ from jaxtune.system.files import new_folder
 from jaxtune.system.sealed import read_manifest, write_manifest
 from jaxtune.train.folder.record import LENGTHENED, compare_meta, require_same_code
 from jaxtune.train.folder.run_folder import next_name
-from jaxtune.train.folder.translations import translated
+from jaxtune.train.folder.translations import NewerVersion, translated
 
 PROOF = RUN_RECORD
 
@@ -58,6 +58,8 @@ def read_result(folder: Path) -> Result:
         result = Result(folder, translated(proof["run"]), int(proof["step"]))
     except FileNotFoundError:
         raise ValueError(f"{folder} was not written by a run: it has no {PROOF}") from None
+    except NewerVersion:
+        raise
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{folder} is damaged: {error}") from None
     paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())

@@ -21,6 +21,11 @@ UNRECORDED = "(not recorded)"  # a value that an older version did not write, an
 # What identifies a run, and was not recorded at first.
 _LATER = ("base_digest", "data.columns_crc32", "total_steps")
 
+
+class NewerVersion(ValueError):
+    """A newer jaxtune wrote the record."""
+
+
 type Flat = dict[str, Any]  # a record by dotted keys, and BESIDE
 
 
@@ -60,7 +65,7 @@ def translated(meta: Mapping[str, Any]) -> Flat:
     record |= {key: meta[key] for key in BESIDE if key in meta}
     version = record.get("version", 0)
     if type(version) is not int or not 0 <= version <= VERSION:
-        raise ValueError(
+        raise NewerVersion(
             f"the run's record has version {version!r}, and this jaxtune reads versions up to {VERSION}: continue with "
             "the jaxtune that wrote it, or name another output"
         )

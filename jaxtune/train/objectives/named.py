@@ -7,7 +7,7 @@ from typing import Any
 from jaxtune.train.config import ObjectiveConfig, TrainConfig
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.kto import KTO
-from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.objectives.objective import Declared, Objective
 from jaxtune.train.objectives.policy import GRPO, RLOO
 from jaxtune.train.objectives.preference import DPO, ORPO, SimPO
 from jaxtune.train.objectives.reward import Reward
@@ -28,6 +28,11 @@ def objective_of(config: TrainConfig, user_objective: Objective | None = None) -
     option out of range.
     """
     objective = of_section(config.objective) if user_objective is None else user_objective
+    if Declared not in type(objective).__mro__:
+        raise ValueError(
+            f"objective = {type(objective).__name__}: it declares nothing to the run: derive it from SFT, or from "
+            "Declared (jaxtune.train.objectives.objective), which has the defaults"
+        )
     objective.refuses(config)
     return objective
 

@@ -345,7 +345,6 @@ class SimPO(Preference):
     """Probability, 0 to below 1, of a wrong label."""
 
     name: ClassVar[str] = "simpo"  # by which objective.name selects it
-    by_micro_batch: ClassVar[bool] = True  # its likelihood is a mean over tokens
     by_mean: ClassVar[bool] = True  # log-probabilities are means over the tokens of an answer
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -86,7 +86,7 @@ def _counted() -> list[str]:
 
 
 def residuals_text(plan: ResidualPlan) -> str:
-    """The text of a residual plan, which `parse_residuals` reads; consecutive equal layers form one range."""
+    """The text of a residual plan, which `parse_plan` reads; consecutive equal layers form one range."""
     groups: list[tuple[int, int, LayerPlan]] = []
     for index, layer in enumerate(plan.layers):
         if groups and groups[-1][2] == layer:
@@ -97,11 +97,6 @@ def residuals_text(plan: ResidualPlan) -> str:
     if len(groups) == 1:
         return "; ".join([str(groups[0][2]), *tile])
     return "; ".join([*(f"{first}-{last}: {layer}" for first, last, layer in groups), *tile])
-
-
-def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -> ResidualPlan:
-    """As `parse_plan`, of a text that moves residuals alone."""
-    return _parsed(text, num_layers, residuals, ())[0]
 
 
 def parse_plan(text: str, num_layers: int, residuals: Sequence[Residual]) -> tuple[ResidualPlan, dict[str, int]]:

@@ -64,6 +64,11 @@ class Planner:
         return self.forecast.plan
 
     @property
+    def unplaced_cost(self) -> StepCost:
+        """The costs of a step with nothing moved, whatever the plan."""
+        return self._cost
+
+    @property
     def cost(self) -> StepCost:
         """The costs of a step, with everything where the plan in force has it."""
         return self._cost.placed(self.plan.moved)

@@ -113,7 +113,7 @@ class Engine:
         """JSON values that identify the programs in KnownFailures: what they depend on, except plan, device and
         versions.
         """
-        program, cost = self.program, planner.cost
+        program, cost = self.program, planner.unplaced_cost
         sizes = {**vars(cost), **vars(cost.layers)}
         sizes = {name: value for name, value in sizes.items() if name not in ("layers", "segments", "kinds", "teacher")}
         return [

@@ -17,7 +17,7 @@ from jaxtune.train.optimizer.optim import make_optimizer, update_bound, weight_s
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning import cost, forecasts
 from jaxtune.train.planning.devices import find_device
-from jaxtune.train.planning.plan import StepPlan, parse_residuals
+from jaxtune.train.planning.plan import StepPlan, parse_plan
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.programs import finished
 from jaxtune.train.program.step import StepProgram
@@ -69,7 +69,7 @@ def step_peaks(
     config = dataclasses.replace(config, optim=optim)
     model = cost.abstract_model(config_from_hf(hf), StepSpec.of(config).model)
     parts = cost.step_cost(model, StepSpec.of(config))
-    step_plan = StepPlan(parse_residuals(plan, layers, parts.layers.all_residuals), 1, 2**26 // parts.shape.vocab_size)
+    step_plan = StepPlan(parse_plan(plan, layers, parts.layers.all_residuals)[0], 1, 2**26 // parts.shape.vocab_size)
     step_plan = step_plan.at(transposed_codes=parts.movables["transposed_codes"].able)
     parts = parts.placed(step_plan.moved)
     schedule = learning_rate_schedule(config.schedule, 1e-4, 10)

@@ -354,7 +354,7 @@ def _read_meta(folder: Path) -> _Meta:
     if not record["files"].keys() >= {f"{name}.bin" for name in FIELDS}:
         raise ValueError(f"{_META} does not list all of its arrays")
     try:
-        return pydantic.TypeAdapter(_Meta).validate_python(record)
+        return pydantic.TypeAdapter(_Meta).validate_json(json.dumps(record), strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{_META}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

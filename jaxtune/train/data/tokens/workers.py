@@ -202,7 +202,7 @@ def _wait_for(
         return waiting.result(future, f"{_span(rows)} to be tokenised", patience, look)
     except TimeoutError:
         if future.done():
-            raise
+            return future.result()
         if words := stopped():
             raise ValueError(
                 f"{words} has not continued for {patience:,.0f} s, and has {_span(rows)} to tokenise"
