@@ -67,7 +67,7 @@ def test_losses_are_paired_by_seed():
     assert found["nf4"]["differences"] == pytest.approx([0.1, 0.4]) and found["nf4"][
         "mean_difference"
     ] == pytest.approx(0.25)
-    assert found["int8"] == {"losses": [None, None], "differences": []}
+    assert found["int8"] == {"losses": [None, None], "differences": [], "stopped": [(10, 4.0)]}
     assert found["spread_of_seeds"] == pytest.approx(0.5)
 
 

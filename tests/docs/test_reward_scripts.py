@@ -265,7 +265,7 @@ def test_arguments_of_the_template_are_in_prompts_and_in_the_saved_template(work
         functions = dict(reward_funcs=lambda completions, **_: [1.0] * len(completions))
         trainer = getattr(compat, f"{kind}Trainer")(model, args=args, train_dataset=rows, **functions)
         assert trainer.config().data.template_arguments == given
-        source = trainer._source(trainer.config())
+        source = trainer._run(trainer.config()).batches
         shown[bool(given)] = trainer.tokenizer.decode(source.prompts[0].ids)
     assert "quick assistant:" in shown[True] and "quick" not in shown[False]
     trainer.train()
@@ -295,10 +295,10 @@ def test_a_rollout_function_samples_with_the_trainer(workplace):
 def test_the_reference_is_the_base_or_a_copy_of_a_trained_adapter(workplace, capsys):
     new = trainer_of(beta=0.1)
     assert "the reference of beta = 0.1 is the model with its adapter off" in capsys.readouterr().out
-    assert REFERENCE_LOGPS not in new._source(new.config()).empty(1).extra
+    assert REFERENCE_LOGPS not in new._run(new.config()).batches.empty(1).extra
     trained = trainer_of(beta=0.1, model=adapted(trained=True))
     assert "the model with a copy of the adapter that was trained before" in capsys.readouterr().out
-    source = trained._source(trained.config())
+    source = trained._run(trained.config()).batches
     batch = source.batch_at(0, lambda: trained.model.module)
     # Before the first update, the model is its reference.
     apart = batch.extra[REFERENCE_LOGPS] - batch.extra[SAMPLED_LOGPS]
