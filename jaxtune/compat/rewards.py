@@ -64,7 +64,11 @@ def reasoning_accuracy_reward(
     log_extra: LogExtra | None = None,
     **kwargs: object,
 ) -> list[float | None]:
-    """accuracy_reward of the text after the last of the delimiters (None: "</think>"); 0 without one."""
+    """accuracy_reward of the text after the last of the delimiters (None: "</think>"); 0 without one.
+
+    log_extra: called with a column's name and its values, for a table of answers.
+    kwargs: the rows' other columns, not used.
+    """
     del kwargs
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     ends = []

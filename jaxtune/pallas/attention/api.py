@@ -33,7 +33,8 @@ def implementations(
     seconds.
 
       query: only shape and dtype are read.
-      layout: only max_documents is read; it decides the order, what cuDNN and Triton can run, and Mosaic's blocks.
+      layout: only max_documents is read; with the GPU and the query's shape it decides the order, what cuDNN and Triton
+        can run, and Mosaic's blocks.
       kv_heads: heads of key and value.
       window: keys that a query sees, or None. soft_cap: of the scores, or None. sinks: any array, or None.
     """

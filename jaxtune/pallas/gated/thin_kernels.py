@@ -54,8 +54,8 @@ def gated_thin_kernel(
     BLOCK, rounded up,).
 
       gate, up: [ROWS, SIZE] of 16 bits; a: [RANK, SIZE].
-      result: RESULT 1: activation(gate) * up. 2: its codes e4m3[ROWS, SIZE], a scale for each 128 of a row; COLUMNS is
-        128.
+      result: RESULT 0: nothing is stored. 1: activation(gate) * up. 2: its codes e4m3[ROWS, SIZE], a scale for each
+        128 of a row; COLUMNS is 128.
       scales: RESULT 2: float32[SIZE / 128, rounded up, ROWS].
       inner: [ROWS, RANK], rounded once from float32 sums.
       WIDTH: a power of two, at least 16 and RANK. ACTIVATION: 0: silu; 1: tanh approximation of gelu.

@@ -220,10 +220,10 @@ def _with_bias(u, b, bias):
 def forward(x, weight, lora, groups, static: Static, tokens=None, bias=None, inner=None):
     """(the product [rows, out], residuals for `backward`), from the results of `prepared`.
 
-    tokens: only if the implementation `gathers`.
+    tokens: int32[rows], the row of x of each sorted row, T for an empty one; only if the implementation `gathers`.
     bias: [E, out]. Empty rows get it or not.
     inner: the low-rank input x A^T, [rows, r], of an earlier call; None: it is computed.
-    lora: (a, b) or None. static: all from `prepared`.
+    lora: (a [E, r, in], b [E, out, r]) or None. static: all from `prepared`.
     x: [rows, in] or with `tokens` [T, in]. weight: array or Stored. groups: Groups of the rows.
     """
     contract = 1 if static.transposed else 2

@@ -393,7 +393,7 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
     For up to 16 tokens the table's values are rounded to x's dtype, and each block's float32 sum is multiplied by its
     absmax; for more, decoded elements are multiplied.
 
-      tile: use line_matmul with it; None: the fastest kernel.
+      tile: for up to 16 tokens, use line_matmul with it; None: the fastest kernel.
     """
     if x.shape[0] > MAX_TOKENS:
         return triton.few_matmul(x, weight)

@@ -51,7 +51,7 @@ def first_moments(params, zero_code: int) -> tuple[optax.Updates, optax.Updates]
 
 def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.GradientTransformationExtraArgs:
     """Adam's direction m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) in float32, with 2 + 8/256 bytes of state
-    per element; the counterpart of optax.scale_by_adam.
+    per element (small tensors: 8); the counterpart of optax.scale_by_adam.
 
     Its update also takes `scale`, a factor of the gradients, `finite` (False: the states stay and the direction must
     not be used) and `divided`, a bool for each gradient, whether it is divided over devices (None: none is).

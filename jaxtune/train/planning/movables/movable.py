@@ -86,7 +86,7 @@ class Movable:
         return ()
 
     def placed[P: StepParts](self, parts: P, level: int) -> P:
-        """The parts with bytes and work as at `level`."""
+        """The parts with bytes and work as at `level`, how much is moved."""
         return parts
 
     def at[P: StepParts](self, parts: P, level: int) -> P:

@@ -58,7 +58,7 @@ class TransposedCodes(Movable):
         return dataclasses.replace(parts, fixed={**parts.fixed, TRANSPOSED_CODES: self.bytes}, moved=moved)
 
     def seconds(self, parts: StepParts, device: Device) -> Seconds:
-        """A copy of codes takes as long as decoding them (FP8.decoded_share)."""
+        """Minus what kept copies save: a copy of codes takes as long as decoding them (FP8.decoded_share)."""
         fit, size = product_time(device), self.bytes * parts.level(self.word)
         return Seconds(micro_batch=-(size * fit.decoded_bytes / (device.copy * fit.decoded_share)))
 
