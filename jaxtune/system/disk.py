@@ -51,7 +51,8 @@ def remove_oldest(paths: Iterable[Path], is_too_much: Callable[[int, int], bool]
     entries = []
     for path in paths:
         with contextlib.suppress(OSError):  # another process removed it
-            states = [file.stat() for file in [path, *(path.iterdir() if path.is_dir() else [])]]
+            files = [*path.iterdir()] if path.is_dir() else [path]
+            states = [file.stat() for file in files or [path]]
             entries.append((max(state.st_mtime for state in states), sum(state.st_size for state in states), path))
     remaining, removed = sum(size for _, size, _ in entries), 0
     for changed, size, path in sorted(entries):

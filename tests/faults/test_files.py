@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxtune
-from jaxtune.system import files
+from jaxtune.system import disk, files
 from jaxtune.system.files import atomic_write, new_file, new_folder, remove_temporary, temporary_path
 from jaxtune.system.sealed import fingerprints, read_manifest, require_sealed, seal, sealed, unsealed, write_manifest
 from jaxtune.train.program.program_cache import ProgramCache
@@ -329,3 +329,12 @@ def test_a_folder_replaces_a_link_to_one(tmp_path):
     assert not (tmp_path / "model").is_symlink() and [path.name for path in (tmp_path / "model").iterdir()] == ["new"]
     assert (tmp_path / "elsewhere" / "old").read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "model"}
+
+
+def test_an_empty_folder_makes_room_like_others(tmp_path):
+    """As an interrupted removal of an older version left it."""
+    (tmp_path / "empty").mkdir()
+    os.utime(tmp_path / "empty", (0, 0))
+    (tmp_path / "new").write_bytes(bytes(10))
+    assert disk.remove_oldest([tmp_path / "empty", tmp_path / "new"], lambda remaining, removed: removed == 0) > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
