@@ -50,11 +50,17 @@ def use_program_cache() -> None:
 
 
 def in_use() -> ProgramCache | None:
-    """A cache over the folder that JAX is configured with, created if missing; None if programs are not cached."""
+    """A cache over the folder that JAX is configured with, created if missing; None if programs are not cached, or it
+    cannot be created, which is logged.
+    """
     folder = jax.config.jax_compilation_cache_dir
     if folder is None or not jax.config.jax_enable_compilation_cache:
         return None
-    return ProgramCache(Path(folder), jax.config.jax_compilation_cache_max_size)
+    try:
+        return ProgramCache(Path(folder), jax.config.jax_compilation_cache_max_size)
+    except OSError as error:
+        logger.warning("programs are compiled anew at every start: %s: %s", folder, error.strerror)
+        return None
 
 
 def _checked_cache(path: str) -> tuple[CacheInterface, str]:
@@ -70,7 +76,7 @@ class ProgramCache(CacheInterface):
     """
 
     def __init__(self, folder: Path, max_bytes: int = -1):
-        self._path, self.max_bytes = folder, max_bytes
+        self.folder, self.max_bytes = folder, max_bytes
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_temporary(folder, f"*{_SUFFIX}", idle_seconds=24 * 3600)
 
@@ -103,7 +109,7 @@ class ProgramCache(CacheInterface):
         if 0 <= self.max_bytes < len(entry):
             return
         if self.max_bytes >= 0:
-            entries = self._path.glob(f"*{_SUFFIX}")
+            entries = self.folder.glob(f"*{_SUFFIX}")
             remove_oldest(entries, lambda remaining, _: remaining + len(entry) > self.max_bytes)
         atomic_write(path, entry, mode=0o600, durable=False)
 
@@ -113,7 +119,7 @@ class ProgramCache(CacheInterface):
         """
         # zstandard may be installed or removed between two runs, and JAX's key does not always tell how it compressed.
         zstd = getattr(compilation_cache, "zstd", None) or getattr(compilation_cache, "zstandard", None)
-        return self._path / f"{key}.{'zlib' if zstd is None else 'zstd'}{_SUFFIX}"
+        return self.folder / f"{key}.{'zlib' if zstd is None else 'zstd'}{_SUFFIX}"
 
 
 def _content(key: str, name: str, entry: bytes) -> bytes:
