@@ -9,10 +9,13 @@ Entries are machine code: of other users, or writable by others, they are not us
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import hashlib
 import logging
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -28,6 +31,7 @@ _OLD_FORMAT = b"jaxtune1"
 _SUFFIX = ".program"
 _SMALLEST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 _XLA_CACHES = "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
+_asked: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("asked", default=None)
 
 
 def use_program_cache() -> None:
@@ -68,6 +72,25 @@ def _checked_cache(path: str) -> tuple[CacheInterface, str]:
     return ProgramCache(Path(path), jax.config.jax_compilation_cache_max_size), path
 
 
+@contextlib.contextmanager
+def keys_asked() -> Iterator[list[str]]:
+    """A context in which a list gets each key that JAX, or anybody, looks up in this thread."""
+    token = _asked.set(keys := [])
+    try:
+        yield keys
+    finally:
+        _asked.reset(token)
+
+
+@functools.cache
+def sources() -> str:
+    """SHA-256 of all Python files of jaxtune: other code compiles to other programs."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 class ProgramCache(CacheInterface):
     """Bytes by key, in the interface that JAX expects, each entry checked when it is read. The folder is created for
     its owner alone; temporary files of killed processes go after a day.
@@ -84,6 +107,8 @@ class ProgramCache(CacheInterface):
         """The content of a key; None without an undamaged entry of this user. A bad entry is removed, an unreadable one
         left; both are logged.
         """
+        if (asked := _asked.get()) is not None:
+            asked.append(key)
         path = self._file(key)
         try:
             content = _content(key, path.name, _read(path))

@@ -62,7 +62,7 @@ def test_kernels_compiled_beside_a_program_are_not_compiled_in_it(monkeypatch, c
     with H200.lowering():
         program = jax.jit(call).lower(array, array, array)
     with ThreadPoolExecutor(2) as pool:
-        begun = gpu_kernel.compile_beside(program, H200.sharding().device_set.pop(), pool)
+        begun = gpu_kernel.compile_beside(gpu_kernel.kernels_of(program), H200.sharding().device_set.pop(), pool)
         assert [future.result() for future in begun] == [None, None]
     beside = "".join(capfd.readouterr())
     text = program.compile().as_text()
