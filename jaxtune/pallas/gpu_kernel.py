@@ -98,7 +98,7 @@ type Settings = dict[str, bytes | int | bool]  # of a kernel's custom call
 def kernels_of(program: jax.stages.Lowered) -> list[Settings]:
     """The different Mosaic kernels of a lowered program, for `compile_beside`."""
     module: Any = program.compiler_ir()
-    kernels: dict[Any, Settings] = {}
+    kernels: dict[object, Settings] = {}
 
     def keep(operation):
         if operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value == _TARGET:
@@ -120,7 +120,7 @@ def compile_beside(kernels: Iterable[Settings], device: Any, pool: Executor) -> 
     return [pool.submit(_compile, kernel, device) for kernel in kernels]
 
 
-def _value(setting) -> Any:
+def _value(setting) -> bytes | int | bool:
     """An MLIR attribute as bytes, a number or bool."""
     return setting.value_bytes if isinstance(setting, ir.StringAttr) else setting.value
 

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxtune
 from jaxtune.models.config import RopeConfig
-from jaxtune.train.config import OptimConfig, ScheduleConfig
+from jaxtune.train.config import MeshConfig, OptimConfig, ScheduleConfig
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.program import kept_programs
 from jaxtune.train.program.described import Digests, Undescribed
@@ -328,12 +328,13 @@ def trained(output: Path, **changes) -> tuple[list, list]:
     return [line.get("loss") for line in trainer.history], bits(weights)
 
 
-def test_a_run_of_kept_programs_gives_the_same_bits(kept, lowerings, tmp_path):
-    first = trained(tmp_path / "first")
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(2, 2)], ids=["one device", "four"])
+def test_a_run_of_kept_programs_gives_the_same_bits(kept, lowerings, tmp_path, mesh):
+    first = trained(tmp_path / "first", mesh=mesh)
     names = [function.__name__ for function in lowerings]
     assert names == ["accumulate", "update", "evaluate"]
-    assert trained(tmp_path / "second") == first and len(lowerings) == 3
-    other = trained(tmp_path / "third", schedule=ScheduleConfig(name="linear"))
+    assert trained(tmp_path / "second", mesh=mesh) == first and len(lowerings) == 3
+    other = trained(tmp_path / "third", mesh=mesh, schedule=ScheduleConfig(name="linear"))
     assert [function.__name__ for function in lowerings[3:]] == ["update"] and other != first
 
 

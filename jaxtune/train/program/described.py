@@ -10,12 +10,13 @@ import functools
 import hashlib
 import sys
 import types
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxtune.system import private_jax
 
 # Packages whose code a key has by its versions or sources.
 PACKAGES = frozenset({"jaxtune", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes"})
@@ -33,10 +34,10 @@ class Digests:
     """Digests of values that do not change meanwhile; each object is read once."""
 
     def __init__(self):
-        self._digests: dict[Hashable, tuple[bytes, Any]] = {}  # the value is kept alive, as its id may be the key
+        self._digests: dict[Hashable, tuple[bytes, object]] = {}  # the value is kept alive, as its id may be the key
         self._within: set[Hashable] = set()
 
-    def of(self, value: Any) -> bytes:
+    def of(self, value: object) -> bytes:
         """At most 64 bytes for a value: numbers, text, containers, arrays, shapes with shardings, trees, meshes,
         dataclasses, objects, and functions with what they close over. `Undescribed` for code of other packages, arrays
         on devices, cycles, and whatever else it does not know.
@@ -61,7 +62,7 @@ class Digests:
         return self._digests[key][0]
 
 
-def _described(value: Any) -> tuple[str, Iterable[Any]]:
+def _described(value) -> tuple[str, Iterable]:
     """(the name of its kind, what tells it from others of that kind)."""
     kind = type(value)
     if (describe := _describer(kind)) is not None:
@@ -113,12 +114,12 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _global_name(value: Any) -> str | None:
+def _global_name(value: object) -> str | None:
     """Where a known module has this very object, such as a jitted function; None if none has."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", getattr(value, "__name__", None))
     if not isinstance(module, str) or not isinstance(name, str) or not _is_known(module):
         return None
-    item: Any = sys.modules.get(module)
+    item: object = sys.modules.get(module)
     for part in name.split("."):
         item = getattr(item, part, None)
     return f"{module}.{name}" if item is value else None
@@ -142,7 +143,7 @@ def _code(code: types.CodeType) -> tuple:
     return code.co_code, constants, code.co_names, code.co_firstlineno
 
 
-def _of_tree(tree: jax.tree_util.PyTreeDef) -> tuple:
+def _of_tree(tree) -> tuple:
     return tree.num_leaves, tree.node_data(), tree.children()
 
 
@@ -157,14 +158,14 @@ def _of_mesh(mesh: Mesh) -> tuple:
     return mesh.axis_names, mesh.devices.shape, str(mesh.axis_types), devices
 
 
-def _undescribed(value: Any) -> tuple:
+def _undescribed(value: object) -> tuple:
     raise Undescribed(f"a {type(value).__name__}")
 
 
 # {type: value -> what tells it from others}
-_KINDS: dict[type, Any] = {
+_KINDS: dict[type, Callable[..., Iterable]] = {
     jax.Array: _undescribed,
-    jax.core.Tracer: _undescribed,
+    private_jax.core.Tracer: _undescribed,
     jax.ShapeDtypeStruct: lambda shape: (shape.shape, shape.dtype, shape.weak_type, shape.sharding),
     jax.tree_util.PyTreeDef: _of_tree,
     Mesh: _of_mesh,
@@ -182,5 +183,5 @@ _KINDS: dict[type, Any] = {
 
 
 @functools.cache
-def _describer(kind: type) -> Any:
+def _describer(kind: type) -> Callable[..., Iterable] | None:
     return next((describe for known, describe in _KINDS.items() if issubclass(kind, known)), None)

@@ -27,7 +27,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,9 +56,9 @@ class Request:
     options: XLA's. shardy: whether it is partitioned by Shardy; not if all of it is inside of partition.divided.
     """
 
-    function: Callable[..., Any]
+    function: Callable
     arguments: tuple
-    out_shardings: Any
+    out_shardings: object  # a sharding, or a tree of them, perhaps a prefix of the results'
     mesh: jax.sharding.Mesh
     options: Mapping[str, bool | int | str]
     donated: tuple[int, ...] = ()
@@ -154,8 +153,7 @@ def _compiled(request: Request, lowered: jax.stages.Lowered, said: list[dispatch
 
 def _keep(request: Request, key: str, fresh: _Fresh, cache: ProgramCache) -> None:
     """Writes an entry, unless the program has what no entry holds."""
-    loadable: Any = fresh.program._executable
-    unloaded = loadable._unloaded_executable
+    unloaded = getattr(fresh.program._executable, "_unloaded_executable")  # noqa: B009 - of a subclass
     with_more = (unloaded.unordered_effects, unloaded.ordered_effects, unloaded.keepalive, unloaded.host_callbacks)
     checks = dispatch.passed()
     if fresh.executable is None or checks is None or any(with_more) or unloaded.mut or fresh.program._params.const_args:
@@ -209,10 +207,10 @@ def _loaded(request: Request, key: str, cache: ProgramCache) -> jax.stages.Compi
     return program
 
 
-def _program(request: Request, entry: Mapping[str, Any], executable: Any, devices: Any) -> jax.stages.Compiled:
+def _program(request: Request, entry: Mapping, executable, devices) -> jax.stages.Compiled:
     """What jax.stages.Lowered.compile makes of an executable."""
     leaves, structure = jax.tree.flatten((request.arguments, {}))
-    avals = [core.shaped_abstractify(leaf) for leaf in leaves]
+    avals: list = [core.shaped_abstractify(leaf) for leaf in leaves]
     kept = set(entry["kept"])
     read = [aval for index, aval in enumerate(avals) if index in kept]
     read_from = [leaf.sharding for index, leaf in enumerate(leaves) if index in kept]
@@ -258,8 +256,10 @@ def _program(request: Request, entry: Mapping[str, Any], executable: Any, device
     )
 
 
-def _outline(nested: Any, arguments: Sequence[jax.tree_util.PyTreeDef]) -> Any:
-    """A tree of indices as JSON: None, an argument's index, _LEAF, or {"dict", "list" or "tuple": its items}."""
+def _outline(nested: object, arguments: Sequence):
+    """A tree of indices as JSON: None, the index of an argument's structure, _LEAF, or {"dict", "list" or "tuple": its
+    items}.
+    """
     if nested is None or isinstance(nested, int):
         return None if nested is None else _LEAF
     structure = jax.tree.structure(nested)
@@ -272,7 +272,7 @@ def _outline(nested: Any, arguments: Sequence[jax.tree_util.PyTreeDef]) -> Any:
     raise described.Undescribed(f"a result in a {type(nested).__name__}")
 
 
-def _nested(outline: Any, arguments: Sequence[jax.tree_util.PyTreeDef]) -> Any:
+def _nested(outline, arguments: Sequence):
     """A tree of zeros, of `_outline`."""
     if outline is None or outline == _LEAF:
         return None if outline is None else 0
@@ -284,11 +284,11 @@ def _nested(outline: Any, arguments: Sequence[jax.tree_util.PyTreeDef]) -> Any:
     return {"list": list, "tuple": tuple}[kind](_nested(item, arguments) for item in items)
 
 
-def _to_json(value: bytes | int | bool) -> Any:
+def _to_json(value: bytes | int | bool) -> object:
     return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
 
 
-def _of_json(value: Any) -> bytes | int | bool:
+def _of_json(value) -> bytes | int | bool:
     return base64.b64decode(value["base64"]) if isinstance(value, dict) else value
 
 

@@ -472,13 +472,13 @@ class StepProgram:
 
 def without_update(program: StepProgram) -> StepProgram:
     """What accumulate, evaluate and of_rows read of a program: they are compiled once for all learning rates."""
-    unread: dict[str, Any] = dict(schedule=None, bound=None, max_grad_norm=None, by_tensor=False, offload=False)
+    unread: dict[str, object] = dict(schedule=None, bound=None, max_grad_norm=None, by_tensor=False, offload=False)
     return dataclasses.replace(program, optimizer=optax.identity(), **unread)
 
 
 def without_layers(program: StepProgram) -> StepProgram:
     """What `update` reads of a program: it is compiled once for all rows."""
-    unread: dict[str, Any] = dict(plan=None, max_documents=None, chunk_tokens=None, dropout=False, noise_alpha=None)
+    unread: dict[str, object] = dict(plan=None, max_documents=None, chunk_tokens=None, dropout=False, noise_alpha=None)
     return dataclasses.replace(program, full=False, **unread)
 
 
