@@ -24,10 +24,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxtune
 from jaxtune.models.config import RopeConfig
+from jaxtune.pallas.formats import FORMATS
 from jaxtune.train.config import MeshConfig, OptimConfig, ScheduleConfig
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
-from jaxtune.train.program import kept_programs
-from jaxtune.train.program.described import Digests, Undescribed
+from jaxtune.train.program import kept_programs, step
+from jaxtune.train.program.described import Digests, Undescribed, replaced
 from jaxtune.train.program.kept_programs import Request, programs_of
 from jaxtune.train.program.program_cache import in_use
 from jaxtune.train.trainer import Trainer
@@ -112,6 +113,15 @@ def test_what_the_user_wrote_or_nobody_can_tell_is_refused(value):
     cycle.append(cycle)
     with pytest.raises(Undescribed, match="contains itself"):
         Digests().of(cycle)
+
+
+def test_functions_of_the_user_in_jaxtune_are_noticed(kept, monkeypatch):
+    assert replaced("jaxtune") is None
+    for holder, name in ((step, "of_each"), (step.StepProgram, "update"), (FORMATS, "mine")):
+        with monkeypatch.context() as patch:
+            patch.setitem(holder, name, scaled) if isinstance(holder, dict) else patch.setattr(holder, name, scaled)
+            assert replaced("jaxtune") is not None
+    assert replaced("jaxtune") is None
 
 
 # ---- programs

@@ -11,6 +11,7 @@ import hashlib
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -100,6 +101,39 @@ def _joined(kind: str, *parts: bytes) -> bytes:
     """What nothing else gives: lengths are told, and what is long is hashed."""
     joined = b"".join([b"%d:%s" % (len(part), part) for part in (kind.encode(), *parts)])
     return joined if len(joined) < _LONG else b"#" + hashlib.sha256(joined).digest()
+
+
+def replaced(package: str) -> str | None:
+    """Where a module, class or table of a package holds a function of the user's, whose code no digest tells; None:
+    nowhere.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] != package:
+            continue
+        for label, item in list(vars(module).items()):
+            table = isinstance(item, dict) and not label.startswith("__")
+            own = isinstance(item, type) and item.__module__ == name
+            for held in item.values() if table else list(vars(item).values()) if own else (item,):
+                function = getattr(held, "__func__", held)
+                if isinstance(function, types.FunctionType) and _is_of_user(function, package):
+                    return f"{name}.{label}"
+    return None
+
+
+def _is_of_user(function: types.FunctionType, package: str) -> bool:
+    top = str(function.__globals__.get("__name__")).split(".")[0]
+    if top == "__main__" or top == package or function.__code__.co_filename.startswith("<"):  # the last: of dataclasses
+        return top == "__main__"
+    return not _is_installed(top)
+
+
+@functools.cache
+def _is_installed(top: str) -> bool:
+    file = getattr(sys.modules.get(top), "__file__", None)
+    if top in sys.stdlib_module_names or file is None:
+        return top in sys.stdlib_module_names
+    beside = Path(jax.__file__).parents[1]
+    return beside in Path(file).parents or bool({"site-packages", "dist-packages"} & set(Path(file).parts))
 
 
 @functools.cache

@@ -24,6 +24,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _OF_COMPILERS = ("XLA_", "JAX_", "JAXTUNE_", "MOSAIC_", "TRITON_", "PALLAS_", "NVIDIA_TF32", "CUBLAS", "CUDNN", "NCCL_")
+_OF_ALLOCATOR = "XLA_PYTHON_CLIENT_"
+_LOAD_EVENT = "/jaxtune/program_load_duration"  # of jax.monitoring, beside JAX's own of tracing and compiling
 _DUMPS = ("MOSAIC_GPU_DUMP", "JAX_DUMP_IR_TO")
 _LEAF = "*"
 
@@ -111,9 +114,16 @@ def programs_of(requests: Sequence[Request]) -> list[jax.stages.Compiled]:
 
 
 def cache_of_programs() -> ProgramCache | None:
-    """None if programs are to be traced: none are kept, or their lowering is to be seen, or in several processes."""
+    """None if programs are to be traced: none are kept, or their lowering is to be seen, or in several processes, or
+    the user replaced a part of jaxtune.
+    """
     dumps = any(name.startswith(_DUMPS) for name in os.environ) or "--xla_dump" in os.environ.get("XLA_FLAGS", "")
-    return None if dumps or jax.config.values["jax_dump_ir_to"] or processes.count() > 1 else in_use()
+    if dumps or jax.config.values["jax_dump_ir_to"] or processes.count() > 1 or (cache := in_use()) is None:
+        return None
+    if (where := described.replaced("jaxtune")) is not None:
+        logger.info("programs are traced, as a function in %s is not jaxtune's", where)
+        return None
+    return cache
 
 
 def _loaded_or_compiled(
@@ -184,6 +194,7 @@ def _loaded(request: Request, key: str, cache: ProgramCache) -> jax.stages.Compi
     """The program of an entry; None without one. One that cannot be used is logged."""
     if (content := cache.get(key)) is None:
         return None
+    start_seconds = time.perf_counter()
     try:
         entry = json.loads(content)
         compressed = cache.get(entry["executable"])
@@ -204,6 +215,9 @@ def _loaded(request: Request, key: str, cache: ProgramCache) -> jax.stages.Compi
         logger.warning("a kept program is not used: %s: %s; compiling it anew", type(error).__name__, error)
         return None
     dispatch.say_again(entry["said"])
+    jax.monitoring.record_event_duration_secs(
+        _LOAD_EVENT, time.perf_counter() - start_seconds, fun_name=str(entry["name"])
+    )
     return program
 
 
@@ -267,7 +281,7 @@ def _outline(nested: object, arguments: Sequence):
         return arguments.index(structure)
     if type(nested) is dict and all(isinstance(name, str) for name in nested):
         return {"dict": {name: _outline(item, arguments) for name, item in nested.items()}}
-    if type(nested) in (list, tuple):
+    if isinstance(nested, list | tuple) and type(nested) in (list, tuple):
         return {type(nested).__name__: [_outline(item, arguments) for item in nested]}
     raise described.Undescribed(f"a result in a {type(nested).__name__}")
 
@@ -308,7 +322,7 @@ def _surroundings(mesh: jax.sharding.Mesh) -> tuple:
 
 def _decides(variable: str) -> bool:
     """Whether programs may depend on an environment variable."""
-    return variable.startswith(_OF_COMPILERS) and "CACHE" not in variable
+    return variable.startswith(_OF_COMPILERS) and "CACHE" not in variable and not variable.startswith(_OF_ALLOCATOR)
 
 
 def _topology(devices: list) -> int | None:
