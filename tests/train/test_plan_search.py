@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -23,6 +22,7 @@ from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.search import Failed, Room, next_plan, short_bytes
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.program_cache import ProgramCache
+from jaxtune.train.program.programs import Programs
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config, tiny_budget
 
@@ -43,7 +43,7 @@ class Compiler:
             self.compiled.append(engine.planner.forecast)
             if needs(engine.planner.forecast) is None:
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-            return SimpleNamespace(accumulate=None, update=None)
+            return Programs(accumulate=None, update=None, evaluate=None)
 
         monkeypatch.setattr(engine, "compile", compile_it)
         monkeypatch.setattr(engine.planner, "compiled_bytes", lambda *programs: needs(engine.planner.forecast))

@@ -211,13 +211,12 @@ def _loaded(request: Request, key: str, cache: ProgramCache) -> jax.stages.Compi
             executable = device.client.deserialize_executable(serialized, devices)
         with request.context():
             program = _program(request, entry, executable, devices)
+        dispatch.say_again(entry["said"])
+        seconds = time.perf_counter() - start_seconds
+        jax.monitoring.record_event_duration_secs(_LOAD_EVENT, seconds, fun_name=str(entry["name"]))
     except Exception as error:  # of JSON, of JAX, of XLA or of a compressor: whatever it is, the program can be made
         logger.warning("a kept program is not used: %s: %s; compiling it anew", type(error).__name__, error)
         return None
-    dispatch.say_again(entry["said"])
-    jax.monitoring.record_event_duration_secs(
-        _LOAD_EVENT, time.perf_counter() - start_seconds, fun_name=str(entry["name"])
-    )
     return program
 
 
