@@ -30,7 +30,7 @@ except ImportError as error:
 
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.models.ends import end_token_ids
 from jaxtune.models.generation.sampler import Sampler
 
 _SHORTEST = 32  # rows are padded to at least this many tokens
