@@ -24,12 +24,12 @@ from jaxtune.compat.completions import Completions
 from jaxtune.compat.defaults import Library
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer, trained_before
-from jaxtune.compat.settings import move_quantization_config, plain_value, resolved_config
+from jaxtune.compat.settings import DEFAULT_PROMPT, move_quantization_config, plain_value, resolved_config
 from jaxtune.compat.tables import GRPO, REWARDED_TRAINER, RLOO
 from jaxtune.compat.transformers_names import load_named
 from jaxtune.compat.vllm_names import SamplingParams
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import ends_of
+from jaxtune.models.ends import ends_of
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
@@ -50,7 +50,6 @@ from jaxtune.train.sampled.tools import Tools
 from jaxtune.train.trainer import Trainer
 from jaxtune.train.user_code.calling import running
 
-_USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the trainer loads by its name
 _ALL_ROWS = 2**31 - 1  # the most rows of eval_dataset that are answered
 # Arguments that have the names of the objective's options.
 _SHARED = (
@@ -251,7 +250,7 @@ class RewardedTrainer(PreferenceTrainer):
             eval_dataset = None
         if isinstance(model, str | os.PathLike):
             roomy = copy.copy(config)
-            prompt = getattr(config, "max_prompt_length", None) or _USUAL_PROMPT
+            prompt = getattr(config, "max_prompt_length", None) or DEFAULT_PROMPT
             roomy.max_length = prompt + config.max_completion_length
             model = load_named(os.fspath(model), roomy, full=others.get("peft_config") is None)
         self._weights = getattr(config, "reward_weights", None)
