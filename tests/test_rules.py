@@ -134,7 +134,7 @@ def test_imports_go_one_way():
         ("jaxtune.models.families.gemma2", "from . import llama", "each other"),
         ("jaxtune.models.families.common", "from jaxtune.models.families import llama", "each other"),
         ("jaxtune.models.hf", "try:\n    import transformers\nexcept ImportError:\n    pass", "at module level"),
-        ("jaxtune.train.display.metrics", "class A:\n    from matplotlib import pyplot", "at module level"),
+        ("jaxtune.train.log.metrics", "class A:\n    from matplotlib import pyplot", "at module level"),
     ],
 )
 def test_a_wrong_import_is_found(module, source, message):
@@ -583,7 +583,7 @@ def test_few_functions_take_a_whole_run():
 # ---- a movable is known to its file alone
 
 MOVABLE_ROOM = "jaxtune.train.planning.movables"
-PLANNED = ("planning", "display", "spec", "program.programs", "program.trained_model")  # where words are those of plans
+PLANNED = ("planning", "display", "spec", "engine")  # where words are those of plans
 # Modules beside the table of all that may read a movable's file: the search over layer plans.
 LAYER_SEARCH = ("jaxtune.train.planning.choice", "jaxtune.train.planning.fitting")
 

@@ -23,7 +23,7 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.rows.streamed import is_stream
 from jaxtune.train.objectives.named import of_section
-from jaxtune.train.references.teachers import BASE, with_teacher
+from jaxtune.train.objectives.teachers import BASE, with_teacher
 
 _USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the trainer loads by its name
 

@@ -18,11 +18,11 @@ from jaxtune.models.hf import save_weights
 from jaxtune.models.lora import has_adapter
 from jaxtune.system import host_memory, processes
 from jaxtune.system.files import atomic_write
-from jaxtune.train.display import metrics as m
 from jaxtune.train.evaluation.held_out_answers import AFTER, BEFORE, _show_answers, answer, sampled_by
 from jaxtune.train.folder.record import digest, is_digest_of
 from jaxtune.train.folder.results import holds, require_own, require_replaceable, write_result
 from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS, next_name
+from jaxtune.train.log import metrics as m
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -24,10 +24,10 @@ from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Document, Documents
-from jaxtune.train.display.monitor import TrainingStopped
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.record import digest, is_digest_of, same_run
 from jaxtune.train.folder.results import require_own, write_result
+from jaxtune.train.loop.monitor import TrainingStopped
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.references import references
 from jaxtune.train.trainer import Trainer

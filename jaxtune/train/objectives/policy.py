@@ -24,12 +24,12 @@ from jaxtune.train.config.checks import require
 from jaxtune.train.config.sections import OF_ANSWERS
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import TokenDataset
+from jaxtune.train.data.packing import answers as packed_answers
 from jaxtune.train.objectives import grpo
 from jaxtune.train.objectives.grpo import Answers, Correction, PolicyLoss, group_advantages, rloo_advantages
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.objective import Declared
 from jaxtune.train.objectives.preference import require_fixed_base
-from jaxtune.train.program.loss import Forward
-from jaxtune.train.sampled import packed_answers
 
 # Metrics about the difference between the sampler's and the trainer's probabilities, by TRL's names.
 _MISMATCH = "sampling/sampling_logp_difference/mean"

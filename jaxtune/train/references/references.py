@@ -26,9 +26,9 @@ from jaxtune.train.config import QatConfig
 from jaxtune.train.data.batches import Batches, Rows
 from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.data.tokens.cache import cache_folder
-from jaxtune.train.display.monitor import TrainingStopped
+from jaxtune.train.engine.programs import Engine
+from jaxtune.train.loop.monitor import TrainingStopped
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.program.programs import Engine
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.system import waiting
 from jaxtune.train.config import ConfigError
-from jaxtune.train.sampled.packed_answers import Prompt, Settings
+from jaxtune.train.data.packing.answers import Prompt, Settings
 from jaxtune.train.sampled.reward_functions import ENVIRONMENTS, Message, Turns
 from jaxtune.train.sampled.tool_formats import ToolFormat
 from jaxtune.train.sampled.tools import Answered, ToolCalls, Tools

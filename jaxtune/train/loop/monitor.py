@@ -25,9 +25,9 @@ import numpy as np
 from jaxtune.train.callbacks import Callback, Callbacks
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import BatchSource
-from jaxtune.train.display import metrics as m
-from jaxtune.train.display.plan_text import measured_lines
+from jaxtune.train.log import metrics as m
 from jaxtune.train.planning.devices import memory_peak_bytes
+from jaxtune.train.planning.plan_text import measured_lines
 from jaxtune.train.planning.planner import Planner
 
 _SHOWN_STEPS = 10  # the speed on the screen is the mean of this many steps
