@@ -91,10 +91,9 @@ def trainer_of(case: Case, folder: str) -> Any:
     from jaxtune.models.files.model_folder import load_tokenizer
     from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
     from jaxtune.train.config.objective import ObjectiveConfig
-    from jaxtune.train.data.packing.answers import Prompt
     from jaxtune.train.objectives.named import objective_of
     from jaxtune.train.objectives.policy import GRPO
-    from jaxtune.train.sampled.answering import OneTurn, Sampling
+    from jaxtune.train.sampled.answering import OneTurn, Prompt, Sampling
     from jaxtune.train.sampled.reward_functions import RewardFunctions
     from jaxtune.train.sampled.rollouts import SampledAnswers
     from jaxtune.train.trainer import Trainer

@@ -47,7 +47,10 @@ class Delivery:
         self.numbers: dict[str, Any] = {}
         self.rows = "" if trainer.eval_data is None else trainer.eval_data.documents.identity
         if self.config.evaluation.exact_match_rows:  # rows that cannot be asked raise now, before training
-            trainer.sampled = sampled_by(trainer)
+            positions = trainer.model.given.config.context_length
+            trainer.sampled = sampled_by(
+                trainer.planner, trainer.tokenizer, self.config.evaluation, self.config.data, positions
+            )
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
         """Compares the folder's results with this run, before its first step; then has the untrained model answer

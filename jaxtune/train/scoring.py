@@ -232,7 +232,9 @@ def evaluate(
         results |= {key: None if math.isnan(value) else value for key, value in answers.metrics.items()}
         results[SAMPLES] = answers.samples
     if config.evaluation.exact_match_rows:
-        results |= answer(model, tokenizer, config.evaluation, config.data, console, sampled_by(trainer))
+        settings, positions = config.evaluation, trainer.model.given.config.context_length
+        sampled = sampled_by(trainer.engine.planner, trainer.tokenizer, settings, config.data, positions)
+        results |= answer(model, tokenizer, settings, config.data, console, sampled)
     return results
 
 

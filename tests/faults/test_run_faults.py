@@ -14,7 +14,7 @@ import pytest
 
 from jaxtune import cli
 from jaxtune.train import delivery
-from jaxtune.train.callbacks import Callback
+from jaxtune.train.callbacks import Callback, TrainingStopped
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -33,7 +33,6 @@ from jaxtune.train.folder.results import PROOF, read_result
 from jaxtune.train.log import metrics as m
 from jaxtune.train.log.metrics import read_metrics
 from jaxtune.train.loop import run
-from jaxtune.train.loop.monitor import TrainingStopped
 from jaxtune.train.loop.saving import TrainingInterrupted
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.spec import loading

@@ -27,6 +27,7 @@ from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import host_table, partition
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train import app
+from jaxtune.train.callbacks import TrainingStopped
 from jaxtune.train.config import (
     AdapterConfig,
     CheckpointConfig,
@@ -39,7 +40,6 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.engine.programs import Engine
-from jaxtune.train.loop.monitor import TrainingStopped
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost

@@ -29,6 +29,7 @@ from jaxtune.models.files import quant
 from jaxtune.models.lora import freeze, get_peft_model, linears
 from jaxtune.models.placement import partition
 from jaxtune.train import shown_plan
+from jaxtune.train.callbacks import TrainingStopped
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -44,7 +45,6 @@ from jaxtune.train.data.tokens.documents import Document
 from jaxtune.train.display import model_report, rows_report
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, saved_steps
 from jaxtune.train.log.metrics import read_metrics
-from jaxtune.train.loop.monitor import TrainingStopped
 from jaxtune.train.objectives.loss import loss_sums
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
