@@ -53,6 +53,16 @@ NOT_IN_PALLAS = {
     "torch",
 }
 FAMILIES = "jaxtune.models.families"  # its folder common is what families share
+# The rooms within a room, lowest first: each imports only from itself and those before it.
+ORDER = {
+    "models": [
+        *("values", "heads", "config", "fitted", "placement", "norm", "rope"),
+        *("qat", "linear", "layers", "stack", "decoder"),
+        *("expressions", "lora", "reward", "ends", "observed_inputs"),
+        *("families", "registry", "precision", "components"),
+        *("files", "adapters", "hf", "generation"),
+    ],
+}
 # Slow or optional: imported inside the functions that use them.
 NOT_AT_TOP = {"transformers", "datasets", "gguf", "torch", "trackio", "wandb", "tensorboardX", "matplotlib"}
 
@@ -155,6 +165,42 @@ def test_a_wrong_import_is_found(module, source, message):
 )
 def test_a_right_import_is_not(module, source):
     assert not violations(source, module)
+
+
+def upward(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What a module imports from a room above its own, at any level of its code, one line each."""
+    above: list[str] = []
+    for outer, rooms in ORDER.items():
+        paths = [f"jaxtune.{outer}.{room}" for room in rooms]
+        above += next((paths[index + 1 :] for index, path in enumerate(paths) if within(module, path)), [])
+    imported = imports(ast.parse(source), module, is_package)
+    return [f"{module}:{line} imports {n}: above it" for n, line in imported if any(within(n, path) for path in above)]
+
+
+def test_rooms_import_only_downward():
+    found = []
+    for path in MODULES:
+        found += upward(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py")
+    assert not found, "\n".join(found)
+    for outer, rooms in ORDER.items():
+        named = {path.stem for path in (ROOT / "jaxtune" / outer).iterdir() if path.suffix == ".py" or path.is_dir()}
+        assert sorted(rooms) == sorted(named - {"__init__", "__pycache__"})
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("jaxtune.models.linear", "from jaxtune.models.decoder import Decoder"),
+        ("jaxtune.models.linear", "from jaxtune.models import decoder, values"),
+        ("jaxtune.models.qat.fake_quant", "def f():\n    from jaxtune.models.lora import linears"),
+        ("jaxtune.models.qat.fake_quant", "from ..lora import linears"),
+        ("jaxtune.models.hf", "import jaxtune.models.generation.sampler"),
+    ],
+)
+def test_an_upward_import_is_found(module, source):
+    assert upward(source, module)
+    assert not upward("from jaxtune.models import values\nfrom jaxtune.pallas import formats", module)
+    assert not upward(source, "jaxtune.models.generation.generate")
 
 
 # How often the whole tree may turn a tool off, or take a value's type for granted. These numbers may only fall.

@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> None:
             parser.error(f"{flag} {value}: must be a positive integer")
 
     from jaxtune.commands import answers
-    from jaxtune.models.generation.ends import with_end_tokens
+    from jaxtune.models.ends import with_end_tokens
     from jaxtune.system.program_cache import use_program_cache
 
     use_program_cache()

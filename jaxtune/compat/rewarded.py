@@ -29,7 +29,7 @@ from jaxtune.compat.tables import GRPO, REWARDED_TRAINER, RLOO
 from jaxtune.compat.transformers_names import load_named
 from jaxtune.compat.vllm_names import SamplingParams
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import ends_of
+from jaxtune.models.ends import ends_of
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig

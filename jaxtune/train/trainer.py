@@ -15,7 +15,7 @@ import optax
 
 from jaxtune.conversations.ends import ends_in_words
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import ends_of, with_end_tokens
+from jaxtune.models.ends import ends_of, with_end_tokens
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement import partition
 from jaxtune.system import processes, shared_folders

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 
 import jaxtune
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.models.ends import end_token_ids
 from jaxtune.models.lora import get_peft_model
 from jaxtune.train import scoring
 from jaxtune.train.callbacks import Callback

@@ -14,8 +14,8 @@ from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.lora import get_peft_model, linears
+from jaxtune.models.observed_inputs import known_scales, observed_scales
 from jaxtune.models.qat.fake_quant import FakeQuant
-from jaxtune.models.qat.observed_inputs import known_scales, observed_scales
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,

@@ -8,6 +8,7 @@ from jaxtune.models.config import RopeConfig
 from jaxtune.models.families.common.key import Config, Fields
 from jaxtune.models.families.common.rope import FULL, ORIGINAL_POSITIONS, check_parameters, rope_to_hf
 from jaxtune.models.registry import config_from_hf, text_config
+from jaxtune.models.rope import rotary_frequencies
 
 _BY_ORIGINAL = ("yarn", "llama3", "longrope")  # kinds whose angles depend on the original context
 _POSITIONS = "max_position_embeddings"
@@ -95,8 +96,6 @@ def _pinned(hf: Fields, rope: RopeConfig, positions: int, nested: bool) -> Field
         return hf
     scaling[ORIGINAL_POSITIONS] = rope.original_max_position_embeddings or positions
     if rope.kind == "longrope" and "attention_factor" not in scaling:
-        from jaxtune.models.rope import rotary_frequencies
-
         dims = 2 * len(rope.short_factor)
         scaling["attention_factor"] = rotary_frequencies(rope, int(dims / rope.partial_rotary_factor), positions).scale
     if nested:

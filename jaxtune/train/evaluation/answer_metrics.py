@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtune.conversations.answers import Completions
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import ends_of
+from jaxtune.models.ends import ends_of
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.system.sealed import crc32
 from jaxtune.train.config import DataConfig, EvaluationConfig

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import jax
 import optax
 
-from jaxtune.models.generation.ends import ends_of
+from jaxtune.models.ends import ends_of
 from jaxtune.system import processes
 from jaxtune.train.config import CheckpointConfig, EvaluationConfig, TrainConfig
 from jaxtune.train.config.file import config_to_dict
