@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train.config import DataConfig, EvaluationConfig
@@ -51,7 +52,11 @@ def _asked(value: Mapping[str, Any], format: str) -> Example:
 
 
 def sampled_by(
-    planner: Planner | ForwardPlanner, tokenizer: Any, settings: EvaluationConfig, data: DataConfig, positions: int
+    planner: Planner | ForwardPlanner,
+    tokenizer: Tokenizer,
+    settings: EvaluationConfig,
+    data: DataConfig,
+    positions: int,
 ) -> Sampled:
     """How held-out questions will be answered: how many at a time, and the tokens of the longest prompt and answer.
     Samples nothing; before training, so that rows that cannot be asked raise ValueError then. positions: the model's.
