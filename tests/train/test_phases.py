@@ -234,7 +234,7 @@ from jaxtune import cli
 from jaxtune.models import hf
 from jaxtune.models.adapters import merge
 from jaxtune.train import app, delivery
-from jaxtune.train.program import trained_model
+from jaxtune.train.engine import trained_model
 from jaxtune.train.planning import phases
 from jaxtune.train.engine.programs import Engine
 from jaxtune.train.trainer import Trainer
