@@ -164,7 +164,7 @@ def main() -> None:
 
     from benchmarks.record import environment, write
     from jaxtune.models.generation import slots
-    from jaxtune.train.program.program_cache import use_program_cache
+    from jaxtune.system.program_cache import use_program_cache
 
     use_program_cache()
     record: dict[str, Any] = {"benchmark": "mismatch", "sets": options.sets, **environment()}

@@ -64,10 +64,10 @@ from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Documents
+from jaxtune.train.engine.programs import Programs
 from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import allow_pinned_memory, device_peak_flops, memory_peak_bytes
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.program.programs import Programs
 from jaxtune.train.trainer import Trainer
 
 PROFILED_STEPS = 3

@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> None:
 
     from jaxtune.models.ends import with_end_tokens
     from jaxtune.models.generation.chat import Conversation
-    from jaxtune.train.program.program_cache import use_program_cache
+    from jaxtune.system.program_cache import use_program_cache
 
     use_program_cache()
     model, tokenizer = common.load(options)

@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> None:
 
     from jaxtune.commands import answers
     from jaxtune.models.ends import with_end_tokens
-    from jaxtune.train.program.program_cache import use_program_cache
+    from jaxtune.system.program_cache import use_program_cache
 
     use_program_cache()
     if options.prompts is not None:

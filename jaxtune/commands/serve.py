@@ -87,7 +87,7 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
     from jaxtune.models.generation.sampler import Sampler
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine
-    from jaxtune.train.program.program_cache import use_program_cache
+    from jaxtune.system.program_cache import use_program_cache
 
     use_program_cache()
     with server.listen(options.host, options.port) as listener:

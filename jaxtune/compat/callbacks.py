@@ -17,9 +17,9 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Between, Callback, users_callback
 from jaxtune.train.config.sections import is_greatest
-from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.evaluation.early_stop import waited
 from jaxtune.train.folder.best import best_of, is_better
+from jaxtune.train.log.metrics import read_metrics
 
 
 @dataclasses.dataclass

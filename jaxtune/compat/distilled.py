@@ -23,7 +23,7 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.rows.streamed import is_stream
 from jaxtune.train.objectives.named import of_section
-from jaxtune.train.references.teachers import BASE, with_teacher
+from jaxtune.train.objectives.teachers import BASE, with_teacher
 
 
 @dataclasses.dataclass(init=False)

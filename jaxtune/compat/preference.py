@@ -31,9 +31,9 @@ from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.rendering.formats import LABELLED, PREFERENCE
 from jaxtune.train.objectives.kto import mismatched_in_groups
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.preference import sum_log_probs
-from jaxtune.train.program.loss import Forward
 from jaxtune.train.trainer import Trainer
 
 

@@ -65,10 +65,10 @@ from jaxtune.train.config.step_unit import StepUnit
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.rendering.templates import derive_markers
 from jaxtune.train.data.rows.streamed import InOrder, is_stream
-from jaxtune.train.display.metrics import JSONL
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.record import with_today
 from jaxtune.train.folder.run_folder import CHECKPOINTS
+from jaxtune.train.log.metrics import JSONL
 from jaxtune.train.objectives.named import of_section
 from jaxtune.train.optimizer.optim import embedding_tensors
 from jaxtune.train.trainer import Trainer

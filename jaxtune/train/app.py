@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from jaxtune.system import ending, processes, terminal
 from jaxtune.system.disk import require_makeable
+from jaxtune.system.program_cache import use_program_cache
 from jaxtune.system.terminal import fitted
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.delivery import Delivery, RunIsComplete
 from jaxtune.train.display import model_report, rows_report
-from jaxtune.train.display.metrics import require_packages
 from jaxtune.train.display.next_commands import next_commands
 from jaxtune.train.folder.run_state import read_state, write_state
-from jaxtune.train.folder.saving import TrainingInterrupted
-from jaxtune.train.program.program_cache import use_program_cache
+from jaxtune.train.log.metrics import require_packages
+from jaxtune.train.loop.saving import TrainingInterrupted
 from jaxtune.train.shown_plan import show_memory, show_plan
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.spec.loading import loading

@@ -18,14 +18,13 @@ from jaxtune.pallas.fitted import planned_for
 from jaxtune.system.terminal import fitted
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.config.sections import Unset
-from jaxtune.train.display import plan_text
+from jaxtune.train.data.packing.answers import packed_shape
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.planning import choice, cost, devices, fitting, search, teacher_pass
+from jaxtune.train.planning import choice, cost, devices, fitting, plan_text, search, teacher_pass
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import prefill_bytes
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.sampled.packed_answers import packed_shape
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -28,10 +28,10 @@ from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data import Batches
 from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.rendering.templates import trained_tokenizer, writes_today
-from jaxtune.train.display import metrics as m
-from jaxtune.train.display import plan_text, rows_report
-from jaxtune.train.display.monitor import Monitor, MonitoredRun
+from jaxtune.train.display import rows_report
 from jaxtune.train.display.precision_notes import precision_notes, reference_notes, rounding_notes
+from jaxtune.train.engine.programs import Programs
+from jaxtune.train.engine.trained_model import TrainedModel, trainable_names, with_embedding_on_device
 from jaxtune.train.evaluation.early_stop import EarlyStop
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, NoRoom, checkpoint_bytes, saved_steps
 from jaxtune.train.folder.record import (
@@ -46,11 +46,15 @@ from jaxtune.train.folder.record import (
 from jaxtune.train.folder.results import Delivery
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, next_name
 from jaxtune.train.folder.run_state import recorded_state
-from jaxtune.train.folder.saving import Saver, TrainingInterrupted
 from jaxtune.train.folder.translations import POSITION, section, translated
+from jaxtune.train.log import metrics as m
+from jaxtune.train.loop.monitor import Monitor, MonitoredRun
+from jaxtune.train.loop.run import Profile, Run, is_evaluation_due, rows_identity
+from jaxtune.train.loop.saving import Saver, TrainingInterrupted
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.optimizer.schedule import new_rates
+from jaxtune.train.planning import plan_text
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.disk import Written, disk_lines, written_by
 from jaxtune.train.planning.forward import ForwardPlanner
@@ -60,12 +64,9 @@ from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.planning.teacher_pass import TeacherPass
 from jaxtune.train.program import gradient_sync
 from jaxtune.train.program.flops import flop_counter
-from jaxtune.train.program.programs import Programs
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
-from jaxtune.train.program.trained_model import TrainedModel, trainable_names, with_embedding_on_device
 from jaxtune.train.references import references
 from jaxtune.train.references.stored_teachers import StoredTeacher
-from jaxtune.train.run import Profile, Run, is_evaluation_due, rows_identity
 from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.spec import setup

@@ -19,12 +19,12 @@ from tiny import CONFIGS
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import get_peft_model, matrices
 from jaxtune.system.sealed import sealed
+from jaxtune.train.callbacks import TrainingStopped
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, QatConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Document, Documents
-from jaxtune.train.display.monitor import TrainingStopped
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.record import digest, is_digest_of, same_run
 from jaxtune.train.folder.results import require_own, write_result

@@ -27,16 +27,16 @@ from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.display.rows_report import check
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.objectives.distillation import Distill, generalized_jsd
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.sft import SFT
+from jaxtune.train.objectives.teachers import with_teacher, without_teacher
 from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.parts import TEACHER
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.program.loss import Forward
-from jaxtune.train.references.teachers import with_teacher, without_teacher
 from jaxtune.train.sampled.own_samples import OwnSamples, own_samples
 from jaxtune.train.sampled.prompts import AnswerSteps
 from jaxtune.train.spec.loading import loading

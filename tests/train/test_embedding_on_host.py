@@ -31,7 +31,10 @@ from jaxtune.train.config import (
     ObjectiveConfig,
     TrainConfig,
 )
+from jaxtune.train.engine import trained_model
+from jaxtune.train.engine.programs import Engine
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.teachers import with_teacher
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.cost import step_cost
@@ -39,9 +42,6 @@ from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.movables import left_on_host
 from jaxtune.train.planning.movables.embeddings import TABLES
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.program import trained_model
-from jaxtune.train.program.programs import Engine
-from jaxtune.train.references.teachers import with_teacher
 from jaxtune.train.spec.loading import load_model, loading
 from tests.train.data.conftest import make_tokenizer
 from tests.train.test_gemma4_run import FEW, HELD_OUT, TRAIN, hosted_model, same_run, trainer_of

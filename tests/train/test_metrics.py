@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxtune.train.display import metrics
-from jaxtune.train.display.metrics import MetricsLogger, Progress, duration, loss_plot, read_metrics, try_optional
+from jaxtune.train.log import metrics
+from jaxtune.train.log.metrics import MetricsLogger, Progress, duration, loss_plot, read_metrics, try_optional
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.kto import KTO
 from jaxtune.train.objectives.policy import GRPO, RLOO

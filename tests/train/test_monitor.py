@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxtune.train.config import MetricsConfig
-from jaxtune.train.display.monitor import Monitor
+from jaxtune.train.loop.monitor import Monitor
 from jaxtune.train.planning.devices import device_peak_flops
 from tests.train.tiny_runs import make_config
 

@@ -30,10 +30,9 @@ from jaxtune.train.config import (
     OptimConfig,
     TrainConfig,
 )
-from jaxtune.train.display import plan_text
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, update_bound
-from jaxtune.train.planning import choice, fitting, host_room
+from jaxtune.train.planning import choice, fitting, host_room, plan_text
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan

@@ -32,7 +32,8 @@ from jaxtune.train.data.packing.pairs import PAIRS, PackedPairs, PairDataset
 from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Document, Documents
 from jaxtune.train.display.precision_notes import reference_notes
-from jaxtune.train.folder.saving import TrainingInterrupted
+from jaxtune.train.loop.saving import TrainingInterrupted
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.objectives.preference import DPO, METRICS, ORPO, SimPO
@@ -41,7 +42,6 @@ from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.program.loss import Forward
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import VOCAB, lora_model, make_config, tiny_model

@@ -11,8 +11,8 @@ import pytest
 from jaxtune.pallas import dispatch
 from jaxtune.system import heap
 from jaxtune.train.callbacks import Callback
+from jaxtune.train.engine.xla_options import compiled, compiler_options
 from jaxtune.train.program.step import StepProgram
-from jaxtune.train.program.xla_options import compiled, compiler_options
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 

@@ -24,8 +24,8 @@ from jaxtune.train.config import (
     QatConfig,
 )
 from jaxtune.train.config.file import config_from_dict, config_to_dict
+from jaxtune.train.engine import trained_model
 from jaxtune.train.objectives.objective import RunNeeds
-from jaxtune.train.program import trained_model
 from jaxtune.train.spec import checks
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, make_config

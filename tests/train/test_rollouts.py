@@ -15,14 +15,14 @@ from tiny_models import adapted_model, tiny_model
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, DataConfig
 from jaxtune.train.config.sections import MetricsConfig
-from jaxtune.train.display.metrics import MetricsLogger, _columns
-from jaxtune.train.display.rollouts import ROLLOUTS, RolloutsFile, kept_generations, latest
+from jaxtune.train.data.packing.answers import Answer, AnswerRows, fill_warning, packed_shape
 from jaxtune.train.display.run_figures import RunFiles
 from jaxtune.train.display.run_page import run_page
+from jaxtune.train.log.metrics import MetricsLogger, _columns
+from jaxtune.train.log.rollouts import ROLLOUTS, RolloutsFile, kept_generations, latest
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.policy import GRPO
-from jaxtune.train.program.loss import Forward
 from jaxtune.train.sampled.answer_report import masked_lines
-from jaxtune.train.sampled.packed_answers import Answer, AnswerRows, fill_warning, packed_shape
 from tests.train.test_policy import settings as options
 from tests.train.test_policy import some_answers, source_of, trainer_of
 

@@ -19,7 +19,7 @@ from jaxtune.train.config.objective import DEFAULT_OBJECTIVE, ObjectiveConfig
 from jaxtune.train.config.sections import REWARDS
 from jaxtune.train.data.batches import SampledRows
 from jaxtune.train.digests import values_crc32
-from jaxtune.train.sampled.packed_answers import Prompt
+from jaxtune.train.sampled.answering import Prompt
 from jaxtune.train.sampled.prompts import completions_of, read_prompts
 from jaxtune.train.sampled.reward_functions import RewardFunctions, RewardOptions, Sampled, text_of
 

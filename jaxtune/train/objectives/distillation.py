@@ -19,11 +19,11 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.checks import require
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.tokens.teacher_values import TEACHER_IDS, TEACHER_LOG_PROBS
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.objective import TeacherColumn
 from jaxtune.train.objectives.preference import require_fixed_base
 from jaxtune.train.objectives.sft import SFT
-from jaxtune.train.program.loss import Forward
-from jaxtune.train.references.teachers import BASE
+from jaxtune.train.objectives.teachers import BASE
 
 
 def generalized_jsd(
@@ -185,7 +185,7 @@ class Distill(SFT):
         if self.teacher not in (None, BASE):
             raise ValueError(
                 f"objective.teacher = {self.teacher!r}: the model has no teacher attached; the train command loads and "
-                "attaches it, and in Python with_teacher(model, teacher) does (jaxtune.train.references.teachers)"
+                "attaches it, and in Python with_teacher(model, teacher) does (jaxtune.train.objectives.teachers)"
             )
         if not has_adapter(model):
             raise ValueError(

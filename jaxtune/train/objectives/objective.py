@@ -14,8 +14,8 @@ from jaxtune.train.config import ConfigError, DataConfig, MeshConfig, TrainConfi
 from jaxtune.train.config.checks import require
 from jaxtune.train.data.batches import Batch, BatchSource
 from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.program.loss import Forward
-from jaxtune.train.sampled.packed_answers import Settings
+from jaxtune.train.objectives.loss import Forward
+from jaxtune.train.objectives.sampling import Settings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,8 +24,8 @@ from jaxtune.train.data.packing.pairs import LABELS, PAIRS, PairDataset
 from jaxtune.train.data.rendering.formats import PREFERENCE
 from jaxtune.train.data.rows.reading import open_sources, read_rows
 from jaxtune.train.data.tokens.documents import Documents
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.preference import Pairs
-from jaxtune.train.program.loss import Forward
 
 
 def scores(model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:

@@ -23,11 +23,11 @@ from jaxtune.models.placement import partition
 from jaxtune.models.reward import with_head
 from jaxtune.train.config import AdapterConfig, ModelConfig, TrainConfig
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
 from jaxtune.train.planning import cost
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.movables import left_on_host
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.references.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
 
 
 def load_model(config: TrainConfig) -> tuple[Decoder, Any]:

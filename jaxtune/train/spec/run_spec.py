@@ -22,6 +22,7 @@ from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.packing.steps import pack_steps
 from jaxtune.train.digests import code_of
+from jaxtune.train.engine.trained_model import TrainedModel
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics, answer_metrics
 from jaxtune.train.folder.record import (
     in_first_words,
@@ -33,7 +34,6 @@ from jaxtune.train.folder.record import (
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective, RunNeeds
 from jaxtune.train.optimizer.schedule import total_steps
-from jaxtune.train.program.trained_model import TrainedModel
 from jaxtune.train.references.stored_teachers import StoredTeacher
 from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.spec import checks, own_parts

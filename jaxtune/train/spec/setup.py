@@ -15,7 +15,10 @@ from jaxtune.models.placement import partition
 from jaxtune.train.config import ModelConfig, TrainConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.batches import BatchSource
+from jaxtune.train.engine.programs import Engine
+from jaxtune.train.engine.trained_model import TrainedModel
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics
+from jaxtune.train.objectives.loss import aux_losses
 from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.optimizer.optim import weight_storage
 from jaxtune.train.planning.forward import ForwardPlanner
@@ -25,10 +28,7 @@ from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.gradient_sync import gradient_sync_of
-from jaxtune.train.program.loss import aux_losses
-from jaxtune.train.program.programs import Engine
 from jaxtune.train.program.step import StepProgram
-from jaxtune.train.program.trained_model import TrainedModel
 from jaxtune.train.spec.run_rows import most_documents
 from jaxtune.train.spec.run_spec import RunRows, RunSpec
 

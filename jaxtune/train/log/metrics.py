@@ -1,7 +1,7 @@
 """Metrics of a run: metrics.jsonl and other loggers, the progress bar and the plot of the loss.
 
 A line of metrics.jsonl has `step` (steps done), `time` (unix seconds) and metrics such as `loss` and `eval_loss`.
-monitor.py says how speeds are counted.
+loop/monitor.py says how speeds are counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxtune.system import processes, terminal
 from jaxtune.system.extras import install
 from jaxtune.system.files import atomic_write
-from jaxtune.train.display.rollouts import ROLLOUTS, RolloutsFile
+from jaxtune.train.log.rollouts import ROLLOUTS, RolloutsFile
 
 if TYPE_CHECKING:
     from jaxtune.train.data.batches import Rollout

@@ -24,15 +24,15 @@ from jaxtune.models.qat.fake_quant import INPUT_SCALES
 from jaxtune.system import processes
 from jaxtune.train.config import QatConfig
 from jaxtune.train.config.precision import Precision
+from jaxtune.train.engine.programs import Engine, finished
+from jaxtune.train.objectives.teachers import without_teacher
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.planner import out_of_memory
-from jaxtune.train.program.programs import Engine, finished
 from jaxtune.train.program.step import (
     Sums,
     TrainState,
 )
-from jaxtune.train.references.teachers import without_teacher
 
 
 class TrainedModel:

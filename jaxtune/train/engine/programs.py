@@ -25,6 +25,7 @@ from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.system import host_memory, processes
 from jaxtune.system.heap import uncollected
 from jaxtune.train.data.batches import Batch, Batches, BatchSource, Rows
+from jaxtune.train.engine.xla_options import compiled, compiler_options
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.movables import MOVABLES
@@ -32,7 +33,6 @@ from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.program.flops import document_lengths
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
-from jaxtune.train.program.xla_options import compiled, compiler_options
 
 type LoadedStep = tuple[list[Batch], dict[str, Any]]  # of Engine.load_step
 _BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 tokens, without those of tables of embeddings

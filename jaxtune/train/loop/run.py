@@ -22,12 +22,12 @@ from jaxtune.train.callbacks import Between
 from jaxtune.train.config import EvaluationConfig
 from jaxtune.train.data.batches import Batch, Batches
 from jaxtune.train.data.packing.packing import Documents
-from jaxtune.train.display import metrics as m
-from jaxtune.train.display.monitor import Monitor
+from jaxtune.train.engine.programs import Engine, LoadedStep, Programs
 from jaxtune.train.evaluation.answer_metrics import SAMPLES, Answered, AnswerMetrics
-from jaxtune.train.folder.saving import Saver
+from jaxtune.train.log import metrics as m
+from jaxtune.train.loop.monitor import Monitor
+from jaxtune.train.loop.saving import Saver
 from jaxtune.train.planning.phases import phase
-from jaxtune.train.program.programs import Engine, LoadedStep, Programs
 from jaxtune.train.program.step import Sums, TrainState
 
 

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 
 from jaxtune.system import processes, shared_errors, waiting
+from jaxtune.train.callbacks import TrainingStopped
 from jaxtune.train.config import CheckpointConfig
-from jaxtune.train.display.monitor import Monitor, TrainingStopped
 from jaxtune.train.folder.best import BestCheckpoint
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, NoRoom
 from jaxtune.train.folder.run_state import write_state
+from jaxtune.train.loop.monitor import Monitor
 from jaxtune.train.program.step import TrainState
 from jaxtune.train.signals import EXIT_SAVED, FINISHING, StopSignal
 
