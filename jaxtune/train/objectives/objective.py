@@ -10,7 +10,7 @@ import jax
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.heads import Head
-from jaxtune.train.config import ConfigError, DataConfig, MeshConfig, TrainConfig
+from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MeshConfig
 from jaxtune.train.config.checks import require
 from jaxtune.train.data.batches import Batch, BatchSource
 from jaxtune.train.data.dataset import TokenDataset
@@ -111,16 +111,18 @@ class Declared(Protocol):
         """A column of the rows that is computed before step 0."""
         return None
 
-    def refuses(self, config: TrainConfig) -> None:
+    def refuses(
+        self, data: DataConfig, mesh: MeshConfig | None, evaluation: EvaluationConfig, checkpoint: CheckpointConfig
+    ) -> None:
         """Raises ConfigError for a key that does not go together with this objective."""
-        if self.samples and config.mesh is not None:
-            require_whole_weights(f"objective = {self.label}", config.mesh)
-        if self.needs_rows_before is not None and (config.data.streaming or config.data.mixed):
+        if self.samples and mesh is not None:
+            require_whole_weights(f"objective = {self.label}", mesh)
+        if self.needs_rows_before is not None and (data.streaming or data.mixed):
             require_known_rows(self.needs_rows_before)
         require(
-            self.no_right_answer is None or not config.evaluation.exact_match_rows,
+            self.no_right_answer is None or not evaluation.exact_match_rows,
             "evaluation.exact_match_rows",
-            config.evaluation.exact_match_rows,
+            evaluation.exact_match_rows,
             f"{self.no_right_answer} (objective = {self.label}); leave it out",
         )
 
