@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -124,6 +124,19 @@ class Declared(Protocol):
             "evaluation.exact_match_rows",
             evaluation.exact_match_rows,
             f"{self.no_right_answer} (objective = {self.label}); leave it out",
+        )
+
+    def source(
+        self, rows: object, tokenizer: Any, data: DataConfig, *, rows_per_step: int, ends: Sequence[int], seed: int
+    ) -> BatchSource:
+        """The source of training rows that samples them, from the prompts of `rows` as in `prepare`, for an objective
+        that `samples`. Raises ValueError for unusable prompts, or if it has none.
+
+          ends: token ids that end an answer.
+        """
+        raise ValueError(
+            f"objective = {self.label}: it samples its rows, and nothing says how: define its `source`, or give "
+            "Trainer a BatchSource that samples them as train_rows"
         )
 
     def wrong_start(self, line: Mapping[str, float]) -> str | None:
