@@ -14,8 +14,11 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.heads import SCORE
 from jaxtune.models.lora import get_peft_model
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, MeshConfig, OptimConfig
+from jaxtune.train.config.objective import _OPTIONS, ObjectiveConfig
+from jaxtune.train.objectives.named import PREFERENCES
 from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.planning.step_spec import StepSpec
+from jaxtune.train.spec.run_spec import decided_objective
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import assert_same, make_config
@@ -61,6 +64,15 @@ def test_it_learns_and_goes_on_bit_for_bit(tmp_path):
     assert [line["loss"] for line in resumed.history] == [line["loss"] for line in lines[4:]]
     with pytest.raises(ValueError, match=r"this run cannot continue that checkpoint(.|\n)*own.objective"):
         trainer_of(tmp_path / "run", steps=6, objective=BetterAnswers(wanted=3)).train()
+
+
+def test_a_config_names_it_by_two_entries(tmp_path, monkeypatch):
+    monkeypatch.setitem(_OPTIONS, "better", ())
+    monkeypatch.setitem(PREFERENCES, "better", BetterAnswers)
+    config = make_config(tmp_path, objective=ObjectiveConfig("better"))
+    assert decided_objective(config) == BetterAnswers() and StepSpec.of(config).needs.samples
+    with pytest.raises(ConfigError, match="mesh.fsdp = 2: objective = BetterAnswers samples from the model"):
+        decided_objective(dataclasses.replace(config, mesh=MeshConfig(fsdp=2)))
 
 
 def test_an_objective_that_samples_and_says_not_how_is_told_what_to_define(tmp_path):
