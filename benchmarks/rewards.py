@@ -115,7 +115,7 @@ def trainer_of(case: Case, folder: str) -> Any:
         rows_per_step=case.prompts * case.answers,
         output=folder,
     )
-    objective = objective_of(config)
+    objective = objective_of(config.objective)
     assert isinstance(objective, GRPO)
     draw = np.random.default_rng(0)
     tokens = draw.integers(3, model.config.vocab_size - 1, (case.prompts * case.steps, case.prompt)).tolist()

@@ -225,7 +225,7 @@ MAX_UNFORMATTED = 20  # statements that the formatter leaves alone
 MAX_UNCHECKED = 24  # lines, or files, that a type checker leaves alone
 MAX_CASTS = 1  # calls of typing.cast
 MAX_ANYS = 1216  # names `Any` in jaxtune
-MAX_TAKERS = 26  # functions that take a whole run, and classes that hold one: its config or its spec
+MAX_TAKERS = 17  # functions that take a whole run, and classes that hold one: its config or its spec
 UNFORMATTED = re.compile(r"#\s*fmt:\s*(skip|off)")
 UNCHECKED = re.compile(r"#\s*(type:\s*ignore|pyright:)")
 

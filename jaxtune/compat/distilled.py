@@ -22,7 +22,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.rows.streamed import is_stream
-from jaxtune.train.objectives.named import of_section
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.teachers import BASE, with_teacher
 
 
@@ -134,7 +134,7 @@ class DistilledTrainer(PreferenceTrainer):
         prepared: as in SFTTrainer.config.
         """
         config = super().config(resume, prepared)
-        if not of_section(config.objective).samples:
+        if not objective_of(config.objective).samples:
             return config
         arguments = dict(getattr(self.args, "chat_template_kwargs", None) or {}) or None
         data = dataclasses.replace(config.data, template_arguments=arguments)

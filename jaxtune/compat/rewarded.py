@@ -418,11 +418,13 @@ class RewardedTrainer(PreferenceTrainer):
 
         return score
 
-    def _run(self, config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Trainer:
-        held_out = self._rows.get("eval")
+    def _run(
+        self, resume: Literal["auto", "never"] = "never", prepared: bool = True, callbacks: Sequence[Callback] = ()
+    ) -> Trainer:
+        config, held_out = self.config(resume, prepared), self._rows.get("eval")
         if self.args.log_completions:
             callbacks = [*callbacks, Completions(config.metrics.log_every, self.args.num_completions_to_print)]
-        objective, module = objective_of(config), self.model.module
+        objective, module = objective_of(config.objective), self.model.module
         assert objective.packed is not None
         source = sampled_source(
             objective,
@@ -446,10 +448,10 @@ class RewardedTrainer(PreferenceTrainer):
     @functools.cached_property
     def _prepared(self) -> Trainer:
         """A jaxtune Trainer that does not train, and whose steps may be unknown; made at the first use."""
-        return self._run(self.config(prepared=False))
+        return self._run(prepared=False)
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
-        return self._run(self.config(resume), callbacks)
+        return self._run(resume, callbacks=callbacks)
 
     def evaluate(self, *_: object, **__: object) -> NoReturn:
         """Raises ValueError, as predict does: sampled answers have no held-out loss."""

@@ -69,7 +69,7 @@ from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.record import with_today
 from jaxtune.train.folder.run_folder import CHECKPOINTS
 from jaxtune.train.log.metrics import JSONL
-from jaxtune.train.objectives.named import of_section
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.optimizer.optim import embedding_tensors
 from jaxtune.train.trainer import Trainer
 
@@ -304,7 +304,7 @@ class SFTTrainer(ScriptWords):
         every_save = every("save_steps") if saves == "steps" else {"no": None, "epoch": epoch}[saves]
         every_evaluation = {"no": None, "epoch": epoch, "steps": every("eval_steps") or log_every}[evaluates]
         packing, section = self._packing(), self._objective()
-        objective = of_section(section)
+        objective = objective_of(section)
         # These losses depend on which examples share a micro-batch; all others are sums over examples.
         # Padded, a stream trains on the same rows in as many steps.
         unit = StepUnit.of_trainers(example_of(section.name), packing, known=not streamed)

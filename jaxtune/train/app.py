@@ -38,10 +38,10 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     """
     console = console or terminal.console(soft_wrap=True)
     require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)
-    decided_objective(config)
+    objective = decided_objective(config)
     require_makeable("output", config.output)
     if plan and (config.plan.device is not None or not config.data.train):
-        show_plan(config, console)
+        show_plan(config, objective, console)
         return 0
     use_program_cache()
     if check or plan:

@@ -27,7 +27,7 @@ from jaxtune.train.folder.results import Result, read_result
 from jaxtune.train.folder.run_folder import ADAPTER, CHECKPOINTS, CONFIG, MERGED, RESULTS
 from jaxtune.train.log import metrics as m
 from jaxtune.train.planning.phases import phase
-from jaxtune.train.spec.loading import load_model
+from jaxtune.train.spec.loading import loading
 from jaxtune.train.spec.run_spec import decided_objective
 from jaxtune.train.trainer import Trainer
 
@@ -204,12 +204,12 @@ def evaluate(
     scored = loaded_in(weights_to_score(weights, config.checkpoint, recipe, overrides), load_in, overrides)
     console.print(f"weights: {scored.text}")
     config = replace(config, **vars(scored.weights))
-    model, tokenizer = load_model(config)
     held_out, data = None, config.data
     if eval_rows:
         held_out, data = data.eval, replace(data, eval=None, eval_rows=eval_rows)
     of_run = replace(config, data=data)
-    trainer = Trainer(model, tokenizer, of_run, eval_rows=held_out, keeps_model=False, trains=False)
+    with loading(config, trains=False) as (_, tokenizer, model):
+        trainer = Trainer(model, tokenizer, of_run, eval_rows=held_out, keeps_model=False, trains=False)
     if scored.result is not None and config.data.eval_rows:
         _require_same_split(scored.result, trainer)
     for warning in rows_report.held_out_warnings(trainer.train_data, trainer.eval_data):

@@ -123,13 +123,10 @@ class Trainer:
         self.steps_done = 0
         self.unsaved: str | None = None
         self.sampled: Sampled | None = None  # how many questions are answered at a time, if any will be
-        parts = UserParts(objective, optimizer, schedule)
-
-        def planned(*of_run: Any) -> TeacherPass:
-            return TeacherPass(StepSpec.of(config), *of_run)
-
+        parts, decided = UserParts(objective, optimizer, schedule), objective_of(config.objective, objective)
+        planned = functools.partial(TeacherPass, StepSpec.of(config, decided))
         of_teacher = (config.model, config.objective.teacher_load_in, config.numbers, config.data)
-        self.stored = StoredTeacher(objective_of(config, objective), model, self.tokenizer, *of_teacher, planned)
+        self.stored = StoredTeacher(decided, model, self.tokenizer, *of_teacher, planned)
         student = self.stored.student(model)
         self.model = TrainedModel(student, config.numbers, config.qat, config.seed, keeps_model, weights)
         self.spec, rows = resolve(
@@ -150,7 +147,7 @@ class Trainer:
             self.callbacks += (EarlyStop(guards, self.spec.evaluation, self.output),)
         self.names = trainable_names(self.model.trainable)
         self.flops = flop_counter(self.model.prepared)
-        self.engine = setup.engine_of(self.spec, rows, self.model, optimizer, trains)
+        self.engine = setup.engine_of(self.spec, rows, self.model, trains)
         self.slots, self.answers = setup.with_slots(
             self.engine.planner, self.model.prepared, self.batches, rows.answers
         )
@@ -419,7 +416,7 @@ class Trainer:
             partition.MeshShape.of(self.mesh).shard_count,
         )
         phases = phases_of(
-            model.prepared, model.trainable, *of_plan, self.sampled, self.slots, self.spec.needs.rows_before
+            model.prepared, model.trainable, *of_plan, self.sampled, self.slots, self.spec.step.needs.rows_before
         )
         phases = [*self.stored.phases(self.engine), *phases]
         return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)

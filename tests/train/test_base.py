@@ -186,7 +186,7 @@ def metrics(**changes) -> dict[str, float]:
 
 
 def test_what_the_first_step_is_held_to(tmp_path):
-    made = objective_of(make_config(tmp_path, objective=ObjectiveConfig("dpo")))
+    made = objective_of(ObjectiveConfig("dpo"))
     check = references.first_check(made, None, None, None, lambda: True)
     check(metrics())
     check(metrics(**{"rewards/chosen": 0.02, "loss": 0.7}))  # 16 bits

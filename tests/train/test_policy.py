@@ -533,7 +533,7 @@ def test_a_recipe_names_rewards_in_a_list(tmp_path):
     )
     objective = load_config(str(recipe), ["objective.loss_type=sapo"]).objective
     assert objective.reward_funcs == ("exact_match", "own.py:good") and objective.reward_weights == (1.0, 0.5)
-    made = objective_of(dataclasses.replace(make_config(tmp_path), objective=objective))
+    made = objective_of(objective)
     assert isinstance(made, GRPO) and made.losses == PolicyLoss(loss_type="sapo", beta=0.1)
     with pytest.raises(ConfigError, match="objective.reward_funcs.*dpo has no such option"):
         load_config(str(recipe), ["objective.name=dpo"])

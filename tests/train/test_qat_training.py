@@ -240,7 +240,7 @@ def test_what_cannot_be_observed_is_refused(tmp_path, monkeypatch):
         checks.require_observable(of_run.model.qat, RunNeeds("objective = grpo"))
     monkeypatch.setattr(checks.processes, "count", lambda: 2)
     with pytest.raises(ValueError, match=f"{before}, in a run of one process: this one has 2"):
-        checks.require_observable(of_run.model.qat, of_run.spec.needs)
+        checks.require_observable(of_run.model.qat, of_run.spec.step.needs)
     monkeypatch.undo()
     model = model_of()
     _, linear = next(linears(model))

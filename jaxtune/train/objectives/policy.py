@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.heads import TEXT, Head
 from jaxtune.models.lora import without_adapter
-from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
+from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MeshConfig
 from jaxtune.train.config.checks import require
 from jaxtune.train.config.sections import OF_ANSWERS
 from jaxtune.train.data.batches import Batch
@@ -196,16 +196,18 @@ class GRPO(Declared):
             "at the reward"
         )
 
-    def refuses(self, config: TrainConfig) -> None:
-        super().refuses(config)
+    def refuses(
+        self, data: DataConfig, mesh: MeshConfig | None, evaluation: EvaluationConfig, checkpoint: CheckpointConfig
+    ) -> None:
+        super().refuses(data, mesh, evaluation, checkpoint)
         for key, default in _OF_ROWS.items():
             require(
-                getattr(config.data, key) == default,
+                getattr(data, key) == default,
                 f"data.{key}",
-                getattr(config.data, key),
+                getattr(data, key),
                 f"objective = {self.label} reads only the prompts of rows, and packs sampled answers; leave it out",
             )
-        best = config.checkpoint.best
+        best = checkpoint.best
         require(
             best is None or best.startswith(OF_ANSWERS),
             "checkpoint.best",

@@ -54,11 +54,11 @@ def forecast(costs: StepCost, plan: StepPlan, device: Device) -> Forecast:
     return _forecast(costs, plan, groups, head_forecast(costs, plan.chunk_tokens, tokens, device), tokens, device)
 
 
-def head_forecast(parts: StepParts, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
+def head_forecast(costs: StepParts, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
     """(device bytes at the loss, seconds) of output head and loss for a micro-batch. tokens: a mean over devices,
     perhaps a fraction. chunk_tokens: tokens whose logits exist at a time.
     """
-    shape, head = parts.shape, parts.head
+    shape, head = costs.shape, costs.head
     rows = max(round(tokens / shape.length), 1)
     chunk = rows * chunk_length(rows, shape.length, int(chunk_tokens))
     hidden = tokens * shape.hidden_size * shape.dtype.itemsize
@@ -76,12 +76,12 @@ def head_forecast(parts: StepParts, chunk_tokens: int, tokens: float, device: De
     return logits + loss_buffers + head.bytes + head_parts, seconds
 
 
-def _reference_forecast(parts: StepParts, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
+def _reference_forecast(costs: StepParts, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
     """(seconds, bytes of a layer's values) of a frozen model's forward; its head takes one of the products that
-    head_forecast counts. parts: of that model.
+    head_forecast counts. costs: of that model.
     """
-    layer, head = layer_forecast(parts, KEEP, tokens, device), head_forecast(parts, plan.chunk_tokens, tokens, device)
-    seconds = layer.forward * parts.shape.num_layers + head[1] / (3 if parts.head.trains else 2)
+    layer, head = layer_forecast(costs, KEEP, tokens, device), head_forecast(costs, plan.chunk_tokens, tokens, device)
+    seconds = layer.forward * costs.shape.num_layers + head[1] / (3 if costs.head.trains else 2)
     return seconds, layer.kept + layer.work_forward
 
 
