@@ -31,6 +31,7 @@ from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.program.flops import document_lengths
+from jaxtune.train.program.leaves import Leaves, over_leaves
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
 from jaxtune.train.program.xla_options import compiled, compiler_options
 
@@ -40,6 +41,8 @@ _BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 token
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
+    """The first two take and return states, sums and frozen weights as Leaves."""
+
     accumulate: Any  # adds a micro-batch's loss and gradients to the step's sums (StepProgram.accumulate)
     update: Any  # updates the weights from the sums (StepProgram.update)
     evaluate: Any  # sums the loss of a batch of held-out rows (StepProgram.evaluate); None without held-out rows
@@ -231,20 +234,23 @@ class Engine:
         batch = self._abstract_batch(self.batches)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
         where, held_out = self.replicated, self._held_out
-        unsummed = self.program.sums_shardings(state.trainable, where)
+        unsummed = Leaves.of(self.program.sums_shardings(state.trainable, where))
         before = self.before_qat if first_step < self._early_steps else None
         steps = [self.program] if before is None else [self.program, before]
+        flat_sums, flat_state, flat_frozen = Leaves.of(sums), Leaves.of(state), Leaves.of(frozen)
         with ThreadPoolExecutor(2 * len(steps) + 1, "compile") as pool:
             accumulates, evaluates = [], []
             with uncollected():
                 for program in steps:
-                    arguments = (sums, state, frozen, batch, index)
-                    lowered = self._lowered(program.accumulate, unsummed, arguments, donate_argnums=0)
+                    arguments = (flat_sums, flat_state, flat_frozen, batch, index)
+                    accumulate = over_leaves(program.accumulate, Sums)
+                    lowered = self._lowered(accumulate, unsummed, arguments, donate_argnums=0)
                     accumulates.append(pool.submit(self._compiled, lowered))
                 with jax.set_mesh(self.mesh):
-                    results = (self.program.shardings(state, where), unsummed, where)
-                    update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
-                    update = pool.submit(self._compile, update.lower(state, sums))
+                    results = (Leaves.of(self.program.shardings(state, where)), unsummed, where)
+                    update = over_leaves(self.program.update, TrainState, Sums)
+                    update = jax.jit(update, donate_argnums=(0, 1), out_shardings=results)
+                    update = pool.submit(self._compile, update.lower(flat_state, flat_sums))
                 if held_out is not None:
                     for program in steps:
                         lowered = self._lowered_of_rows(program.evaluate, where, state.trainable, frozen, held_out)
@@ -363,7 +369,14 @@ class Engine:
         early = step < self._early_steps and programs.before_qat is not None
         return programs.before_qat if early and programs.before_qat is not None else programs
 
-    def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, micro_batches: list[Batch]) -> Sums:
+    def accumulate(
+        self,
+        programs: Programs,
+        sums: Leaves[Sums],
+        state: Leaves[TrainState],
+        frozen: Leaves[Any],
+        micro_batches: list[Batch],
+    ) -> Leaves[Sums]:
         """`sums` (donated) with a step's micro-batches added; dispatched, not awaited. micro_batches: trailing empty
         micro-batches may be missing. state, frozen: on the devices; they are not donated.
         """
@@ -372,8 +385,16 @@ class Engine:
         return sums
 
     def first_step(
-        self, programs, sums, state, frozen, micro_batches, step, print_line, compiling: Any = contextlib.nullcontext
-    ):
+        self,
+        programs,
+        sums: Leaves[Sums],
+        state: Leaves[TrainState],
+        frozen: Leaves[Any],
+        micro_batches,
+        step,
+        print_line,
+        compiling: Any = contextlib.nullcontext,
+    ) -> tuple[Programs, Leaves[Sums], Leaves[Any]]:
         """(programs, sums, frozen) after the first step's micro-batches, awaited. If memory runs out, they run again
         under smaller plans; only the update donates the state, so nothing is lost. `frozen` is as the last plan has it.
 
@@ -388,8 +409,9 @@ class Engine:
 
         def arrays():
             nonlocal frozen
-            frozen = finished(frozen, self.planner.plan)
-            return state, self.zero_sums(state), frozen
+            weights = finished(frozen.tree, self.planner.plan)
+            frozen = Leaves.of(weights)
+            return state.tree, self.zero_sums(state.tree), weights
 
         while True:
             try:
@@ -400,12 +422,13 @@ class Engine:
                     raise
                 short = self._search.short_bytes(error, self.mesh.local_devices)
             rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *micro_batches)
-            programs = sums = micro_batches = None
+            del sums, micro_batches
+            programs = None
             self._search.replan("the first step ran out of memory", None, print_line, True, short)
             self.follow_plan()
             with compiling():
                 programs = self.fit(arrays, step, print_line, placed=True)
-            sums, count = self.zero_sums(state), self.planner.plan.micro_batches
+            sums, count = Leaves.of(self.zero_sums(state.tree)), self.planner.plan.micro_batches
             micro_batches = [self.place(rows, index, count) for index in range(count)]
 
     def evaluate(
