@@ -210,6 +210,7 @@ class Run:
                     else:
                         sums = engine.accumulate(at(step), sums, state, frozen, micro_batches[: counts["filled"]])
                     state, sums, latest = programs.update(state, sums)
+                    jax.copy_to_host_async(latest)  # which is read a step later
                 steps_done = step + 1
 
                 stopped = self._dispatched(step, latest, counts, rows, evaluate, state)

@@ -34,6 +34,7 @@ class TrainingInterrupted(RuntimeError):
 
 
 _WITHOUT_A_SAVE = (TrainingInterrupted, TrainingStopped, CheckpointError)  # saved already, or not to be saved
+_LEAVING_SECONDS = 5.0  # for loggers of a process that leaves work that does not return
 _OTHERS_SECONDS = 60.0  # that a process which fails waits for the others to save with it
 
 
@@ -248,7 +249,7 @@ class Saver:
         """Ends the process from the watchdog's thread, as the main thread does not return from the user's code."""
         stopped, folder = isinstance(error, TrainingInterrupted), self.checkpointer.folder.parent
         write_state(folder, "stopped" if stopped else "failed", str(error), self.monitor.run.total_steps)
-        self.monitor.logger.close()
+        self.monitor.logger.close(_LEAVING_SECONDS)
         self.checkpointer.unlock()
         again = "The same command continues from there." if stopped else f"Step {steps_done} is not saved."
         with contextlib.suppress(OSError, ValueError):
