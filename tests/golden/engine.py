@@ -153,6 +153,7 @@ def few_layers(target, hf: dict, config: TrainConfig, rows: TokenDataset, layers
         config,
         micro_batches=plan.micro_batches,
         memory=MemoryConfig(plan=plan.text),
+        whole_graphs=False,  # or few layers would be launched otherwise than all
     )
     few = hf | {"num_hidden_layers": layers}
     if "layer_types" in few:

@@ -33,7 +33,7 @@ from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.program.flops import document_lengths
 from jaxtune.train.program.leaves import Leaves, over_leaves
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
-from jaxtune.train.program.xla_options import compiled, compiler_options
+from jaxtune.train.program.xla_options import SHORT_STEP_SECONDS, compiled, compiler_options, launch_options
 
 type LoadedStep = tuple[list[Batch], dict[str, Any]]  # of Engine.load_step
 _BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 tokens, without those of tables of embeddings
@@ -100,6 +100,7 @@ class Engine:
         self.tables: Mapping[str, host_table.Array] = {}
         self.batches = batches
         self._early_steps, self.deterministic = early_steps, deterministic
+        self._asked_graphs: bool | None = settings.get("whole_graphs")
         self._offloads, self._held_out = program.offload, held_out
         self.use_mesh(mesh)
         if isinstance(planner, Planner):
@@ -154,6 +155,14 @@ class Engine:
         platform, divides = self.mesh.devices.flat[0].platform, partition.MeshShape.of(self.mesh).shard_count > 1
         merges = self.deterministic or not self.program.by_tensor  # so deterministic runs keep older versions' bits
         return compiler_options(platform, self.deterministic, divides, merges)
+
+    @property
+    def whole_graphs(self) -> bool:
+        """Whether the steps' programs are launched as whole CUDA graphs."""
+        if not isinstance(self.planner, Planner) or self.mesh.devices.flat[0].platform != "gpu":
+            return False
+        short = self.mesh.size == 1 and self.planner.forecast.step_seconds < SHORT_STEP_SECONDS
+        return short if self._asked_graphs is None else self._asked_graphs
 
     # ---- batches
 
@@ -296,7 +305,7 @@ class Engine:
         with ThreadPoolExecutor(8, "kernels") as pool:
             if device.platform == "gpu":
                 gpu_kernel.compile_beside(lowered, device, pool)
-            return compiled(lowered, self.options)
+            return compiled(lowered, {**self.options, **launch_options(self.whole_graphs)})
 
     def _abstract_batch(self, rows: Rows | BatchSource) -> Batch:
         empty = rows.empty(self.rows)
