@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
@@ -156,7 +157,7 @@ class Run:
         return self.held_out() is not None or self.answers is not None
 
     def steps(
-        self, programs: Programs, state: Leaves[TrainState], sums: Leaves[Sums], frozen: Leaves[Any], start: int
+        self, programs: Programs, state: Leaves[TrainState], sums: Leaves[Sums], frozen: Leaves[nnx.State], start: int
     ) -> tuple[Leaves[TrainState], int]:
         """Makes the steps after `start` ones, until the last or until a callback ends the run: (state, steps done).
         state and sums (zeros) are donated. TrainingInterrupted after a signal; ValueError from guards (TrainingStopped)
@@ -287,7 +288,7 @@ class Run:
         programs: Programs,
         sums: Leaves[Sums],
         state: Leaves[TrainState],
-        frozen: Leaves[Any],
+        frozen: Leaves[nnx.State],
         micro_batches: list[Batch],
     ) -> bool:
         """Whether the last state's loss is finite on the first micro-batch, for runs that end without an evaluation.
@@ -301,7 +302,7 @@ class Run:
         self,
         evaluate,
         state: Leaves[TrainState],
-        frozen: Leaves[Any],
+        frozen: Leaves[nnx.State],
         step: int,
         between: Callable[[], None] = lambda: None,
     ) -> float:

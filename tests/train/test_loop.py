@@ -16,7 +16,9 @@ from jaxtune.train.config import CheckpointConfig, DataConfig, EvaluationConfig,
 from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.display.monitor import Monitor, TrainingStopped
 from jaxtune.train.folder.checkpoint import saved_steps
+from jaxtune.train.program import programs as programs_of_engine
 from jaxtune.train.program.leaves import Leaves
+from jaxtune.train.program.programs import Engine
 from jaxtune.train.run import Run
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
@@ -163,6 +165,27 @@ def test_a_guard_ends_the_run_one_step_late_and_no_bad_update_is_made(tmp_path_f
     assert [event[1] for event in seen if event[0] == "stepped"] == [*range(1, end + 1)]
     assert launched[-1] == ("read", end) and launched.count(("dispatched", end + 2)) == 0
     assert all(step < first for step in saved)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_where_steps_are_whole_graphs_their_rows_keep_their_addresses(tmp_path, monkeypatch, micro_batches):
+    def history(name):
+        config = config_of(tmp_path / name, micro_batches=micro_batches)
+        trainer = Trainer(lora_model(), None, config, ROWS, HELD_OUT)
+        trainer.train()
+        return [(line["loss"], line["grad_norm"]) for line in trainer.history]
+
+    addresses, overwritten = set(), programs_of_engine._overwritten
+
+    def noting(*arguments):
+        batch = overwritten(*arguments)
+        addresses.add((batch.tokens.unsafe_buffer_pointer(), batch.segment_ids.unsafe_buffer_pointer()))
+        return batch
+
+    without = history("without")
+    monkeypatch.setattr(Engine, "whole_graphs", True)
+    monkeypatch.setattr(programs_of_engine, "_overwritten", noting)
+    assert history("whole") == without and len(addresses) == micro_batches
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

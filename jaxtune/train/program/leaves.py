@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
 
 import jax
 from jax.tree_util import KeyPath, keystr
@@ -15,7 +14,7 @@ from jax.tree_util import KeyPath, keystr
 class _Structure:
     """A tree without its leaves, equal to itself only, so that JAX compares it at once."""
 
-    def __init__(self, unflatten: Callable[[Iterable[Any]], Any], paths: Iterable[KeyPath]):
+    def __init__(self, unflatten, paths: Iterable[KeyPath]):
         self.unflatten, self.keys = unflatten, tuple(map(_Key, paths))
 
 
@@ -35,7 +34,7 @@ _structures: weakref.WeakValueDictionary[Hashable, _Structure] = weakref.WeakVal
 class Leaves[T]:
     """A tree of type T as its leaves, itself a pytree over them. Trees of equal structure give equal structures."""
 
-    def __init__(self, leaves: Iterable[Any], structure: _Structure):
+    def __init__(self, leaves: Iterable[object], structure: _Structure):
         self._leaves, self._structure = tuple(leaves), structure
 
     @classmethod
@@ -50,10 +49,10 @@ class Leaves[T]:
     def tree(self) -> T:
         return self._structure.unflatten(self._leaves)
 
-    def flatten(self) -> tuple[tuple[Any, ...], _Structure]:
+    def flatten(self) -> tuple[tuple[object, ...], _Structure]:
         return self._leaves, self._structure
 
-    def flatten_with_keys(self) -> tuple[Iterable[tuple[_Key, Any]], _Structure]:
+    def flatten_with_keys(self) -> tuple[Iterable[tuple[_Key, object]], _Structure]:
         return tuple(zip(self._structure.keys, self._leaves, strict=True)), self._structure
 
 
@@ -62,7 +61,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def over_leaves(function: Callable[..., Any], *trees: type) -> Callable[..., Any]:
+def over_leaves(function: Callable[..., object], *trees: type) -> Callable[..., object]:
     """`function` of trees and other values, with Leaves as arguments, and as results where they are `trees`."""
 
     def flat(value: object) -> object:

@@ -69,6 +69,12 @@ def finished(frozen: nnx.State, plan: StepPlan) -> nnx.State:
     return frozen
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def _overwritten(old: Batch, new: Batch) -> Batch:
+    """`new` in the donated memory of `old`."""
+    return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice(a, b, (0,) * b.ndim), old, new)
+
+
 class Engine:
     """Compiles and runs the programs of a run, an evaluation or a teacher's pass on a mesh, under its planner's plan.
 
@@ -148,6 +154,7 @@ class Engine:
 
         self.program = following(self.program)
         self.before_qat = None if self.before_qat is None else following(self.before_qat)
+        self._rows_before: dict[int, Batch] = {}
         self.micro_index = [partition.put(np.int32(i), self.replicated) for i in range(plan.micro_batches)]
 
     @property
@@ -383,27 +390,37 @@ class Engine:
         programs: Programs,
         sums: Leaves[Sums],
         state: Leaves[TrainState],
-        frozen: Leaves[Any],
+        frozen: Leaves[nnx.State],
         micro_batches: list[Batch],
     ) -> Leaves[Sums]:
         """`sums` (donated) with a step's micro-batches added; dispatched, not awaited. micro_batches: trailing empty
         micro-batches may be missing. state, frozen: on the devices; they are not donated.
         """
-        for index, batch in zip(self.micro_index, micro_batches, strict=False):
-            sums = programs.accumulate(sums, state, frozen, batch, index)
+        for place, (index, batch) in enumerate(zip(self.micro_index, micro_batches, strict=False)):
+            fixed = self.whole_graphs and self.mesh.size == 1
+            rows = self._at_fixed_addresses(place, batch) if fixed else batch
+            sums = programs.accumulate(sums, state, frozen, rows, index)
         return sums
+
+    def _at_fixed_addresses(self, place: int, batch: Batch) -> Batch:
+        """The batch in the memory of the last step's: where an argument has a new address, its graph is made anew."""
+        before = self._rows_before.get(place)
+        if before is None:
+            before = jax.tree.map(lambda array: jnp.zeros_like(array, device=array.sharding), batch)
+        self._rows_before[place] = _overwritten(before, batch)
+        return self._rows_before[place]
 
     def first_step(
         self,
         programs,
         sums: Leaves[Sums],
         state: Leaves[TrainState],
-        frozen: Leaves[Any],
+        frozen: Leaves[nnx.State],
         micro_batches,
         step,
         print_line,
         compiling: Any = contextlib.nullcontext,
-    ) -> tuple[Programs, Leaves[Sums], Leaves[Any]]:
+    ) -> tuple[Programs, Leaves[Sums], Leaves[nnx.State]]:
         """(programs, sums, frozen) after the first step's micro-batches, awaited. If memory runs out, they run again
         under smaller plans; only the update donates the state, so nothing is lost. `frozen` is as the last plan has it.
 
