@@ -68,6 +68,7 @@ from jaxtune.train.engine.programs import Programs
 from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import allow_pinned_memory, device_peak_flops, memory_peak_bytes
 from jaxtune.train.planning.step_spec import StepSpec
+from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.trainer import Trainer
 
 PROFILED_STEPS = 3
@@ -247,8 +248,9 @@ def measure(options) -> dict:
     trainer.fill_references((trainer.train_data,), state, frozen)
     trainer.model.release()  # as the command does
     parts = trainer.engine.load_step(0)[0]
+    state, sums, frozen = map(Leaves.of, (state, sums, frozen))
     programs, sums, frozen = trainer.engine.first_step(programs, sums, state, frozen, parts, 0, print)
-    sums = trainer.engine.zero_sums(state)  # the step itself is timed with the others
+    sums = Leaves.of(trainer.engine.zero_sums(state.tree))  # the step itself is timed with the others
     parts, rows = None, Rows(trainer.engine)
 
     def step(number, state, sums):

@@ -64,6 +64,7 @@ from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.planning.teacher_pass import TeacherPass
 from jaxtune.train.program import gradient_sync
 from jaxtune.train.program.flops import flop_counter
+from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
 from jaxtune.train.references import references
 from jaxtune.train.references.stored_teachers import StoredTeacher
@@ -337,14 +338,15 @@ class Trainer:
                 frozen = self.model.placed_frozen(self.engine)
                 self.fill_references((self.eval_data,), resumed.trainable, frozen, monitor.progress.print, True)
                 evaluate = self.eval_data and self.engine.compile_evaluate(self.program, resumed.trainable, frozen)
-                run.evaluate(evaluate, resumed, frozen, start)
+                run.evaluate(evaluate, Leaves.of(resumed), Leaves.of(frozen), start)
             return resumed, start
         if lacking := profile.lacking(self.total_steps - start):
             monitor.progress.print(lacking)
         with stop.at_once():
             programs, state, sums, frozen = self._start(resumed, start, monitor)
         del resumed
-        return run.steps(programs, state, sums, frozen, start)
+        state, steps = run.steps(programs, Leaves.of(state), Leaves.of(sums), Leaves.of(frozen), start)
+        return state.tree, steps
 
     def _start(
         self, resumed: TrainState | None, start: int, monitor: Monitor

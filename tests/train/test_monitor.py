@@ -35,7 +35,9 @@ class Machine:
             history=[],
             flops=lambda lengths: 989e12 * STEP,
         )
-        logger = SimpleNamespace(log=lambda step, values: self.lines.append({"step": step, **values}))
+        logger = SimpleNamespace(
+            log=lambda step, values: self.lines.append({"step": step, **values}), flush=lambda: None
+        )
         progress = SimpleNamespace(update=lambda step, **values: self.shown.append(values), print=lambda text: None)
         self.monitor = Monitor(self.run, logger, progress, lambda latest: latest["done"], lambda: self.now)
 

@@ -82,6 +82,7 @@ def test_tables_of_prompts_have_one_answer_each(tmp_path):
     seen = []
     logger._sinks["a logger"] = type("Sink", (), {"table": lambda _, step, rows: seen.append((step, rows))})()
     logger.log_rollouts(3, [{"step": 3, "prompt": p, "answer": a, "reward": float("nan")} for p in "xy" for a in "12"])
+    logger.flush()
     assert [(row["prompt"], row["answer"], row["reward"]) for row in seen[0][1]] == [("x", "1", None), ("y", "1", None)]
     assert len(lines(tmp_path)) == 4
 

@@ -25,13 +25,14 @@ from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.system import host_memory, processes
 from jaxtune.system.heap import uncollected
 from jaxtune.train.data.batches import Batch, Batches, BatchSource, Rows
-from jaxtune.train.engine.xla_options import compiled, compiler_options
+from jaxtune.train.engine.xla_options import SHORT_STEP_SECONDS, compiled, compiler_options, launch_options
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.program.flops import document_lengths
+from jaxtune.train.program.leaves import Leaves, over_leaves
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
 
 type LoadedStep = tuple[list[Batch], dict[str, Any]]  # of Engine.load_step
@@ -40,6 +41,8 @@ _BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 token
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
+    """The first two take and return states, sums and frozen weights as Leaves."""
+
     accumulate: Any  # adds a micro-batch's loss and gradients to the step's sums (StepProgram.accumulate)
     update: Any  # updates the weights from the sums (StepProgram.update)
     evaluate: Any  # sums the loss of a batch of held-out rows (StepProgram.evaluate); None without held-out rows
@@ -64,6 +67,12 @@ def finished(frozen: nnx.State, plan: StepPlan) -> nnx.State:
     for word, movable in MOVABLES.items():
         frozen = movable.finished(frozen, plan.level(word))
     return frozen
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _overwritten(old: Batch, new: Batch) -> Batch:
+    """`new` in the donated memory of `old`."""
+    return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice(a, b, (0,) * b.ndim), old, new)
 
 
 class Engine:
@@ -97,6 +106,7 @@ class Engine:
         self.tables: Mapping[str, host_table.Array] = {}
         self.batches = batches
         self._early_steps, self.deterministic = early_steps, deterministic
+        self._asked_graphs: bool | None = settings.get("whole_graphs")
         self._offloads, self._held_out = program.offload, held_out
         self.use_mesh(mesh)
         if isinstance(planner, Planner):
@@ -144,6 +154,7 @@ class Engine:
 
         self.program = following(self.program)
         self.before_qat = None if self.before_qat is None else following(self.before_qat)
+        self._rows_before: dict[int, Batch] = {}
         self.micro_index = [partition.put(np.int32(i), self.replicated) for i in range(plan.micro_batches)]
 
     @property
@@ -151,6 +162,14 @@ class Engine:
         platform, divides = self.mesh.devices.flat[0].platform, partition.MeshShape.of(self.mesh).shard_count > 1
         merges = self.deterministic or not self.program.by_tensor  # so deterministic runs keep older versions' bits
         return compiler_options(platform, self.deterministic, divides, merges)
+
+    @property
+    def whole_graphs(self) -> bool:
+        """Whether the steps' programs are launched as whole CUDA graphs."""
+        if not isinstance(self.planner, Planner) or self.mesh.devices.flat[0].platform != "gpu":
+            return False
+        short = self.mesh.size == 1 and self.planner.forecast.step_seconds < SHORT_STEP_SECONDS
+        return short if self._asked_graphs is None else self._asked_graphs
 
     # ---- batches
 
@@ -231,20 +250,23 @@ class Engine:
         batch = self._abstract_batch(self.batches)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
         where, held_out = self.replicated, self._held_out
-        unsummed = self.program.sums_shardings(state.trainable, where)
+        unsummed = Leaves.of(self.program.sums_shardings(state.trainable, where))
         before = self.before_qat if first_step < self._early_steps else None
         steps = [self.program] if before is None else [self.program, before]
+        flat_sums, flat_state, flat_frozen = Leaves.of(sums), Leaves.of(state), Leaves.of(frozen)
         with ThreadPoolExecutor(2 * len(steps) + 1, "compile") as pool:
             accumulates, evaluates = [], []
             with uncollected():
                 for program in steps:
-                    arguments = (sums, state, frozen, batch, index)
-                    lowered = self._lowered(program.accumulate, unsummed, arguments, donate_argnums=0)
+                    arguments = (flat_sums, flat_state, flat_frozen, batch, index)
+                    accumulate = over_leaves(program.accumulate, Sums)
+                    lowered = self._lowered(accumulate, unsummed, arguments, donate_argnums=0)
                     accumulates.append(pool.submit(self._compiled, lowered))
                 with jax.set_mesh(self.mesh):
-                    results = (self.program.shardings(state, where), unsummed, where)
-                    update = jax.jit(self.program.update, donate_argnums=(0, 1), out_shardings=results)
-                    update = pool.submit(self._compile, update.lower(state, sums))
+                    results = (Leaves.of(self.program.shardings(state, where)), unsummed, where)
+                    update = over_leaves(self.program.update, TrainState, Sums)
+                    update = jax.jit(update, donate_argnums=(0, 1), out_shardings=results)
+                    update = pool.submit(self._compile, update.lower(flat_state, flat_sums))
                 if held_out is not None:
                     for program in steps:
                         lowered = self._lowered_of_rows(program.evaluate, where, state.trainable, frozen, held_out)
@@ -290,7 +312,7 @@ class Engine:
         with ThreadPoolExecutor(8, "kernels") as pool:
             if device.platform == "gpu":
                 gpu_kernel.compile_beside(lowered, device, pool)
-            return compiled(lowered, self.options)
+            return compiled(lowered, {**self.options, **launch_options(self.whole_graphs)})
 
     def _abstract_batch(self, rows: Rows | BatchSource) -> Batch:
         empty = rows.empty(self.rows)
@@ -363,17 +385,42 @@ class Engine:
         early = step < self._early_steps and programs.before_qat is not None
         return programs.before_qat if early and programs.before_qat is not None else programs
 
-    def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, micro_batches: list[Batch]) -> Sums:
+    def accumulate(
+        self,
+        programs: Programs,
+        sums: Leaves[Sums],
+        state: Leaves[TrainState],
+        frozen: Leaves[nnx.State],
+        micro_batches: list[Batch],
+    ) -> Leaves[Sums]:
         """`sums` (donated) with a step's micro-batches added; dispatched, not awaited. micro_batches: trailing empty
         micro-batches may be missing. state, frozen: on the devices; they are not donated.
         """
-        for index, batch in zip(self.micro_index, micro_batches, strict=False):
-            sums = programs.accumulate(sums, state, frozen, batch, index)
+        for place, (index, batch) in enumerate(zip(self.micro_index, micro_batches, strict=False)):
+            fixed = self.whole_graphs and self.mesh.size == 1
+            rows = self._at_fixed_addresses(place, batch) if fixed else batch
+            sums = programs.accumulate(sums, state, frozen, rows, index)
         return sums
 
+    def _at_fixed_addresses(self, place: int, batch: Batch) -> Batch:
+        """The batch in the memory of the last step's: where an argument has a new address, its graph is made anew."""
+        before = self._rows_before.get(place)
+        if before is None:
+            before = jax.tree.map(lambda array: jnp.zeros_like(array, device=array.sharding), batch)
+        self._rows_before[place] = _overwritten(before, batch)
+        return self._rows_before[place]
+
     def first_step(
-        self, programs, sums, state, frozen, micro_batches, step, print_line, compiling: Any = contextlib.nullcontext
-    ):
+        self,
+        programs,
+        sums: Leaves[Sums],
+        state: Leaves[TrainState],
+        frozen: Leaves[nnx.State],
+        micro_batches,
+        step,
+        print_line,
+        compiling: Any = contextlib.nullcontext,
+    ) -> tuple[Programs, Leaves[Sums], Leaves[nnx.State]]:
         """(programs, sums, frozen) after the first step's micro-batches, awaited. If memory runs out, they run again
         under smaller plans; only the update donates the state, so nothing is lost. `frozen` is as the last plan has it.
 
@@ -388,8 +435,9 @@ class Engine:
 
         def arrays():
             nonlocal frozen
-            frozen = finished(frozen, self.planner.plan)
-            return state, self.zero_sums(state), frozen
+            weights = finished(frozen.tree, self.planner.plan)
+            frozen = Leaves.of(weights)
+            return state.tree, self.zero_sums(state.tree), weights
 
         while True:
             try:
@@ -400,12 +448,13 @@ class Engine:
                     raise
                 short = self._search.short_bytes(error, self.mesh.local_devices)
             rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *micro_batches)
-            programs = sums = micro_batches = None
+            del sums, micro_batches
+            programs = None
             self._search.replan("the first step ran out of memory", None, print_line, True, short)
             self.follow_plan()
             with compiling():
                 programs = self.fit(arrays, step, print_line, placed=True)
-            sums, count = self.zero_sums(state), self.planner.plan.micro_batches
+            sums, count = Leaves.of(self.zero_sums(state.tree)), self.planner.plan.micro_batches
             micro_batches = [self.place(rows, index, count) for index in range(count)]
 
     def evaluate(

@@ -173,6 +173,7 @@ class Monitor:
         self._counted += seconds
         self._paused += seconds
         self.logger.log(step, values | {f"{name}_seconds": seconds - part_seconds})
+        self.logger.flush()
 
     @contextlib.contextmanager
     def planned(self, name: str, step: int) -> Iterator[dict[str, Any]]:
@@ -220,9 +221,12 @@ class Monitor:
             self.progress.print(text)
 
     def flush(self) -> None:
-        """Waits for all dispatched steps and processes them; may raise TrainingStopped."""
+        """Waits for all dispatched steps, processes them and waits until their lines are written; may raise
+        TrainingStopped.
+        """
         while self.waiting:
             self._take()
+        self.logger.flush()
 
     def _take(self) -> None:
         """Processes the oldest dispatched step: callbacks, which may add metrics, then history, log, screen, guards.
