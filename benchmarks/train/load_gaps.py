@@ -77,7 +77,8 @@ def trained(trainer, options) -> dict:
     found = {f"{name}_block_bytes": memory.temp_size_in_bytes for name, memory in memories.items()}
     found |= {"stats": stats(), "budget_bytes": trainer.planner.budget_bytes, "plan": trainer.planner.plan.to_record()}
     found["predicted_peak_bytes"] = trainer.planner.forecast.peak_bytes
-    state, sums, frozen = map(Leaves.of, (state, sums, frozen))
+    state, sums = trainer.engine.flat(state, sums)
+    frozen = Leaves.of(frozen)
     try:
         for number in range(2):
             parts, _ = trainer.engine.load_step(number)

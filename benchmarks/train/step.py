@@ -248,9 +248,12 @@ def measure(options) -> dict:
     trainer.fill_references((trainer.train_data,), state, frozen)
     trainer.model.release()  # as the command does
     parts = trainer.engine.load_step(0)[0]
-    state, sums, frozen = map(Leaves.of, (state, sums, frozen))
+    state, sums = trainer.engine.flat(state, sums)
+    frozen = Leaves.of(frozen)
     programs, sums, frozen = trainer.engine.first_step(programs, sums, state, frozen, parts, 0, print)
-    sums = Leaves.of(trainer.engine.zero_sums(state.tree))  # the step itself is timed with the others
+    sums = trainer.engine.flat(state.tree, trainer.engine.zero_sums(state.tree))[
+        1
+    ]  # the step itself is timed with the others
     parts, rows = None, Rows(trainer.engine)
 
     def step(number, state, sums):

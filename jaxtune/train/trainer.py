@@ -345,7 +345,8 @@ class Trainer:
         with stop.at_once():
             programs, state, sums, frozen = self._start(resumed, start, monitor)
         del resumed
-        state, steps = run.steps(programs, Leaves.of(state), Leaves.of(sums), Leaves.of(frozen), start)
+        state, sums = self.engine.flat(state, sums)
+        state, steps = run.steps(programs, state, sums, Leaves.of(frozen), start)
         return state.tree, steps
 
     def _start(

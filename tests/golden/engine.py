@@ -75,7 +75,7 @@ def train(model, config: TrainConfig, rows: TokenDataset, held_out: TokenDataset
     programs = trainer.engine.compile(state, sums, frozen)
     parts, _ = trainer.engine.load_step(0)
     first = trainer.engine.at(programs, 0)
-    flat = Leaves.of(sums), Leaves.of(state), Leaves.of(frozen)
+    flat = *reversed(trainer.engine.flat(state, sums)), Leaves.of(frozen)
     sums = trainer.engine.accumulate(first, *flat, parts).tree
     sums = jax.jit(trainer.program.total)(sums, state)[0]
     scale = 1.0 / (np.float32(sums.count) * np.float32(state.loss_scale))

@@ -74,7 +74,8 @@ def stepped(trainer: Trainer):
     state, sums, frozen = trainer.model.first_state(trainer.engine)
     programs = trainer.engine.compile(state, sums, frozen)
     found = []
-    state, sums, frozen = map(Leaves.of, (state, sums, frozen))
+    state, sums = trainer.engine.flat(state, sums)
+    frozen = Leaves.of(frozen)
     for step in range(2):
         parts, _ = trainer.engine.load_step(step)
         state, sums, latest = programs.update(state, trainer.engine.accumulate(programs, sums, state, frozen, parts))

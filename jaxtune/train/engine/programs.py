@@ -38,6 +38,8 @@ from jaxtune.train.program.step import StepProgram, Sums, TrainState
 type LoadedStep = tuple[list[Batch], dict[str, Any]]  # of Engine.load_step
 _BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 tokens, without those of tables of embeddings
 
+_STACKED_BYTES = 1 << 28  # of trained tensors and their states, which are copied when they leave the step
+
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
@@ -232,6 +234,18 @@ class Engine:
             block.delete()
         return sums
 
+    def flat(self, state: TrainState, sums: Sums) -> tuple[Leaves[TrainState], Leaves[Sums]]:
+        """As the programs take and return them."""
+        stacked = self._stacks(state)
+        return Leaves.of(state, stacked), Leaves.of(sums, stacked)
+
+    def _stacks(self, state: TrainState) -> bool:
+        """Whether equal tensors of state and sums lie in one array: in an adapter's hundreds the host spends more time
+        than the device. Not divided or hosted ones, and not where copies for a save could matter.
+        """
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.trainable, state.opt_state)))
+        return self.mesh.size == 1 and not self.program.offload and size <= _STACKED_BYTES
+
     # ---- compiling
 
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
@@ -250,21 +264,22 @@ class Engine:
         batch = self._abstract_batch(self.batches)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
         where, held_out = self.replicated, self._held_out
-        unsummed = Leaves.of(self.program.sums_shardings(state.trainable, where))
         before = self.before_qat if first_step < self._early_steps else None
         steps = [self.program] if before is None else [self.program, before]
-        flat_sums, flat_state, flat_frozen = Leaves.of(sums), Leaves.of(state), Leaves.of(frozen)
+        stacked = self._stacks(state)
+        flat_sums, flat_state = Leaves.of(sums, stacked), Leaves.of(state, stacked)
+        unsummed = flat_sums.of_each(self.program.sums_shardings(state.trainable, where))
         with ThreadPoolExecutor(2 * len(steps) + 1, "compile") as pool:
             accumulates, evaluates = [], []
             with uncollected():
                 for program in steps:
-                    arguments = (flat_sums, flat_state, flat_frozen, batch, index)
-                    accumulate = over_leaves(program.accumulate, Sums)
+                    arguments = (flat_sums, flat_state, Leaves.of(frozen), batch, index)
+                    accumulate = over_leaves(program.accumulate, Sums, stacked=stacked)
                     lowered = self._lowered(accumulate, unsummed, arguments, donate_argnums=0)
                     accumulates.append(pool.submit(self._compiled, lowered))
                 with jax.set_mesh(self.mesh):
-                    results = (Leaves.of(self.program.shardings(state, where)), unsummed, where)
-                    update = over_leaves(self.program.update, TrainState, Sums)
+                    results = (flat_state.of_each(self.program.shardings(state, where)), unsummed, where)
+                    update = over_leaves(self.program.update, TrainState, Sums, stacked=stacked)
                     update = jax.jit(update, donate_argnums=(0, 1), out_shardings=results)
                     update = pool.submit(self._compile, update.lower(flat_state, flat_sums))
                 if held_out is not None:
@@ -454,7 +469,8 @@ class Engine:
             self.follow_plan()
             with compiling():
                 programs = self.fit(arrays, step, print_line, placed=True)
-            sums, count = Leaves.of(self.zero_sums(state.tree)), self.planner.plan.micro_batches
+            sums = self.flat(state.tree, self.zero_sums(state.tree))[1]
+            count = self.planner.plan.micro_batches
             micro_batches = [self.place(rows, index, count) for index in range(count)]
 
     def evaluate(
