@@ -63,7 +63,7 @@ def thin_pairs(
     table = {"triton": lambda: reason, "apart": lambda: None}  # each output alone says why it has no kernel
     if dispatch.choose("thin_pairs", table, "apart" if reason else None) == "apart":
         return None
-    dinner, dbs = meshes.on_each_device(triton.thin_pairs, rows=2, results=1)(douts, inner, bs)
+    dinner, dbs = meshes.on_each_device(triton.thin_pairs, rows=2, results=1)([*douts], inner, [*bs])
     return dinner, [db.astype(b.dtype) for db, b in zip(dbs, bs, strict=True)]
 
 

@@ -9,7 +9,9 @@ def thin_pair_kernel(
     a,
     b,
     c,
-    sides,
+    a_side,
+    b_side,
+    c_side,
     inner,
     products,
     dbs,
@@ -28,26 +30,26 @@ def thin_pair_kernel(
     low-rank input, with float32 sums. Grid: (blocks of columns of all outputs, ranges of rows).
 
       a, b, c: [ROWS, width] of 16 bits, of up to three outputs.
-      inner: low-rank inputs side by side [ROWS, outputs RANK]. sides: B's one below the other [TOTAL, RANK], rounded to
-      a's dtype.
+      a_side, b_side, c_side: their B's [width, RANK], rounded to a's dtype.
+      inner: low-rank inputs side by side [ROWS, outputs RANK].
       products: float32[blocks of columns, ROWS, RANK], each block's share of the product with B.
       dbs: float32[ranges of rows, TOTAL, RANK], each range's share of the transposed products.
-      WIDTHS, PLACES, FIRST: each output's columns, first row of `sides`, and first block of columns.
+      WIDTHS, PLACES, FIRST: each output's columns, first row of `dbs`, and first block of columns.
       WIDTH: columns of the thin products, a power of two of at least 16.
     """
     DTYPE: tl.constexpr = a.dtype.element_ty
     JOINED: tl.constexpr = RANK * len(WIDTHS)
-    arrays = (a, b, c)
-    source, width, place, first_block, thin_column = a, WIDTHS[0], 0, 0, 0
+    arrays, sides = (a, b, c), (a_side, b_side, c_side)
+    source, side, width, place, first_block, thin_column = a, a_side, WIDTHS[0], 0, 0, 0
     for index in tl.static_range(1, len(WIDTHS)):
         if tl.program_id(0) >= FIRST[index]:
-            source, width, place, first_block = arrays[index], WIDTHS[index], PLACES[index], FIRST[index]
-            thin_column = index * RANK
+            source, side, width = arrays[index], sides[index], WIDTHS[index]
+            place, first_block, thin_column = PLACES[index], FIRST[index], index * RANK
     columns = (tl.program_id(0) - first_block) * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, WIDTH)[None, :]
     column_mask, real_ranks = columns < width, ranks < RANK
-    side_offsets, real = (place + columns)[:, None] * RANK + ranks, column_mask[:, None] & real_ranks
-    side = tl.load(sides + side_offsets, mask=real, other=0.0).to(DTYPE)
+    side_offsets, real = columns[:, None] * RANK + ranks, column_mask[:, None] & real_ranks
+    side_tile = tl.load(side + side_offsets, mask=real, other=0.0).to(DTYPE)
     sums = tl.zeros([COLUMNS, WIDTH], tl.float32)
     number = tl.arange(0, BLOCK)[:, None]
     for step in range(STEPS):
@@ -60,5 +62,5 @@ def thin_pair_kernel(
         thin_tile = tl.load(thin + (number * JOINED + ranks), mask=row_mask & real_ranks, other=0.0)
         sums = tl.dot(tl.trans(tile), thin_tile, sums)
         block_sums = products + (tl.program_id(0).to(tl.int64) * ROWS + first) * RANK
-        tl.store(block_sums + (number * RANK + ranks), tl.dot(tile, side), mask=row_mask & real_ranks)
-    tl.store(dbs + tl.program_id(1).to(tl.int64) * TOTAL * RANK + side_offsets, sums, mask=real)
+        tl.store(block_sums + (number * RANK + ranks), tl.dot(tile, side_tile), mask=row_mask & real_ranks)
+    tl.store(dbs + (tl.program_id(1).to(tl.int64) * TOTAL + place) * RANK + side_offsets, sums, mask=real)

@@ -101,10 +101,10 @@ def thin_pair(dout, inner, b) -> tuple[jax.Array, jax.Array]:
     return dinner, db
 
 
-def thin_pairs(douts: Sequence[jax.Array], inner, bs: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+def thin_pairs(douts: list[jax.Array], inner, bs: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
     """(dout_i b_i side by side [tokens, outputs r] in their dtype, dout_i^T inner_i float32[out_i, r] each).
 
-    douts, bs: [tokens, out_i] of 16 bits, [out_i, r], up to three. inner: [tokens, outputs r], side by side.
+    douts, bs: lists of [tokens, out_i] of 16 bits, [out_i, r], up to three. inner: [tokens, outputs r], side by side.
     """
     from jaxtune.pallas.thin_pair import kernels
 
@@ -118,14 +118,10 @@ def thin_pairs(douts: Sequence[jax.Array], inner, bs: Sequence[jax.Array]) -> tu
     places, first_blocks = (
         tuple(sum(sizes[:index]) for index in range(len(sizes))) for sizes in (widths, tuple(counts))
     )
+    unused = _OUTPUTS - len(douts)
     products, dbs = compat.triton_call(
         kernels.thin_pair_kernel,
-        (
-            *douts,
-            *[douts[0]] * (_OUTPUTS - len(douts)),
-            bs[0] if len(bs) == 1 else jnp.concatenate(bs),
-            inner,
-        ),
+        (*douts, *douts[:1] * unused, *bs, *bs[:1] * unused, inner),
         [
             jax.ShapeDtypeStruct((sum(counts), tokens, rank), jnp.float32),
             jax.ShapeDtypeStruct((ranges, sum(widths), rank), jnp.float32),
