@@ -105,7 +105,7 @@ def train(way: str, options, results: dict) -> dict:
         state, sums, latest = one(number, state, sums)
     float(latest["loss"])
     ms = (time.perf_counter() - begun) / STEPS * 1e3
-    found = {"prepared_seconds": round(compile_seconds, 1), "ms": round(ms, 3)}
+    found: dict = {"prepared_seconds": round(compile_seconds, 1), "ms": round(ms, 3)}
     if jax.default_backend() == "gpu":
         with tempfile.TemporaryDirectory() as folder:
             step.profiled(folder, one, state, sums)
