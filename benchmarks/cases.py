@@ -65,6 +65,7 @@ STEPS = {
     "8b_16gb": Step(f"{_8B} --load-in nf4 --plan auto --budget-gb 16"),
     "14b_16gb": Step("--shape qwen3-14b --load-in nf4 --plan auto --budget-gb 16"),
     "32b_25.2gb": Step("--shape qwen3-32b --load-in nf4 --plan auto --budget-gb 25.2"),
+    "135m": Step("--shape smollm2-135m --rows 16 --length 512 --micro-batches 1", steps=32),
     "06b": Step("--shape qwen3-0.6b --micro-batches 1", steps=16),
     "06b_full": Step("--shape qwen3-0.6b --micro-batches 1 --rank 0", steps=16),
     "8b_full_8bit": Step(f"{_8B} --rank 0 --optim adamw_8bit --plan auto"),
@@ -158,5 +159,6 @@ SETS = {
         *("gpt_oss_one", "gpt_oss_fp8_one", "gpt_oss_mxfp4", "gpt_oss_120b", "qwen35_35b_kept", "qwen3_moe_fp8_kept"),
         *("qwen3_next", "8b_10.8gb", "8b_16gb", "14b_16gb", "32b_25.2gb", "06b", "06b_full", "8b_full_8bit"),
     ],
+    "small": ["135m"],
     "ablation": [name for name in STEPS if "_reload" in name],
 }

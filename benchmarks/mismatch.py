@@ -136,21 +136,17 @@ def ways_of() -> dict[str, tuple[Any, dict[str, Any]]]:
     def named(name: str, implementation: str) -> tuple[Any, dict[str, Any]]:
         return plain_layer, {name: functools.partial(getattr(plain_layer, name), implementation=implementation)}
 
-    ways: dict[str, tuple[Any, dict[str, Any]]] = {"every layer by Block.step": (plain_layer, {"is_plain": _never})}
-    ways["norms in plain JAX"] = named("added_norm", "reference")
-    if hasattr(slots, "sampler_options"):
+    sampler_options = slots.sampler_options  # itself, while by_vendor is in its place
 
-        def by_vendor(*given: bool) -> dict[str, Any]:
-            return slots_options(*given) | {"xla_gpu_enable_triton_gemm": False}
+    def by_vendor(*options: bool) -> dict[str, Any]:
+        return sampler_options(*options) | {"xla_gpu_enable_triton_gemm": False}
 
-        slots_options = slots.sampler_options
-        ways["products by the vendor's library"] = (slots, {"sampler_options": by_vendor})
-    if hasattr(plain_layer, "attended"):
-        ways["heads and attention in two kernels"] = named("attended", "apart")
-    if hasattr(plain_layer, "decode_attention"):
-        ways["attention in plain JAX"] = named("decode_attention", "reference")
-        ways["heads in plain JAX"] = named("placed", "reference")
-    return ways
+    return {
+        "every layer by Block.step": (plain_layer, {"is_plain": _never}),
+        "norms in plain JAX": named("added_norm", "reference"),
+        "products by the vendor's library": (slots, {"sampler_options": by_vendor}),
+        "heads and attention in two kernels": named("attended", "apart"),
+    }
 
 
 def _never(block: Any, spec: Any) -> bool:
@@ -168,7 +164,7 @@ def main() -> None:
 
     from benchmarks.record import environment, write
     from jaxtune.models.generation import slots
-    from jaxtune.train.program.program_cache import use_program_cache
+    from jaxtune.system.program_cache import use_program_cache
 
     use_program_cache()
     record: dict[str, Any] = {"benchmark": "mismatch", "sets": options.sets, **environment()}

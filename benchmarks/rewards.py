@@ -93,8 +93,7 @@ def trainer_of(case: Case, folder: str) -> Any:
     from jaxtune.train.config.objective import ObjectiveConfig
     from jaxtune.train.objectives.named import objective_of
     from jaxtune.train.objectives.policy import GRPO
-    from jaxtune.train.sampled.answering import OneTurn, Sampling
-    from jaxtune.train.sampled.packed_answers import Prompt
+    from jaxtune.train.sampled.answering import OneTurn, Prompt, Sampling
     from jaxtune.train.sampled.reward_functions import RewardFunctions
     from jaxtune.train.sampled.rollouts import SampledAnswers
     from jaxtune.train.trainer import Trainer
@@ -116,7 +115,7 @@ def trainer_of(case: Case, folder: str) -> Any:
         rows_per_step=case.prompts * case.answers,
         output=folder,
     )
-    objective = objective_of(config)
+    objective = objective_of(config.objective)
     assert isinstance(objective, GRPO)
     draw = np.random.default_rng(0)
     tokens = draw.integers(3, model.config.vocab_size - 1, (case.prompts * case.steps, case.prompt)).tolist()
@@ -280,7 +279,7 @@ def curves(overrides: tuple[str, ...], say: Callable[[str, Any], None], seeds: i
     """Runs the recipe quickstart-rewards for each seed, and gives the rewards of its steps and exact match."""
     from jaxtune.train import app
     from jaxtune.train.config.file import load_config
-    from jaxtune.train.display import metrics
+    from jaxtune.train.log import metrics
 
     for seed in range(seeds):
         begun = time.perf_counter()
@@ -311,8 +310,8 @@ def measure(name: str, say: Callable[[str, Any], None]) -> None:
     if name in TRL:
         trl_steps(STEPS[TRL[name]], say)
         return
+    from jaxtune.system.program_cache import use_program_cache
     from jaxtune.train.planning.devices import allow_pinned_memory
-    from jaxtune.train.program.program_cache import use_program_cache
 
     allow_pinned_memory()
     use_program_cache()

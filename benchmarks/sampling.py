@@ -301,7 +301,7 @@ def first_answer(case: Case, started: float) -> dict[str, float]:
 
 
 def measure(name: str, options: argparse.Namespace, say: Callable[[str, Any], None]) -> None:
-    from jaxtune.train.program.program_cache import use_program_cache
+    from jaxtune.system.program_cache import use_program_cache
 
     use_program_cache()
     case, started = CASES[name], float(os.environ["STARTED"])

@@ -55,10 +55,27 @@ QWEN3_NEXT = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+_SMOLLM2 = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
 SHAPES = {
     "llama-3.1-8b": PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"],
     "llama-3.2-3b": PUBLISHED["meta-llama/Llama-3.2-3B-Instruct"],
     "llama-3.2-1b": PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"],
+    # As their config.json say, but for the positions.
+    "smollm2-135m": _SMOLLM2
+    | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    | {"num_attention_heads": 9, "num_key_value_heads": 3},
+    "smollm2-360m": _SMOLLM2
+    | {"hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32}
+    | {"num_attention_heads": 15, "num_key_value_heads": 5},
     "llama-3.3-70b": PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]
     | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
     "qwen3-0.6b": PUBLISHED["Qwen/Qwen3-14B"]

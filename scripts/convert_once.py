@@ -326,7 +326,9 @@ def compare(folder: Path, tokenizers: Path) -> None:
         ours = []
         for name in rows:
             with contextlib.redirect_stdout(io.StringIO()):
-                prepared = objective_of(config).prepare(name, tokenizer, config.data, vocab_size=10**9, max_rows=None)
+                prepared = objective_of(config.objective).prepare(
+                    name, tokenizer, config.data, vocab_size=10**9, max_rows=None
+                )
             ours += [prepared.documents[index] for index in range(len(prepared.documents))]
         name = config.objective.name
         if name == "kto":  # each answer has a mismatched one beside it

@@ -15,8 +15,8 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from jaxtune.compat import EarlyStoppingCallback, SFTConfig, SFTTrainer, TrainerCallback
 from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState
 from jaxtune.train.callbacks import Between
-from jaxtune.train.folder.saving import TrainingInterrupted
-from jaxtune.train.program.programs import Engine
+from jaxtune.train.engine.programs import Engine
+from jaxtune.train.loop.saving import TrainingInterrupted
 from tests.test_compat import folder, load, rows  # noqa: F401
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]

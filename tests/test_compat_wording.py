@@ -26,8 +26,6 @@ KEYS = [key.name for key in config_keys()]
 DOTTED = re.compile("|".join(rf"(?<![\w./']){re.escape(key)}(?![\w/]|\.\w)" for key in KEYS if "." in key))
 # Arguments of functions and trainers that scripts have beside their config.
 ELSEWHERE = {"max_seq_length"}
-# What a command, and no script, says.
-COMMANDS = ("config/file.py", "shown_plan.py", "sensitivity.py", "scoring.py", "app.py", "run.py", "recipes")
 
 
 @pytest.fixture(scope="module")

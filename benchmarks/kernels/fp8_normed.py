@@ -88,9 +88,7 @@ def measured(size: int, rank: int, blocks: bool, copy: float, tiles: list[Tile],
     a = normal(30, rank, size, dtype=jnp.float32) if rank else None
     want = compiled(exact, xs[0], weight, a)(xs[0], weight, a)
     programs, found, errors = {}, {}, {}
-    swept = (
-        (*TILES, *(() if blocks else ROW_TILES)) if sweeps else (fp8_normed.tile(fp8_normed.width_of(rank), blocks),)
-    )
+    swept = (*TILES, *(() if blocks else ROW_TILES)) if sweeps else (fp8_normed.tile(fp8_normed.width_of(rank), size),)
     for tile in (None, *(tiles or swept)):
         name = "XLA" if tile is None else str(tuple(tile))
         once = before if tile is None else after

@@ -191,7 +191,7 @@ def child(record: Path, emptied: bool, arguments: list[str]) -> int:
         parts.clear()
 
     if arguments[0] == "train":
-        from jaxtune.train.program.trained_model import TrainedModel
+        from jaxtune.train.engine.trained_model import TrainedModel
 
         finished = TrainedModel.finished
 

@@ -69,6 +69,7 @@ def loaded(folder: str, load_in: str):
 def trained(trainer, options) -> dict:
     """Two steps of a run: what the allocator has before the first, and what a step asks for in one block."""
     from benchmarks.train.step import compile_step
+    from jaxtune.train.program.leaves import Leaves
 
     programs = compile_step(trainer, options)
     state, sums, frozen = trainer.model.begin(trainer.engine, None)
@@ -76,6 +77,8 @@ def trained(trainer, options) -> dict:
     found = {f"{name}_block_bytes": memory.temp_size_in_bytes for name, memory in memories.items()}
     found |= {"stats": stats(), "budget_bytes": trainer.planner.budget_bytes, "plan": trainer.planner.plan.to_record()}
     found["predicted_peak_bytes"] = trainer.planner.forecast.peak_bytes
+    state, sums = trainer.engine.flat(state, sums)
+    frozen = Leaves.of(frozen)
     try:
         for number in range(2):
             parts, _ = trainer.engine.load_step(number)

@@ -51,6 +51,7 @@ from jaxtune.models.decoder import Decoder  # noqa: E402
 from jaxtune.models.files.model_folder import load_tokenizer  # noqa: E402
 from jaxtune.models.registry import config_from_hf  # noqa: E402
 from jaxtune.pallas.format_names import QAT_GROUPS  # noqa: E402
+from jaxtune.system.program_cache import use_program_cache  # noqa: E402
 from jaxtune.train.config import (  # noqa: E402
     CheckpointConfig,
     DataConfig,
@@ -63,7 +64,6 @@ from jaxtune.train.config import (  # noqa: E402
     TrainConfig,
 )
 from jaxtune.train.data import prepare  # noqa: E402
-from jaxtune.train.program.program_cache import use_program_cache  # noqa: E402
 from jaxtune.train.trainer import Trainer  # noqa: E402
 
 FORMATS = ("int4", "int8-int4", "nvfp4")

@@ -58,8 +58,8 @@ def child(recipe: str) -> None:
     def instrumented() -> None:
         before_imports()
         from jaxtune.models.hf import Pretrained
-        from jaxtune.train.program.programs import Engine
-        from jaxtune.train.program.trained_model import TrainedModel
+        from jaxtune.train.engine.programs import Engine
+        from jaxtune.train.engine.trained_model import TrainedModel
         from jaxtune.train.spec import loading
         from jaxtune.train.trainer import Trainer
 

@@ -64,10 +64,11 @@ from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Documents
+from jaxtune.train.engine.programs import Programs
 from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import allow_pinned_memory, device_peak_flops, memory_peak_bytes
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.program.programs import Programs
+from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.trainer import Trainer
 
 PROFILED_STEPS = 3
@@ -247,8 +248,12 @@ def measure(options) -> dict:
     trainer.fill_references((trainer.train_data,), state, frozen)
     trainer.model.release()  # as the command does
     parts = trainer.engine.load_step(0)[0]
+    state, sums = trainer.engine.flat(state, sums)
+    frozen = Leaves.of(frozen)
     programs, sums, frozen = trainer.engine.first_step(programs, sums, state, frozen, parts, 0, print)
-    sums = trainer.engine.zero_sums(state)  # the step itself is timed with the others
+    sums = trainer.engine.flat(state.tree, trainer.engine.zero_sums(state.tree))[
+        1
+    ]  # the step itself is timed with the others
     parts, rows = None, Rows(trainer.engine)
 
     def step(number, state, sums):

@@ -19,7 +19,7 @@ from jaxtune.conversations.messages import Message, read_messages, read_tools, t
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.conversations.templates import TemplateError
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.models.ends import end_token_ids
 from jaxtune.models.generation.requests import text_of
 from jaxtune.system import files, terminal
 from jaxtune.system.terminal import fitted, say

@@ -30,8 +30,8 @@ def run(arguments: Sequence[str]) -> None:
     sampling.add_options(parser, temperature=0.7)
     options = parser.parse_args(arguments)
 
+    from jaxtune.models.ends import with_end_tokens
     from jaxtune.models.generation.chat import Conversation
-    from jaxtune.models.generation.ends import with_end_tokens
 
     model, tokenizer = common.load(options)
     model = with_end_tokens(model, tokenizer)

@@ -74,7 +74,7 @@ def load(options: argparse.Namespace):
     import jaxtune
     from jaxtune.models.adapters import trained_over
     from jaxtune.models.adapters.adapter_config import base_of
-    from jaxtune.models.generation.ends import with_end_tokens
+    from jaxtune.models.ends import with_end_tokens
 
     jaxtune.use_program_cache()
     dtype, folder = options.dtype, Path(options.model).expanduser()

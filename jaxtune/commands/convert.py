@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> int:
     from jaxtune.convert import recipe_of
     from jaxtune.train.config import ConfigError
     from jaxtune.train.config.file import config_from_dict, config_to_yaml, read_values
-    from jaxtune.train.objectives.named import objective_of
+    from jaxtune.train.spec.run_spec import decided_objective
 
     values = read_values(path)
     try:
@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     if recipe.get("data.train") is None:
         recipe.set("data.train", "rows.jsonl")
         recipe.lack("data.train", None, "the config names no rows: put a file or data set there")
-    objective_of(config_from_dict(recipe.values))  # a recipe that is printed can be run
+    decided_objective(config_from_dict(recipe.values))  # a recipe that is printed can be run
     say(f"# What {path} means, which is a config of {recipe.program}.\n#\n#   {spelled('train RECIPE.yaml')}")
     titles = {
         "It differs in": recipe.notes,

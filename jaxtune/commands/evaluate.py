@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> None:
 
     config, checkpoint = load_to_evaluate(options.recipe, options.overrides)
     joining.join(options.coordinator, options.processes, options.process)
-    from jaxtune.train.evaluation.scoring import evaluate as evaluate_config
+    from jaxtune.train.scoring import evaluate as evaluate_config
 
     scores = evaluate_config(config, options.recipe, options.overrides, checkpoint, options.load_in)
     say(json.dumps(scores, indent=2))

@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> None:
             parser.error(f"{flag} {value}: must be a positive integer")
 
     from jaxtune.commands import answers
-    from jaxtune.models.generation.ends import with_end_tokens
+    from jaxtune.models.ends import with_end_tokens
 
     if options.prompts is not None:
         answers.read_rows(Path(options.prompts))  # what cannot be read is said before a model is loaded

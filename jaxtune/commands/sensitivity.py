@@ -35,9 +35,9 @@ def run(arguments: Sequence[str]) -> None:
         parser.error(f"--rows {options.rows}: must be 1 or more")
     import yaml
 
+    from jaxtune.system.program_cache import use_program_cache
     from jaxtune.train import sensitivity
     from jaxtune.train.config.file import load_config
-    from jaxtune.train.program.program_cache import use_program_cache
 
     config = load_config(options.recipe, options.overrides)
     use_program_cache()

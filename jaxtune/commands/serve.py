@@ -108,8 +108,8 @@ def _models(options: argparse.Namespace) -> list[ServedModel]:
     """
     from jaxtune.models.adapters.adapter_config import base_of
     from jaxtune.models.adapters.adapter_files import load_adapter
+    from jaxtune.models.ends import with_end_tokens
     from jaxtune.models.files.model_folder import load_tokenizer
-    from jaxtune.models.generation.ends import with_end_tokens
     from jaxtune.models.lora import without_adapter
     from jaxtune.serve.served import ServedModel
 

@@ -51,9 +51,9 @@ def run(arguments: Sequence[str]) -> int | None:
     from jaxtune.train.planning.devices import allow_pinned_memory
 
     allow_pinned_memory()
-    from jaxtune.train.objectives.named import objective_of
+    from jaxtune.train.spec.run_spec import decided_objective
 
-    objective = objective_of(config)  # refuses keys before others are waited for
+    objective = decided_objective(config)  # refuses keys before others are waited for
     if not options.plan:
         joining.join(options.coordinator, options.processes, options.process)
     if config.data.train and not (options.plan and config.plan.device is not None):

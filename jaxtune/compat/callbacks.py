@@ -11,15 +11,16 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxtune.compat.looking import only_looks
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.settings import plain_value
 from jaxtune.models.decoder import Decoder
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Between, Callback, users_callback
 from jaxtune.train.config.sections import is_greatest
-from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.evaluation.early_stop import waited
 from jaxtune.train.folder.best import best_of, is_better
+from jaxtune.train.log.metrics import read_metrics
 
 
 @dataclasses.dataclass
@@ -91,7 +92,8 @@ class TrainerCallback:
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called with `logs`, {name: number} of a logged step or an evaluation. Requests are done at that step, to
-        evaluate only if `logs` are a step's; before the first step only should_training_stop counts.
+        evaluate only if `logs` are a step's; before the first step only should_training_stop counts. If no callback's
+        on_log reads control, model or trainer, it is called with the step's state after the next step's on_step_begin.
         """
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -239,6 +241,10 @@ class Events(Callback):
         self._printed: set[str] = set()
         self._prints = not any(kind.__name__ in _PRINTERS for callback in callbacks for kind in type(callback).__mro__)
         self._left = 0  # the step of the last checkpoint-N folder
+        self._unlogged: set[int] = set()  # steps whose numbers on_log waits for
+        self._late: set[str] = set()  # requests that came after their step
+        self._at = 0  # the step whose requests are still done, in `between`
+        self._acts = False  # whether an on_log may act, so that the run waits for it
 
     def tell(self, event: str, **event_arguments: Any) -> None:
         """Calls the method `event` of every callback; ValueError if one set should_epoch_stop."""
@@ -279,6 +285,9 @@ class Events(Callback):
         self._scheduled, self._can_evaluate = scheduled, can_evaluate
         self._steps_per_epoch = max(1, steps_per_epoch)
         self.control.should_training_stop = False
+        logging = [callback for callback in self._callbacks if listens(callback, "on_log")]
+        self._acts = not all(only_looks(type(callback), "on_log") for callback in logging)
+        self._unlogged, self._late = set(), set()
         # those of an earlier call, whose weights no longer exist
         self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
         self.state.max_steps, self.state.num_train_epochs = total_steps, -(-total_steps // self._steps_per_epoch)
@@ -288,20 +297,24 @@ class Events(Callback):
 
     def between(self, moment: Between) -> None:
         """After a step was dispatched: calls the events in transformers' order and does what is due or requested."""
-        control = self.control
+        control, self._at = self.control, moment.step
         self._set_position(moment.step, moment.model)
         due = {name: bool(every) and moment.step % every == 0 for name, every in self._scheduled.items()}
         for name, is_due in due.items():
-            setattr(control, f"should_{name}", is_due)
+            setattr(control, f"should_{name}", is_due or name in self._late)
+        self._late.clear()
         self._asked |= due["save"]  # other saves, such as after a signal, leave no folder
         self.tell("on_step_end")
         self._do(moment, due)
         epoch_ended = moment.last or moment.step % self._steps_per_epoch == 0
         if epoch_ended:
+            if self._unlogged:
+                moment.wait()
             self.tell("on_epoch_end")
             self._do(moment, {})
         if self.control.should_training_stop and not moment.last:
             moment.stop()
+        self._at = 0
         if moment.last or moment.stopped:
             return
         if epoch_ended:
@@ -322,7 +335,9 @@ class Events(Callback):
                     f"SFTTrainer: a callback sets should_{name} to False, but SFTConfig's {name} steps stay as they are"
                 )
         if self.control.should_log and any(listens(callback, "on_log") for callback in self._callbacks):
-            moment.wait()
+            self._unlogged.add(moment.step)
+            if self._acts:
+                moment.wait()
         if self.control.should_evaluate:
             if not self._can_evaluate:
                 raise ValueError("SFTTrainer: a callback set should_evaluate, which needs eval_dataset")
@@ -335,9 +350,12 @@ class Events(Callback):
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
         if self._prints and (every := self._scheduled.get("log")) and step % every == 0:
             say(_in_words(metrics))
-        if self.control.should_log and step == self.state.global_step:
+        if step in self._unlogged:
+            self._unlogged.discard(step)
             self.control.should_log = False
             self.tell("on_log", logs=metrics)
+            if step != self._at:
+                self._late = {name for name in ("evaluate", "save") if getattr(self.control, f"should_{name}")}
 
     def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
         self._set_position(step, model)

@@ -14,7 +14,7 @@ from jaxtune.compat.arguments import report_idle
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer
 from jaxtune.compat.rows import columns_of
-from jaxtune.compat.settings import SFTConfig, move_quantization_config, resolved_config
+from jaxtune.compat.settings import DEFAULT_PROMPT, SFTConfig, move_quantization_config, resolved_config
 from jaxtune.compat.tables import DISTILLATION, DISTILLATION_TRAINER, GKD
 from jaxtune.compat.trainer import SFTTrainer
 from jaxtune.compat.transformers_names import load_named, load_plain
@@ -22,10 +22,8 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.rows.streamed import is_stream
-from jaxtune.train.objectives.named import of_section
-from jaxtune.train.references.teachers import BASE, with_teacher
-
-_USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the trainer loads by its name
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.teachers import BASE, with_teacher
 
 
 @dataclasses.dataclass(init=False)
@@ -136,7 +134,7 @@ class DistilledTrainer(PreferenceTrainer):
         prepared: as in SFTTrainer.config.
         """
         config = super().config(resume, prepared)
-        if not of_section(config.objective).samples:
+        if not objective_of(config.objective).samples:
             return config
         arguments = dict(getattr(self.args, "chat_template_kwargs", None) or {}) or None
         data = dataclasses.replace(config.data, template_arguments=arguments)
@@ -154,7 +152,7 @@ class DistillationTrainer(DistilledTrainer):
     config_type = DistillationConfig
 
     def _room(self, args: object) -> int:
-        return _USUAL_PROMPT + getattr(args, "max_completion_length", _USUAL_PROMPT)
+        return DEFAULT_PROMPT + getattr(args, "max_completion_length", DEFAULT_PROMPT)
 
     def _drawing(self) -> dict[str, float | int]:
         names = ("temperature", "max_completion_length", "top_p", "repetition_penalty")

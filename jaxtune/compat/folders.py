@@ -20,13 +20,13 @@ from jaxtune.system.files import atomic_write, discard, new_folder
 from jaxtune.system.terminal import say
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.file import load_config
-from jaxtune.train.display.metrics import JSONL
-from jaxtune.train.display.rollouts import ROLLOUTS
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.folder_lock import FolderLock
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, RESULTS, next_name
 from jaxtune.train.folder.run_folder import STATE as RUN_STATE
 from jaxtune.train.folder.run_state import read_state
+from jaxtune.train.log.metrics import JSONL
+from jaxtune.train.log.rollouts import ROLLOUTS
 
 STATE = "trainer_state.json"
 ROWS = "train_dataset"  # data.train of a script's run

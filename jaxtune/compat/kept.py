@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
+from jaxtune.system.program_cache import in_use, use_program_cache
 from jaxtune.system.terminal import say
-from jaxtune.train.program.program_cache import in_use, use_program_cache
 
 
 @functools.cache

@@ -35,10 +35,10 @@ from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.adapters.named import local_adapter
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.ends import with_end_tokens
 from jaxtune.models.files.model_folder import is_gguf, read_config, resolve_folder
 from jaxtune.models.files.quant import compute_in_fp8, parameter_counts
 from jaxtune.models.files.weights import Weights
-from jaxtune.models.generation.ends import with_end_tokens
 from jaxtune.models.hf import hf_config_of, load_base, save_weights
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.registry import config_from_hf, text_config

@@ -31,9 +31,9 @@ from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.rendering.formats import LABELLED, PREFERENCE
 from jaxtune.train.objectives.kto import mismatched_in_groups
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.preference import sum_log_probs
-from jaxtune.train.program.loss import Forward
 from jaxtune.train.trainer import Trainer
 
 
@@ -184,7 +184,7 @@ class PreferenceTrainer(SFTTrainer):
         config, most = self.config(prepared=False), getattr(self.args, "max_prompt_length", None)
         rows: list[Any] = [self._train_rows(), self._rows.get("eval")]
         if most is not None:
-            objective, size = objective_of(config), self.model.module.config.vocab_size
+            objective, size = objective_of(config.objective), self.model.module.config.vocab_size
             for index, data in enumerate(rows):
                 if data is not None:
                     pairs = objective.prepare(data, self.tokenizer, config.data, vocab_size=size, max_rows=None)

@@ -24,12 +24,12 @@ from jaxtune.compat.completions import Completions
 from jaxtune.compat.defaults import Library
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer, trained_before
-from jaxtune.compat.settings import move_quantization_config, plain_value, resolved_config
+from jaxtune.compat.settings import DEFAULT_PROMPT, move_quantization_config, plain_value, resolved_config
 from jaxtune.compat.tables import GRPO, REWARDED_TRAINER, RLOO
 from jaxtune.compat.transformers_names import load_named
 from jaxtune.compat.vllm_names import SamplingParams
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import ends_of
+from jaxtune.models.ends import ends_of
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
@@ -50,7 +50,6 @@ from jaxtune.train.sampled.tools import Tools
 from jaxtune.train.trainer import Trainer
 from jaxtune.train.user_code.calling import running
 
-_USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the trainer loads by its name
 _ALL_ROWS = 2**31 - 1  # the most rows of eval_dataset that are answered
 # Arguments that have the names of the objective's options.
 _SHARED = (
@@ -251,7 +250,7 @@ class RewardedTrainer(PreferenceTrainer):
             eval_dataset = None
         if isinstance(model, str | os.PathLike):
             roomy = copy.copy(config)
-            prompt = getattr(config, "max_prompt_length", None) or _USUAL_PROMPT
+            prompt = getattr(config, "max_prompt_length", None) or DEFAULT_PROMPT
             roomy.max_length = prompt + config.max_completion_length
             model = load_named(os.fspath(model), roomy, full=others.get("peft_config") is None)
         self._weights = getattr(config, "reward_weights", None)
@@ -419,11 +418,13 @@ class RewardedTrainer(PreferenceTrainer):
 
         return score
 
-    def _run(self, config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Trainer:
-        held_out = self._rows.get("eval")
+    def _run(
+        self, resume: Literal["auto", "never"] = "never", prepared: bool = True, callbacks: Sequence[Callback] = ()
+    ) -> Trainer:
+        config, held_out = self.config(resume, prepared), self._rows.get("eval")
         if self.args.log_completions:
             callbacks = [*callbacks, Completions(config.metrics.log_every, self.args.num_completions_to_print)]
-        objective, module = objective_of(config), self.model.module
+        objective, module = objective_of(config.objective), self.model.module
         assert objective.packed is not None
         source = sampled_source(
             objective,
@@ -447,10 +448,10 @@ class RewardedTrainer(PreferenceTrainer):
     @functools.cached_property
     def _prepared(self) -> Trainer:
         """A jaxtune Trainer that does not train, and whose steps may be unknown; made at the first use."""
-        return self._run(self.config(prepared=False))
+        return self._run(prepared=False)
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
-        return self._run(self.config(resume), callbacks)
+        return self._run(resume, callbacks=callbacks)
 
     def evaluate(self, *_: object, **__: object) -> NoReturn:
         """Raises ValueError, as predict does: sampled answers have no held-out loss."""

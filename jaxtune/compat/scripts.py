@@ -11,7 +11,7 @@ from jaxtune.compat.adapters import LoraConfig
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.transformers_names import AutoTokenizer, BitsAndBytesConfig
 from jaxtune.conversations.tokenizing import Tokenizer
-from jaxtune.models.generation.ends import with_end_tokens
+from jaxtune.models.ends import with_end_tokens
 from jaxtune.system.terminal import say
 
 Rows = Any  # a datasets.Dataset or IterableDataset

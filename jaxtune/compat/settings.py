@@ -228,6 +228,7 @@ def trained_tokens(args: SFTConfig, form: str) -> str:
 
 
 DEFAULT_LENGTH = 1024  # TRL's max_length, for configs that have none
+DEFAULT_PROMPT = 512  # tokens of a prompt that a model has room for which a trainer loads by its name
 
 
 def row_length(args: SFTConfig, model: Any) -> int:

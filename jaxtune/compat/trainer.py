@@ -66,11 +66,11 @@ from jaxtune.train.config.step_unit import StepUnit
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.rendering.templates import derive_markers
 from jaxtune.train.data.rows.streamed import InOrder, is_stream
-from jaxtune.train.display.metrics import JSONL
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.record import with_today
 from jaxtune.train.folder.run_folder import CHECKPOINTS
-from jaxtune.train.objectives.named import of_section
+from jaxtune.train.log.metrics import JSONL
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.optimizer.optim import embedding_tensors
 from jaxtune.train.trainer import Trainer
 
@@ -305,7 +305,7 @@ class SFTTrainer(ScriptWords):
         every_save = every("save_steps") if saves == "steps" else {"no": None, "epoch": epoch}[saves]
         every_evaluation = {"no": None, "epoch": epoch, "steps": every("eval_steps") or log_every}[evaluates]
         packing, section = self._packing(), self._objective()
-        objective = of_section(section)
+        objective = objective_of(section)
         # These losses depend on which examples share a micro-batch; all others are sums over examples.
         # Padded, a stream trains on the same rows in as many steps.
         unit = StepUnit.of_trainers(example_of(section.name), packing, known=not streamed)

@@ -11,7 +11,7 @@ import jaxtune
 from jaxtune.compat.seeds import next_seed
 from jaxtune.conversations.tokenizing import Tokenizer, with_beginning
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import ends_of
+from jaxtune.models.ends import ends_of
 from jaxtune.models.lora import has_adapter, without_adapter
 
 _OURS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -17,7 +17,7 @@ from jaxtune.conversations.messages import Message, template_for
 from jaxtune.conversations.templates import TemplateError, render
 from jaxtune.conversations.tokenizing import Tokenizer, beginning, special_ids
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import ends_of
+from jaxtune.models.ends import ends_of
 
 MODELFILE = "Modelfile"
 _SYSTEM, _USERS, _ANSWER = "\ue000s\ue001", ("\ue000u\ue001", "\ue000v\ue001"), "\ue000a\ue001"

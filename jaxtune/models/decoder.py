@@ -113,7 +113,7 @@ class Decoder(nnx.Module):
       per_layer: computes the per-layer embeddings (Gemma 4), or None.
     """
 
-    # A frozen model that this one is trained to imitate (train/references/teachers.py); it is no part of this model's
+    # A frozen model that this one is trained to imitate (train/objectives/teachers.py); it is no part of this model's
     # outputs and files.
     teacher: Decoder | None = None
 

@@ -313,7 +313,7 @@ def say_again(said: Sequence[Said]) -> None:
 def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
     """refused: (faster implementation, why it refuses)."""
     reasons = "; ".join(f"{faster}: {reason}" for faster, reason in refused)
-    logger.warning("%s runs on %s (%s)", op, name, reasons)
+    logger.warning("%s runs on %s (%s)", op, "plain JAX" if name == "reference" else name, reasons)
 
 
 def on_request(

@@ -21,3 +21,8 @@ def tiled(dtype, row_bytes: int = 128) -> tuple:
     """
     tiling = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
     return tiling, plgpu.SwizzleTransform(row_bytes)  # type: ignore[abstract]
+
+
+def smem(shape, dtype, row_bytes: int = 128):
+    """An array in shared memory, swizzled as TMA copies it and tensor cores read it (`tiled`)."""
+    return plgpu.SMEM(shape, dtype, transforms=tiled(dtype, row_bytes))

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from jaxtune.system import ending, processes, terminal
 from jaxtune.system.disk import require_makeable
+from jaxtune.system.program_cache import use_program_cache
 from jaxtune.system.terminal import fitted
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.delivery import Delivery, RunIsComplete
 from jaxtune.train.display import model_report, rows_report
-from jaxtune.train.display.metrics import require_packages
 from jaxtune.train.display.next_commands import next_commands
 from jaxtune.train.folder.run_state import read_state, write_state
-from jaxtune.train.folder.saving import TrainingInterrupted
-from jaxtune.train.program.program_cache import use_program_cache
+from jaxtune.train.log.metrics import require_packages
+from jaxtune.train.loop.saving import TrainingInterrupted
 from jaxtune.train.shown_plan import show_memory, show_plan
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.spec.loading import loading
@@ -38,10 +38,10 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     """
     console = console or terminal.console(soft_wrap=True)
     require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)
-    decided_objective(config)
+    objective = decided_objective(config)
     require_makeable("output", config.output)
     if plan and (config.plan.device is not None or not config.data.train):
-        show_plan(config, console)
+        show_plan(config, objective, console)
         return 0
     use_program_cache()
     if check or plan:

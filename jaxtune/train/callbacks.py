@@ -13,6 +13,12 @@ from jaxtune.system import waiting
 from jaxtune.train.data.batches import Rollout
 
 
+class TrainingStopped(ValueError):
+    """Raised when a guard ends the run: steps in a row were not finite, nothing or an adapter does not train, or the
+    first step contradicts the reference. Callbacks may raise it too. The Saver may then remove the last checkpoint.
+    """
+
+
 @dataclasses.dataclass
 class Between:
     """What a callback learns and can do after a step was dispatched and before the next one is."""
@@ -42,8 +48,8 @@ class Callback:
     """The base class of callbacks for Trainer; override what you need.
 
     Methods run in the training loop's thread; a signal interrupts them. During `between` and `stepped` the device
-    usually computes, so a quick callback costs no time. An exception ends the run after a save; TrainingStopped
-    (monitor.py) ends it with a message of one line.
+    usually computes, so a quick callback costs no time. An exception ends the run after a save; TrainingStopped ends it
+    with a message of one line.
     """
 
     is_users = True  # False: a signal does not interrupt it

@@ -18,11 +18,11 @@ from jaxtune.models.hf import save_weights
 from jaxtune.models.lora import has_adapter
 from jaxtune.system import host_memory, processes
 from jaxtune.system.files import atomic_write
-from jaxtune.train.display import metrics as m
 from jaxtune.train.evaluation.held_out_answers import AFTER, BEFORE, _show_answers, answer, sampled_by
 from jaxtune.train.folder.record import digest, is_digest_of
 from jaxtune.train.folder.results import holds, require_own, require_replaceable, write_result
 from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS, next_name
+from jaxtune.train.log import metrics as m
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +47,10 @@ class Delivery:
         self.numbers: dict[str, Any] = {}
         self.rows = "" if trainer.eval_data is None else trainer.eval_data.documents.identity
         if self.config.evaluation.exact_match_rows:  # rows that cannot be asked raise now, before training
-            trainer.sampled = sampled_by(trainer)
+            positions = trainer.model.given.config.context_length
+            trainer.sampled = sampled_by(
+                trainer.planner, trainer.tokenizer, self.config.evaluation, self.config.data, positions
+            )
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
         """Compares the folder's results with this run, before its first step; then has the untrained model answer

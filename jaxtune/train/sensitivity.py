@@ -26,10 +26,9 @@ from jaxtune.pallas.linear_cross_entropy import linear_divergence
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.spec.loading import load_model
-from jaxtune.train.spec.run_rows import Reader, run_rows
+from jaxtune.train.spec.loading import loading
+from jaxtune.train.spec.run_spec import decided_objective
+from jaxtune.train.trainer import Trainer
 
 _BATCH_TOKENS = 8192  # of a forward pass
 
@@ -98,13 +97,7 @@ class Sensitivity:
     """
 
     def __init__(self, model: Decoder, batches: Sequence[Batch], format: str):
-        if not model.config.head.is_text:
-            raise ValueError("sensitivity: the model has no head for text, whose next-token distributions are compared")
-        if any(isinstance(module.weight.get_value(), Stored) for *_, module in components(model)):
-            raise ValueError(
-                "sensitivity: the checkpoint stores quantised weights, which are compared with unquantised ones: "
-                "name the model that it was made from"
-            )
+        _require_measurable(model)
         self.format, self.batches = format, batches
         self.tokens = float(sum(np.asarray(batch.weights).sum() for batch in batches))
         if not self.tokens:
@@ -147,6 +140,17 @@ class Sensitivity:
         return sum(map(float, sums)) / self.tokens
 
 
+def _require_measurable(model: Decoder) -> None:
+    """ValueError without a head for text, or for quantised weights."""
+    if not model.config.head.is_text:
+        raise ValueError("sensitivity: the model has no head for text, whose next-token distributions are compared")
+    if any(isinstance(module.weight.get_value(), Stored) for *_, module in components(model)):
+        raise ValueError(
+            "sensitivity: the checkpoint stores quantised weights, which are compared with unquantised ones: "
+            "name the model that it was made from"
+        )
+
+
 def _quantizable(model: Decoder) -> list[tuple[Component, Linear | ExpertLinear]]:
     """Linears and experts of layers, without routers; the modules are the model's own."""
     candidates = ((component, module) for component, _, module in components(model) if component.quantizable)
@@ -158,7 +162,7 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
     any). Batches have up to 8,192 tokens or one longer row, and may end with padding. ValueError for another objective
     than sft, a precision map, or rows made during the run.
     """
-    objective = objective_of(config)
+    objective = decided_objective(config)
     if objective.samples or objective.reference_runs or objective.needs_rows_before or objective.unit != "targets":
         raise ValueError(
             f"sensitivity: objective = {objective.label}: the rows must be those of supervised fine-tuning: give "
@@ -173,10 +177,11 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
     config = dataclasses.replace(
         config, model=plain, adapter=None, qat=None, objective=ObjectiveConfig(), precision=config.computes_in
     )
-    model, tokenizer = load_model(config)
-    train, held_out = run_rows(Reader(objective_of(config), tokenizer, config, model.config))
-    dataset = train if held_out is None else held_out
-    if not isinstance(dataset, TokenDataset):
+    with loading(config, trains=False) as (_, tokenizer, model):
+        _require_measurable(model)
+        trainer = Trainer(model, tokenizer, config, trains=False)
+    dataset = trainer.train_data if trainer.eval_data is None else trainer.eval_data
+    if dataset is None:
         raise ValueError(
             "sensitivity: the rows are streamed or mixed: set data.eval to a file of rows, which are then measured on"
         )

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from jaxtune.models.config import DecoderConfig
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.model_folder import find_config
 from jaxtune.models.files.positions import stretched
 from jaxtune.models.files.quant import require_stated
@@ -18,14 +20,17 @@ from jaxtune.pallas.fitted import planned_for
 from jaxtune.system.terminal import fitted
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.config.sections import Unset
-from jaxtune.train.display import plan_text
-from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.planning import choice, cost, devices, fitting, search, teacher_pass
+from jaxtune.train.data.batches import SampledRows
+from jaxtune.train.data.packing.answers import packed_shape
+from jaxtune.train.engine.trained_model import TrainedModel
+from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.planning import choice, cost, devices, fitting, plan_text, search, teacher_pass
 from jaxtune.train.planning.devices import Device
+from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import prefill_bytes
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.sampled.packed_answers import packed_shape
+from jaxtune.train.spec import checks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,10 +40,13 @@ if TYPE_CHECKING:
 _ASSUMED_PROMPT = 512  # tokens of the longest prompt, where rows are not read
 
 
-def show_plan(config: TrainConfig, console: Console) -> None:
-    """Prints the plan of a run from shapes alone, for the config's device or this machine's: placements, memory, time,
-    longest row; then sampling, a teacher's pass, and the run's time. ValueError for an unknown model or device, no GPU,
-    adapter.path (the adapter's settings are needed), or rows that devices cannot share; PlanError if no plan fits.
+def show_plan(config: TrainConfig, objective: Objective, console: Console) -> None:
+    """Prints the plan of a run from shapes alone, for the config's device or this machine's, on a mesh that is chosen
+    here if the config names none: placements, memory, time, longest row; then sampling, a teacher's pass, and the run's
+    time.
+
+    ValueError for an unknown model or device, no GPU, adapter.path (the adapter's settings are needed), a model that
+    cannot be trained so, or rows that devices cannot share; PlanError if no plan fits. objective: the config's.
     """
     if config.adapter is not None and config.adapter.path is not None:
         raise ValueError(
@@ -50,54 +58,62 @@ def show_plan(config: TrainConfig, console: Console) -> None:
         raise ValueError(
             "plan.device is not set, and this machine has no GPU: name one, such as plan.device='RTX 4090'"
         )
-    with planned_for(config.plan.device):
-        _show_plan_for(device, config, console)
-
-
-def _show_plan_for(device: Device | None, config: TrainConfig, console: Console) -> None:
-    """`show_plan` on `device`; None: this machine's, on a mesh that is chosen here if the config names none."""
     hf = find_config(config.model.from_config or config.model.path or "")
     hf = stretched(hf, config.model.rope_scaling, config.model.max_position_embeddings)
     shape, stored_in = config_from_hf(hf), weights_stored_in(hf)
     require_stated(f"model.path = {config.model.path!r}", hf, config.model.load_in)
     config = replace(config, model=replace(config.model, load_in=config.model.load_in or stored_in))
-    packed, sampled = objective_of(config).packed, config.data.length
-    answers, sizes = config.rows_per_step, (-1,) if config.mesh is None else config.mesh.sizes
+    sizes = (-1,) if config.mesh is None else config.mesh.sizes
     sharing = None if -1 in sizes else math.prod(sizes)  # devices of a known mesh
-    config = config.shared_by(sharing or (1 if device is not None else jax.device_count()))
-    if packed is not None and isinstance(config.data.length, Unset):
-        sampled = _ASSUMED_PROMPT + packed.max_completion_length
-        length, rows = packed_shape(sampled, answers, (sharing or 1) * (config.micro_batches or 1))
-        config = replace(config, rows_per_step=rows, data=replace(config.data, length=length))
-        text = f"rows are not read: prompts of at most {_ASSUMED_PROMPT} tokens are assumed; set data.length for others"
-        console.print(fitted(text, console), markup=False, highlight=False)
-    spec = StepSpec.of(config)
-    if device is None:
-        mesh_config, why = mesh_of(spec, lambda: cost.abstract_model(shape, spec.model))
-        if why is not None:
-            console.print(fitted(why, console), markup=False, highlight=False)
-        config, spec = replace(config, mesh=mesh_config), replace(spec, mesh=mesh_config)
-        device, count = _here(mesh_config)
-        config.require_rows_for(count)
-    budget_bytes = devices.budget(config.memory, device)
+    spec = StepSpec.of(config.shared_by(sharing or (1 if device is not None else jax.device_count())), objective)
+    sampled = None
+    if (packed := objective.packed) is not None:
+        longest = _ASSUMED_PROMPT + packed.max_completion_length
+        open_length = isinstance(config.data.length, Unset)
+        most = min(packed.slots, spec.rows * packed.steps_per_generation)
+        sampled = SampledRows(longest if open_length else spec.length, most)
+        if open_length:
+            length, rows = packed_shape(longest, spec.rows, (sharing or 1) * (config.micro_batches or 1))
+            spec = replace(spec, rows=rows, length=length)
+            text = f"rows are not read: prompts of at most {_ASSUMED_PROMPT} tokens are assumed; set data.length"
+            console.print(fitted(f"{text} for others", console), markup=False, highlight=False)
+    with planned_for(config.plan.device):
+        model = cost.abstract_model(shape, spec.model)
+        trained = TrainedModel(model, config.numbers, config.qat, config.seed, keeps_model=False, weights=None)
+        checks.require_trainable(objective, trained, config.optim.embedding_learning_rate)
+        if device is None:
+            mesh, why = mesh_of(spec, lambda: model)
+            if why is not None:
+                console.print(fitted(why, console), markup=False, highlight=False)
+            device, count = _here(mesh)
+            spec = spec.on(mesh, count)
+        forecast, costs = _print_plan(spec, model, shape, device, sampled, console)
+        for line in teacher_pass.pass_lines(spec, shape, device, config.plan.device is not None):
+            console.print(fitted(line, console), markup=False, highlight=False)
+    console.print(plan_text.finish_line(forecast, config.steps, config.plan.dollars_per_hour, costs.shape.devices))
+
+
+def _print_plan(
+    spec: StepSpec, model: Decoder, shape: DecoderConfig, device: Device, sampled: SampledRows | None, console: Console
+) -> tuple[Forecast, cost.StepCost]:
+    """Prints the best plan, the longest row, and sampling between two steps; returns it with the step's costs."""
+    budget_bytes = devices.budget(spec.memory, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory
-    costs = cost.step_cost(cost.abstract_model(shape, spec.model), spec)
-    room = search.Room(budget_bytes, devices.limit(config.memory, device))
+    costs = cost.step_cost(model, spec)
     try:
-        forecast, _ = search.next_plan(costs, spec, device, room)
+        forecast, _ = search.next_plan(
+            costs, spec, device, search.Room(budget_bytes, devices.limit(spec.memory, device))
+        )
     except choice.PlanError as error:
         fixes = fitting.fitting_settings(shape, spec, device, budget_bytes)
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
     longest = fitting.longest_row(costs, spec, device, budget_bytes)
     plan_text.plan_elsewhere(forecast, costs, device, budget_bytes, longest, shape.context_length, console)
-    if packed is not None:  # rows are not read here, so that prompts are taken to be as long as there is room
+    if sampled is not None:  # rows are not read here, so that prompts are taken to be as long as there is room
         room = budget_bytes - costs.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(costs, device)
-        most = min(packed.slots, answers * packed.steps_per_generation)
-        slots = slots_for(cost.abstract_model(shape, spec.model), room, sampled, most)
+        slots = slots_for(model, room, sampled.length, sampled.most)
         console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
-    for line in teacher_pass.pass_lines(spec, shape, device, config.plan.device is not None):
-        console.print(fitted(line, console), markup=False, highlight=False)
-    console.print(plan_text.finish_line(forecast, config.steps, config.plan.dollars_per_hour, costs.shape.devices))
+    return forecast, costs
 
 
 def _elsewhere(mesh: MeshConfig | None, name: str, host_gb: float | None) -> Device:

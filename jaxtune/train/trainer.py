@@ -15,7 +15,7 @@ import optax
 
 from jaxtune.conversations.ends import ends_in_words
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import ends_of, with_end_tokens
+from jaxtune.models.ends import ends_of, with_end_tokens
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement import partition
 from jaxtune.system import processes, shared_folders
@@ -28,10 +28,10 @@ from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data import Batches
 from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.rendering.templates import trained_tokenizer, writes_today
-from jaxtune.train.display import metrics as m
-from jaxtune.train.display import plan_text, rows_report
-from jaxtune.train.display.monitor import Monitor, MonitoredRun
+from jaxtune.train.display import rows_report
 from jaxtune.train.display.precision_notes import precision_notes, reference_notes, rounding_notes
+from jaxtune.train.engine.programs import Programs
+from jaxtune.train.engine.trained_model import TrainedModel, trainable_names, with_embedding_on_device
 from jaxtune.train.evaluation.early_stop import EarlyStop
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, NoRoom, checkpoint_bytes, saved_steps
 from jaxtune.train.folder.record import (
@@ -46,11 +46,15 @@ from jaxtune.train.folder.record import (
 from jaxtune.train.folder.results import Delivery
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, next_name
 from jaxtune.train.folder.run_state import recorded_state
-from jaxtune.train.folder.saving import Saver, TrainingInterrupted
 from jaxtune.train.folder.translations import POSITION, section, translated
+from jaxtune.train.log import metrics as m
+from jaxtune.train.loop.monitor import Monitor, MonitoredRun
+from jaxtune.train.loop.run import Profile, Run, is_evaluation_due, rows_identity
+from jaxtune.train.loop.saving import Saver, TrainingInterrupted
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.optimizer.schedule import new_rates
+from jaxtune.train.planning import plan_text
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.disk import Written, disk_lines, written_by
 from jaxtune.train.planning.forward import ForwardPlanner
@@ -60,12 +64,10 @@ from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.planning.teacher_pass import TeacherPass
 from jaxtune.train.program import gradient_sync
 from jaxtune.train.program.flops import flop_counter
-from jaxtune.train.program.programs import Programs
+from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
-from jaxtune.train.program.trained_model import TrainedModel, trainable_names, with_embedding_on_device
 from jaxtune.train.references import references
 from jaxtune.train.references.stored_teachers import StoredTeacher
-from jaxtune.train.run import Profile, Run, is_evaluation_due, rows_identity
 from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.signals import StopSignal
 from jaxtune.train.spec import setup
@@ -122,13 +124,10 @@ class Trainer:
         self.steps_done = 0
         self.unsaved: str | None = None
         self.sampled: Sampled | None = None  # how many questions are answered at a time, if any will be
-        parts = UserParts(objective, optimizer, schedule)
-
-        def planned(*of_run: Any) -> TeacherPass:
-            return TeacherPass(StepSpec.of(config), *of_run)
-
+        parts, decided = UserParts(objective, optimizer, schedule), objective_of(config.objective, objective)
+        planned = functools.partial(TeacherPass, StepSpec.of(config, decided))
         of_teacher = (config.model, config.objective.teacher_load_in, config.numbers, config.data)
-        self.stored = StoredTeacher(objective_of(config, objective), model, self.tokenizer, *of_teacher, planned)
+        self.stored = StoredTeacher(decided, model, self.tokenizer, *of_teacher, planned)
         student = self.stored.student(model)
         self.model = TrainedModel(student, config.numbers, config.qat, config.seed, keeps_model, weights)
         self.spec, rows = resolve(
@@ -149,7 +148,7 @@ class Trainer:
             self.callbacks += (EarlyStop(guards, self.spec.evaluation, self.output),)
         self.names = trainable_names(self.model.trainable)
         self.flops = flop_counter(self.model.prepared)
-        self.engine = setup.engine_of(self.spec, rows, self.model, optimizer, trains)
+        self.engine = setup.engine_of(self.spec, rows, self.model, trains)
         self.slots, self.answers = setup.with_slots(
             self.engine.planner, self.model.prepared, self.batches, rows.answers
         )
@@ -339,14 +338,16 @@ class Trainer:
                 frozen = self.model.placed_frozen(self.engine)
                 self.fill_references((self.eval_data,), resumed.trainable, frozen, monitor.progress.print, True)
                 evaluate = self.eval_data and self.engine.compile_evaluate(self.program, resumed.trainable, frozen)
-                run.evaluate(evaluate, resumed, frozen, start)
+                run.evaluate(evaluate, Leaves.of(resumed), Leaves.of(frozen), start)
             return resumed, start
         if lacking := profile.lacking(self.total_steps - start):
             monitor.progress.print(lacking)
         with stop.at_once():
             programs, state, sums, frozen = self._start(resumed, start, monitor)
         del resumed
-        return run.steps(programs, state, sums, frozen, start)
+        state, sums = self.engine.flat(state, sums)
+        state, steps = run.steps(programs, state, sums, Leaves.of(frozen), start)
+        return state.tree, steps
 
     def _start(
         self, resumed: TrainState | None, start: int, monitor: Monitor
@@ -418,7 +419,7 @@ class Trainer:
             partition.MeshShape.of(self.mesh).shard_count,
         )
         phases = phases_of(
-            model.prepared, model.trainable, *of_plan, self.sampled, self.slots, self.spec.needs.rows_before
+            model.prepared, model.trainable, *of_plan, self.sampled, self.slots, self.spec.step.needs.rows_before
         )
         phases = [*self.stored.phases(self.engine), *phases]
         return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)

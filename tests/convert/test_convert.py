@@ -551,7 +551,9 @@ def test_turns_before_a_question_are_read(tmp_path, capsys):
     assert "history" not in told_there
     config, tokenizer = config_from_dict(recipe), make_tokenizer()
     tokenizer = trained_tokenizer(tokenizer, config.data.template, config.data.template_arguments)
-    made = objective_of(config).prepare(config.data.train, tokenizer, config.data, vocab_size=10**6, max_rows=None)
+    made = objective_of(config.objective).prepare(
+        config.data.train, tokenizer, config.data, vocab_size=10**6, max_rows=None
+    )
     document = made.documents[0]
     said = tokenizer.decode(document.tokens)
     places = [said.index(words) for words in ("First?", "1", "Second?", "2", "Third?", "3")]

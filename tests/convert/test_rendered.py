@@ -57,7 +57,7 @@ def test_rows_are_the_programs_own(name, tmp_path, test_data):
     recipe = config_from_dict(translation.values)
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
     names = [recipe.data.train] if isinstance(recipe.data.train, str) else list(recipe.data.train)
-    objective, ours = objective_of(recipe), []
+    objective, ours = objective_of(recipe.objective), []
     for rows in names:
         prepared = objective.prepare(rows, tokenizer, recipe.data, vocab_size=10**9, max_rows=None)
         ours += [prepared.documents[index] for index in range(len(prepared.documents))]

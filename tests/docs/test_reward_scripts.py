@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxtune import compat
 from jaxtune.compat import arguments
-from jaxtune.train.sampled.packed_answers import REFERENCE_LOGPS, SAMPLED_LOGPS
+from jaxtune.train.data.packing.answers import REFERENCE_LOGPS, SAMPLED_LOGPS
 from tests.docs.test_moved_scripts import run_script
 
 

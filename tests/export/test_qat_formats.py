@@ -19,7 +19,7 @@ from jaxtune.models.files.headers import read_header
 from jaxtune.models.files.quant import convert_qat, dequantize, prepare_qat, quantize
 from jaxtune.models.files.shards import read_tensor
 from jaxtune.models.lora import linears, matrices
-from jaxtune.models.qat.observed_inputs import observed_scales
+from jaxtune.models.observed_inputs import observed_scales
 from jaxtune.pallas.formats import dense
 
 gguf = pytest.importorskip("gguf")

@@ -17,8 +17,8 @@ import sys
 from jaxtune import cli
 from jaxtune.system import files
 from jaxtune.train import trainer
+from jaxtune.train.engine import programs, trained_model
 from jaxtune.train.folder import results
-from jaxtune.train.program import programs, trained_model
 from jaxtune.train.spec import loading
 
 

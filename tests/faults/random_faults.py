@@ -156,8 +156,8 @@ def command(kind: str, folder: Path, output: Path, cache: Path) -> list[str]:
 
 def result(output: Path) -> dict[str, object]:
     """What a run or an export led to: bytes of what it wrote but for records, and the loss of each step."""
-    from jaxtune.train.display.metrics import JSONL, read_metrics
     from jaxtune.train.folder.results import PROOF
+    from jaxtune.train.log.metrics import JSONL, read_metrics
 
     kept = {".safetensors", ".json", ".jinja", ".gguf"}
     records = {PROOF, "results.json", "meta.json", "manifest.json"}

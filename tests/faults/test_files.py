@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 import jaxtune
 from jaxtune.system import disk, files
 from jaxtune.system.files import atomic_write, new_file, new_folder, remove_temporary, temporary_path
+from jaxtune.system.program_cache import ProgramCache
 from jaxtune.system.sealed import fingerprints, read_manifest, require_sealed, seal, sealed, unsealed, write_manifest
-from jaxtune.train.program.program_cache import ProgramCache
 
 SIZES = st.integers(0, 300) | st.integers(0, 70_000)
 

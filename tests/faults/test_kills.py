@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import jaxtune
-from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.folder.results import PROOF, read_result
+from jaxtune.train.log.metrics import read_metrics
 from jaxtune.train.signals import EXIT_SAVED
 from tests.faults.command import ONE_DEVICE, make_folder
 

@@ -16,8 +16,8 @@ import pytest
 
 import jaxtune
 from jaxtune.system import joining, loopback
-from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.folder.checkpoint import saved_steps
+from jaxtune.train.log.metrics import read_metrics
 from jaxtune.train.signals import EXIT_SAVED
 from tests.faults.command import ONE_DEVICE, make_folder
 

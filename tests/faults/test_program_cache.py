@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jaxtune
 from jaxtune.compat.kept import keep_programs
-from jaxtune.train.program.program_cache import ProgramCache
+from jaxtune.system.program_cache import ProgramCache
 
 # Two programs, so that one entry can be put in the other's place. The second asks for the same shapes.
 SCRIPT = """
@@ -32,7 +32,7 @@ import logging
 logging.basicConfig(format="%(message)s")
 import jax, numpy as np
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-from jaxtune.train.program.program_cache import use_program_cache
+from jaxtune.system.program_cache import use_program_cache
 use_program_cache()
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if "cache_hits" in event else None)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxtune import cli
-from jaxtune.train import delivery, run
-from jaxtune.train.callbacks import Callback
+from jaxtune.train import delivery
+from jaxtune.train.callbacks import Callback, TrainingStopped
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -25,15 +25,15 @@ from jaxtune.train.config import (
     ScheduleConfig,
 )
 from jaxtune.train.config.file import config_to_dict, config_to_yaml, load_config
-from jaxtune.train.display import metrics as m
-from jaxtune.train.display.metrics import read_metrics
-from jaxtune.train.display.monitor import TrainingStopped
+from jaxtune.train.engine.programs import Engine
 from jaxtune.train.evaluation import held_out_answers
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.record import require_same_config
 from jaxtune.train.folder.results import PROOF, read_result
-from jaxtune.train.folder.saving import TrainingInterrupted
-from jaxtune.train.program.programs import Engine
+from jaxtune.train.log import metrics as m
+from jaxtune.train.log.metrics import read_metrics
+from jaxtune.train.loop import run
+from jaxtune.train.loop.saving import TrainingInterrupted
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.spec import loading
 from jaxtune.train.trainer import Trainer

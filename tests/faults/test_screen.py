@@ -22,9 +22,9 @@ import jaxtune
 from jaxtune import cli
 from jaxtune.system import interrupts, terminal
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.results import read_result
+from jaxtune.train.log.metrics import read_metrics
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.trainer import Trainer
 from tests.faults.command import ONE_DEVICE, STEPS, make_folder

@@ -34,14 +34,14 @@ from jaxtune.models.files import shards
 from jaxtune.models.hf import save_pretrained
 from jaxtune.system import waiting
 from jaxtune.system.files import atomic_write, remove_temporary, temporary_path
+from jaxtune.system.program_cache import ProgramCache
 from jaxtune.train.data import prepare
 from jaxtune.train.data.rows.reading import open_sources, read_rows
 from jaxtune.train.data.rows.row_files import Row
 from jaxtune.train.data.tokens import cache, workers
-from jaxtune.train.display import metrics as m
 from jaxtune.train.display import run_figures, watch
 from jaxtune.train.folder.folder_lock import FolderLock
-from jaxtune.train.program.program_cache import ProgramCache
+from jaxtune.train.log import metrics as m
 from tests.faults.command import make_folder
 from tests.faults.test_files import no_room_beyond
 from tests.train.data.conftest import make_tokenizer

@@ -32,6 +32,7 @@ from jaxtune.train.planning import devices
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.forecasts import Forecast, forecast
 from jaxtune.train.planning.step_spec import StepSpec
+from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.trainer import Trainer
 
 
@@ -74,7 +75,8 @@ def train(model, config: TrainConfig, rows: TokenDataset, held_out: TokenDataset
     programs = trainer.engine.compile(state, sums, frozen)
     parts, _ = trainer.engine.load_step(0)
     first = trainer.engine.at(programs, 0)
-    sums = trainer.engine.accumulate(first, sums, state, frozen, parts)
+    flat = *reversed(trainer.engine.flat(state, sums)), Leaves.of(frozen)
+    sums = trainer.engine.accumulate(first, *flat, parts).tree
     sums = jax.jit(trainer.program.total)(sums, state)[0]
     scale = 1.0 / (np.float32(sums.count) * np.float32(state.loss_scale))
     gradients = jax.tree.map(lambda g: jnp.asarray(np.asarray(g, np.float32) * scale), sums.gradients)
@@ -151,6 +153,7 @@ def few_layers(target, hf: dict, config: TrainConfig, rows: TokenDataset, layers
         config,
         micro_batches=plan.micro_batches,
         memory=MemoryConfig(plan=plan.text),
+        whole_graphs=False,  # or few layers would be launched otherwise than all
     )
     few = hf | {"num_hidden_layers": layers}
     if "layer_types" in few:

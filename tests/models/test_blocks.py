@@ -21,13 +21,13 @@ from jaxtune.models.lora import matrices
 from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.train.config import AdapterConfig, MemoryConfig
+from jaxtune.train.objectives.loss import declared_losses
 from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.program.loss import declared_losses
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 

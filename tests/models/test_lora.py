@@ -15,7 +15,7 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.files.quant import prepare_qat, quantize
 from jaxtune.models.linear import Frozen, row_norm
 from jaxtune.models.lora import freeze, get_peft_model, linears, without_adapter
-from jaxtune.train.program.trained_model import trainable_names
+from jaxtune.train.engine.trained_model import trainable_names
 
 TOKENS = jnp.asarray([[3, 7, 11, 2, 40]])
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -31,7 +31,7 @@ def by_kernel(monkeypatch):
         return *fp8_product.rounded(wide, blocks), inverse_rms(x, eps), inner
 
     monkeypatch.setattr(fp8_normed, "normed", in_plain_jax)
-    monkeypatch.setattr(fp8_normed, "refusal", lambda x, rank: None)
+    monkeypatch.setattr(fp8_normed, "refusal", lambda x, rank, blocks: None)
     monkeypatch.setattr("jaxtune.pallas.gated.thin._TOKENS", 1)
     monkeypatch.setattr("jaxtune.pallas.gated.thin._SIZE", 1)
     jax.clear_caches()

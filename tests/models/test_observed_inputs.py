@@ -18,8 +18,8 @@ from jaxtune.models.adapters import trained_over
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.files.quant import convert_qat, prepare_qat, qat_spec, unrounded
 from jaxtune.models.lora import linears, without_adapter
+from jaxtune.models.observed_inputs import known_scales, observed_scales
 from jaxtune.models.qat.fake_quant import INPUT_SCALES, FakeQuant
-from jaxtune.models.qat.observed_inputs import known_scales, observed_scales
 
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=32, attention_scale=32**-0.5)
 TOKENS = np.random.default_rng(0).integers(0, 48, (3, 12)).astype(np.int32)

@@ -18,6 +18,7 @@ import jaxtune
 from jaxtune.models.adapters import trained_over
 from jaxtune.models.adapters.trained_over import TrainedOver
 from jaxtune.models.config import LayerSpec
+from jaxtune.models.ends import end_token_ids, with_end_token_ids
 from jaxtune.models.files.quant import (
     compute_in_fp8,
     computes_in_fp8,
@@ -26,7 +27,6 @@ from jaxtune.models.files.quant import (
     quantize,
     stored_in,
 )
-from jaxtune.models.generation.ends import end_token_ids, with_end_token_ids
 from jaxtune.models.lora import linears
 from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.pallas import formats

@@ -298,7 +298,7 @@ def test_cudnn_is_checked_with_as_many_documents_as_a_call_has(gpu, monkeypatch,
     assert name == "reference" and "differs from the reference in the check" in refused["cudnn"]
     assert "result 2" in refused["cudnn"]  # dq
     said = caplog.records[-1].getMessage()  # after the error
-    assert said.startswith("attention runs on reference (") and "cudnn: differs from the reference" in said
+    assert said.startswith("attention runs on plain JAX (") and "cudnn: differs from the reference" in said
     assert "implementation cudnn is disabled for bfloat16, 2 x 96 x 4 over 2 heads x 64, up to 24" in caplog.text
     with pytest.raises(ValueError, match="'cudnn' cannot serve this call: differs from the reference"):
         chosen(24, implementation="cudnn")

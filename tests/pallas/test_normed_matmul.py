@@ -37,7 +37,7 @@ def stand_in(monkeypatch):
         return *fp8_product.rounded(wide, blocks), inverse_rms(x, eps), inner
 
     monkeypatch.setattr(fp8_normed, "normed", in_plain_jax)
-    monkeypatch.setattr(fp8_normed, "refusal", lambda x, rank: None)
+    monkeypatch.setattr(fp8_normed, "refusal", lambda x, rank, blocks: None)
     monkeypatch.setattr("jaxtune.pallas.gated.thin._TOKENS", 1)
 
 
@@ -159,24 +159,26 @@ def shape(rows: int, size: int, dtype=jnp.bfloat16):
 
 
 @pytest.mark.parametrize(
-    ("x", "rank", "reason"),
+    ("x", "rank", "blocks", "reason"),
     [
-        (shape(4096, 1024), 64, None),
-        (shape(4096, 1024), 0, None),
-        (shape(4096, 1024, jnp.float16), 16, "dtype float16"),
-        (shape(4096, 1088), 16, "rows of 1088 numbers, no multiple of 128"),
-        (shape(4096, 16512), 16, "rows of 16512 numbers, more than 8192"),
-        (shape(4096, 1024), 65, "rank 65, more than 64"),
+        (shape(4096, 1024), 64, True, None),
+        (shape(4096, 1024), 0, False, None),
+        (shape(4096, 1024, jnp.float16), 16, True, "dtype float16"),
+        (shape(4096, 1088), 16, True, "rows of 1088 numbers, no multiple of 128"),
+        (shape(4096, 1088), 16, False, None),
+        (shape(4096, 1056), 16, False, "rows of 1056 numbers, no multiple of 64"),
+        (shape(4096, 16512), 16, True, "rows of 16512 numbers, more than 8192"),
+        (shape(4096, 1024), 65, True, "rank 65, more than 64"),
     ],
 )
-def test_what_the_kernel_refuses(x, rank, reason, hopper):
-    assert fp8_normed.refusal(x, rank) == reason
+def test_what_the_kernel_refuses(x, rank, blocks, reason, hopper):
+    assert fp8_normed.refusal(x, rank, blocks) == reason
 
 
 def test_an_older_gpu_has_no_e4m3(monkeypatch):
     monkeypatch.setattr("jaxtune.pallas.compat._has_jax_triton", lambda: True)
     with dispatch.compile_for((8, 6)):
-        assert fp8_normed.refusal(shape(4096, 1024), 16) == "needs compute capability 8.9, this GPU has 8.6"
+        assert fp8_normed.refusal(shape(4096, 1024), 16, True) == "needs compute capability 8.9, this GPU has 8.6"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from jaxtune.pallas import dispatch, gpu_kernel, lanes, tuning
-from jaxtune.pallas.formats import FP4, MXFP4, NF4
+from jaxtune.pallas.formats import FP4, FP8, MXFP4, NF4
+from jaxtune.pallas.formats.int8 import Int8
 from jaxtune.pallas.formats.mxfp4 import TABLE
 from jaxtune.pallas.formats.nvfp4 import NVFP4
 from jaxtune.pallas.quant_matmul import LoraWeights, api, line_matmul, mosaic, quant_matmul, row_matmul
@@ -291,6 +292,21 @@ def test_refusals_of_the_small_product(shape, tokens, reason):
         assert mosaic.small_refusal(packed(*shape), jnp.bfloat16, tokens) is None, mosaic.small_refusal(
             packed(*shape), jnp.bfloat16, tokens
         )
+
+
+@pytest.mark.parametrize(
+    ("formats", "name", "refused"), [((FP8, Int8), "reference", {}), ((FP8, NF4), "reference", {"mosaic", "triton"})]
+)
+def test_formats_without_a_kernel_are_decoded_by_xla_without_a_word(formats, name, refused, monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "_say_once", dispatch._say_once.__wrapped__)
+    monkeypatch.setattr("jaxtune.pallas.compat._has_jax_triton", lambda: True)
+    weights = [kind.encode(normal(0, 64, 64)) for kind in formats]
+    with dispatch.compile_for((9, 0)):
+        assert dispatch.choose("quant_matmul", api.implementations(weights, jnp.bfloat16), None) == name
+    assert dispatch.record["quant_matmul"][1].keys() == set(refused)
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+        "quant_matmul runs on plain JAX"
+    ] * bool(refused)
 
 
 def test_modules_have_what_the_chain_calls():

@@ -26,9 +26,9 @@ import jaxtune
 from jaxtune import cli
 from jaxtune.models.files.quant import convert_qat, prepare_qat
 from jaxtune.models.lora import linears
+from jaxtune.models.observed_inputs import observed_scales
 from jaxtune.models.qat import rounded_inputs
 from jaxtune.models.qat.fake_quant import ROUNDINGS
-from jaxtune.models.qat.observed_inputs import observed_scales
 
 
 def same_in_transformers(folder, ours, model):

@@ -25,7 +25,7 @@ from jaxtune.models.norm import norm_of
 from jaxtune.models.registry import config_from_hf, family
 from jaxtune.models.rope import rotary_table
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.program.loss import declared_losses, loss_sums
+from jaxtune.train.objectives.loss import declared_losses, loss_sums
 
 # scope: the tests of a family follow one another, so that one worker loads and compiles it.
 families = pytest.mark.parametrize("name", CONFIGS, scope="module")

@@ -6,7 +6,7 @@ import json
 import math
 import struct
 
-from jaxtune.train.display.metrics import MetricsLogger
+from jaxtune.train.log.metrics import MetricsLogger
 
 LINES = {1: {"loss": 2.5, "text": "x"}, 2: {"loss": 2.0, "grad_norm": math.inf}}
 CONFIG = {"optim": {"learning_rate": 1e-4}, "seed": 3}

@@ -15,8 +15,8 @@ from benchmarks.proof.curves import module_of, start_of_a
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import get_peft_model, linears
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.sft import SFT
-from jaxtune.train.program.loss import Forward
 from tests.real.test_real_model import rows_of
 from tests.real.weights import documents, gguf_file
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from near_numbers import near, normal
 from triton_interpreter import interpreted
 
@@ -138,13 +140,45 @@ def test_a_row_with_an_adapter_has_the_same_bits_beside_others():
     np.testing.assert_array_equal(whole[:, 0], alone[:, 0])
 
 
+@given(
+    columns=st.integers(8, 24).map(lambda number: 64 * number),
+    sizes=st.lists(st.integers(1, 2).map(lambda number: 64 * number), min_size=1, max_size=3),
+    rows=st.sampled_from([1, 5, 17, 65, 130]),
+    rank=st.sampled_from([0, 5, 16]),
+)
+@example(columns=576, sizes=[192, 192], rows=3, rank=16)  # keys and values of SmolLM2-135M
+@settings(max_examples=3, deadline=None)
+def test_products_of_an_odd_number_of_64_columns(columns, sizes, rows, rank):
+    """From 512 columns on, in splits that are whole numbers of 64s, with adapters and without."""
+    x = normal(rows, columns)
+    weights = [normal(size, columns, seed=i + 1, scale=0.05) for i, size in enumerate(sizes)]
+    loras = [adapter(size, columns, rank, 2.0, 10 + i) for i, size in enumerate(sizes)] if rank else []
+    few = rows <= 128 or not rank
+    with interpreted(HOPPER):
+        parts = products(x, weights, loras)
+        gated = gated_product(x, weights[0], weights[0], "silu", [loras[0]] * 2 if rank else [])
+    assert dispatch.record["products"][0] == ("triton" if few else "reference")
+    near(parts.astype(jnp.float32).sum(0), reference.products(wide(x), wide(weights), wide(loras))[0])
+    near(gated, reference.gated_product(wide(x), *[wide(weights[0])] * 2, "silu", wide([loras[0]] * 2 if rank else [])))
+
+
+@pytest.mark.parametrize(("columns", "supported"), [(448, False), (512, True), (576, True), (608, False), (256, True)])
+def test_columns_of_products_with_kernels(columns, supported):
+    with interpreted(HOPPER):
+        x, weight = normal(2, columns), normal(64, columns)
+        products(x, [weight])
+        assert dispatch.record["products"][0] == ("triton" if supported else "reference")
+        gated_product(x, weight, weight, "silu")
+    assert dispatch.record["gated_product"][0] == ("triton" if supported else "reference")
+
+
 def test_a_call_that_no_kernel_supports_says_why():
     lora = adapter(64, 256, 65, 1.0, 1)
     with interpreted(HOPPER), pytest.raises(ValueError, match="adapters of rank 65; up to 64"):
         products(normal(5, 256), [normal(64, 256)], [lora], implementation="triton")
     with pytest.raises(ValueError, match=r"loras.0. has a row_scale .DoRA.: use quant_matmul"):
         products(normal(5, 256), [normal(64, 256)], [dataclasses.replace(lora, row_scale=jnp.ones(64))])
-    with interpreted(HOPPER), pytest.raises(ValueError, match="weights .100, 256.; multiples of 64 rows and 128 col"):
+    with interpreted(HOPPER), pytest.raises(ValueError, match="weights .100, 256.; multiples of 64 rows and of 128 c"):
         products(normal(5, 256), [normal(100, 256)], implementation="triton")
     with interpreted(HOPPER), pytest.raises(ValueError, match="300 rows; from 1 to 256"):
         products(normal(300, 256), [normal(64, 256)], implementation="triton")

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from triton_interpreter import interpreted
 
 from jaxtune.pallas.quant_matmul import fp8_normed, fp8_product
@@ -29,6 +31,19 @@ def drawn(rows: int, size: int, rank: int | None):
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_codes_and_products_are_those_of_plain_jax(rows, size, rank, blocks, dtype):
+    assert_as_plain_jax(rows, size, rank, blocks, dtype)
+
+
+@given(
+    rows=st.integers(4, 80), size=st.integers(0, 9).map(lambda n: 64 * (2 * n + 1)), rank=st.sampled_from([None, 3, 16])
+)
+@example(rows=70, size=576, rank=48)  # SmolLM2-135M
+@settings(max_examples=4, deadline=None)
+def test_rows_of_an_odd_number_of_64s_have_a_scale_each(rows, size, rank):
+    assert_as_plain_jax(rows, size, rank, False, jnp.bfloat16)
+
+
+def assert_as_plain_jax(rows, size, rank, blocks, dtype):
     x, factors, a = drawn(rows, size, rank)
     factors = factors.astype(dtype)
     with interpreted((9, 0)):

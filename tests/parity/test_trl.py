@@ -21,9 +21,9 @@ from jaxtune.models.hf import from_pretrained
 from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.data.tokens.documents import Document, Documents
 from jaxtune.train.objectives.kto import KTO, with_mismatched_answers
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.preference import DPO, ORPO, SimPO
 from jaxtune.train.objectives.reward import Reward
-from jaxtune.train.program.loss import Forward
 
 TOLERANCE = 1e-5
 CASES = {

@@ -15,8 +15,8 @@ from jaxtune.cli import main
 from jaxtune.models.hf import from_pretrained
 from jaxtune.train.data.packing.packing import pack
 from jaxtune.train.data.tokens.documents import Document
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.sft import SFT
-from jaxtune.train.program.loss import Forward
 from tests.real.weights import ROWS, documents, gguf_file
 
 LENGTH = 256

@@ -14,7 +14,7 @@ from pathlib import Path
 from tiny_models import adapted_model
 
 import jaxtune
-from jaxtune.models.generation.ends import with_end_tokens
+from jaxtune.models.ends import with_end_tokens
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.engine import Engine
 from jaxtune.serve.served import ServedModel

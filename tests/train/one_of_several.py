@@ -20,8 +20,8 @@ from jaxtune import cli
 from jaxtune.system import joining
 from jaxtune.train import trainer
 from jaxtune.train.callbacks import Callback
+from jaxtune.train.engine import programs
 from jaxtune.train.folder import checkpoint
-from jaxtune.train.program import programs
 
 
 def main() -> int:

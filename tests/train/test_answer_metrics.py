@@ -14,13 +14,13 @@ from tiny_models import tiny_model
 
 import jaxtune
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.models.ends import end_token_ids
 from jaxtune.models.lora import get_peft_model
+from jaxtune.train import scoring
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, ModelConfig
 from jaxtune.train.config.file import load_config
 from jaxtune.train.config.objective import ObjectiveConfig
-from jaxtune.train.evaluation import scoring
 from jaxtune.train.evaluation.answer_metrics import answer_metrics
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer

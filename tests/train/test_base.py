@@ -19,12 +19,12 @@ from tiny import CONFIGS
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import get_peft_model, matrices
 from jaxtune.system.sealed import sealed
+from jaxtune.train.callbacks import TrainingStopped
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, QatConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Document, Documents
-from jaxtune.train.display.monitor import TrainingStopped
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.record import digest, is_digest_of, same_run
 from jaxtune.train.folder.results import require_own, write_result
@@ -186,7 +186,7 @@ def metrics(**changes) -> dict[str, float]:
 
 
 def test_what_the_first_step_is_held_to(tmp_path):
-    made = objective_of(make_config(tmp_path, objective=ObjectiveConfig("dpo")))
+    made = objective_of(ObjectiveConfig("dpo"))
     check = references.first_check(made, None, None, None, lambda: True)
     check(metrics())
     check(metrics(**{"rewards/chosen": 0.02, "loss": 0.7}))  # 16 bits

@@ -17,10 +17,10 @@ from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, ConfigError, EvaluationConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.delivery import Delivery
-from jaxtune.train.display.metrics import ROWS
-from jaxtune.train.evaluation.scoring import Weights, weights_to_score
 from jaxtune.train.folder.best import best_saved
 from jaxtune.train.folder.checkpoint import saved_steps
+from jaxtune.train.log.metrics import ROWS
+from jaxtune.train.scoring import Weights, weights_to_score
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 

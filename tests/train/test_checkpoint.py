@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError
 from jaxtune.train.folder.record import compare_meta, require_compatible
-from jaxtune.train.folder.saving import SavePolicy
+from jaxtune.train.loop.saving import SavePolicy
 
 DTYPES = [
     *("bool", "int4", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32"),

@@ -17,9 +17,10 @@ from jaxtune.train.config import (
     ObjectiveConfig,
 )
 from jaxtune.train.config.objective import _OPTIONS
-from jaxtune.train.objectives.named import objective_of, of_section
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Declared, ReferenceColumn, RunNeeds, TeacherColumn
 from jaxtune.train.objectives.sft import SFT
+from jaxtune.train.spec.run_spec import decided_objective
 from tests.train.tiny_runs import make_config
 
 # What a section needs beside its name.
@@ -40,7 +41,7 @@ def section(name: str, **options) -> ObjectiveConfig:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_has_its_class_and_declares(name):
     assert name in _OPTIONS
-    objective = of_section(section(name))
+    objective = objective_of(section(name))
     assert objective.label == name and Declared in type(objective).__mro__
     needs = RunNeeds.of(objective)
     assert needs.samples == objective.samples == (name in ("grpo", "rloo", "distill"))
@@ -51,7 +52,7 @@ def test_every_name_has_its_class_and_declares(name):
     # A reference that runs in a loss is either the model itself or a teacher.
     assert objective.reference_is_base or not objective.reference_runs
     config = make_config("out", objective=section(name))
-    assert objective_of(config) == objective
+    assert decided_objective(config) == objective
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_every_name_has_its_class_and_declares(name):
     ],
 )
 def test_options_change_what_is_declared(changed, samples, runs, column):
-    needs = RunNeeds.of(of_section(changed))
+    needs = RunNeeds.of(objective_of(changed))
     assert (needs.samples, needs.reference_runs, needs.rows_before) == (samples, runs, column)
 
 
@@ -136,12 +137,12 @@ EXACT = HELD_OUT | dict(evaluation=EvaluationConfig(exact_match_rows=5))
 )
 def test_a_key_that_does_not_go_with_an_objective_is_refused(changed, changes, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        objective_of(make_config("out", objective=changed, **changes))
+        decided_objective(make_config("out", objective=changed, **changes))
 
 
 @pytest.mark.parametrize("name", ["sft", "kto", "grpo", "rloo", "distill"])
 def test_rows_with_a_right_answer_may_be_asked(name):
-    assert objective_of(make_config("out", objective=section(name), **EXACT)).label == name
+    assert decided_objective(make_config("out", objective=section(name), **EXACT)).label == name
 
 
 def test_an_objective_of_ones_own_refuses_and_is_named_by_its_class():
@@ -149,17 +150,17 @@ def test_an_objective_of_ones_own_refuses_and_is_named_by_its_class():
     class Own(SFT):
         samples = True
 
-        def refuses(self, config):
-            super().refuses(config)
-            if config.seed:
-                raise ConfigError("seed = 1: this objective has its own")
+        def refuses(self, data, mesh, evaluation, checkpoint):
+            super().refuses(data, mesh, evaluation, checkpoint)
+            if evaluation.at_start:
+                raise ConfigError("evaluation.at_start = True: nothing is learnt yet")
 
-    config = make_config("out", seed=1)
-    with pytest.raises(ConfigError, match="seed = 1"):
-        objective_of(config, Own())
+    config = make_config("out", evaluation=EvaluationConfig(at_start=True), **HELD_OUT)
+    with pytest.raises(ConfigError, match="evaluation.at_start = True: nothing is learnt yet"):
+        decided_objective(config, Own())
     with pytest.raises(ConfigError, match="objective = Own samples from the model"):
-        objective_of(make_config("out", mesh=MeshConfig(fsdp=2)), Own())
-    assert objective_of(config).label == "sft" and Own().label == "Own"
+        decided_objective(make_config("out", mesh=MeshConfig(fsdp=2)), Own())
+    assert decided_objective(config).label == "sft" and Own().label == "Own"
 
 
 def test_an_objective_without_declarations_is_told_what_to_derive_from():
@@ -167,4 +168,4 @@ def test_an_objective_without_declarations_is_told_what_to_derive_from():
         unit, sums = "targets", ()
 
     with pytest.raises(ValueError, match="objective = Bare: it declares nothing to the run: derive it from SFT"):
-        objective_of(make_config("out"), Bare())
+        decided_objective(make_config("out"), Bare())

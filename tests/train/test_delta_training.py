@@ -17,8 +17,8 @@ from jaxtune.models.files.quant import compute_in_fp8, dequantize, prepare_qat, 
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import experts, linears, without_adapter
 from jaxtune.train.config import CheckpointConfig, MeshConfig
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.preference import DPO
-from jaxtune.train.program.loss import Forward
 from jaxtune.train.trainer import Trainer
 from tests.train.test_preference import batch_of, pairs
 from tests.train.tiny_runs import dataset, documents, make_config

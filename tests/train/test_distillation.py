@@ -27,16 +27,16 @@ from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.display.rows_report import check
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.objectives.distillation import Distill, generalized_jsd
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.sft import SFT
+from jaxtune.train.objectives.teachers import with_teacher, without_teacher
 from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.parts import TEACHER
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.program.loss import Forward
-from jaxtune.train.references.teachers import with_teacher, without_teacher
 from jaxtune.train.sampled.own_samples import OwnSamples, own_samples
 from jaxtune.train.sampled.prompts import AnswerSteps
 from jaxtune.train.spec.loading import loading
@@ -353,7 +353,7 @@ def test_the_command_loads_a_teacher_as_the_planner_expects_it(load_in, tmp_path
         model=dataclasses.replace(make_config("x").model, path=folders[0]),
         objective=ObjectiveConfig("distill", teacher=folders[1], teacher_load_in=load_in),
     )
-    assert objective_of(config) == Distill(teacher=folders[1])
+    assert objective_of(config.objective) == Distill(teacher=folders[1])
     with loading(config) as (weights, _, model):
         loaded = weights.result()
     ahead, there = (nnx.split(each, nnx.Param, ...) for each in (model, loaded))
@@ -371,7 +371,8 @@ def test_the_plan_counts_the_teacher(tmp_path):
     alone = abstract_model(tiny_config(), StepSpec.of(config).model)
     teacher = nnx.eval_shape(lambda: freeze(teacher_model()))
     plain, taught = (
-        step_cost(model, StepSpec.of(config, length=64)) for model in (alone, with_teacher(alone, teacher))
+        step_cost(model, dataclasses.replace(StepSpec.of(config), length=64))
+        for model in (alone, with_teacher(alone, teacher))
     )
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(nnx.state(teacher)))
     assert taught.fixed[TEACHER] == size and TEACHER not in plain.fixed

@@ -30,12 +30,12 @@ from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, ResidualPlan
 from jaxtune.train import trainer as trainer_module
 from jaxtune.train.config import CheckpointConfig, ConfigError, MeshConfig
 from jaxtune.train.data.packing.pairs import PackedPairs
+from jaxtune.train.engine.trained_model import trainable_names
 from jaxtune.train.objectives.kto import KTO
+from jaxtune.train.objectives.loss import declared_losses
 from jaxtune.train.objectives.preference import DPO, ORPO
 from jaxtune.train.objectives.reward import Reward
-from jaxtune.train.program.loss import declared_losses
 from jaxtune.train.program.step import StepProgram
-from jaxtune.train.program.trained_model import trainable_names
 from jaxtune.train.trainer import Trainer
 from tests.train.test_preference import pairs
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config

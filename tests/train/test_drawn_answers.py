@@ -12,8 +12,8 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtune.train.sampled.answering import OneTurn, Sampling
-from jaxtune.train.sampled.packed_answers import Prompt, Settings
+from jaxtune.train.objectives.sampling import Settings
+from jaxtune.train.sampled.answering import OneTurn, Prompt, Sampling
 
 
 @functools.cache

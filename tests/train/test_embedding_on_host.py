@@ -31,7 +31,10 @@ from jaxtune.train.config import (
     ObjectiveConfig,
     TrainConfig,
 )
+from jaxtune.train.engine import trained_model
+from jaxtune.train.engine.programs import Engine
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.teachers import with_teacher
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.cost import step_cost
@@ -39,10 +42,7 @@ from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.movables import left_on_host
 from jaxtune.train.planning.movables.embeddings import TABLES
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.program import trained_model
-from jaxtune.train.program.programs import Engine
-from jaxtune.train.references.teachers import with_teacher
-from jaxtune.train.spec.loading import load_model, loading
+from jaxtune.train.spec.loading import loading
 from tests.train.data.conftest import make_tokenizer
 from tests.train.test_gemma4_run import FEW, HELD_OUT, TRAIN, hosted_model, same_run, trainer_of
 from tests.train.test_preference import pair_set, pairs
@@ -184,7 +184,8 @@ def test_the_command_trains_with_the_embedding_on_the_host(tmp_path, monkeypatch
     )
     with loading(config) as (weights, _, _):
         assert isinstance(weights.result().embedding.weight.get_value(), np.ndarray)
-    loaded, _ = load_model(config)  # for evaluations, whose passes have no plan for it
+    with loading(config, trains=False) as (_, _, loaded):  # for evaluations, whose passes have no plan for it
+        pass
     assert isinstance(loaded.embedding.weight.get_value(), jax.Array)
     apart = dataclasses.replace(find_device("cpu"), link=1e9)  # as if the host had a memory of its own
     monkeypatch.setattr(devices, "find_device", lambda *arguments, **options: apart)
@@ -254,7 +255,7 @@ def test_embeddings_that_stay_on_the_device():
         return costs_of(shapes[name], config).movables["embeddings"].bytes
 
     def loaded(config: TrainConfig, tied: bool) -> list[str]:
-        tied = tied and objective_of(config).head.is_text
+        tied = tied and objective_of(config.objective).head.is_text
         return left_on_host(config.adapter, StepSpec.of(config).generates, tied)
 
     lora = config_of()

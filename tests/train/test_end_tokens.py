@@ -14,7 +14,7 @@ from jaxtune.commands import common
 from jaxtune.compat import FastLanguageModel
 from jaxtune.conversations.ends import turn_ends
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.generation.ends import end_token_ids, with_end_tokens
+from jaxtune.models.ends import end_token_ids, with_end_tokens
 from jaxtune.train.config import DataConfig
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer

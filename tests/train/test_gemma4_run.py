@@ -27,6 +27,7 @@ from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import host_table, partition
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train import app
+from jaxtune.train.callbacks import TrainingStopped
 from jaxtune.train.config import (
     AdapterConfig,
     CheckpointConfig,
@@ -38,16 +39,15 @@ from jaxtune.train.config import (
     ObjectiveConfig,
     TrainConfig,
 )
-from jaxtune.train.display.monitor import TrainingStopped
-from jaxtune.train.display.plan_text import plan_lines
+from jaxtune.train.engine.programs import Engine
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.movables.embeddings import TABLES
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.plan_text import plan_lines
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.program.programs import Engine
 from jaxtune.train.spec.loading import loading
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer

@@ -11,8 +11,8 @@ from tiny_models import tiny_model
 
 from jaxtune import generate
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.program.loss import Forward
-from jaxtune.train.program.xla_options import compiler_options
+from jaxtune.train.engine.xla_options import compiler_options
+from jaxtune.train.objectives.loss import Forward
 
 
 def test_log_probabilities_are_the_losses_of_training():

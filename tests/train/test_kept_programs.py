@@ -25,12 +25,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxtune
 from jaxtune.models.config import RopeConfig
 from jaxtune.pallas.formats import FORMATS
+from jaxtune.system.program_cache import in_use
 from jaxtune.train.config import MeshConfig, OptimConfig, ScheduleConfig
+from jaxtune.train.engine import kept_programs
+from jaxtune.train.engine.described import Digests, Undescribed, replaced
+from jaxtune.train.engine.kept_programs import Request, programs_of
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
-from jaxtune.train.program import kept_programs, step
-from jaxtune.train.program.described import Digests, Undescribed, replaced
-from jaxtune.train.program.kept_programs import Request, programs_of
-from jaxtune.train.program.program_cache import in_use
+from jaxtune.train.program import step
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 
@@ -351,7 +352,7 @@ def test_a_run_of_kept_programs_gives_the_same_bits(kept, lowerings, tmp_path, m
 SCRIPT = """
 import sys
 import jax, optax
-from jaxtune.train.program.described import Digests
+from jaxtune.train.engine.described import Digests
 from jaxtune.train.objectives.named import DEFAULT
 tree = jax.tree.structure({"x": [1, (2,)]})
 print(Digests().of([optax.adamw(1e-3), DEFAULT, {"b", "a", "c"}, tree, jax.nn.gelu]).hex())

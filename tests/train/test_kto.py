@@ -19,7 +19,7 @@ from jaxtune.train.data.packing.pairs import PackedPairs, PairDataset
 from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Document, Documents
 from jaxtune.train.objectives.kto import KTO, with_mismatched_answers
-from jaxtune.train.program.loss import Forward
+from jaxtune.train.objectives.loss import Forward
 from tests.train.data.conftest import make_tokenizer
 from tests.train.test_preference import LENGTH, TURNS, adapted, held_out, pairs, plain_answer, trainer_of
 from tests.train.tiny_runs import make_config

@@ -28,13 +28,13 @@ from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.hf import Pretrained, from_pretrained
 from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.models.registry import config_from_hf
+from jaxtune.system.program_cache import use_program_cache
 from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, DataConfig, MetricsConfig, ModelConfig, QatConfig
 from jaxtune.train.data.rendering.packaged import PACKAGED
+from jaxtune.train.engine.programs import Engine
 from jaxtune.train.planning import cost
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.program.program_cache import use_program_cache
-from jaxtune.train.program.programs import Engine
 from jaxtune.train.spec import loading
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, assert_same, dataset, documents, lora_model, make_config

@@ -39,8 +39,7 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.config.file import config_to_yaml, load_config
 from jaxtune.train.config.sections import HOSTED_OPTIMIZERS
-from jaxtune.train.display import plan_text
-from jaxtune.train.planning import choice, devices, fitting
+from jaxtune.train.planning import choice, devices, fitting, plan_text
 from jaxtune.train.planning.choice import PlanError, choose, smallest_plan
 from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
@@ -697,7 +696,7 @@ def test_a_resumed_run_keeps_its_plan(tmp_path, monkeypatch, capsys):
 def test_predicted_stands_beside_measured():
     from types import SimpleNamespace
 
-    from jaxtune.train.display.plan_text import measured_lines
+    from jaxtune.train.planning.plan_text import measured_lines
 
     plan = SimpleNamespace(peak_bytes=23.1e9, tokens_per_second=15_900.0, tokens=16384)
     assert measured_lines(plan, H200, [1.0, 1.024], 23_500_000_000) == [

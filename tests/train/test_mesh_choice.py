@@ -1,10 +1,13 @@
 """The mesh of a run whose config names none."""
 
 import dataclasses
+import re
 import types
 
 import jax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
@@ -20,7 +23,7 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.data.batches import BatchSource
-from jaxtune.train.objectives.named import objective_of, of_section
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.planning import devices, meshes
@@ -39,7 +42,7 @@ def chosen(hf, device, count, objective=None, **settings):
         model=ModelConfig(path="x"), data=DataConfig(train="x", length=512), steps=1, output="x", **settings
     )
     model, device = abstract_model(config_from_hf(hf), StepSpec.of(config).model), devices.find_device(device)
-    spec = StepSpec.of(config, RunNeeds.of(objective_of(config, objective)))
+    spec = StepSpec.of(config, objective)
 
     def cost_on(mesh):
         return step_cost(model, dataclasses.replace(spec, mesh=mesh))
@@ -67,7 +70,7 @@ def test_devices_that_cannot_share_the_rows_are_left_out():
 def test_weights_that_sample_are_not_divided():
     """No plan fits then, which the planner says, and not that answers cannot be sampled."""
     section = ObjectiveConfig("grpo", reward_funcs=["brevity"], max_completion_length=64)
-    mesh, why = chosen(LARGE, "RTX 4090", 4, objective=of_section(section))
+    mesh, why = chosen(LARGE, "RTX 4090", 4, objective=objective_of(section))
     assert mesh == MeshConfig(4, 1) and "fsdp=2" not in why
 
 
@@ -94,6 +97,27 @@ def test_an_objective_of_ones_own_that_samples_divides_no_weights_either():
 
     assert RunNeeds.of(SFT(), Asking()).sampler == "train_rows = Asking"
     assert RunNeeds.of(own, Asking()) == needs and not RunNeeds.of(SFT(), BatchSource()).samples
+
+
+@given(st.integers(1, 64), st.none() | st.integers(1, 8), st.integers(1, 8))
+def test_a_source_s_rows_are_shared_as_a_config_s(rows, micro_batches, count):
+    """A step on a mesh refuses what a config with these rows does, in the same words; else its rows are shared."""
+    mesh = MeshConfig(data=count)
+
+    def of(rows, micro_batches, mesh):
+        data = DataConfig(train="x", length=512)
+        return TrainConfig(
+            ModelConfig(path="x"), data, output="x", rows_per_step=rows, micro_batches=micro_batches, mesh=mesh
+        )
+
+    step = dataclasses.replace(StepSpec.of(of(8, None, None)), rows=rows, micro_batches=micro_batches)
+    try:
+        of(rows, micro_batches, mesh)
+    except ConfigError as error:
+        with pytest.raises(ConfigError, match=re.escape(str(error))):
+            step.on(mesh, count)
+    else:
+        assert step.on(mesh, count).mesh == mesh and rows % ((micro_batches or 1) * count) == 0
 
 
 def test_states_on_the_host_are_not_divided():

@@ -6,6 +6,7 @@ import logging
 import math
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -14,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from jaxtune.train.display import metrics
-from jaxtune.train.display.metrics import MetricsLogger, Progress, duration, loss_plot, read_metrics, try_optional
+from jaxtune.train.log import metrics
+from jaxtune.train.log.metrics import MetricsLogger, Progress, duration, loss_plot, read_metrics, try_optional
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.kto import KTO
 from jaxtune.train.objectives.policy import GRPO, RLOO
@@ -40,11 +43,12 @@ def strict_lines(path) -> list[dict]:
 # ---- the file
 
 
-def test_every_line_is_json_and_there_at_once(tmp_path):
+def test_every_line_is_json_and_there_once_flushed(tmp_path):
     began = time.time()
     with MetricsLogger(tmp_path) as log:
         log.log(1, {"loss": 2.5, "grad_norm": float("nan"), "scale": float("inf"), "low": -float("inf")})
-        assert len(strict_lines(tmp_path / "metrics.jsonl")) == 1  # not after close: now
+        log.flush()
+        assert len(strict_lines(tmp_path / "metrics.jsonl")) == 1  # not only after close
         log.log(
             np.int64(2), {"loss": jnp.float32(1.5), "half": jnp.bfloat16(0.5), "n": np.int32(3), "flag": np.bool_(True)}
         )
@@ -98,6 +102,7 @@ def test_a_full_disk_does_not_stop_training_and_the_file_goes_on(tmp_path, caplo
         patched.setattr(metrics, "open", lambda path, mode, buffering: Full(path, mode), raising=False)
         for step in (2, 3):
             log.log(step, {"loss": 1.0})
+        log.flush()
     log.log(4, {"loss": 1.0})
     log.close()
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4]
@@ -114,11 +119,27 @@ def test_a_file_that_cannot_be_opened_is_tried_again(tmp_path, caplog, monkeypat
         patched.setattr(Path, "touch", no_handles)
         log = MetricsLogger(tmp_path)
         log.log(1, {"loss": 1.0})
+        log.flush()
     for step in (2, 3):
         log.log(step, {"loss": 1.0})
     log.close()
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [2, 3]
     assert caplog.text.count("metrics.jsonl failed; training continues without it: OSError") == 1
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30))
+def test_no_line_waits_for_a_disk_that_hangs_until_a_flush_and_all_are_in_order(tmp_path_factory, flushes):
+    folder, answers = tmp_path_factory.mktemp("slow"), threading.Event()
+    with MetricsLogger(folder) as log:
+        log._write(answers.wait)
+        for step, flushed in enumerate(flushes, 1):
+            log.log(step, {"loss": float(step)})
+            if flushed:
+                answers.set()
+                log.flush()
+                assert [line["step"] for line in strict_lines(folder / "metrics.jsonl")] == [*range(1, step + 1)]
+        answers.set()
+    assert [line["step"] for line in strict_lines(folder / "metrics.jsonl")] == [*range(1, len(flushes) + 1)]
 
 
 # ---- other loggers

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxtune.train.config import MetricsConfig
-from jaxtune.train.display.monitor import Monitor
+from jaxtune.train.loop.monitor import Monitor
 from jaxtune.train.planning.devices import device_peak_flops
 from tests.train.tiny_runs import make_config
 
@@ -35,7 +35,9 @@ class Machine:
             history=[],
             flops=lambda lengths: 989e12 * STEP,
         )
-        logger = SimpleNamespace(log=lambda step, values: self.lines.append({"step": step, **values}))
+        logger = SimpleNamespace(
+            log=lambda step, values: self.lines.append({"step": step, **values}), flush=lambda: None
+        )
         progress = SimpleNamespace(update=lambda step, **values: self.shown.append(values), print=lambda text: None)
         self.monitor = Monitor(self.run, logger, progress, lambda latest: latest["done"], lambda: self.now)
 

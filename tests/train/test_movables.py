@@ -26,7 +26,6 @@ from jaxtune.train.config import (
     ModelConfig,
     TrainConfig,
 )
-from jaxtune.train.display.plan_text import plan_lines
 from jaxtune.train.folder.translations import section, translated
 from jaxtune.train.planning import movables
 from jaxtune.train.planning.choice import PlanError, choose
@@ -35,6 +34,7 @@ from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.host_room import places
 from jaxtune.train.planning.plan import StepPlan, parse_plan
+from jaxtune.train.planning.plan_text import plan_lines
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import assert_same, dataset, documents, lora_model, make_config

@@ -30,14 +30,14 @@ from jaxtune.train.config import (
     OptimConfig,
     TrainConfig,
 )
-from jaxtune.train.display import plan_text
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, update_bound
-from jaxtune.train.planning import choice, fitting, host_room
+from jaxtune.train.planning import choice, fitting, host_room, plan_text
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.step_spec import StepSpec
+from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.program.step import StepProgram, Sums
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
@@ -74,11 +74,13 @@ def stepped(trainer: Trainer):
     state, sums, frozen = trainer.model.first_state(trainer.engine)
     programs = trainer.engine.compile(state, sums, frozen)
     found = []
+    state, sums = trainer.engine.flat(state, sums)
+    frozen = Leaves.of(frozen)
     for step in range(2):
         parts, _ = trainer.engine.load_step(step)
         state, sums, latest = programs.update(state, trainer.engine.accumulate(programs, sums, state, frozen, parts))
         found.append((float(latest["loss"]), float(latest["grad_norm"])))
-    return state, found
+    return state.tree, found
 
 
 @pytest.mark.full

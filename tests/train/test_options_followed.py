@@ -13,10 +13,11 @@ import pytest
 import jaxtune
 from jaxtune.train.config import ConfigError, DataConfig, EvaluationConfig, ModelConfig, TrainConfig
 from jaxtune.train.config.objective import _DEFAULTS, _OPTIONS, ObjectiveConfig, without_effect
-from jaxtune.train.objectives.named import PREFERENCES, objective_of
+from jaxtune.train.objectives.named import PREFERENCES
 from jaxtune.train.objectives.policy import GRPO, RLOO
 from jaxtune.train.sampled.prompts import UserFunctions
 from jaxtune.train.sampled.reward_functions import RewardFunctions, Sampled
+from jaxtune.train.spec.run_spec import decided_objective
 
 CODE = """
 class Game:
@@ -115,7 +116,7 @@ def objective(name: str, **options) -> object:
     config = TrainConfig(
         model=ModelConfig(path="x"), data=DataConfig("x"), objective=ObjectiveConfig(name, **options), output="x"
     )
-    return objective_of(config)
+    return decided_objective(config)
 
 
 OF_SOURCE = ("reward_", "reset_", "tool", "environment", "rollout", "max_tool", "teacher")
@@ -181,7 +182,7 @@ def test_keys_of_rows_are_refused_where_only_prompts_are_read(key, value):
         output="x",
     )
     with pytest.raises(ConfigError, match=f"data.{key} = "):
-        objective_of(config)
+        decided_objective(config)
     with pytest.raises(ConfigError, match="evaluation.temperature = 0.5"):
         TrainConfig(
             model=ModelConfig(path="x"), data=DataConfig("x"), evaluation=EvaluationConfig(temperature=0.5), output="x"

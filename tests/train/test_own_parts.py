@@ -14,9 +14,8 @@ import pytest
 from flax import nnx
 
 from jaxtune.models.lora import without_adapter
-from jaxtune.train.callbacks import Callback
+from jaxtune.train.callbacks import Callback, TrainingStopped
 from jaxtune.train.config import CheckpointConfig, EvaluationConfig, OptimConfig, ScheduleConfig
-from jaxtune.train.display.monitor import TrainingStopped
 from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.trainer import Trainer

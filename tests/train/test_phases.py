@@ -27,7 +27,7 @@ from flax import nnx
 from tiny_models import tiny_model
 from jaxtune.train.folder import checkpoint
 from jaxtune.train.config import CheckpointConfig, EvaluationConfig
-from jaxtune.train.program.programs import Engine
+from jaxtune.train.engine.programs import Engine
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
@@ -234,9 +234,9 @@ from jaxtune import cli
 from jaxtune.models import hf
 from jaxtune.models.adapters import merge
 from jaxtune.train import app, delivery
-from jaxtune.train.program import trained_model
+from jaxtune.train.engine import trained_model
 from jaxtune.train.planning import phases
-from jaxtune.train.program.programs import Engine
+from jaxtune.train.engine.programs import Engine
 from jaxtune.train.trainer import Trainer
 
 peaks, now, planned, last = {}, ["load"], {}, [0.0]

@@ -14,15 +14,15 @@ from step_costs import costs_of
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
 from jaxtune.system import processes
+from jaxtune.system.program_cache import ProgramCache
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, TrainConfig
-from jaxtune.train.display.metrics import JSONL, read_metrics
+from jaxtune.train.engine.programs import Programs
+from jaxtune.train.log.metrics import JSONL, read_metrics
 from jaxtune.train.planning import choice, known
 from jaxtune.train.planning.choice import PlanError, choose, smallest_plan
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.search import Failed, Room, next_plan, short_bytes
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.program.program_cache import ProgramCache
-from jaxtune.train.program.programs import Programs
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config, tiny_budget
 

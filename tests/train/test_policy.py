@@ -30,13 +30,13 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.config.file import load_config
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.data.packing.answers import OLD_LOGPS, SAMPLED_LOGPS, Answer
 from jaxtune.train.objectives.grpo import Answers, PolicyLoss, grpo_loss, rloo_loss
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO, RLOO
 from jaxtune.train.planning.phases import phase_lines, phases_of, prefill_bytes
-from jaxtune.train.program.loss import Forward
-from jaxtune.train.sampled.answering import OneTurn, Sampling
-from jaxtune.train.sampled.packed_answers import OLD_LOGPS, SAMPLED_LOGPS, Answer, Prompt
+from jaxtune.train.sampled.answering import OneTurn, Prompt, Sampling
 from jaxtune.train.sampled.prompts import read_prompts
 from jaxtune.train.sampled.reward_functions import RewardFunctions
 from jaxtune.train.sampled.rollouts import SampledAnswers
@@ -533,7 +533,7 @@ def test_a_recipe_names_rewards_in_a_list(tmp_path):
     )
     objective = load_config(str(recipe), ["objective.loss_type=sapo"]).objective
     assert objective.reward_funcs == ("exact_match", "own.py:good") and objective.reward_weights == (1.0, 0.5)
-    made = objective_of(dataclasses.replace(make_config(tmp_path), objective=objective))
+    made = objective_of(objective)
     assert isinstance(made, GRPO) and made.losses == PolicyLoss(loss_type="sapo", beta=0.1)
     with pytest.raises(ConfigError, match="objective.reward_funcs.*dpo has no such option"):
         load_config(str(recipe), ["objective.name=dpo"])

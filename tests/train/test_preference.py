@@ -32,7 +32,8 @@ from jaxtune.train.data.packing.pairs import PAIRS, PackedPairs, PairDataset
 from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Document, Documents
 from jaxtune.train.display.precision_notes import reference_notes
-from jaxtune.train.folder.saving import TrainingInterrupted
+from jaxtune.train.loop.saving import TrainingInterrupted
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.objectives.preference import DPO, METRICS, ORPO, SimPO
@@ -41,7 +42,6 @@ from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.program.loss import Forward
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import VOCAB, lora_model, make_config, tiny_model
@@ -403,11 +403,11 @@ def test_pairs_that_are_all_beyond_the_margin_do_not_end_a_run(tmp_path):
 
 
 def test_the_reference_of_an_adapter_that_was_trained_before_is_said(tmp_path):
-    objective = objective_of(make_config("out", objective=ObjectiveConfig("dpo")))
+    objective = objective_of(ObjectiveConfig("dpo"))
     [note] = reference_notes(objective, "taught")
     assert note.startswith("dpo: the reference is the model without its adapter, and not the model with")
     assert reference_notes(objective, None) == []
-    assert reference_notes(objective_of(make_config("out", objective=ObjectiveConfig("orpo"))), "taught") == []
+    assert reference_notes(objective_of(ObjectiveConfig("orpo")), "taught") == []
 
 
 @pytest.mark.full
@@ -472,10 +472,11 @@ def test_the_reference_is_planned_for(run, tmp_path):
     config = make_config(
         tmp_path, adapter=AdapterConfig(), data=DataConfig(train="pairs", length=2048), precision="bf16"
     )
-    model = abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), StepSpec.of(config).model)
+    spec = StepSpec.of(config)
+    model = abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), spec.model)
     device, seconds = find_device("H200"), []
     for reference_runs in (0, 1):
-        parts = step_cost(model, StepSpec.of(config, needs=RunNeeds(reference_runs=reference_runs)))
+        parts = step_cost(model, dataclasses.replace(spec, needs=RunNeeds(reference_runs=reference_runs)))
         seconds.append(forecast(parts, StepPlan(ResidualPlan.uniform(KEEP, 32), 1, 1024), device).step_seconds)
     assert 1.3 < seconds[1] / seconds[0] < 1.6  # a forward pass more than one, and a backward of two
 

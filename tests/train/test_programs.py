@@ -1,18 +1,20 @@
 """What the engine does around the compiler."""
 
+import dataclasses
 import functools
 import gc
 import threading
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from jaxtune.pallas import dispatch
 from jaxtune.system import heap
 from jaxtune.train.callbacks import Callback
+from jaxtune.train.engine.xla_options import compiled, compiler_options, launch_options
 from jaxtune.train.program.step import StepProgram
-from jaxtune.train.program.xla_options import compiled, compiler_options
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 
@@ -91,6 +93,34 @@ def test_a_program_whose_algorithms_find_no_memory_to_be_timed_in_is_compiled_wi
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         compiled(SimpleNamespace(compile=lambda compiler_options: raised(asked, "INTERNAL: of the test")), options)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("seconds", [0.03, 0.11, 0.9])
+def test_short_steps_are_launched_as_whole_graphs_unless_somebody_says_otherwise(tmp_path, monkeypatch, asked, seconds):
+    config = make_config(tmp_path, whole_graphs=asked)
+    engine = Trainer(lora_model(), None, config, dataset(documents(8))).engine
+    recorded = engine.options
+    assert not engine.whole_graphs  # on a CPU
+    forecast = dataclasses.replace(engine.planner.forecast, device_seconds=seconds, host_seconds=0.001)
+    monkeypatch.setattr(engine.planner, "forecast", forecast)
+    devices = np.array([SimpleNamespace(platform="gpu")])
+    monkeypatch.setattr(engine, "mesh", SimpleNamespace(devices=devices, size=1, shape=engine.mesh.shape))
+    assert engine.whole_graphs == (seconds < 0.1 if asked is None else asked)
+    monkeypatch.setattr(engine, "mesh", SimpleNamespace(devices=np.repeat(devices, 2), size=2))
+    assert engine.whole_graphs == bool(asked)  # what was not measured is asked for
+    assert not launch_options(True).keys() & recorded.keys()  # a resumed run may be launched otherwise
+
+
+def test_options_of_graphs_are_xlas_and_flags_of_the_user_stay(monkeypatch):
+    options = launch_options(True)
+    assert jax.jit(lambda x: 2 * x).lower(1.0).compile(compiler_options=options)(3.0) == 6.0
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid enum value"):
+        jax.jit(lambda x: 3 * x).lower(1.0).compile(compiler_options={next(iter(options)): "NO_SUCH_COMMAND"})
+    for name in options:
+        monkeypatch.setenv("XLA_FLAGS", f"--{name}=1")
+        assert launch_options(True) == {}
+    assert launch_options(False) == {}
 
 
 def raised(asked, message):

@@ -14,8 +14,8 @@ from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.lora import get_peft_model, linears
+from jaxtune.models.observed_inputs import known_scales, observed_scales
 from jaxtune.models.qat.fake_quant import FakeQuant
-from jaxtune.models.qat.observed_inputs import known_scales, observed_scales
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -24,8 +24,8 @@ from jaxtune.train.config import (
     QatConfig,
 )
 from jaxtune.train.config.file import config_from_dict, config_to_dict
+from jaxtune.train.engine import trained_model
 from jaxtune.train.objectives.objective import RunNeeds
-from jaxtune.train.program import trained_model
 from jaxtune.train.spec import checks
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, make_config
@@ -240,7 +240,7 @@ def test_what_cannot_be_observed_is_refused(tmp_path, monkeypatch):
         checks.require_observable(of_run.model.qat, RunNeeds("objective = grpo"))
     monkeypatch.setattr(checks.processes, "count", lambda: 2)
     with pytest.raises(ValueError, match=f"{before}, in a run of one process: this one has 2"):
-        checks.require_observable(of_run.model.qat, of_run.spec.needs)
+        checks.require_observable(of_run.model.qat, of_run.spec.step.needs)
     monkeypatch.undo()
     model = model_of()
     _, linear = next(linears(model))

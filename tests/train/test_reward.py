@@ -22,8 +22,8 @@ from jaxtune.train import app
 from jaxtune.train.config import AdapterConfig, DataConfig, EvaluationConfig, ModelConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.packing.pairs import PackedPairs
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.reward import Reward
-from jaxtune.train.program.loss import Forward
 from tests.train.data.conftest import make_tokenizer
 from tests.train.test_preference import held_out, interrupted, pairs, same_bits, trainer_of
 from tests.train.tiny_runs import make_config

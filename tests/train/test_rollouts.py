@@ -15,14 +15,14 @@ from tiny_models import adapted_model, tiny_model
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, DataConfig
 from jaxtune.train.config.sections import MetricsConfig
-from jaxtune.train.display.metrics import MetricsLogger, _columns
-from jaxtune.train.display.rollouts import ROLLOUTS, RolloutsFile, kept_generations, latest
+from jaxtune.train.data.packing.answers import Answer, AnswerRows, fill_warning, packed_shape
 from jaxtune.train.display.run_figures import RunFiles
 from jaxtune.train.display.run_page import run_page
+from jaxtune.train.log.metrics import MetricsLogger, _columns
+from jaxtune.train.log.rollouts import ROLLOUTS, RolloutsFile, kept_generations, latest
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.policy import GRPO
-from jaxtune.train.program.loss import Forward
 from jaxtune.train.sampled.answer_report import masked_lines
-from jaxtune.train.sampled.packed_answers import Answer, AnswerRows, fill_warning, packed_shape
 from tests.train.test_policy import settings as options
 from tests.train.test_policy import some_answers, source_of, trainer_of
 
@@ -82,6 +82,7 @@ def test_tables_of_prompts_have_one_answer_each(tmp_path):
     seen = []
     logger._sinks["a logger"] = type("Sink", (), {"table": lambda _, step, rows: seen.append((step, rows))})()
     logger.log_rollouts(3, [{"step": 3, "prompt": p, "answer": a, "reward": float("nan")} for p in "xy" for a in "12"])
+    logger.flush()
     assert [(row["prompt"], row["answer"], row["reward"]) for row in seen[0][1]] == [("x", "1", None), ("y", "1", None)]
     assert len(lines(tmp_path)) == 4
 

@@ -17,7 +17,7 @@ from jaxtune.models.stack.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig
 from jaxtune.train.data.packing.packing import pack
-from jaxtune.train.program.loss import declared_losses, loss_sums
+from jaxtune.train.objectives.loss import declared_losses, loss_sums
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 

@@ -20,10 +20,10 @@ import pytest
 
 from jaxtune import cli
 from jaxtune.train.display import watch
-from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.display.run_figures import RunFiles
 from jaxtune.train.evaluation.held_out_answers import answers_to_show
 from jaxtune.train.folder.run_state import RunState, read_state, recorded_state
+from jaxtune.train.log.metrics import read_metrics
 
 HOSTILE = "</pre></script><script>document.title = 'gone'</script><!--"
 

@@ -70,3 +70,18 @@ def test_what_a_config_alone_shows_is_refused_before_a_file_is_read(monkeypatch,
     ):
         assert cli.main([*plan, *changes]) == cli.USER_ERROR
         assert words in capsys.readouterr().err
+
+
+def test_a_plan_from_shapes_refuses_what_the_run_does(capsys):
+    whole = ["adapter=null", "optim.learning_rate=1e-5"]
+    for changes, words in (
+        (["optim.embedding_learning_rate=1e-4"], "neither embed_tokens nor lm_head trains; name them in"),
+        (["steps=10", "profile.steps=3", "profile.start=10"], "profile.start = 10: the run has only 10 steps"),
+        ([*whole, "objective={name: distill, teacher: base}"], "this one has no adapter: set adapter: {}"),
+        (
+            ["qat=nvfp4-nvfp4", "objective={name: grpo, reward_funcs: [brevity]}"],
+            "observes activations on the rows of the first step, and objective = grpo samples them during it",
+        ),
+    ):
+        assert cli.main(["train", "lora-0.5b", "--plan", "plan.device=RTX 4090", *changes]) == cli.USER_ERROR
+        assert words in capsys.readouterr().err

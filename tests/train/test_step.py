@@ -24,11 +24,11 @@ from jaxtune.train.config.sections import OPTIMIZERS
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.packing.packing import pack
 from jaxtune.train.data.tokens.documents import Document
+from jaxtune.train.engine.trained_model import trainable_names
+from jaxtune.train.objectives.loss import Forward, loss_sums
 from jaxtune.train.optimizer.optim import make_optimizer, update_bound
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
-from jaxtune.train.program.loss import Forward, loss_sums
 from jaxtune.train.program.step import StepProgram, Sums
-from jaxtune.train.program.trained_model import trainable_names
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 

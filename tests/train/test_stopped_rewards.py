@@ -18,7 +18,7 @@ from jaxtune.conversations.calls import Call
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.config import CheckpointConfig
 from jaxtune.train.folder.checkpoint import saved_steps
-from jaxtune.train.folder.saving import TrainingInterrupted
+from jaxtune.train.loop.saving import TrainingInterrupted
 from jaxtune.train.sampled.tool_formats import ToolFormat
 from jaxtune.train.trainer import Trainer
 from tests.train.stopping import PROMISED, Since

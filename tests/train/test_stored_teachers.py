@@ -32,9 +32,9 @@ from jaxtune.train.data.tokens.teacher_files import open_file
 from jaxtune.train.data.tokens.teacher_values import TEACHER_IDS, TEACHER_LOG_PROBS, TeacherValues
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.objectives.distillation import Distill
+from jaxtune.train.objectives.teachers import open_teacher, teacher_shapes, with_teacher
 from jaxtune.train.planning.layer_costs import nbytes
 from jaxtune.train.references import references, stored_teachers
-from jaxtune.train.references.teachers import open_teacher, teacher_shapes, with_teacher
 from jaxtune.train.spec.loading import loading
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer

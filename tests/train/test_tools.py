@@ -25,10 +25,10 @@ from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.rendering.packaged import PACKAGED
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.policy import GRPO
-from jaxtune.train.program.loss import Forward
-from jaxtune.train.sampled.answering import Sampling, ToolTurns
-from jaxtune.train.sampled.packed_answers import Prompt, Settings
+from jaxtune.train.objectives.sampling import Settings
+from jaxtune.train.sampled.answering import Prompt, Sampling, ToolTurns
 from jaxtune.train.sampled.reward_functions import RewardFunctions
 from jaxtune.train.sampled.rollout_function import RolloutFunction
 from jaxtune.train.sampled.rollouts import SampledAnswers

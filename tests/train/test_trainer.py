@@ -29,6 +29,7 @@ from jaxtune.models.files import quant
 from jaxtune.models.lora import freeze, get_peft_model, linears
 from jaxtune.models.placement import partition
 from jaxtune.train import shown_plan
+from jaxtune.train.callbacks import TrainingStopped
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -42,10 +43,9 @@ from jaxtune.train.config import (
 from jaxtune.train.config.file import config_to_yaml, load_config
 from jaxtune.train.data.tokens.documents import Document
 from jaxtune.train.display import model_report, rows_report
-from jaxtune.train.display.metrics import read_metrics
-from jaxtune.train.display.monitor import TrainingStopped
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, saved_steps
-from jaxtune.train.program.loss import loss_sums
+from jaxtune.train.log.metrics import read_metrics
+from jaxtune.train.objectives.loss import loss_sums
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import LENGTH, VOCAB, arrays, assert_same, dataset, documents, lora_model, make_config
@@ -306,7 +306,7 @@ from pathlib import Path
 sys.path[:0] = [{root!r}, {root!r} + "/tests/models"]
 from tests.train.test_trainer import resumable
 from jaxtune.train.trainer import Trainer
-from jaxtune.train.folder.saving import TrainingInterrupted
+from jaxtune.train.loop.saving import TrainingInterrupted
 from jaxtune.train.signals import EXIT_SAVED
 
 output, how = Path(sys.argv[1]), sys.argv[2]

@@ -32,13 +32,13 @@ from jaxtune.train.config import (
     QatConfig,
     TrainConfig,
 )
-from jaxtune.train.display.plan_text import plan_lines
 from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.movables.transposed_codes import TRANSPOSED_CODES
 from jaxtune.train.planning.phases import phases_of
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.plan_text import plan_lines
 from jaxtune.train.planning.search import Failed, Room, next_plan
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.trainer import Trainer

@@ -21,7 +21,6 @@ from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.sampled.prompts import AnswerSteps, UserFunctions, read_prompts, sampled_answers
 from jaxtune.train.sampled.reward_functions import RewardFunctions
 from tests.train.data.conftest import make_tokenizer
-from tests.train.tiny_runs import make_config
 
 QUESTION = [{"role": "user", "content": "red or blue"}]
 ANSWER = [{"role": "assistant", "content": "blue"}]
@@ -70,7 +69,7 @@ def noting(place: str, rows: list[dict], model, folder) -> list[tuple[object, ob
         return seen
     name = "rloo" if place == "rloo" else "grpo"
     settings = ObjectiveConfig(name, reward_funcs=("brevity",), num_generations=2, max_completion_length=2, beta=0.0)
-    objective = objective_of(make_config(folder, objective=settings))
+    objective = objective_of(settings)
     of_user = UserFunctions(functions, rollout=rollout if place == "rollout function" else None)
     steps = AnswerSteps(data, 2 * len(rows), None, None, seed=0)
     source = sampled_answers(objective, rows, tokenizer, steps, (1,), 64, of_user)

@@ -30,8 +30,8 @@ from jaxtune.train.config import ConfigError
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.evaluation import answer_metrics
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics
-from jaxtune.train.sampled.answering import Sampling
-from jaxtune.train.sampled.packed_answers import Prompt, Settings
+from jaxtune.train.objectives.sampling import Settings
+from jaxtune.train.sampled.answering import Prompt, Sampling
 from jaxtune.train.sampled.reward_functions import READY, RewardError, RewardFunctions, Sampled, load_function
 from jaxtune.train.sampled.rollout_function import RolloutFunction
 from jaxtune.train.sampled.tool_formats import Call

@@ -26,9 +26,10 @@ from jaxtune.system import waiting
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, DataConfig, EvaluationConfig
 from jaxtune.train.data.batches import Batch, BatchSource
-from jaxtune.train.folder import checkpoint, saving
+from jaxtune.train.folder import checkpoint
 from jaxtune.train.folder.checkpoint import NoRoom, saved_steps
-from jaxtune.train.folder.saving import TrainingInterrupted
+from jaxtune.train.loop import saving
+from jaxtune.train.loop.saving import TrainingInterrupted
 from jaxtune.train.trainer import Trainer
 from tests.train.stopping import PROMISED, Since
 from tests.train.tiny_runs import LENGTH, VOCAB, assert_same, dataset, documents, lora_model, make_config

@@ -94,6 +94,6 @@ def assert_same(one, other):
 def tiny_budget(tmp_path, **changes):
     """(config whose budget has no room for keeping everything in one micro-batch, model)."""
     model, config = lora_model(layers=2), make_config(tmp_path, rows_per_step=8, steps=4, **changes)
-    parts = step_cost(model, StepSpec.of(config, length=LENGTH))
+    parts = step_cost(model, StepSpec.of(config))
     most = choose(parts, StepSpec.of(config), find_device("cpu"), None).peak_bytes
     return dataclasses.replace(config, memory=MemoryConfig(budget_gb=0.75 * most / 2**30)), model

@@ -39,26 +39,26 @@ class Streamed(Movable):
     def able(self) -> bool:
         return self.layer_bytes > 0
 
-    def levels(self, parts: StepParts, device: Device) -> Sequence[int]:
-        layers = parts.shape.num_layers
+    def levels(self, costs: StepParts, device: Device) -> Sequence[int]:
+        layers = costs.shape.num_layers
         return [layers * quarter // 4 for quarter in (1, 2, 3, 4)] if device.link else ()
 
-    def with_room(self, parts: StepParts, level: int, room_bytes: float, device: Device) -> Sequence[int]:
+    def with_room(self, costs: StepParts, level: int, room_bytes: float, device: Device) -> Sequence[int]:
         """As many more layers stay on the device as fit there."""
         return (max(level - int(room_bytes / self.layer_bytes), 1),) if 0 < room_bytes < float("inf") and level else ()
 
-    def placed[P: StepParts](self, parts: P, level: int) -> P:
-        more = (level - parts.level(self.word)) * self.layer_bytes
-        fixed = {**parts.fixed, FROZEN: parts.fixed[FROZEN] - more, BUFFERS: 2 * self.layer_bytes * bool(level)}
+    def placed[P: StepParts](self, costs: P, level: int) -> P:
+        more = (level - costs.level(self.word)) * self.layer_bytes
+        fixed = {**costs.fixed, FROZEN: costs.fixed[FROZEN] - more, BUFFERS: 2 * self.layer_bytes * bool(level)}
         moved = dataclasses.replace(
-            parts.moved,
-            pinned_bytes=parts.moved.pinned_bytes + more,
-            link_bytes=parts.moved.link_bytes + more / parts.shape.num_layers,
+            costs.moved,
+            pinned_bytes=costs.moved.pinned_bytes + more,
+            link_bytes=costs.moved.link_bytes + more / costs.shape.num_layers,
         )
-        return dataclasses.replace(parts, fixed=fixed, moved=moved)
+        return dataclasses.replace(costs, fixed=fixed, moved=moved)
 
-    def lines(self, parts: StepParts, outcome: Outcome, device: Device) -> list[str]:
-        level = parts.level(self.word)
+    def lines(self, costs: StepParts, outcome: Outcome, device: Device) -> list[str]:
+        level = costs.level(self.word)
         return [f"  weights of {level} layers stream from the host"] if level else []
 
     @classmethod

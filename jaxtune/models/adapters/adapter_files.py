@@ -35,12 +35,12 @@ from jaxtune.models.adapters.adapter_config import (
     read_adapter_config,
 )
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.ends import with_end_token_ids
 from jaxtune.models.expressions import matching
 from jaxtune.models.files import headers, shards
 from jaxtune.models.files.folders import new_folder
 from jaxtune.models.files.model_folder import save_companions
 from jaxtune.models.files.quant import rounded_by
-from jaxtune.models.generation.ends import with_end_token_ids
 from jaxtune.models.heads import head_of_task
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import (

@@ -26,8 +26,8 @@ from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.linear import Frozen, Linear, NeverTrained, merged_weight, trained
 from jaxtune.models.lora import copy_structure, has_adapter, matrices, stop_rounding
+from jaxtune.models.observed_inputs import recorded
 from jaxtune.models.qat.fake_quant import FakeQuant
-from jaxtune.models.qat.observed_inputs import recorded
 from jaxtune.models.stack.stack_layers import UNTUNED
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import Stored, dense

@@ -17,12 +17,12 @@ from jaxtune.models import values
 from jaxtune.models.adapters.adapter_config import WEIGHTS_NAME
 from jaxtune.models.components import common_format, followed
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.ends import end_token_ids
 from jaxtune.models.files.model_folder import read_json
 from jaxtune.models.files.quant import computes_in_fp8, qat_spec
-from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.models.observed_inputs import recorded
 from jaxtune.models.precision import DTYPES, WORDS, check_words
 from jaxtune.models.qat.fake_quant import FakeQuant
-from jaxtune.models.qat.observed_inputs import recorded
 from jaxtune.pallas.format_names import KEPT
 from jaxtune.pallas.formats import FORMATS, load_in
 

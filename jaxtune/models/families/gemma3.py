@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from jaxtune.models.config import PRE_AND_POST_NORM, DecoderConfig
 from jaxtune.models.families.common import Config, Family, Fields, Key, LayerType, LayerTypes, Rotary, RotaryByType
 from jaxtune.models.families.common.layers import FULL, by_pattern
 from jaxtune.models.families.common.names import GEMMA_NORMS
-from jaxtune.models.families.common.rope import SLIDING, above_one, rope_parameters
+from jaxtune.models.families.common.rope import SLIDING, above_one, by_type, rope_parameters
 from jaxtune.models.families.common.table import GEMMA, GEMMA_DEFAULTS, GEMMA_FIELDS, WINDOW_PATTERN
 
 
@@ -21,10 +19,10 @@ class _Rotary(RotaryByType):
 
     def parameters_of_type(self, layer_type: str, hf: Config) -> Fields:
         """Parameters of rope_parameters outside an object for a type of layer are ignored, as in transformers."""
-        by_type = {key: value for key, value in (hf["rope_parameters"] or {}).items() if isinstance(value, Mapping)}
-        hf = {**hf, "rope_parameters": by_type}
+        parameters = by_type(hf["rope_parameters"])
+        hf = {**hf, "rope_parameters": parameters}
         if layer_type == SLIDING:
-            hf = {"rope_theta": hf["rope_local_base_freq"], "rope_parameters": by_type}
+            hf = {"rope_theta": hf["rope_local_base_freq"], "rope_parameters": parameters}
         return rope_parameters(hf, layer_type)
 
     def write(self, config: DecoderConfig) -> Fields:

@@ -8,7 +8,7 @@ from jaxtune.models.config import POST_NORM
 from jaxtune.models.families.common import Config, Family, Fields, LayerType, LayerTypes, RotaryByType
 from jaxtune.models.families.common.layers import FULL, by_pattern
 from jaxtune.models.families.common.names import POST_NORMS
-from jaxtune.models.families.common.rope import SLIDING
+from jaxtune.models.families.common.rope import SLIDING, by_type
 from jaxtune.models.families.common.table import ATTENTION_BIAS, WINDOW_PATTERN
 
 
@@ -16,7 +16,7 @@ class _Rotary(RotaryByType):
     def parameters_of_type(self, layer_type: str, hf: Config) -> Fields:
         """Sliding layers get the base alone, unless rope_parameters has an object for them."""
         parameters = super().parameters_of_type(layer_type, hf)
-        if layer_type == SLIDING and not isinstance((hf["rope_parameters"] or {}).get(SLIDING), dict):
+        if layer_type == SLIDING and SLIDING not in by_type(hf["rope_parameters"]):
             # The file has one object for all layers, whose extension applies to full layers only.
             return {"rope_theta": parameters["rope_theta"], "rope_type": "default"}
         return parameters

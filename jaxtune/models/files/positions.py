@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from jaxtune.models.config import RopeConfig
 from jaxtune.models.families.common.key import Config, Fields
-from jaxtune.models.families.common.rope import FULL, ORIGINAL_POSITIONS, check_parameters, rope_to_hf
+from jaxtune.models.families.common.rope import FULL, ORIGINAL_POSITIONS, by_type, check_parameters, rope_to_hf
 from jaxtune.models.registry import config_from_hf, text_config
+from jaxtune.models.rope import rotary_frequencies
 
 _BY_ORIGINAL = ("yarn", "llama3", "longrope")  # kinds whose angles depend on the original context
 _POSITIONS = "max_position_embeddings"
@@ -41,7 +42,7 @@ def stretched(hf: Config, scaling: Config | None, positions: int | None) -> Fiel
 def _text(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
     """`stretched` for a text model's config.json, with its errors; `hf` is not changed."""
     config, stretched_config = config_from_hf(dict(hf)), dict(hf)
-    nested = _by_type(stretched_config.get("rope_parameters"))
+    nested = bool(by_type(stretched_config.get("rope_parameters")))
     first = config.rotary[0]
     if scaling is None:
         stretched_config = _pinned(stretched_config, first, config.max_position_embeddings, nested)
@@ -64,10 +65,6 @@ def _text(hf: Config, scaling: Config | None, positions: int | None) -> Fields:
     stretched_config[_POSITIONS] = positions or max(config.max_position_embeddings, int(factor * original))
     config_from_hf(stretched_config)  # raises for what is missing in the scaling
     return stretched_config
-
-
-def _by_type(parameters: object) -> bool:
-    return isinstance(parameters, Mapping) and any(isinstance(value, Mapping) for value in parameters.values())
 
 
 def _scaled(hf: Fields, scaling: Fields, original: int, nested: bool) -> Fields:
@@ -95,8 +92,6 @@ def _pinned(hf: Fields, rope: RopeConfig, positions: int, nested: bool) -> Field
         return hf
     scaling[ORIGINAL_POSITIONS] = rope.original_max_position_embeddings or positions
     if rope.kind == "longrope" and "attention_factor" not in scaling:
-        from jaxtune.models.rope import rotary_frequencies
-
         dims = 2 * len(rope.short_factor)
         scaling["attention_factor"] = rotary_frequencies(rope, int(dims / rope.partial_rotary_factor), positions).scale
     if nested:

@@ -16,8 +16,8 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.lora import copy_structure, experts, freeze, has_adapter, matrices, name_matches, stop_rounding
+from jaxtune.models.observed_inputs import known_scales, recorded, with_input_scales
 from jaxtune.models.qat.fake_quant import STRAIGHT_THROUGH, FakeQuant
-from jaxtune.models.qat.observed_inputs import known_scales, recorded, with_input_scales
 from jaxtune.models.registry import stated_layout
 from jaxtune.pallas.format_names import KEPT, QAT_GROUPS
 from jaxtune.pallas.formats import FORMATS, Stored, dense, format_of, kept_layout, load_in

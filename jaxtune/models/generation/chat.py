@@ -11,7 +11,7 @@ from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.conversations.templates import TemplateError
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import ends_of
+from jaxtune.models.ends import ends_of
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.lora import has_adapter, without_adapter
 

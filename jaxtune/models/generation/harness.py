@@ -30,8 +30,9 @@ except ImportError as error:
 
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.models.ends import end_token_ids
 from jaxtune.models.generation.sampler import Sampler
+from jaxtune.models.hf import from_pretrained
 
 _SHORTEST = 32  # rows are padded to at least this many tokens
 _CHUNK = 512  # how many tokens' logits exist at a time
@@ -67,8 +68,6 @@ class JaxtuneLM(TemplateLM):
         if unknown := {name for name, value in others.items() if value is not None} - {"device", "max_batch_size"}:
             raise ValueError(f"JaxtuneLM: {', '.join(sorted(unknown))} is unknown")
         if not isinstance(pretrained, Decoder):
-            from jaxtune.models.hf import from_pretrained
-
             pretrained, folder_tokenizer = from_pretrained(pretrained, dtype=dtype, load_in=load_in)
             tokenizer = tokenizer or folder_tokenizer
         if not pretrained.config.head.is_text:

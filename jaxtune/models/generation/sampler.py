@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.ends import end_token_ids
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.converted import Converted, convertible_of
-from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.requests import (
     Decodes,

@@ -110,14 +110,10 @@ class ResidualPlan:
     # where weights are divided over devices: the number of last layers whose weights stay gathered from forward to
     # backward. Those of the very last layer always do.
     whole_weights: int = 0
-    # where weights are divided over devices: the number of first layers whose frozen weights are whole on each device
-    # all the time, and are never gathered. If it is all layers, embedding and head are too. The planner counts with it
-    # and training places the weights by it; the stack does not read it.
-    resident: int = 0
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:
-        """The same plan for every layer; whole_weights and resident are 0.
+        """The same plan for every layer; whole_weights is 0.
 
         layer: the plan.
         num_layers: of the model.

@@ -28,8 +28,9 @@ from jaxtune.pallas.attention import (
     mosaic_halves_keys,
 )
 from jaxtune.pallas.attention.layout import PackedLayout
-from jaxtune.pallas.attention.mosaic_parts import LOG2E, WARPGROUPS, Blocks, smem
+from jaxtune.pallas.attention.mosaic_parts import LOG2E, WARPGROUPS, Blocks
 from jaxtune.pallas.dispatch import compute_capability, multiprocessors
+from jaxtune.pallas.mosaic_types import smem
 
 _PAD = 128  # rows are padded to a multiple of this
 _INTERPRETED_PROGRAMS = 2

@@ -18,8 +18,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas import mosaic_types
-
 LOG2E = math.log2(math.e)
 MASKED = -1e30
 WARPGROUPS = 2  # warpgroups that compute
@@ -57,11 +55,6 @@ class Blocks:
         """{field: value} of the fields that have no default or differ from it, as tuning.py stores blocks."""
         fields = dataclasses.fields(self)
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
-
-
-def smem(shape, dtype):
-    """Swizzled shared memory of a 16- or 32-bit dtype, which tensor cores and TMA read, without bank conflicts."""
-    return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
 def rows_of(value, shape):

@@ -103,7 +103,7 @@ class MXFP4(Stored):
         biased = jnp.clip((bits + (1 << 21) >> 23) - 2, 1, 252)
         scales = jax.lax.bitcast_convert_type(biased << 23, jnp.float32)
         size = jnp.minimum(to_e2m1(jnp.abs(blocks) / scales), LARGEST)  # the division by a power of two is exact
-        return MXFP4(_packed(size, blocks, x.shape), biased[..., 0].astype(jnp.uint8), str(x.dtype))
+        return MXFP4(packed_e2m1(size, jnp.signbit(blocks), x.shape), biased[..., 0].astype(jnp.uint8), str(x.dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -147,8 +147,7 @@ class MXFP4(Stored):
         `read`. A number's bits are assembled without a table or a power: its exponent is the sum of code's and scale's.
         """
         with jax.named_scope("dequantise"):
-            nibbles = (self.codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
-            nibbles = nibbles.astype(jnp.int32).reshape(*self.scales.shape, BLOCK)
+            nibbles = unpacked(self.codes).astype(jnp.int32).reshape(*self.scales.shape, BLOCK)
             size, sign = nibbles & 7, nibbles >> 3 << 31
             exponent = (size >> 1) + self.scales.astype(jnp.int32)[..., None] - 1
             fraction = jnp.where(size > 1, size & 1, 0) << 22
@@ -184,16 +183,23 @@ def _encode(tensor: jax.Array) -> tuple[jax.Array, jax.Array]:
     (low, low_error), (high, high_error) = rounded(exponent), rounded(exponent + 1)
     better = high_error < low_error
     size, exponent = jnp.where(better, high, low), jnp.where(better, exponent + 1, exponent)
-    return _packed(size, blocks, tensor.shape), (exponent[..., 0] + 127).astype(jnp.uint8)
+    return packed_e2m1(size, jnp.signbit(blocks), tensor.shape), (exponent[..., 0] + 127).astype(jnp.uint8)
 
 
-def _packed(size: jax.Array, blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The codes, uint8[..., n / 2], of magnitudes in units of the scale, float32[..., n / 32, 32], with the signs of
-    `blocks`.
+def packed_e2m1(size: jax.Array, negative: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The codes of a tensor of this shape, uint8[..., n / 2], two in a byte, the first in the low four bits.
+
+    size: magnitudes in units of the scale, float32 numbers of e2m1, in blocks.
+    negative: bool, in the shape of `size`.
     """
     code = jnp.searchsorted(jnp.asarray(TABLE[:8]), size).astype(jnp.uint8)
-    code = (code | (jnp.signbit(blocks).astype(jnp.uint8) << 3)).reshape(*shape[:-1], -1, 2)
+    code = (code | (negative.astype(jnp.uint8) << 3)).reshape(*shape[:-1], -1, 2)
     return code[..., 0] | code[..., 1] << 4
+
+
+def unpacked(codes: jax.Array) -> jax.Array:
+    """The two codes of each byte, uint8[..., n / 2, 2]."""
+    return (codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
 
 
 # ---- in checkpoints

@@ -33,7 +33,7 @@ from jaxtune.pallas.formats.layout import (
     check_weights,
     file_tensor,
 )
-from jaxtune.pallas.formats.mxfp4 import LARGEST, LARGEST_CODES, TABLE, to_e2m1
+from jaxtune.pallas.formats.mxfp4 import LARGEST, LARGEST_CODES, TABLE, packed_e2m1, to_e2m1, unpacked
 from jaxtune.pallas.formats.stored import Stored
 from jaxtune.pallas.meshes import on_any_mesh
 
@@ -208,7 +208,7 @@ class NVFP4(Stored):
         with jax.named_scope("dequantise"):
             # Computed separately: fused with the numbers, XLA would compute each block's scale 16 times.
             scales = jax.lax.optimization_barrier(self.block_scales())
-            nibbles = (self.codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
+            nibbles = unpacked(self.codes)
             values = jnp.asarray(TABLE).at[nibbles].get(mode="promise_in_bounds").reshape(*scales.shape, BLOCK)
             return (values * scales[..., None]).astype(dtype or self.dtype).reshape(self.shape)
 
@@ -243,9 +243,8 @@ def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
     block_factors = _times_tensor_scale(scales.astype(jnp.float32), tensor_scale, True)[..., None]
     scaled = divide(blocks, jnp.broadcast_to(block_factors, blocks.shape))
     size = to_e2m1(jnp.minimum(jnp.abs(scaled), LARGEST))
-    code = jnp.searchsorted(jnp.asarray(TABLE[:8]), size).astype(jnp.uint8)
-    code = (code | ((scaled < 0).astype(jnp.uint8) << 3)).reshape(*array.shape[:-1], -1, 2)
-    return NVFP4(code[..., 0] | code[..., 1] << 4, scales, tensor_scale, None, True, array.dtype.name)
+    codes = packed_e2m1(size, scaled < 0, array.shape)
+    return NVFP4(codes, scales, tensor_scale, None, True, array.dtype.name)
 
 
 # ---- in checkpoints

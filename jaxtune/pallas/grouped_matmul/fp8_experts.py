@@ -105,7 +105,7 @@ def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, 
 
 
 # The function with which kernels are compared must round as they do: by default XLA removes a rounding to e4m3 on a GPU
-# if the codes are widened again. The programs of a run are compiled without that (train/program/programs.py).
+# if the codes are widened again. The programs of a run are compiled without that (train/engine/programs.py).
 # Autotuning is off, as in dispatch.exactly.
 _exact = jax.jit(
     _by_reference,

@@ -328,11 +328,6 @@ def _kernel(
     lax.cond(wg < _WARPGROUPS, compute, bring if decoder is None else others)
 
 
-def _smem(shape, dtype):
-    """A 16-bit array in shared memory, swizzled as TMA copies it and tensor cores read it."""
-    return plgpu.SMEM(shape, dtype, transforms=_TRANSFORMS)
-
-
 def padded_rank_axis(array, axis: int):
     """Pads `axis`, an adapter's rank, with zeros to a multiple of 64: the kernel sums over it in steps of 64."""
     widths = [(0, 0)] * array.ndim
@@ -401,9 +396,9 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
         num_threads=_WARPGROUPS + (1 if decoder is None else 2),
         thread_name="wg",
         scratch_types=[
-            _smem((blocks.stages, TILE_ROWS, _STEP), x.dtype),
-            _smem((blocks.stages, *side_shape), x.dtype),
-            _smem((_WARPGROUPS, _OWN, blocks.columns), x.dtype),
+            mosaic_types.smem((blocks.stages, TILE_ROWS, _STEP), x.dtype),
+            mosaic_types.smem((blocks.stages, *side_shape), x.dtype),
+            mosaic_types.smem((_WARPGROUPS, _OWN, blocks.columns), x.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
             *([plgpu.Barrier(num_arrivals=1)] if blocks.lead else []),

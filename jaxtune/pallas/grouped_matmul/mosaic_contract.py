@@ -148,11 +148,6 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool
     lax.cond(wg == 0, compute, bring)
 
 
-def _smem(shape, dtype):
-    """An array in shared memory, swizzled as TMA copies it and tensor cores read it."""
-    return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
-
-
 def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, tokens=None) -> jax.Array:
     """The gradient of an adapter's A, or of B transposed: float32[E, rank, n], thin^T wide summed over each expert's
     rows; zeros for an expert without rows. Only if `refusal` is None.
@@ -180,9 +175,9 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
         num_threads=2,
         thread_name="wg",
         scratch_types=[
-            _smem((stages, _STEP, _STEP), wide.dtype),
-            _smem((stages, _STEP, columns), wide.dtype),
-            _smem((_STEP, columns), jnp.float32),
+            mosaic_types.smem((stages, _STEP, _STEP), wide.dtype),
+            mosaic_types.smem((stages, _STEP, columns), wide.dtype),
+            mosaic_types.smem((_STEP, columns), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             *([] if tokens is None else [gather.barriers(stages)]),
@@ -342,9 +337,9 @@ def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) ->
         num_threads=warpgroups + 1,
         thread_name="wg",
         scratch_types=[
-            _smem((stages, warpgroups, _STEP, _STEP), left.dtype),
-            _smem((stages, _STEP, columns), right.dtype),
-            _smem((warpgroups, _STEP, columns), dtype),
+            mosaic_types.smem((stages, warpgroups, _STEP, _STEP), left.dtype),
+            mosaic_types.smem((stages, _STEP, columns), right.dtype),
+            mosaic_types.smem((warpgroups, _STEP, columns), dtype),
             plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         ],

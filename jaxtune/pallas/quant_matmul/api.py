@@ -14,13 +14,15 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
-from jaxtune.pallas.formats import FP8, Stored
+from jaxtune.pallas.formats import FP8, MXFP4, NVFP4, Stored
+from jaxtune.pallas.formats.four_bit import FourBit
 from jaxtune.pallas.formats.fp8 import ROW
 from jaxtune.pallas.quant_matmul import fp8_product, mosaic, reference, triton
 from jaxtune.pallas.quant_matmul.as_stored import product_of
 
 # Implementations of decoding and of small products; products of many tokens use the vendor's GEMM.
 IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
+_WITH_KERNELS = (FourBit, MXFP4, NVFP4)  # XLA decodes other formats in one pass
 
 
 @jax.tree_util.register_dataclass
@@ -142,11 +144,11 @@ def in_e4m3(x: jax.Array) -> FP8:
 def implementations(weights: Sequence[jax.Array | Stored], dtype, implementation: str | None = None) -> dispatch.Table:
     """{name: returns the reason of a refusal, or None}, in order of preference, for decoding `weights` to `dtype`.
 
-    implementation: the requested name. None: arrays alone get only "reference"; if a name is given, "mosaic" and
-    "triton" refuse them.
+    implementation: the requested name. None: arrays and formats without a kernel alone get only "reference"; if a name
+    is given, "mosaic" and "triton" refuse them.
     """
     packed = [weight for weight in weights if isinstance(weight, Stored)]
-    if not packed and implementation is None:
+    if implementation is None and not any(isinstance(weight, _WITH_KERNELS) for weight in packed):
         return {"reference": lambda: None}
 
     def refusal(kernels) -> str | None:

@@ -300,11 +300,6 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
     lax.cond(wg < _WARPGROUPS, compute, bring)
 
 
-def _smem(shape, dtype, row_bytes: int = 128):
-    """Shared memory swizzled as TMA copies it and tensor cores read it, in rows of 32, 64 or 128 bytes."""
-    return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
-
-
 def product(
     x, sides, x_scale, w_scale, extra=None, tiles: tuple[jax.Array, jax.Array] | None = None, *, dtype, in_blocks: bool
 ):
@@ -329,8 +324,8 @@ def product(
     if extra is not None:
         kind = extra[0].dtype
         adapter_scratch = [
-            _smem((1, ROWS, rank), kind, 2 * rank),
-            _smem((1, blocks.columns, rank), kind, 2 * rank),
+            mosaic_types.smem((1, ROWS, rank), kind, 2 * rank),
+            mosaic_types.smem((1, blocks.columns, rank), kind, 2 * rank),
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_arrivals=_WARPGROUPS),
         ]
@@ -352,9 +347,9 @@ def product(
         num_threads=_WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=[
-            _smem((blocks.stages, ROWS, blocks.step), x.dtype, blocks.step),
-            _smem((blocks.stages, blocks.columns, blocks.step), x.dtype, blocks.step),
-            _smem((_WARPGROUPS, 2, _OWN, _STORED), dtype),
+            mosaic_types.smem((blocks.stages, ROWS, blocks.step), x.dtype, blocks.step),
+            mosaic_types.smem((blocks.stages, blocks.columns, blocks.step), x.dtype, blocks.step),
+            mosaic_types.smem((_WARPGROUPS, 2, _OWN, _STORED), dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=blocks.stages),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=blocks.stages),
             *adapter_scratch,

@@ -17,6 +17,7 @@ from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
 
 _LARGEST_RANK = 64
 _WIDEST = 8192  # numbers of a row, whose scales of blocks registers hold
+_HALF = BLOCK // 2  # columns that are read at once, if rows have scales and are no multiple of 128
 
 
 class Tile(NamedTuple):
@@ -26,16 +27,17 @@ class Tile(NamedTuple):
     stages: int  # tiles in shared memory: those that are read while one is used, and that one
 
 
-def tile(width: int, blocks: bool) -> Tile:
-    """For a thin array of `width` columns (0: none)."""
+def tile(width: int, size: int) -> Tile:
+    """For a thin array of `width` columns (0: none) and rows of `size` numbers."""
+    columns = _HALF if size % BLOCK else BLOCK
     if not width:
-        return Tile(16, 128, 4, 1)  # nothing is read ahead, but many programs run side by side
+        return Tile(16, columns, 4, 1)  # nothing is read ahead, but many programs run side by side
     if dispatch.compute_capability() == (9, 0):
-        return Tile(64, 128, 8, 3)
-    return Tile(32, 128, 4, 2)
+        return Tile(64, columns, 8, 3)
+    return Tile(32, columns, 4, 2)
 
 
-def refusal(x, rank: int) -> str | None:
+def refusal(x, rank: int, blocks: bool) -> str | None:
     """The reason why the kernel cannot compute a call, or None. x: [rows, size], an array or a shape."""
     reason = compat.triton_refusal()
     if reason is not None:
@@ -46,8 +48,9 @@ def refusal(x, rank: int) -> str | None:
         return f"needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
     if x.dtype != jnp.bfloat16:
         return f"dtype {jnp.dtype(x.dtype)}"
-    if x.shape[1] % BLOCK:
-        return f"rows of {x.shape[1]} numbers, no multiple of {BLOCK}"
+    multiple = BLOCK if blocks else _HALF
+    if x.shape[1] % multiple:
+        return f"rows of {x.shape[1]} numbers, no multiple of {multiple}"
     if x.shape[1] > _WIDEST:
         return f"rows of {x.shape[1]} numbers, more than {_WIDEST}"
     return f"rank {rank}, more than {_LARGEST_RANK}" if rank > _LARGEST_RANK else None
@@ -73,7 +76,7 @@ def normed(
 
     rows, size = x.shape
     rank = 0 if a is None else len(a)
-    shape = tile(width_of(rank), blocks)
+    shape = tile(width_of(rank), size)
     side = x if a is None else (a.astype(jnp.float32) * factors).astype(x.dtype)
     codes, scales, inner, inverses = compat.triton_call(
         fp8_normed_kernels.normed_to_fp8_kernel,

@@ -241,7 +241,7 @@ def normed_refusal(x, rank: int, blocks: bool) -> str | None:
 
       blocks: each 128 numbers have a scale, not each row.
     """
-    return fp8_normed.refusal(x, rank) or _first_normed(fp8_normed.width_of(rank), blocks)
+    return fp8_normed.refusal(x, rank, blocks) or _first_normed(fp8_normed.width_of(rank), blocks, x.shape[1] % BLOCK)
 
 
 def forward(
@@ -523,14 +523,15 @@ def _first_gradients(dtype, width: int, activation: str) -> str | None:
     return dispatch.first_use("gated_gradients_to_fp8", "triton", kind, compare)
 
 
-def _first_normed(width: int, blocks: bool) -> str | None:
-    """width: columns of the product with the A's, or 0."""
+def _first_normed(width: int, blocks: bool, excess: int) -> str | None:
+    """width: columns of the product with the A's, or 0. excess: numbers of a row beyond a multiple of 128."""
+    size = 2304 + excess
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 3)
-        x = (2 * jax.random.normal(keys[0], (333, 2304))).astype(jnp.bfloat16)
-        weight = jax.random.uniform(keys[1], (2304,), jnp.float32, 0.5, 1.5)
-        a = jax.random.normal(keys[2], (width, 2304)) if width else None
+        x = (2 * jax.random.normal(keys[0], (333, size))).astype(jnp.bfloat16)
+        weight = jax.random.uniform(keys[1], (size,), jnp.float32, 0.5, 1.5)
+        a = jax.random.normal(keys[2], (width, size)) if width else None
 
         def decoded(codes, scales, row_factors, inner):
             """The numbers that codes and scales stand for, and what is not rounded."""
@@ -546,5 +547,5 @@ def _first_normed(width: int, blocks: bool) -> str | None:
         # Not in one program: XLA leaves out a conversion to e4m3 that is followed by one back to float32.
         return decoded(*results), decoded(*rounded(wide, blocks), of_rows, inner)
 
-    call = f"{width} columns, {'blocks' if blocks else 'rows'}"
+    call = f"{width} columns, {'blocks' if blocks else 'rows'}, {size}"
     return dispatch.first_use("normed_to_fp8", "triton", call, compare)

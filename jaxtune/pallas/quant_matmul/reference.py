@@ -21,7 +21,7 @@ from jaxtune.pallas import dispatch, draws
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.quant_matmul import low_rank
 from jaxtune.pallas.quant_matmul.as_stored import product_of
-from jaxtune.pallas.thin_pair import thin_pair
+from jaxtune.pallas.thin_pair import thin_pair, thin_pairs
 
 
 class Static(NamedTuple):
@@ -250,10 +250,13 @@ def adapter_gradients(doutputs, weights, loras, inner, static: Static) -> Rounde
             coded, products, dbs = kernel_results
             dbs = [db.astype(b.dtype) for db, (_, b) in zip(dbs, loras, strict=True)]
             return Rounded(coded, scaled_parts(products, loras, static), dbs)
+    adapted = [doutputs[owner] for owner in static.owners]
+    together = thin_pairs(adapted, [b for _, b in loras], scaled_parts(inner, loras, static))
+    if together is not None:
+        return Rounded(None, scaled_parts(together[0], loras, static), together[1])
     thin_inputs = adapter_inputs(loras, inner, static)
     pairs = [
-        thin_pair(doutputs[owner], b, thin_input)
-        for owner, thin_input, (_, b) in zip(static.owners, thin_inputs, loras, strict=True)
+        thin_pair(dout, b, thin_input) for dout, thin_input, (_, b) in zip(adapted, thin_inputs, loras, strict=True)
     ]
     thins, dbs = zip(*pairs, strict=True)
     return Rounded(None, jnp.concatenate([*map(scaled, thins, static.scales)], axis=1), list(dbs))

@@ -1,10 +1,11 @@
-"""The two thin products of an adapter's backward by a Triton kernel. A program multiplies one block of columns by a
-range of rows, tile after tile: it keeps one product's sums over these rows in registers, and of the other writes each
-tile's sum over its columns. XLA adds up what the programs wrote, in one order.
+"""The two thin products of an adapter's backward, or of several that share x, by a Triton kernel. A program multiplies
+one block of columns by a range of rows, tile after tile: it keeps one product's sums over these rows in registers, and
+of the other writes each tile's sum over its columns. XLA adds up what the programs wrote, in one order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.thin_pair import reference
 
 _LARGEST_RANK = 32
+_OUTPUTS = 3  # that share x: query, key and value
 _WIDE = 8192  # numbers of an output from which on a program takes more columns
 
 
@@ -48,22 +50,45 @@ def refusal(dout, b) -> str | None:
         return f"an output of {out} numbers, no multiple of 8"
     if rank > _LARGEST_RANK:
         return f"rank {rank}, more than {_LARGEST_RANK}"
-    return _first_use(jnp.dtype(dout.dtype), jnp.dtype(b.dtype), rank, out >= _WIDE)
+    # Neither the columns nor the rows of a case are a multiple of the tile's.
+    sizes = (_WIDE + 8 if out >= _WIDE else 1352,)
+    return _first_use(jnp.dtype(dout.dtype), jnp.dtype(b.dtype), rank, sizes)
 
 
-def _first_use(dtype, b_dtype, rank: int, wide: bool) -> str | None:
-    """wide: at least _WIDE outputs, for which the tile is another."""
-    size = _WIDE + 8 if wide else 1352
+def refusal_of_several(douts: Sequence, bs: Sequence) -> str | None:
+    """As `refusal`, of one call for several outputs."""
+    if len(douts) > _OUTPUTS:
+        return f"{len(douts)} outputs, more than {_OUTPUTS}"
+    if len({(b.shape[1], b.dtype) for b in bs}) > 1:
+        return "adapters of several ranks or dtypes"
+    reasons = (refusal(*pair) for pair in zip(douts, bs, strict=True))
+    reason = next((reason for reason in reasons if reason is not None), None)
+    return reason or _first_use(jnp.dtype(douts[0].dtype), jnp.dtype(bs[0].dtype), bs[0].shape[1], (584, 192, 264))
+
+
+def _first_use(dtype, b_dtype, rank: int, sizes: tuple[int, ...]) -> str | None:
+    """sizes: of outputs; the tile depends on whether one is at least _WIDE."""
 
     def compare():
-        keys = jax.random.split(jax.random.key(0), 3)
-        dout, inner = (jax.random.normal(key, (333, n)).astype(dtype) for key, n in zip(keys, (size, rank)))
-        b = jax.random.normal(keys[2], (size, rank)).astype(b_dtype)
-        kernel_results = jax.jit(thin_pair)(dout, inner, b)
-        exact = (dout.astype(jnp.float32), b.astype(dtype).astype(jnp.float32), inner.astype(jnp.float32))
-        return kernel_results, dispatch.exactly(reference.thin_pair)(*exact)
+        keys = jax.random.split(jax.random.key(0), 2 * len(sizes) + 1)
+        inner = jax.random.normal(keys[-1], (333, rank * len(sizes))).astype(dtype)
+        douts = [jax.random.normal(key, (333, size)).astype(dtype) for key, size in zip(keys, sizes)]
+        bs = [
+            jax.random.normal(key, (size, rank)).astype(b_dtype)
+            for key, size in zip(keys[len(sizes) :], sizes, strict=False)
+        ]
 
-    kind = f"{dtype}, {b_dtype}, rank {rank}{', wide' if wide else ''}"
+        def exact(douts, inner, bs):
+            inners = jnp.split(inner, len(sizes), axis=1)
+            dinners, dbs = zip(*map(reference.thin_pair, douts, bs, inners), strict=True)
+            return jnp.concatenate(dinners, axis=1), *dbs
+
+        dinner, dbs = jax.jit(thin_pairs)(douts, inner, bs)
+        bs = [b.astype(dtype) for b in bs]
+        operands = jax.tree.map(lambda array: array.astype(jnp.float32), (douts, inner, bs))
+        return (dinner, *dbs), dispatch.exactly(exact)(*operands)
+
+    kind = f"{dtype}, {b_dtype}, rank {rank}, outputs of {sizes}"
     return dispatch.first_use("thin_pair", "triton", kind, compare)
 
 
@@ -72,31 +97,52 @@ def thin_pair(dout, inner, b) -> tuple[jax.Array, jax.Array]:
 
     dout, inner, b: [tokens, out] and [tokens, r] of 16 bits, [out, r].
     """
+    dinner, [db] = thin_pairs([dout], inner, [b])
+    return dinner, db
+
+
+def thin_pairs(douts: list[jax.Array], inner, bs: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+    """(dout_i b_i side by side [tokens, outputs r] in their dtype, dout_i^T inner_i float32[out_i, r] each).
+
+    douts, bs: lists of [tokens, out_i] of 16 bits, [out_i, r], up to three. inner: [tokens, outputs r], side by side.
+    """
     from jaxtune.pallas.thin_pair import kernels
 
-    (tokens, out), rank = dout.shape, b.shape[1]
+    widths, tokens, rank = tuple(dout.shape[1] for dout in douts), len(douts[0]), bs[0].shape[1]
     width = max(16, 1 << (rank - 1).bit_length())
-    shape = tile(width, out)
-    tiles, blocks = -(-tokens // shape.rows), -(-out // shape.columns)
-    ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // blocks))
+    shape = tile(width, max(widths))
+    tiles, counts = -(-tokens // shape.rows), [-(-out // shape.columns) for out in widths]
+    ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // sum(counts)))
     steps = -(-tiles // ranges)
     ranges = -(-tiles // steps)
-    dinner, db = compat.triton_call(
+    places, first_blocks = (
+        tuple(sum(sizes[:index]) for index in range(len(sizes))) for sizes in (widths, tuple(counts))
+    )
+    unused = _OUTPUTS - len(douts)
+    products, dbs = compat.triton_call(
         kernels.thin_pair_kernel,
-        (dout, b, inner),
+        (*douts, *douts[:1] * unused, *bs, *bs[:1] * unused, inner),
         [
-            jax.ShapeDtypeStruct((blocks, tokens, rank), jnp.float32),
-            jax.ShapeDtypeStruct((ranges, out, rank), jnp.float32),
+            jax.ShapeDtypeStruct((sum(counts), tokens, rank), jnp.float32),
+            jax.ShapeDtypeStruct((ranges, sum(widths), rank), jnp.float32),
         ],
-        (blocks, ranges),
+        (sum(counts), ranges),
         warps=shape.warps,
         stages=shape.stages,
         ROWS=tokens,
-        OUT=out,
+        WIDTHS=widths,
+        PLACES=places,
+        FIRST=first_blocks,
+        TOTAL=sum(widths),
         RANK=rank,
         WIDTH=width,
         BLOCK=shape.rows,
         COLUMNS=shape.columns,
         STEPS=steps,
     )
-    return dinner.sum(0).astype(dout.dtype), db.sum(0)
+    dtype, sums = douts[0].dtype, dbs.sum(0)
+    if len(douts) == 1:
+        return products.sum(0).astype(dtype), [sums]
+    blocks = zip(first_blocks, counts, strict=True)
+    dinner = jnp.concatenate([products[first : first + count].sum(0) for first, count in blocks], axis=1)
+    return dinner.astype(dtype), [sums[first : first + out] for first, out in zip(places, widths, strict=True)]

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import ConfigDict
 
 from jaxtune.conversations.templates import checked_arguments
-from jaxtune.train.config.checks import ConfigError, fraction, not_negative, positive, require
+from jaxtune.train.config.checks import LARGEST_INTEGER, ConfigError, fraction, not_negative, positive, require
 from jaxtune.train.config.step_unit import Packing, StepUnit
 
 _STRICT = ConfigDict(extra="forbid")
@@ -446,6 +446,25 @@ class MeshConfig:
     def divides_tensors(self) -> str | None:
         """The setting that divides weights among devices, such as "mesh.fsdp = 4"; None if fsdp is 1."""
         return None if self.fsdp == 1 else f"mesh.fsdp = {self.fsdp}"
+
+
+def require_step_size(rows: int, length: int, micro_batches: int | None) -> None:
+    """Raises `ConfigError` unless the tokens of a step fit in int32, and micro-batches divide its rows."""
+    tokens, micro_batches = rows * length, micro_batches or 1
+    require(
+        tokens <= LARGEST_INTEGER,
+        "rows_per_step",
+        rows,
+        f"times data.length = {length} is {tokens:,} tokens a step; at most {LARGEST_INTEGER:,}",
+    )
+    require(rows % micro_batches == 0, "micro_batches", micro_batches, f"must divide rows_per_step = {rows}")
+
+
+def require_shared_rows(rows: int, micro_batches: int | None, mesh: MeshConfig, devices: int) -> None:
+    """Raises `ConfigError` unless the rows of a micro-batch can be divided evenly among `devices` devices."""
+    rows //= micro_batches or 1
+    words = f"must divide the {rows} rows of a micro-batch (rows_per_step / micro_batches)"
+    require(rows % devices == 0, mesh.keys, devices, words)
 
 
 def _check_every(section: str, steps: float | None, epochs: float | None) -> None:

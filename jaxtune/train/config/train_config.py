@@ -14,7 +14,6 @@ from pydantic import BeforeValidator, ConfigDict
 from jaxtune.models.precision import DTYPES
 from jaxtune.pallas.format_names import LOADED
 from jaxtune.train.config.checks import (
-    LARGEST_INTEGER,
     ConfigError,
     not_negative,
     positive,
@@ -41,6 +40,8 @@ from jaxtune.train.config.sections import (
     PlanConfig,
     ProfileConfig,
     ScheduleConfig,
+    require_shared_rows,
+    require_step_size,
 )
 from jaxtune.train.config.step_unit import StepUnit
 
@@ -90,6 +91,11 @@ class TrainConfig:
     ] = "bf16"
     seed: Annotated[int, "Seed of the adapter's start, the order of the rows, dropout and noise."] = 0
     deterministic: Annotated[bool, "The same bits on every run; may cost speed."] = False
+    whole_graphs: Annotated[
+        bool | None,
+        "Launch a step's programs as whole CUDA graphs; false: as XLA does by itself; null: on one GPU, for steps that "
+        "are forecast below 0.1 s.",
+    ] = None
     max_grad_norm: Annotated[float | None, "Clip the global gradient norm to this; null: never."] = 1.0
     neftune_noise_alpha: Annotated[
         float | None, "Noise on the embeddings while training, of up to this / sqrt(a document's tokens x hidden size)."
@@ -146,16 +152,6 @@ class TrainConfig:
         """What rows_per_step counts."""
         return StepUnit(self.data.packing)
 
-    def require_rows_for(self, devices: int) -> None:
-        """Raises `ConfigError` unless the rows of a micro-batch can be divided evenly among `devices` devices."""
-        rows = self.rows_per_step // (self.micro_batches or 1)
-        require(
-            rows % devices == 0,
-            self.mesh.keys if self.mesh else "mesh.data",
-            devices,
-            f"must divide the {rows} rows of a micro-batch (rows_per_step / micro_batches)",
-        )
-
     def shared_by(self, devices: int) -> TrainConfig:
         """The config for a plan before rows are read: with as many rows as examples, rounded up so that `devices` share
         those of a micro-batch equally; itself if rows are counted.
@@ -196,17 +192,9 @@ class TrainConfig:
 
     def _check_division_of_steps(self) -> None:
         """A step's tokens must fit in int32, its rows divide evenly; mesh.fsdp > 1 rules out some keys."""
-        tokens = self.rows_per_step * self.data.length
-        require(
-            tokens <= LARGEST_INTEGER,
-            "rows_per_step",
-            self.rows_per_step,
-            f"times data.length = {self.data.length} is {tokens:,} tokens a step; at most {LARGEST_INTEGER:,}",
-        )
-        rows, micro_batches = self.rows_per_step, self.micro_batches or 1
-        require(rows % micro_batches == 0, "micro_batches", micro_batches, f"must divide rows_per_step = {rows}")
+        require_step_size(self.rows_per_step, self.data.length, self.micro_batches)
         if self.mesh is not None and -1 not in self.mesh.sizes and not self.unit.counts_examples:
-            self.require_rows_for(math.prod(self.mesh.sizes))
+            require_shared_rows(self.rows_per_step, self.micro_batches, self.mesh, math.prod(self.mesh.sizes))
         divides = None if self.mesh is None else self.mesh.divides_tensors
         if divides is not None:
             require(

@@ -1,1 +1,1 @@
-"""The output of a run: metrics.jsonl and other loggers, the terminal, and the HTML page that shows runs."""
+"""What is shown of a run: its report in the terminal, and the HTML page of runs."""

@@ -12,7 +12,7 @@ from rich.table import Table
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import parameter_counts, parameters
 from jaxtune.system.invocation import spelled
-from jaxtune.train.program.trained_model import trainable_names
+from jaxtune.train.engine.trained_model import trainable_names
 
 # Parameters of a model that takes minutes for a step on a CPU.
 LARGE_FOR_A_CPU = 400_000_000

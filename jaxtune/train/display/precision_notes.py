@@ -12,8 +12,8 @@ from jaxtune.models.precision import DTYPES
 from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config.precision import Precision
+from jaxtune.train.objectives.loss import AuxLosses
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.program.loss import AuxLosses
 
 
 def precision_notes(

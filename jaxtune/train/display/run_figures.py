@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from jaxtune.train.display import metrics as m
-from jaxtune.train.display.rollouts import ROLLOUTS, latest
 from jaxtune.train.folder.run_folder import CONFIG, RESULTS, STATE
 from jaxtune.train.folder.run_state import RunState, read_state
+from jaxtune.train.log import metrics as m
+from jaxtune.train.log.rollouts import ROLLOUTS, latest
 
 JsonObject = dict[str, Any]
 JsonMapping = Mapping[str, Any]

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtune.train.display import metrics as m
+from jaxtune.train.log import metrics as m
 
 _FIRST = ("run", "step", "time")
 

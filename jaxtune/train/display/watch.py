@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtune.system.loopback import HOST, refusal
-from jaxtune.train.display import metrics as m
 from jaxtune.train.display.run_figures import JsonObject, RunFiles
 from jaxtune.train.display.run_page import page
+from jaxtune.train.log import metrics as m
 
 
 def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServer:

@@ -1,1 +1,1 @@
-"""Held-out rows: losses, metrics of answers, scores, and when to stop early."""
+"""Held-out rows: metrics of answers, exact match, and when to stop early."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtune.conversations.answers import Completions
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import ends_of
+from jaxtune.models.ends import ends_of
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.system.sealed import crc32
 from jaxtune.train.config import DataConfig, EvaluationConfig
@@ -19,7 +19,7 @@ from jaxtune.train.config.objective import DEFAULT_OBJECTIVE, ObjectiveConfig
 from jaxtune.train.config.sections import REWARDS
 from jaxtune.train.data.batches import SampledRows
 from jaxtune.train.digests import values_crc32
-from jaxtune.train.sampled.packed_answers import Prompt
+from jaxtune.train.sampled.answering import Prompt
 from jaxtune.train.sampled.prompts import completions_of, read_prompts
 from jaxtune.train.sampled.reward_functions import RewardFunctions, RewardOptions, Sampled, text_of
 

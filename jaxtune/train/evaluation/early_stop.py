@@ -11,8 +11,8 @@ from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Between, Callback
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.sections import EvaluationConfig, GuardConfig
-from jaxtune.train.display.metrics import JSONL, read_metrics
 from jaxtune.train.folder.best import is_better
+from jaxtune.train.log.metrics import JSONL, read_metrics
 
 
 def waited(count: int, value: float, best: float | None, greatest: bool, min_change: float) -> int:

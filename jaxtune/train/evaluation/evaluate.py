@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.ends import ends_of
+from jaxtune.models.ends import ends_of
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.data.rendering.formats import Example, normalize
 from jaxtune.train.data.rendering.templates import RowEncoder, trained_tokenizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train.config import DataConfig, EvaluationConfig
@@ -12,12 +13,12 @@ from jaxtune.train.data.rendering.formats import Example, normalize, refuse_excl
 from jaxtune.train.data.rows.reading import open_sources, read_rows
 from jaxtune.train.data.rows.row_errors import Excluded, RowError, attempt
 from jaxtune.train.evaluation.evaluate import exact_match, questions_of
+from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Sampled, phase, questions_at_a_time
+from jaxtune.train.planning.planner import Planner
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from jaxtune.train.trainer import Trainer
 
 
 BEFORE, AFTER = "before training", "after training"  # printed before the answers that the model gives then
@@ -50,15 +51,18 @@ def _asked(value: Mapping[str, Any], format: str) -> Example:
     return normalize(value, format)
 
 
-def sampled_by(trainer: Trainer) -> Sampled:
+def sampled_by(
+    planner: Planner | ForwardPlanner,
+    tokenizer: Tokenizer,
+    settings: EvaluationConfig,
+    data: DataConfig,
+    positions: int,
+) -> Sampled:
     """How held-out questions will be answered: how many at a time, and the tokens of the longest prompt and answer.
-    Samples nothing; before training, so that rows that cannot be asked raise ValueError then.
+    Samples nothing; before training, so that rows that cannot be asked raise ValueError then. positions: the model's.
     """
-    data, settings, planner = trainer.config.data, trainer.config.evaluation, trainer.engine.planner
-    (rows, _), positions = answered(data, settings.exact_match_rows), trainer.model.given.config.context_length
-    questions = questions_of(
-        trainer.tokenizer, rows, settings.max_new_tokens, data.trained_template, positions, data.today
-    )
+    rows, _ = answered(data, settings.exact_match_rows)
+    questions = questions_of(tokenizer, rows, settings.max_new_tokens, data.trained_template, positions, data.today)
     longest = max(len(question.prompt) for question in questions)
     return questions_at_a_time(planner.cost, planner.device, planner.budget_bytes, longest, settings.max_new_tokens)
 

@@ -14,9 +14,9 @@ import jax
 
 from jaxtune.system import processes
 from jaxtune.train.config import CheckpointConfig, ConfigError
-from jaxtune.train.display.metrics import JSONL, ROWS, evaluations, read_metrics
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, saved_steps
 from jaxtune.train.folder.run_folder import CHECKPOINTS
+from jaxtune.train.log.metrics import JSONL, ROWS, evaluations, read_metrics
 
 BEST = "best_checkpoint"  # the entry of results.json that names the checkpoint whose weights were exported
 

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter, without_adapter
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import CheckpointConfig, DataConfig, EvaluationConfig, MeshConfig
 from jaxtune.train.config.checks import require
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.tokens.teacher_values import TEACHER_IDS, TEACHER_LOG_PROBS
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.objective import TeacherColumn
 from jaxtune.train.objectives.preference import require_fixed_base
 from jaxtune.train.objectives.sft import SFT
-from jaxtune.train.program.loss import Forward
-from jaxtune.train.references.teachers import BASE
+from jaxtune.train.objectives.teachers import BASE
 
 
 def generalized_jsd(
@@ -168,15 +168,17 @@ class Distill(SFT):
         key = "objective.teacher_top_k" if self.teacher_logprobs is None else "objective.teacher_logprobs"
         return TeacherColumn(key, self.teacher, self.teacher_top_k, self.teacher_logprobs, self.temperature)
 
-    def refuses(self, config: TrainConfig) -> None:
-        if config.mesh is not None and (divides := config.mesh.divides_tensors) is not None:
+    def refuses(
+        self, data: DataConfig, mesh: MeshConfig | None, evaluation: EvaluationConfig, checkpoint: CheckpointConfig
+    ) -> None:
+        if mesh is not None and (divides := mesh.divides_tensors) is not None:
             require(
                 not self.samples,
                 "objective.on_policy",
                 self.on_policy,
                 f"nothing is sampled from weights that {divides} divides; set 0, or leave {divides} out",
             )
-        super().refuses(config)
+        super().refuses(data, mesh, evaluation, checkpoint)
 
     def check(self, model: Decoder) -> None:
         """Raises ValueError without an attached teacher if the model with its adapter off cannot be it."""
@@ -185,7 +187,7 @@ class Distill(SFT):
         if self.teacher not in (None, BASE):
             raise ValueError(
                 f"objective.teacher = {self.teacher!r}: the model has no teacher attached; the train command loads and "
-                "attaches it, and in Python with_teacher(model, teacher) does (jaxtune.train.references.teachers)"
+                "attaches it, and in Python with_teacher(model, teacher) does (jaxtune.train.objectives.teachers)"
             )
         if not has_adapter(model):
             raise ValueError(

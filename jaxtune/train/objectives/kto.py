@@ -21,8 +21,8 @@ from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.packing.pairs import LABELS, PAIRS, PairDataset
 from jaxtune.train.data.rendering.formats import LABELLED
 from jaxtune.train.data.tokens.documents import Document, Documents
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.preference import Referenced, sum_log_probs
-from jaxtune.train.program.loss import Forward
 
 _SIDES = ("chosen", "rejected")  # TRL's names of desirable and undesirable answers in metrics
 

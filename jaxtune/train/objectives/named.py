@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtune.train.config import ObjectiveConfig, TrainConfig
+from jaxtune.train.config import ObjectiveConfig
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.kto import KTO
 from jaxtune.train.objectives.objective import Declared, Objective
@@ -23,24 +23,18 @@ SAMPLING: dict[str, Any] = {kind.name: kind for kind in (GRPO, RLOO)}
 DEFAULT: Objective = SUPERVISED
 
 
-def objective_of(config: TrainConfig, user_objective: Objective | None = None) -> Objective:
-    """`user_objective`, or that of config.objective. Raises ConfigError for a key that it refuses; ValueError for an
-    option out of range.
+def objective_of(section: ObjectiveConfig, user_objective: Objective | None = None) -> Objective:
+    """`user_objective`, or that of a section `objective`, whose options of reward functions, tools and the teacher's
+    format are left out; those that are None have the class's defaults. Raises ValueError for one out of range, or a
+    user's objective that declares nothing.
     """
-    objective = of_section(config.objective) if user_objective is None else user_objective
-    if Declared not in type(objective).__mro__:
-        raise ValueError(
-            f"objective = {type(objective).__name__}: it declares nothing to the run: derive it from SFT, or from "
-            "Declared (jaxtune.train.objectives.objective), which has the defaults"
-        )
-    objective.refuses(config)
-    return objective
-
-
-def of_section(section: ObjectiveConfig) -> Objective:
-    """The objective of a section `objective`. Options of reward functions, tools and the teacher's format are left out;
-    those that are None have the class's defaults. Raises ValueError for one out of range.
-    """
+    if user_objective is not None:
+        if Declared not in type(user_objective).__mro__:
+            raise ValueError(
+                f"objective = {type(user_objective).__name__}: it declares nothing to the run: derive it from SFT, or "
+                "from Declared (jaxtune.train.objectives.objective), which has the defaults"
+            )
+        return user_objective
     if section.name == SUPERVISED.name:
         return SUPERVISED
     if section.name == Distill.name:

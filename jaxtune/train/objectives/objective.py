@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.heads import Head
-from jaxtune.train.config import ConfigError, DataConfig, MeshConfig, TrainConfig
+from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MeshConfig
 from jaxtune.train.config.checks import require
 from jaxtune.train.data.batches import Batch, BatchSource
 from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.program.loss import Forward
-from jaxtune.train.sampled.packed_answers import Settings
+from jaxtune.train.objectives.loss import Forward
+from jaxtune.train.objectives.sampling import Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,17 +111,32 @@ class Declared(Protocol):
         """A column of the rows that is computed before step 0."""
         return None
 
-    def refuses(self, config: TrainConfig) -> None:
+    def refuses(
+        self, data: DataConfig, mesh: MeshConfig | None, evaluation: EvaluationConfig, checkpoint: CheckpointConfig
+    ) -> None:
         """Raises ConfigError for a key that does not go together with this objective."""
-        if self.samples and config.mesh is not None:
-            require_whole_weights(f"objective = {self.label}", config.mesh)
-        if self.needs_rows_before is not None and (config.data.streaming or config.data.mixed):
+        if self.samples and mesh is not None:
+            require_whole_weights(f"objective = {self.label}", mesh)
+        if self.needs_rows_before is not None and (data.streaming or data.mixed):
             require_known_rows(self.needs_rows_before)
         require(
-            self.no_right_answer is None or not config.evaluation.exact_match_rows,
+            self.no_right_answer is None or not evaluation.exact_match_rows,
             "evaluation.exact_match_rows",
-            config.evaluation.exact_match_rows,
+            evaluation.exact_match_rows,
             f"{self.no_right_answer} (objective = {self.label}); leave it out",
+        )
+
+    def source(
+        self, rows: object, tokenizer: Any, data: DataConfig, *, rows_per_step: int, ends: Sequence[int], seed: int
+    ) -> BatchSource:
+        """The source of training rows that samples them, from the prompts of `rows` as in `prepare`, for an objective
+        that `samples`. Raises ValueError for unusable prompts, or if it has none.
+
+          ends: token ids that end an answer.
+        """
+        raise ValueError(
+            f"objective = {self.label}: it samples its rows, and nothing says how: define its `source`, or give "
+            "Trainer a BatchSource that samples them as train_rows"
         )
 
     def wrong_start(self, line: Mapping[str, float]) -> str | None:

@@ -19,17 +19,27 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.heads import TEXT, Head
 from jaxtune.models.lora import without_adapter
-from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
+from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MeshConfig
 from jaxtune.train.config.checks import require
 from jaxtune.train.config.sections import OF_ANSWERS
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import TokenDataset
+from jaxtune.train.data.packing.answers import (
+    ADVANTAGES,
+    LENGTHS,
+    OLD_LOGPS,
+    REFERENCE_LOGPS,
+    SAMPLED_LOGPS,
+    SHARE,
+    STARTS,
+    STEP_TOKENS,
+)
 from jaxtune.train.objectives import grpo
 from jaxtune.train.objectives.grpo import Answers, Correction, PolicyLoss, group_advantages, rloo_advantages
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.objective import Declared
 from jaxtune.train.objectives.preference import require_fixed_base
-from jaxtune.train.program.loss import Forward
-from jaxtune.train.sampled import packed_answers
+from jaxtune.train.objectives.sampling import Settings
 
 # Metrics about the difference between the sampler's and the trainer's probabilities, by TRL's names.
 _MISMATCH = "sampling/sampling_logp_difference/mean"
@@ -60,7 +70,7 @@ class GRPO(Declared):
     for an unknown importance_sampling_mode.
     """
 
-    settings: packed_answers.Settings = dataclasses.field(default_factory=packed_answers.Settings)
+    settings: Settings = dataclasses.field(default_factory=Settings)
 
     losses: PolicyLoss = dataclasses.field(default_factory=PolicyLoss)
 
@@ -141,7 +151,7 @@ class GRPO(Declared):
         return True
 
     @property
-    def packed(self) -> packed_answers.Settings:
+    def packed(self) -> Settings:
         return self.settings
 
     @property
@@ -186,16 +196,18 @@ class GRPO(Declared):
             "at the reward"
         )
 
-    def refuses(self, config: TrainConfig) -> None:
-        super().refuses(config)
+    def refuses(
+        self, data: DataConfig, mesh: MeshConfig | None, evaluation: EvaluationConfig, checkpoint: CheckpointConfig
+    ) -> None:
+        super().refuses(data, mesh, evaluation, checkpoint)
         for key, default in _OF_ROWS.items():
             require(
-                getattr(config.data, key) == default,
+                getattr(data, key) == default,
                 f"data.{key}",
-                getattr(config.data, key),
+                getattr(data, key),
                 f"objective = {self.label} reads only the prompts of rows, and packs sampled answers; leave it out",
             )
-        best = config.checkpoint.best
+        best = checkpoint.best
         require(
             best is None or best.startswith(OF_ANSWERS),
             "checkpoint.best",
@@ -220,15 +232,15 @@ class GRPO(Declared):
         logps, entropies = forward.log_probs(
             model, forward(model, batch), batch, temperature=temperature, entropy_gradient=entropy_gradient
         )
-        reference = batch.extra.get(packed_answers.REFERENCE_LOGPS)
+        reference = batch.extra.get(REFERENCE_LOGPS)
         if reference is None and self.reference_runs:
             base = without_adapter(model)
             reference, _ = forward.log_probs(base, forward.frozen(base, batch), batch, temperature=temperature)
             reference = jax.lax.stop_gradient(reference)
         with jax.named_scope("loss"):
             cuts = AnswerCuts(batch, self.settings.max_completion_length)
-            sampled, own_logps = cuts(batch.extra[packed_answers.SAMPLED_LOGPS]), cuts(logps)
-            old = cuts(batch.extra[packed_answers.OLD_LOGPS]) if packed_answers.OLD_LOGPS in batch.extra else None
+            sampled, own_logps = cuts(batch.extra[SAMPLED_LOGPS]), cuts(logps)
+            old = cuts(batch.extra[OLD_LOGPS]) if OLD_LOGPS in batch.extra else None
             trainer_logps = jax.lax.stop_gradient(own_logps) if old is None else old
             answers = Answers(
                 own_logps,
@@ -242,8 +254,8 @@ class GRPO(Declared):
             )
             scale = 1.0
             if self.over_generation:
-                share = batch.extra[packed_answers.SHARE].sum()
-                scale = share / jnp.maximum(batch.extra[packed_answers.STEP_TOKENS].sum(), 1e-6)
+                share = batch.extra[SHARE].sum()
+                scale = share / jnp.maximum(batch.extra[STEP_TOKENS].sum(), 1e-6)
             loss, count, sums = self._sums(answers, scale)
             if self.over_generation:
                 count = share
@@ -314,9 +326,7 @@ class RLOO(GRPO):
     subtracted from the reward.
     """
 
-    settings: packed_answers.Settings = dataclasses.field(
-        default_factory=lambda: packed_answers.Settings(num_generations=2)
-    )
+    settings: Settings = dataclasses.field(default_factory=lambda: Settings(num_generations=2))
 
     losses: PolicyLoss = dataclasses.field(default_factory=lambda: PolicyLoss(beta=0.05))
     """Only epsilon, epsilon_high and beta count."""
@@ -376,12 +386,12 @@ class AnswerCuts:
     """
 
     def __init__(self, batch: Batch, tokens: int):
-        starts, lengths = batch.extra[packed_answers.STARTS], batch.extra[packed_answers.LENGTHS]
+        starts, lengths = batch.extra[STARTS], batch.extra[LENGTHS]
         offsets = jnp.arange(min(tokens, batch.tokens.shape[1]))
         self._slots = jnp.minimum(starts[..., None] + offsets, batch.tokens.shape[1] - 1)
         self._there = (offsets < lengths[..., None]).reshape(-1, len(offsets))
         self.present = (lengths > 0).reshape(-1).astype(jnp.float32)
-        self.advantages = batch.extra[packed_answers.ADVANTAGES].reshape(-1)
+        self.advantages = batch.extra[ADVANTAGES].reshape(-1)
         self.mask = self(batch.weights)
 
     def __call__(self, values: jax.Array) -> jax.Array:

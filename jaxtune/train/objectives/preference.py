@@ -26,8 +26,8 @@ from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import prepare
 from jaxtune.train.data.packing.pairs import PAIRS, REFERENCE, PairDataset
 from jaxtune.train.data.rendering.formats import PREFERENCE
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.objective import Declared, ReferenceColumn
-from jaxtune.train.program.loss import Forward
 
 # The metrics of preference objectives, means over pairs, in the order of the values in `Preference.loss`.
 METRICS = (

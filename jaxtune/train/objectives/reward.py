@@ -17,15 +17,15 @@ import numpy as np
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.heads import SCORE, Head
 from jaxtune.models.placement import partition
-from jaxtune.train.config import DataConfig, TrainConfig
+from jaxtune.train.config import CheckpointConfig, DataConfig, EvaluationConfig, MeshConfig
 from jaxtune.train.config.checks import require
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.packing.pairs import LABELS, PAIRS, PairDataset
 from jaxtune.train.data.rendering.formats import PREFERENCE
 from jaxtune.train.data.rows.reading import open_sources, read_rows
 from jaxtune.train.data.tokens.documents import Documents
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.preference import Pairs
-from jaxtune.train.program.loss import Forward
 
 
 def scores(model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
@@ -69,12 +69,14 @@ class Reward(Pairs):
         documents = without_padding(data_set.documents, getattr(tokenizer, "pad_token_id", None))
         return dataclasses.replace(data_set, documents=documents, labels=labels, drops_cut_pairs=True)
 
-    def refuses(self, config: TrainConfig) -> None:
-        super().refuses(config)
+    def refuses(
+        self, data: DataConfig, mesh: MeshConfig | None, evaluation: EvaluationConfig, checkpoint: CheckpointConfig
+    ) -> None:
+        super().refuses(data, mesh, evaluation, checkpoint)
         require(
-            not config.evaluation.generate,
+            not evaluation.generate,
             "evaluation.generate",
-            list(config.evaluation.generate),
+            list(evaluation.generate),
             f"a reward model writes no answers (objective = {self.label}); leave it out",
         )
 

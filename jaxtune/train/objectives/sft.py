@@ -13,8 +13,8 @@ from jaxtune.models.heads import TEXT, Head
 from jaxtune.train.config import ROW_OPTIONS, DataConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import TokenDataset, prepare
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.objective import Declared
-from jaxtune.train.program.loss import Forward
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,7 +94,7 @@ def choose(
 
     def order(candidate: Forecast) -> tuple[float, int, float]:
         worth = [movable.worth for word, movable in costs.movables.items() if candidate.plan.level(word)]
-        seconds = round(math.prod([candidate.step_seconds, *worth]), 4)
+        seconds = round(math.prod([candidate.device_seconds, *worth]), 4)
         return seconds, sum(each > 1 for each in worth), candidate.peak_bytes
 
     best = min(fitting, key=order)
@@ -151,7 +151,7 @@ def _further(costs: StepCost, movable: Movable, base: Forecast, device: Device, 
         if costs.may(movable.word, other):
             further = forecast(costs, base.plan.at(**{movable.word: other}), device)
             gain = movable.worth if other > level else 1.0
-            if further.peak_bytes <= budget and further.step_seconds * gain <= base.step_seconds:
+            if further.peak_bytes <= budget and further.device_seconds * gain <= base.device_seconds:
                 return further
     return base
 

@@ -29,6 +29,7 @@ from jaxtune.models.stack.stack_layers import keeps_low_rank
 from jaxtune.pallas.linear_cross_entropy import fills_up
 from jaxtune.train.config import OptimConfig
 from jaxtune.train.objectives.objective import RunNeeds
+from jaxtune.train.objectives.teachers import teacher_shapes, with_teacher
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.planning.exchange import exchange_of, sync_bytes
@@ -59,7 +60,6 @@ from jaxtune.train.planning.parts import (
 from jaxtune.train.planning.step_spec import ModelSpec, StepSpec
 from jaxtune.train.planning.sums_memory import NO_SUMS, sums_memory
 from jaxtune.train.program.gradient_sync import GradientSync, gradient_sync_of
-from jaxtune.train.references.teachers import teacher_shapes, with_teacher
 
 _BLOCKED_STATES = {"adamw_8bit": 2 + 8 / 256, "lion_8bit": 1 + 4 / 256}  # bytes for an element
 # For an element: the direction, the momentum with Nesterov's, an iteration's sum in float32, and two bfloat16 copies.

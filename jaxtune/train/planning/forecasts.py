@@ -27,17 +27,22 @@ from jaxtune.train.planning.sums_memory import in_sums
 class Forecast:
     plan: StepPlan  # the plan that is forecast
     parts: Mapping[str, float]  # {what: device bytes} at the moment of the peak
-    step_seconds: float  # the whole step
-    recompute_seconds: float  # the part of step_seconds that recomputes residuals
-    wait_seconds: float  # the part of step_seconds that waits for residuals on the host link
+    device_seconds: float  # the whole step on the device, by which plans are chosen
+    host_seconds: float  # in which the host launches a step, while the device computes the one before
+    recompute_seconds: float  # the part of device_seconds that recomputes residuals
+    wait_seconds: float  # the part of device_seconds that waits for residuals on the host link
     host_bytes: float  # pinned host memory for one device
     tokens: int  # of the step on all devices, padding included
     collective_seconds: float = 0.0  # of all collectives, hidden or not
-    exposed_seconds: float = 0.0  # the part of step_seconds that waits for collectives
+    exposed_seconds: float = 0.0  # the part of device_seconds that waits for collectives
 
     @property
     def peak_bytes(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def step_seconds(self) -> float:
+        return max(self.device_seconds, self.host_seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -54,11 +59,11 @@ def forecast(costs: StepCost, plan: StepPlan, device: Device) -> Forecast:
     return _forecast(costs, plan, groups, head_forecast(costs, plan.chunk_tokens, tokens, device), tokens, device)
 
 
-def head_forecast(parts: StepParts, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
+def head_forecast(costs: StepParts, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
     """(device bytes at the loss, seconds) of output head and loss for a micro-batch. tokens: a mean over devices,
     perhaps a fraction. chunk_tokens: tokens whose logits exist at a time.
     """
-    shape, head = parts.shape, parts.head
+    shape, head = costs.shape, costs.head
     rows = max(round(tokens / shape.length), 1)
     chunk = rows * chunk_length(rows, shape.length, int(chunk_tokens))
     hidden = tokens * shape.hidden_size * shape.dtype.itemsize
@@ -76,12 +81,12 @@ def head_forecast(parts: StepParts, chunk_tokens: int, tokens: float, device: De
     return logits + loss_buffers + head.bytes + head_parts, seconds
 
 
-def _reference_forecast(parts: StepParts, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
+def _reference_forecast(costs: StepParts, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
     """(seconds, bytes of a layer's values) of a frozen model's forward; its head takes one of the products that
-    head_forecast counts. parts: of that model.
+    head_forecast counts. costs: of that model.
     """
-    layer, head = layer_forecast(parts, KEEP, tokens, device), head_forecast(parts, plan.chunk_tokens, tokens, device)
-    seconds = layer.forward * parts.shape.num_layers + head[1] / (3 if parts.head.trains else 2)
+    layer, head = layer_forecast(costs, KEEP, tokens, device), head_forecast(costs, plan.chunk_tokens, tokens, device)
+    seconds = layer.forward * costs.shape.num_layers + head[1] / (3 if costs.head.trains else 2)
     return seconds, layer.kept + layer.work_forward
 
 
@@ -101,6 +106,12 @@ def _collective_seconds(costs: StepCost, plan, forward: float, backward: float, 
     for size, above in ((weights, forward), (again + exchange.gradients, backward)):
         exposed += max(size / rate - fit.hidden * above, fit.collective_lost * size / rate)
     return total, micro * (exposed + embedding_and_head / rate) + exchange.sums / rate
+
+
+def _host_seconds(costs: StepCost, micro_batches: int, device: Device) -> float:
+    fit, passes = step_time(device), 1 + costs.reference_runs / 3  # a forward launches a third of a layer
+    layers = costs.shape.num_layers * fit.host_layer_seconds * passes
+    return fit.host_step_seconds + micro_batches * (fit.host_micro_batch_seconds + layers)
 
 
 def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
@@ -168,7 +179,8 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     return Forecast(
         plan=plan,
         parts={name: value for name, value in bytes_.items() if value},
-        step_seconds=max(seconds, *(each.beside for each in added)),
+        device_seconds=max(seconds, *(each.beside for each in added)),
+        host_seconds=_host_seconds(costs, micro, device),
         recompute_seconds=micro * sum(layer.recompute * count for layer, count in groups),
         wait_seconds=micro * sum(layer.wait * count for layer, count in groups),
         host_bytes=sum(layer.hosted * count for layer, count in groups) + costs.moved.pinned_bytes,

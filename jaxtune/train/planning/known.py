@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from jaxtune.system import processes
+from jaxtune.system.program_cache import ProgramCache, in_use, sources
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.search import Failed
-from jaxtune.train.program.program_cache import ProgramCache, in_use, sources
 
 
 class KnownFailures:

@@ -84,17 +84,17 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device, dev
 
 
 def layer_forecast(
-    parts: StepParts, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
+    costs: StepParts, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
 ) -> LayerForecast:
     """The forecast of the mean layer under one plan, as floats; see `layer_forecasts`. tokens: of a micro-batch on one
     device, perhaps a fraction. tile_tokens: of a tile of MLPs; None: no tiles.
     """
-    placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in parts.layers.all_residuals]])
-    return LayerForecast(*map(float, vars(layer_forecasts(parts, placed, tokens, device, tile_tokens).at(0)).values()))
+    placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in costs.layers.all_residuals]])
+    return LayerForecast(*map(float, vars(layer_forecasts(costs, placed, tokens, device, tile_tokens).at(0)).values()))
 
 
 def layer_forecasts(
-    parts: StepParts, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
+    costs: StepParts, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
     """Forecasts of the mean layer under many plans, as arrays [plans].
 
@@ -102,30 +102,30 @@ def layer_forecasts(
     tokens: of a micro-batch on one device.
     tile_tokens: of a tile of MLPs, under plans that recompute all of Layers.tiled; None: no tiles.
     """
-    mean_sizes = {name: parts.layers.residual_bytes(name, tokens) for name in parts.layers.residuals}
-    of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.layers.kinds]
-    most_tiles = 1 if tile_tokens is None or not parts.layers.tiled else parts.shape.length // tile_tokens
+    mean_sizes = {name: costs.layers.residual_bytes(name, tokens) for name in costs.layers.residuals}
+    of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in costs.layers.kinds]
+    most_tiles = 1 if tile_tokens is None or not costs.layers.tiled else costs.shape.length // tile_tokens
 
     def segment_seconds(tiles: int) -> list[tuple[float, float]]:
         """(forward, backward) of each segment, if those that need no whole rows run over tiles."""
         seconds = []
-        for segment in parts.layers.segments:
+        for segment in costs.layers.segments:
             work = segment.work
             if segment.tokenwise:  # its weights are read and decoded for every tile
                 work = dataclasses.replace(work, weight_bytes=work.weight_bytes * tiles, decoded=work.decoded * tiles)
-            forward, backward = _segment_seconds(work, tokens, parts.shape.length, device, parts.shape.devices)
+            forward, backward = _segment_seconds(work, tokens, costs.shape.length, device, costs.shape.devices)
             seconds.append((forward, backward + (forward if segment.runs_again else 0.0)))
         return seconds
 
     seconds_of = {tiles: segment_seconds(tiles) for tiles in {1, most_tiles}}
 
     # A plan is one set of residuals for each placement, stored as bits. There are far fewer sets than plans.
-    bits = 2 ** np.arange(count := len(parts.layers.all_residuals))
+    bits = 2 ** np.arange(count := len(costs.layers.all_residuals))
     kept_masks, offloaded, dropped, rounded = ((placed == index) @ bits for index, _ in enumerate(PLACEMENTS))
 
     def names(mask: int) -> tuple[str, ...]:
         """Names of a set of residuals; bit i of `mask` stands for Layers.all_residuals[i]."""
-        return tuple(residual.name for index, residual in enumerate(parts.layers.all_residuals) if mask >> index & 1)
+        return tuple(residual.name for index, residual in enumerate(costs.layers.all_residuals) if mask >> index & 1)
 
     def of_sets(masks: np.ndarray, function: Callable[[int], Any]) -> np.ndarray:
         """function(mask) for each mask, computed once for equal masks: [plans, ...]."""
@@ -139,31 +139,31 @@ def layer_forecasts(
     def remade(mask: int) -> tuple[float, ...]:
         """Bits from `count` up are residuals kept in FP8."""
         dropped, rounded = names(mask), names(mask >> count)
-        tiles = most_tiles if set(dropped).issuperset(parts.layers.tiled) else 1
-        return *_remade(parts, dropped, rounded, mean_sizes, of_kinds, seconds_of[tiles], tokens, device, tiles), tiles
+        tiles = most_tiles if set(dropped).issuperset(costs.layers.tiled) else 1
+        return *_remade(costs, dropped, rounded, mean_sizes, of_kinds, seconds_of[tiles], tokens, device, tiles), tiles
 
     def travelling(mask: int) -> tuple[float, float]:
         """Bit `count` says that MLPs run over tiles."""
         seconds = seconds_of[most_tiles if mask >> count else 1]
-        return _travelling(parts, names(mask), mean_sizes, size(mask & (1 << count) - 1), seconds, device)
+        return _travelling(costs, names(mask), mean_sizes, size(mask & (1 << count) - 1), seconds, device)
 
     again, at_feed_forward, at_mixer, work_forward, tiles = of_sets(dropped | rounded << count, remade).T
     leaving, arriving = of_sets(offloaded | (tiles > 1).astype(int) << count, travelling).T
     hosted, in_fp8 = of_sets(offloaded, size), of_sets(rounded, size)
-    low_rank = of_sets(dropped, lambda mask: _low_rank_bytes(parts, names(mask), tokens))
-    gaps = of_sets(offloaded, lambda mask: size(mask, tokens * parts.shape.hidden_size * parts.shape.dtype.itemsize))
-    rounding = in_fp8 * (1 + 1 / parts.shape.dtype.itemsize)
+    low_rank = of_sets(dropped, lambda mask: _low_rank_bytes(costs, names(mask), tokens))
+    gaps = of_sets(offloaded, lambda mask: size(mask, tokens * costs.shape.hidden_size * costs.shape.dtype.itemsize))
+    rounding = in_fp8 * (1 + 1 / costs.shape.dtype.itemsize)
     rounding = rounding / (device.copy * product_time(device).decoded_share)  # the same for reading it
     fit, gap_share = step_time(device), ALLOCATOR_BYTES.of("xla", device.name).arriving
     once = {number: [sum(column) for column in zip(*seconds, strict=True)] for number, seconds in seconds_of.items()}
     forward, backward = (np.where(tiles > 1, once[most_tiles][i], once[1][i]) for i in (0, 1))
     forward = forward + rounding + fit.layer_seconds
     backward = backward + again + rounding + 2 * fit.layer_seconds
-    link = (hosted + parts.moved.link_bytes) / (device.link or device.copy)
+    link = (hosted + costs.moved.link_bytes) / (device.link or device.copy)
     waits = [np.maximum(link - fit.hidden * seconds, 0.0) for seconds in (forward, backward)]
     return LayerForecast(
         kept=of_sets(kept_masks, size)
-        + in_fp8 / parts.shape.dtype.itemsize
+        + in_fp8 / costs.shape.dtype.itemsize
         + low_rank,  # one scale per token is negligible
         hosted=hosted,
         leaving=leaving,
@@ -172,7 +172,7 @@ def layer_forecasts(
         work=np.maximum(
             np.maximum(at_feed_forward + (hosted + arriving) + gap_share * gaps, at_mixer + 2 * hosted), 0.0
         )
-        + parts.layers.dropout_bytes * tokens,
+        + costs.layers.dropout_bytes * tokens,
         forward=forward + waits[0] + fit.lost * link,
         backward=backward + waits[1] + fit.lost * link,
         recompute=again,
@@ -180,14 +180,14 @@ def layer_forecasts(
     )
 
 
-def _low_rank_bytes(parts: StepParts, dropped, tokens: float) -> float:
+def _low_rank_bytes(costs: StepParts, dropped, tokens: float) -> float:
     return tokens * sum(
-        segment.low_rank for segment in parts.layers.segments if set(dropped).isdisjoint(segment.low_rank_with)
+        segment.low_rank for segment in costs.layers.segments if set(dropped).isdisjoint(segment.low_rank_with)
     )
 
 
 def _remade(
-    parts: StepParts, dropped, rounded, mean_sizes, of_kinds, seconds, tokens, device, tiles
+    costs: StepParts, dropped, rounded, mean_sizes, of_kinds, seconds, tokens, device, tiles
 ) -> tuple[float, ...]:
     """What recomputation takes: (seconds of the mean layer, bytes in a feed-forward's backward, in a mixer's, at the
     forward's end). Bytes are temporaries and recomputed residuals, the largest of all kinds of layers; -inf: no such
@@ -198,24 +198,24 @@ def _remade(
     """
 
     def in_tiles(sizes):
-        return sizes | {name: sizes[name] / tiles for name in parts.layers.tiled if name in sizes}
+        return sizes | {name: sizes[name] / tiles for name in costs.layers.tiled if name in sizes}
 
     size, recompute = in_tiles(mean_sizes), 0.0
-    for segment, (once, _) in zip(parts.layers.segments, seconds, strict=True):
+    for segment, (once, _) in zip(costs.layers.segments, seconds, strict=True):
         missing = sum(size[name] for name in segment.outputs if name in dropped)
         if missing and not segment.ends and not segment.runs_again:
             share = missing / sum(size[name] for name in segment.outputs) if segment.separable else 1.0
             recompute += share * once
             if segment.decodes_once:
-                recompute -= _decode_seconds(segment.work, tokens, device, parts.shape.devices)
+                recompute -= _decode_seconds(segment.work, tokens, device, costs.shape.devices)
     at_feed_forward, at_mixer, work_forward = -math.inf, -math.inf, 0.0
-    for kind, sizes in zip(parts.layers.kinds, of_kinds, strict=True):
+    for kind, sizes in zip(costs.layers.kinds, of_kinds, strict=True):
         facts = Sizes(
             residuals=in_tiles(sizes),
             recomputed=frozenset((*dropped, *rounded)),  # a residual kept in FP8 is decoded anew in the backward
             tiles=tiles,
-            dtype=parts.shape.dtype,
-            length=parts.shape.length,
+            dtype=costs.shape.dtype,
+            length=costs.shape.length,
             hopper=device.hopper,
             device=device.name,
         )
@@ -225,7 +225,7 @@ def _remade(
     return recompute, at_feed_forward, at_mixer, work_forward
 
 
-def _travelling(parts: StepParts, offloaded, mean_sizes, hosted: float, seconds, device) -> tuple[float, float]:
+def _travelling(costs: StepParts, offloaded, mean_sizes, hosted: float, seconds, device) -> tuple[float, float]:
     """(forward, backward) bytes still on the host link while the next layer's feed-forward runs. The largest residuals
     leave first and return last, while the mixer runs if its time is enough. hosted: bytes of all offloaded residuals.
     """
@@ -234,7 +234,7 @@ def _travelling(parts: StepParts, offloaded, mean_sizes, hosted: float, seconds,
     for direction in (0, 1):
         stages = [
             times[direction]
-            for segment, times in zip(parts.layers.segments, seconds, strict=True)
+            for segment, times in zip(costs.layers.segments, seconds, strict=True)
             if segment.in_mixer and not (direction and segment.first)
         ]
         room = step_time(device).hidden * sum(stages) * (device.link or device.copy)

@@ -92,8 +92,8 @@ def choose_mesh(
     if forecasts:
         near = count if on_one_host is None else on_one_host
         on_a_host = [mesh for mesh in forecasts if mesh.fsdp <= near] or list(forecasts)
-        least = min(forecasts[mesh].step_seconds for mesh in on_a_host)
-        alike = [mesh for mesh in on_a_host if forecasts[mesh].step_seconds * _ALIKE <= least]
+        least = min(forecasts[mesh].device_seconds for mesh in on_a_host)
+        alike = [mesh for mesh in on_a_host if forecasts[mesh].device_seconds * _ALIKE <= least]
         best = min(alike, key=lambda mesh: mesh.fsdp)
         words = [f"mesh: {_name(best)}, {_figures(forecasts[best])}"]
     else:

@@ -10,7 +10,6 @@ from typing import Any
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
 from jaxtune.system import processes
-from jaxtune.train.display.plan_text import plan_lines
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError
 from jaxtune.train.planning.cost import StepCost, step_cost
@@ -19,6 +18,7 @@ from jaxtune.train.planning.forecasts import Forecast, forecast
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.plan_text import plan_lines
 from jaxtune.train.planning.search import Failed, Room, goal, next_plan, short_bytes
 from jaxtune.train.planning.step_spec import StepSpec
 

@@ -12,9 +12,10 @@ from jaxtune.models.placement import partition
 from jaxtune.train.config import AdapterConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.config.precision import Precision
-from jaxtune.train.config.sections import MemoryConfig
+from jaxtune.train.config.sections import MemoryConfig, require_shared_rows, require_step_size
+from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.objective import RunNeeds
+from jaxtune.train.objectives.objective import Objective, RunNeeds
 
 
 @dataclass(frozen=True)
@@ -77,29 +78,35 @@ class StepSpec:
         """Of a pass without a backward."""
         return dataclasses.replace(self, optimizer=optax.identity(), keeps_model=False)
 
+    def on(self, mesh: MeshConfig, devices: int) -> StepSpec:
+        """On a mesh of `devices`. Raises ConfigError unless they can share the rows of a micro-batch."""
+        require_step_size(self.rows, self.length, self.micro_batches)
+        require_shared_rows(self.rows, self.micro_batches, mesh, devices)
+        return dataclasses.replace(self, mesh=mesh)
+
     @classmethod
     def of(
         cls,
         config: TrainConfig,
-        needs: RunNeeds | None = None,
-        length: int | None = None,
+        objective: Objective | None = None,
+        batches: BatchSource | None = None,
         optimizer: optax.GradientTransformation | None = None,
         keeps_model: bool = False,
     ) -> StepSpec:
-        """needs, length, optimizer: None: the config's."""
-        objective = objective_of(config)
+        """objective, batches, optimizer: None: the config's."""
+        objective = objective or objective_of(config.objective)
         return cls(
             model=ModelSpec(
                 config.model, config.adapter, config.numbers, objective.head, config.objective, config.seed
             ),
-            rows=config.rows_per_step,
-            length=length or config.data.length,
+            rows=config.rows_per_step if batches is None else batches.rows_per_step,
+            length=config.data.length if batches is None else batches.length,
             micro_batches=config.micro_batches,
             mesh=config.mesh,
             memory=config.memory,
             optim=config.optim,
             max_grad_norm=config.max_grad_norm,
-            needs=needs or RunNeeds.of(objective),
+            needs=RunNeeds.of(objective, batches),
             answers=bool(config.evaluation.asking),
             rounds=config.qat is not None,
             optimizer=optimizer,

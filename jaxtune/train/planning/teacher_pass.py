@@ -19,12 +19,12 @@ from jaxtune.pallas.format_names import LOADED
 from jaxtune.train.config import ConfigError, MeshConfig
 from jaxtune.train.config.precision import Precision
 from jaxtune.train.objectives.objective import TeacherColumn
+from jaxtune.train.objectives.teachers import of_pass, shapes_of
 from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import Device, budget, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Phase, loading_bytes, phase_lines, phase_warnings
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.references.teachers import of_pass, shapes_of
 
 _FROM_ELSEWHERE = "objective.teacher_logprobs, a file of its log-probabilities from a machine with more memory"
 _SHORTEST = 256  # tokens of the shortest rows that are proposed

@@ -1,1 +1,1 @@
-"""The compiled train step: loss, gradients, update and sync of gradients, and how its programs are compiled."""
+"""The train step as functions: gradients, update, and sums of gradients over devices."""

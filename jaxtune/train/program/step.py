@@ -22,12 +22,12 @@ from jaxtune.models.placement import partition
 from jaxtune.models.stack.residual_plan import ResidualPlan
 from jaxtune.pallas.rounding import stochastic_round
 from jaxtune.train.data.batches import Batch
+from jaxtune.train.objectives.loss import NO_AUX_LOSSES, AuxLosses, Forward
 from jaxtune.train.objectives.named import DEFAULT
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import UpdateBound, decayed_tensors, embedding_tensors, step_optimizer
 from jaxtune.train.program.gradient_sync import GradientSync
-from jaxtune.train.program.loss import NO_AUX_LOSSES, AuxLosses, Forward
 
 # Dynamic loss scaling for fp16: the scale is doubled after this many finite steps, and halved after an overflow.
 _GROWTH_STEPS = 2000

@@ -1,1 +1,1 @@
-"""Log-probabilities of other models: references and teachers."""
+"""Log-probabilities of other models, computed before a run: references and teachers."""

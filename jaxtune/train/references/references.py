@@ -22,13 +22,13 @@ from jaxtune.system import processes
 from jaxtune.system.disk import note_use
 from jaxtune.system.files import new_file
 from jaxtune.system.sealed import require_sealed, seal
+from jaxtune.train.callbacks import TrainingStopped
 from jaxtune.train.config import QatConfig
 from jaxtune.train.data.batches import Batches, Rows
 from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.data.tokens.cache import cache_folder
-from jaxtune.train.display.monitor import TrainingStopped
+from jaxtune.train.engine.programs import Engine
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.program.programs import Engine
 
 
 @dataclasses.dataclass(frozen=True)

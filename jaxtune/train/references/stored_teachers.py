@@ -35,14 +35,11 @@ from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.tokens.cache import cache_folder, disk_errors
 from jaxtune.train.data.tokens.teacher_files import open_file
 from jaxtune.train.data.tokens.teacher_values import TaughtRows, TeacherValues
+from jaxtune.train.engine.programs import Engine
+from jaxtune.train.engine.trained_model import TrainedModel
+from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.objective import Objective, TeacherColumn
-from jaxtune.train.planning.phases import Phase, phase
-from jaxtune.train.planning.teacher_pass import TeacherPass
-from jaxtune.train.program.loss import Forward
-from jaxtune.train.program.programs import Engine
-from jaxtune.train.program.trained_model import TrainedModel
-from jaxtune.train.references.references import read_values, values_of_rows
-from jaxtune.train.references.teachers import (
+from jaxtune.train.objectives.teachers import (
     BASE,
     described,
     load_teacher,
@@ -50,6 +47,9 @@ from jaxtune.train.references.teachers import (
     require_same_tokens,
     without_teacher,
 )
+from jaxtune.train.planning.phases import Phase, phase
+from jaxtune.train.planning.teacher_pass import TeacherPass
+from jaxtune.train.references.references import read_values, values_of_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

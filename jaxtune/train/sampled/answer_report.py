@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxtune.train.data.batches import Rollout
+from jaxtune.train.data.packing.answers import Answer
 from jaxtune.train.objectives.grpo import equal_rewards, total_rewards
-from jaxtune.train.sampled.packed_answers import Answer, Settings
+from jaxtune.train.objectives.sampling import Settings
 from jaxtune.train.sampled.reward_functions import RewardFunctions, Sampled, Turns
 
 _SHOWN = 160  # characters of a prompt or an answer on the screen

@@ -14,13 +14,25 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.system import waiting
 from jaxtune.train.config import ConfigError
-from jaxtune.train.sampled.packed_answers import Prompt, Settings
+from jaxtune.train.objectives.sampling import Settings
 from jaxtune.train.sampled.reward_functions import ENVIRONMENTS, Message, Turns
 from jaxtune.train.sampled.tool_formats import ToolFormat
 from jaxtune.train.sampled.tools import Answered, ToolCalls, Tools
 from jaxtune.train.user_code.loop import wait_for_any
 
 _MOST_SHOWN = 120  # characters of a prompt in a message
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A data row's prompt."""
+
+    turns: Turns
+    """As reward functions get it: text or messages."""
+    ids: tuple[int, ...]
+    """Up to where the answer begins."""
+    columns: Mapping[str, object]
+    """The row's other columns, for scoring functions and environments' `reset`."""
 
 
 @dataclasses.dataclass

@@ -24,11 +24,11 @@ from jaxtune.train.config import ConfigError, DataConfig
 from jaxtune.train.config.sections import Unset
 from jaxtune.train.data.batches import Batch, BatchSource, Json, Rollout, SampledRows, epoch_order
 from jaxtune.train.data.dataset import TokenDataset
+from jaxtune.train.data.packing.answers import Answer, AnswerRows, fill_warning, packed_shape
 from jaxtune.train.data.rendering.formats import detect_format, normalize, refuse_excluded
 from jaxtune.train.data.rendering.templates import RowEncoder
 from jaxtune.train.data.rows.row_errors import RowError
 from jaxtune.train.objectives.distillation import Distill
-from jaxtune.train.sampled.packed_answers import Answer, AnswerRows, fill_warning, packed_shape
 from jaxtune.train.sampled.prompts import AnswerSteps, prompt_of, read_each
 
 if TYPE_CHECKING:

@@ -17,13 +17,14 @@ from jaxtune.system.terminal import say
 from jaxtune.train.config import ConfigError, DataConfig, MeshConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.config.sections import Unset
+from jaxtune.train.data.packing.answers import packed_shape
 from jaxtune.train.data.rendering.formats import HISTORY, Example, detect_format, normalize, refuse_media
 from jaxtune.train.data.rendering.templates import RowEncoder, resolve_template
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.row_errors import Excluded, RowError, SetupError, check_unicode
 from jaxtune.train.objectives.policy import GRPO, log_probs_of, reference_log_probs
-from jaxtune.train.sampled.answering import Answering, OneTurn, Sampling, ToolTurns
-from jaxtune.train.sampled.packed_answers import Prompt, Settings, packed_shape
+from jaxtune.train.objectives.sampling import Settings
+from jaxtune.train.sampled.answering import Answering, OneTurn, Prompt, Sampling, ToolTurns
 from jaxtune.train.sampled.reward_functions import Message, RewardFunctions, RewardOptions, Turns, rollout_reward
 from jaxtune.train.sampled.rollout_function import RolloutFunc, RolloutFunction
 from jaxtune.train.sampled.rollouts import SampledAnswers, Score

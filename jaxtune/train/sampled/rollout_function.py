@@ -28,8 +28,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.requests import Row
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.config import ConfigError
-from jaxtune.train.sampled.answering import SampledTurns, Sampling
-from jaxtune.train.sampled.packed_answers import Prompt
+from jaxtune.train.sampled.answering import Prompt, SampledTurns, Sampling
 from jaxtune.train.sampled.reward_functions import Turns
 from jaxtune.train.user_code import errors
 from jaxtune.train.user_code.calling import call, name_of

@@ -25,19 +25,18 @@ from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.system.sealed import crc32
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data.batches import Batch, BatchSource, Json, Rollout, SampledRows, epoch_order
-from jaxtune.train.digests import values_crc32
-from jaxtune.train.sampled.answer_report import masked_lines, measured, recorded, screen_lines
-from jaxtune.train.sampled.answering import Answering
-from jaxtune.train.sampled.packed_answers import (
+from jaxtune.train.data.packing.answers import (
     OLD_LOGPS,
     REFERENCE_LOGPS,
     SAMPLED_LOGPS,
     Answer,
     AnswerRows,
-    Prompt,
-    Settings,
     fill_warning,
 )
+from jaxtune.train.digests import values_crc32
+from jaxtune.train.objectives.sampling import Settings
+from jaxtune.train.sampled.answer_report import masked_lines, measured, recorded, screen_lines
+from jaxtune.train.sampled.answering import Answering, Prompt
 from jaxtune.train.sampled.reward_functions import RewardFunctions, Sampled
 
 _PLACES = 4  # a row has at most this many times the number of longest answers that fit into it

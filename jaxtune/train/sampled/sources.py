@@ -36,7 +36,4 @@ def sampled_source(
         return sampled_answers(objective, rows, tokenizer, steps, ends, positions, user_functions)
     if isinstance(objective, Distill):
         return own_samples(objective, rows, tokenizer, steps, ends, positions)
-    raise ValueError(
-        f"objective = {objective.label}: it samples its rows, and nothing says how: give Trainer a BatchSource that "
-        "samples them as train_rows"
-    )
+    return objective.source(rows, tokenizer, steps.data, rows_per_step=steps.answers, ends=ends, seed=steps.seed)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from flax import nnx
+import jax
 
 from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.system import processes
 from jaxtune.train.config import ConfigError, EvaluationConfig, MeshConfig, OptimConfig, ProfileConfig, QatConfig
-from jaxtune.train.objectives.objective import RunNeeds, require_whole_weights
+from jaxtune.train.engine.trained_model import TrainedModel
+from jaxtune.train.objectives.objective import Objective, RunNeeds, require_whole_weights
 from jaxtune.train.optimizer.optim import embedding_tensors
 
 
@@ -52,11 +53,20 @@ def require_starts_within(total_steps: int, profile: ProfileConfig, profile_step
         raise ValueError(f"qat.start = {qat.start}: the run has only {total_steps} steps")
 
 
-def require_embeddings(rate: float | None, trainable: nnx.State) -> None:
-    """ValueError if optim.embedding_learning_rate has no embedding that trains."""
-    if rate is not None and not any(embedding_tensors(trainable)):
+def require_trainable(
+    objective: Objective, model: TrainedModel, embedding_rate: float | None, own_reference: bool = False
+) -> None:
+    """ValueError if nothing trains, no embedding for optim.embedding_learning_rate, or the objective cannot train the
+    model. own_reference: it is compared with other weights than its own.
+    """
+    if not jax.tree.leaves(model.trainable):
+        raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
+    if not own_reference:
+        objective.check(model.prepared)
+    require_observable(model.qat, RunNeeds.of(objective))
+    if embedding_rate is not None and not any(embedding_tensors(model.trainable)):
         raise ValueError(
-            f"optim.embedding_learning_rate = {rate}: neither embed_tokens nor lm_head trains; name them in "
+            f"optim.embedding_learning_rate = {embedding_rate}: neither embed_tokens nor lm_head trains; name them in "
             "adapter.modules_to_save, or unset it"
         )
 

@@ -23,19 +23,11 @@ from jaxtune.models.placement import partition
 from jaxtune.models.reward import with_head
 from jaxtune.train.config import AdapterConfig, ModelConfig, TrainConfig
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
 from jaxtune.train.planning import cost
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.movables import left_on_host
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.references.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
-
-
-def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
-    """(model with its arrays, tokenizer), waiting for the weights. ValueError as `loading`, or if weights or adapter
-    cannot be loaded.
-    """
-    with loading(config, trains=False) as (weights, tokenizer, model):
-        return model if weights is None else weights.result(), tokenizer
 
 
 @contextlib.contextmanager
@@ -44,14 +36,15 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     it is the model itself.
 
     Usually a thread loads: `weights` is a future, and `model` has shapes. `weights` is None and `model` has arrays for
-    random weights, an adapter from a file, and quantised checkpoints (a teacher's, too), whose shapes only their bytes
-    show. With `trains`, what a plan may have on the host stays there.
+    random weights, an adapter from a file, quantised checkpoints (a teacher's, too), whose shapes only their bytes
+    show, and without `trains`. With it, what a plan may have on the host stays there.
 
     Leaving cancels loading. ValueError without a tokenizer, if the teacher gives a token another id, or if a checkpoint
-    cannot be opened; the thread's errors come from `weights.result()`.
+    cannot be opened or read; the thread's errors come from `weights.result()`.
     """
     model_config, teacher = config.model, open_teacher(config.objective, config.dtype)
-    changes = objective_of(config).head, model_config.compute, config.adapter, config.seed
+    objective = objective_of(config.objective)
+    changes = objective.head, model_config.compute, config.adapter, config.seed
 
     def tokenizer(folder: Path | None) -> Any:
         loaded = _tokenizer(model_config, folder)
@@ -78,8 +71,8 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     )
     mesh = None if mesh_config.divides_tensors is None else partition.make_mesh(*mesh_config.sizes)
     cancelled = threading.Event()
-    generates = objective_of(config).samples or bool(config.evaluation.asking)
-    tied = pretrained.config.tie_embeddings and objective_of(config).head.is_text
+    generates = objective.samples or bool(config.evaluation.asking)
+    tied = pretrained.config.tie_embeddings and objective.head.is_text
 
     def load() -> Decoder:
         stay = left_on_host(config.adapter, generates, tied) if trains and mesh is None else []
@@ -87,7 +80,7 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
         return with_teacher(model, load_teacher(teacher, cancelled, mesh))
 
     packed = pretrained.packed or (teacher is not None and teacher.packed)
-    if packed or (config.adapter is not None and config.adapter.path is not None):
+    if packed or not trains or (config.adapter is not None and config.adapter.path is not None):
         yield None, tokenizer(pretrained.folder), load()
         return
     with ThreadPoolExecutor(1, "weights") as pool:

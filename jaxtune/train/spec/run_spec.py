@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jax
 import optax
 
-from jaxtune.models.generation.ends import ends_of
+from jaxtune.models.ends import ends_of
 from jaxtune.system import processes
 from jaxtune.train.config import CheckpointConfig, EvaluationConfig, TrainConfig
 from jaxtune.train.config.file import config_to_dict
@@ -22,6 +21,7 @@ from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.packing.steps import pack_steps
 from jaxtune.train.digests import code_of
+from jaxtune.train.engine.trained_model import TrainedModel
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics, answer_metrics
 from jaxtune.train.folder.record import (
     in_first_words,
@@ -33,7 +33,7 @@ from jaxtune.train.folder.record import (
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective, RunNeeds
 from jaxtune.train.optimizer.schedule import total_steps
-from jaxtune.train.program.trained_model import TrainedModel
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.references.stored_teachers import StoredTeacher
 from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.spec import checks, own_parts
@@ -70,8 +70,9 @@ class RunRows:
 class RunSpec:
     config: TrainConfig
     """As the run's folder records it: the model's own formats, the day of its template, the length of sampled rows."""
+    step: StepSpec
+    """What the plan is asked for; its mesh is the config's."""
     objective: Objective
-    needs: RunNeeds
     update: UpdateRule
     total_steps: int
     evaluation: EvaluationConfig
@@ -88,11 +89,14 @@ def decided_objective(config: TrainConfig, user_objective: Objective | None = No
 
     ConfigError or ValueError for keys that do not go together, or that processes have differently.
     """
-    objective = objective_of(config, user_objective)
+    objective = objective_of(config.objective, user_objective)
+    objective.refuses(config.data, config.mesh, config.evaluation, config.checkpoint)
     if processes.count() > 1:
         require_same_settings(config_to_dict(config))
     checks.require_sampling(RunNeeds.of(objective).sampler, config.mesh)
     checks.require_fit_for_processes(config.evaluation, config.optim)
+    if config.steps is not None:
+        checks.require_starts_within(config.steps, config.profile, config.profile.steps, config.qat)
     return objective
 
 
@@ -118,16 +122,14 @@ def resolve(
 
     ConfigError or ValueError for what does not go together, or rows that cannot be used.
     """
-    if not jax.tree.leaves(model.trainable):
-        raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
     objective = decided_objective(config, parts.objective)
     void = config.optim, config.schedule, config.objective
     own_parts.require_nothing_beside(*void, parts.optimizer, parts.schedule, parts.objective)
+    own_reference = isinstance(train_rows, SampledAnswers) and train_rows.own_reference
+    checks.require_trainable(objective, model, config.optim.embedding_learning_rate, own_reference)
     sections = model_sections(model.prepared, config.model, config.adapter, config.numbers)
     dated = with_today(config.data, Path(config.output), tokenizer)
     config = dataclasses.replace(config, **sections, data=dated)
-    if not (isinstance(train_rows, SampledAnswers) and train_rows.own_reference):
-        objective.check(model.prepared)
     ends = ends_of(model.given, tokenizer) if objective.samples else ()
     data = dataclasses.replace(config.data, template=config.data.trained_template)
     rows_config = dataclasses.replace(config, data=data)
@@ -156,17 +158,16 @@ def resolve(
         batches, held_out = pack_steps(train, held_out, steps, *division)
     if isinstance(batches, SampledAnswers) and isinstance(config.data.length, Unset):
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, length=batches.length))
-    needs = RunNeeds.of(objective, batches)
-    checks.require_sampling(needs.sampler, config.mesh)
-    checks.require_observable(model.qat, needs)
-    checks.require_embeddings(config.optim.embedding_learning_rate, model.trainable)
+    step = StepSpec.of(config, objective, batches, parts.optimizer, model.keeps_model)
+    checks.require_sampling(step.needs.sampler, config.mesh)
+    checks.require_observable(model.qat, step.needs)
     checks.require_starts_within(steps, config.profile, profile_steps, config.qat)
     rows = RunRows(batches, train if isinstance(train, TokenDataset) else None, held_out, answers)
     counts = steps, batches.steps_per_epoch
     spec = RunSpec(
         config=config,
+        step=step,
         objective=objective,
-        needs=needs,
         update=update_rule(config.optim, config.schedule, config.max_grad_norm, steps, parts.optimizer, parts.schedule),
         total_steps=steps,
         evaluation=in_steps(config.evaluation, *counts),

@@ -6,46 +6,41 @@ import dataclasses
 from typing import Any
 
 import jax
-import optax
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.slot_plan import SlotPlan, slots_for
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
-from jaxtune.train.config import ModelConfig, TrainConfig
+from jaxtune.train.config import ModelConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.batches import BatchSource
+from jaxtune.train.engine.programs import Engine
+from jaxtune.train.engine.trained_model import TrainedModel
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics
-from jaxtune.train.objectives.objective import RunNeeds
+from jaxtune.train.objectives.loss import aux_losses
 from jaxtune.train.optimizer.optim import weight_storage
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import prefill_bytes
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
-from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.gradient_sync import gradient_sync_of
-from jaxtune.train.program.loss import aux_losses
-from jaxtune.train.program.programs import Engine
 from jaxtune.train.program.step import StepProgram
-from jaxtune.train.program.trained_model import TrainedModel
 from jaxtune.train.spec.run_rows import most_documents
 from jaxtune.train.spec.run_spec import RunRows, RunSpec
 
 
-def engine_of(
-    spec: RunSpec, rows: RunRows, model: TrainedModel, optimizer: optax.GradientTransformation | None, trains: bool
-) -> Engine:
-    """The engine of a run, with its plan; compiles nothing.
-
-      optimizer: None: the config's.
-      trains: False: a forward pass is planned.
+def engine_of(spec: RunSpec, rows: RunRows, model: TrainedModel, trains: bool) -> Engine:
+    """The engine of a run, with its plan; compiles nothing. trains: False: a forward pass is planned.
 
     ConfigError if devices cannot share a micro-batch's rows; PlanError if nothing fits;
     ValueError if the GPU is refused, the mesh does not fit the devices, or the host is too small for optimizer states.
     """
-    programs = step_programs(spec, rows, model)
-    config, mesh, planner = planned(spec.config, model, spec.needs, rows.batches, optimizer, trains)
+    programs, config = step_programs(spec, rows, model), spec.config
+    mesh_config, why = mesh_of(spec.step, lambda: model.prepared)
+    mesh = partition.make_mesh(*mesh_config.sizes)
+    step, device = spec.step.on(mesh_config, mesh.size), mesh.local_devices[0]
+    planner = Planner(model.prepared, step, device, why) if trains else ForwardPlanner(model.prepared, step, device)
     held_out, qat_start = rows.held_out and rows.held_out.rows, config.qat.start if config.qat else 0
     of_config = (config.deterministic, qat_start, config_to_dict(config))
     return Engine(*programs, planner, mesh, rows.batches, held_out, *of_config)
@@ -81,27 +76,6 @@ def step_programs(spec: RunSpec, rows: RunRows, model: TrainedModel) -> tuple[St
     if config.qat is None or config.qat.start == 0:
         return program, None
     return program, dataclasses.replace(program, graph=model.plain_graph)
-
-
-def planned(
-    config: TrainConfig,
-    model: TrainedModel,
-    needs: RunNeeds,
-    batches: BatchSource,
-    optimizer: optax.GradientTransformation | None,
-    trains: bool,
-) -> tuple[TrainConfig, jax.sharding.Mesh, Planner | ForwardPlanner]:
-    """(the config with mesh and rows of a step, mesh, planner)."""
-    config = dataclasses.replace(config, rows_per_step=batches.rows_per_step)
-    spec = StepSpec.of(config, needs, batches.length, optimizer, model.keeps_model)
-    mesh_config, why = mesh_of(spec, lambda: model.prepared)
-    mesh = partition.make_mesh(*mesh_config.sizes)
-    config, spec = dataclasses.replace(config, mesh=mesh_config), dataclasses.replace(spec, mesh=mesh_config)
-    config.require_rows_for(mesh.size)
-    device = mesh.local_devices[0]
-    if not trains:
-        return config, mesh, ForwardPlanner(model.prepared, spec, device)
-    return config, mesh, Planner(model.prepared, spec, device, why)
 
 
 def with_slots(

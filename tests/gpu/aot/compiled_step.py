@@ -13,15 +13,15 @@ from benchmarks.shapes import SHAPES
 from jaxtune.models.registry import config_from_hf
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.data.batches import Batch
+from jaxtune.train.engine.programs import finished
+from jaxtune.train.engine.xla_options import compiler_options
 from jaxtune.train.optimizer.optim import make_optimizer, update_bound, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning import cost, forecasts
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.plan import StepPlan, parse_plan
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.program.programs import finished
 from jaxtune.train.program.step import StepProgram
-from jaxtune.train.program.xla_options import compiler_options
 from tests.gpu.aot.target import Target
 
 

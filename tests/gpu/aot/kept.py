@@ -25,7 +25,7 @@ from pathlib import Path
 import jax
 from jax._src.lib import xla_client
 
-from jaxtune.train.program.program_cache import ProgramCache
+from jaxtune.system.program_cache import ProgramCache
 
 
 @functools.cache

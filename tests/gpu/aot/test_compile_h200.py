@@ -19,8 +19,8 @@ from jaxtune.models.lora import get_peft_model
 from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.train.data.batches import Batch
+from jaxtune.train.engine.xla_options import compiler_options
 from jaxtune.train.program.step import StepProgram
-from jaxtune.train.program.xla_options import compiler_options
 from tests.gpu.aot.target import H200
 
 ROWS, LENGTH = 8, 2048

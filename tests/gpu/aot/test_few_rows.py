@@ -58,8 +58,18 @@ def test_products_of_many_rows_with_several_weights_or_a_small_one_fit_a_hopper_
     assert_fit(calls, tmp_path)
 
 
-def calls_of(rows: int, rank: int | None):
-    """The calls of kernels for the products of a layer of Llama-3.1-8B, with adapters of that rank or without."""
+@pytest.mark.parametrize(("rows", "rank"), [(64, 16), (128, None)])
+def test_products_of_a_hidden_size_of_576_fit_a_hopper_gpu(rows, rank, tmp_path):
+    """SmolLM2-135M: gate and up; query, key and value; down."""
+    calls = calls_of(rows, rank, hidden=576, inner=1536, keys=192)
+    sizes = [tuple(settings[name] for name in ("ROWS", "DEPTH", "SPLITS")) for *_, settings in calls]
+    assert sizes == [(64, 64, 1), (64, 64, 3), (64, 128, 6)]
+    assert_fit(calls, tmp_path)
+
+
+def calls_of(rows: int, rank: int | None, hidden: int = HIDDEN, inner: int = INNER, keys: int = KV_HEADS * DIM):
+    """The calls of kernels for the products of a layer, of Llama-3.1-8B's sizes if none are named, with adapters of
+    that rank or without."""
 
     def lora(weight):
         if rank is None:
@@ -71,8 +81,8 @@ def calls_of(rows: int, rank: int | None):
         return products(x, [query, key, key], attention), gated, products(wide, [down], [lora(down)])
 
     with dispatch.compile_for((9, 0)), recorded_calls() as calls:
-        weights = array(HIDDEN, HIDDEN), array(KV_HEADS * DIM, HIDDEN), array(INNER, HIDDEN), array(HIDDEN, INNER)
-        jax.eval_shape(run, array(rows, HIDDEN), array(rows, INNER), *weights)
+        weights = array(hidden, hidden), array(keys, hidden), array(inner, hidden), array(hidden, inner)
+        jax.eval_shape(run, array(rows, hidden), array(rows, inner), *weights)
     assert len(calls) == 3
     return calls
 

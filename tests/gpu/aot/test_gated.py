@@ -12,7 +12,7 @@ import pytest
 
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.gated import gated_backward
-from jaxtune.train.program.kept_programs import _of_json, _to_json
+from jaxtune.train.engine.kept_programs import _of_json, _to_json
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.test_compile_h200 import HIDDEN, INNER, INPUT, KV_HEADS, TOKENS, WIDE, memory
 

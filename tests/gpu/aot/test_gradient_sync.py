@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 
 from jaxtune.models.placement import partition
 from jaxtune.train.config import OptimConfig
+from jaxtune.train.engine.programs import compiler_options
 from jaxtune.train.optimizer.optim import make_optimizer, update_bound
 from jaxtune.train.program.gradient_sync import GradientSync
-from jaxtune.train.program.programs import compiler_options
 from jaxtune.train.program.step import StepProgram
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.test_compile_h200 import make_full_model

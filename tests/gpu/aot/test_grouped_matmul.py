@@ -24,8 +24,8 @@ from jaxtune.pallas.grouped_matmul import GroupedLora, fp8_experts, grouped_matm
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.routing import matmul_of_tokens, matmul_to_tokens, permute, route, unpermute
 from jaxtune.train.data.batches import Batch
+from jaxtune.train.engine.xla_options import compiler_options
 from jaxtune.train.program.step import StepProgram
-from jaxtune.train.program.xla_options import compiler_options
 from tests.gpu.aot.target import H200
 
 GPT_OSS, QWEN3 = PUBLISHED["gpt-oss-20b"], PUBLISHED["qwen3-30b-a3b"]

@@ -16,8 +16,8 @@ from jaxtune.pallas.formats.fp8 import ROW, TILE
 from jaxtune.pallas.formats.int8 import Int8
 from jaxtune.pallas.formats.nvfp4 import NVFP4
 from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, line_matmul, mosaic, quant_matmul
+from jaxtune.train.engine.xla_options import compiler_options
 from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
-from jaxtune.train.program.xla_options import compiler_options
 from tests.gpu.aot.target import H200
 
 E4M3 = jnp.float8_e4m3fn

@@ -16,10 +16,10 @@ from jaxtune.models.files.quant import prepare_qat
 from jaxtune.models.stack.residual_plan import KEEP, ResidualPlan
 from jaxtune.train.config import OptimConfig
 from jaxtune.train.data.batches import Batch
+from jaxtune.train.engine.xla_options import compiler_options
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, update_bound
 from jaxtune.train.program.step import StepProgram
-from jaxtune.train.program.xla_options import compiler_options
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.test_compile_h200 import HIDDEN, INNER, LENGTH, ROWS, VOCAB, make_full_model, make_model
 

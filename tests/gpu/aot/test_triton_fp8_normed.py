@@ -65,6 +65,14 @@ def test_rows_are_read_ahead_and_nothing_spills(size, rank, blocks, capability, 
         assert re.search(r"wgmma\.wait_group\S*\s+0;", kernel.ptx)
 
 
+def test_rows_of_an_odd_number_of_64s_are_read_by_64s(tmp_path):
+    _, [call] = traced(False, LLAMA, arguments(576, 48), HOPPER)
+    assert call[2]["COLUMNS"] == 64
+    kernel = compile_call(call, HOPPER, tmp_path)
+    assert kernel.spilled_bytes == 0 and "wgmma.mma_async" in kernel.ptx
+    assert 2 * (kernel.shared_bytes + 1024) <= SHARED_MEMORY_KB[HOPPER] * 1024
+
+
 def test_rows_are_divided_between_devices():
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
     with use_abstract_mesh(mesh):

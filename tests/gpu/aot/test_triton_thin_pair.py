@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.thin_pair import thin_pair
+from jaxtune.pallas.thin_pair import thin_pair, thin_pairs
 from tests.gpu.aot.compiled_step import step_peaks
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls
@@ -43,13 +43,29 @@ def test_sums_stay_in_registers(capability, out, rank, tmp_path):
         assert re.search(r"ld\.global(?:\.[\w:]+)*\.v4\.b32|cp\.async\.cg", compiled.ptx)
 
 
+def test_outputs_that_share_a_kernel_are_read_as_one(tmp_path):
+    """Query, key and value of SmolLM2-135M, each 16 bytes at once, although their sizes are data."""
+    given = [arguments(out, 16, 8192) for out in (576, 192, 192)]
+    inner = jax.ShapeDtypeStruct((8192, 48), jnp.bfloat16)
+    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+        jax.eval_shape(thin_pairs, [each[0] for each in given], [each[1] for each in given], inner)
+    [call] = calls
+    compiled = compile_call(call, (9, 0), tmp_path)
+    assert compiled.spilled_bytes == 0 and "wgmma.mma_async" in compiled.ptx
+    assert len(re.findall(r"cp\.async\.cg\.shared\.global\S* .*0x10", compiled.ptx)) >= 16
+
+
 def test_tokens_are_divided_between_devices():
     jax.clear_caches()
+    dout, b, inner = arguments(1024, 16)
+    joined = jax.ShapeDtypeStruct((4096, 32), jnp.bfloat16)
     with dispatch.compile_for((9, 0)), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((2,), ("data",))):
-        dinner, db = jax.eval_shape(pair, *arguments(1024, 16))
+        dinner, db = jax.eval_shape(pair, dout, b, inner)
+        dinners, dbs = jax.eval_shape(thin_pairs, [dout] * 2, [b] * 2, joined)
     assert dinner.shape == (4096, 16) and db.shape == (1024, 16)
-    [(_, types, _)] = calls
-    assert [array.shape for array in types[:3]] == [(2048, 1024), (1024, 16), (2048, 16)]
+    assert dinners.shape == joined.shape and [db.shape for db in dbs] == [(1024, 16)] * 2
+    found = [[types[number].shape for number in (0, 3, 6)] for _, types, _ in calls]
+    assert found == [[(2048, 1024), (1024, 16), (2048, 16)], [(2048, 1024), (1024, 16), (2048, 32)]]
 
 
 def test_a_layer_reads_the_gradients_of_gate_and_up_once():

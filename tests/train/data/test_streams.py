@@ -64,7 +64,7 @@ def source(rows: object, rows_per_step: int = 4, **changes) -> FedBatches:
         seed=3,
         objective=ObjectiveConfig(objective),
     )
-    made, _ = run_rows(Reader(objective_of(config), TOKENIZER, config, MODEL), rows)
+    made, _ = run_rows(Reader(objective_of(config.objective), TOKENIZER, config, MODEL), rows)
     assert isinstance(made, FedBatches)
     return made
 

@@ -5,7 +5,7 @@ share keys and values, experts beside the MLP, and embeddings of each layer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtune.models import values
@@ -17,9 +17,9 @@ from jaxtune.models.families.common.rope import (
     FULL,
     SLIDING,
     RotaryByType,
+    by_type,
     check_parameters,
     rope_config,
-    rope_to_hf,
 )
 from jaxtune.models.families.common.table import ATTENTION_BIAS, EXPERT_SIZE, GEMMA_ACTIVATION, SOFT_CAP
 from jaxtune.models.layers.attention import AttentionShape
@@ -99,8 +99,8 @@ class _Rotary(RotaryByType):
     keys = (Key("rope_parameters", (), check_parameters, None),)
 
     def parameters_of_type(self, layer_type: str, hf: Config) -> Fields:
-        parameters = (hf["rope_parameters"] or _ROPE).get(layer_type)
-        if not isinstance(parameters, Mapping):
+        parameters = by_type(hf["rope_parameters"] or _ROPE).get(layer_type)
+        if parameters is None:
             raise ValueError(
                 f"config.json: rope_parameters lacks {layer_type!r}: a {hf['model_type']!r} model has an object for "
                 "each type of layer"
@@ -120,13 +120,7 @@ class _Rotary(RotaryByType):
         }
 
     def write(self, config: DecoderConfig) -> Fields:
-        ropes = zip(self.types, config.rotary, strict=True)
-        return {
-            "rope_parameters": {
-                name: {"rope_theta": rope.theta} | (rope_to_hf(rope) or {"rope_type": "default"})
-                for name, rope in ropes
-            }
-        }
+        return self.written_by_type(config)
 
 
 class _Layers(LayerTypes):

@@ -51,6 +51,11 @@ def check_parameters(key: str, value: Any) -> None:
             check_parameters(f"{key}.{name}", inner)
 
 
+def by_type(parameters: Config | None) -> dict[str, Fields]:
+    """The objects of a file's rope_parameters for types of layers, {type: parameters}; {} if it has none."""
+    return {name: dict(value) for name, value in (parameters or {}).items() if isinstance(value, Mapping)}
+
+
 def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
     """The rotary parameters as one flat dict with rope_type, without nulls, from the keys of transformers 4 or 5.
 
@@ -61,14 +66,14 @@ def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
     Raises ValueError for objects by type of layer if layer_type is None.
     """
     scaling, parameters = (hf.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
-    source = scaling or parameters
-    if layer_type is None and (nested := [key for key, value in parameters.items() if isinstance(value, Mapping)]):
+    source, nested = scaling or parameters, by_type(parameters)
+    if layer_type is None and nested:
         raise ValueError(
             f"config.json: rope_parameters has an object for {', '.join(map(repr, nested))}; a model with one rotary "
             "base has the parameters themselves there"
         )
-    if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
-        source = {**parameters[layer_type], **(scaling if layer_type == FULL else {})}
+    if layer_type in nested:
+        source = {**nested[layer_type], **(scaling if layer_type == FULL else {})}
     flat = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
     flat |= {key: value for key, value in source.items() if value is not None}
     flat["rope_type"] = flat.get("rope_type") or flat.get("type") or "default"
@@ -205,8 +210,12 @@ class RotaryByType(Rotary):
         """transformers 4 reads the first type's base alone."""
         # In addition to rope_scaling, which transformers 4 reads; transformers 5 would read a wrong base of sliding
         # layers from that alone.
+        return super().write(config) | self.written_by_type(config)
+
+    def written_by_type(self, config: DecoderConfig) -> Fields:
+        """{"rope_parameters": with an object for each type of layer}."""
         parameters = {
             name: {"rope_theta": rope.theta} | (rope_to_hf(rope) or {"rope_type": "default"})
             for name, rope in zip(self.types, config.rotary, strict=True)
         }
-        return super().write(config) | {"rope_parameters": parameters}
+        return {"rope_parameters": parameters}

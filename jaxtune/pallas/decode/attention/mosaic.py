@@ -96,12 +96,6 @@ def work_of(lengths, capacity: int, window: int | None, step: int):
     return table, (tiles > 0).sum(dtype=jnp.int32)[None], *order_of(tiles)
 
 
-def _smem(shape, dtype):
-    """Shared memory for TMA and tensor cores, swizzled by 128 bytes, or 64 for rows of 96 numbers."""
-    row_bytes = 128 if shape[-1] * jnp.dtype(dtype).itemsize % 128 == 0 else 64
-    return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
-
-
 def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
     """Attention over each split alone: (float32[B, kv_heads, splits, padded heads, D], normalised by the split's own
     sum of weights; log-sum-exps float32[B, kv_heads, splits, padded heads] in log2). Splits without visible keys stay
@@ -113,6 +107,8 @@ def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
     rows, kv_heads, heads, dim = query.shape
     splits = -(-keys.shape[2] // SPLIT)
     slots = blocks.workers * blocks.stages
+    row_bytes = 128 if dim * keys.dtype.itemsize % 128 == 0 else 64  # heads of 96 have rows of 192 bytes
+    ring = mosaic_types.smem((slots, blocks.step, dim), keys.dtype, row_bytes)
     outputs = [(rows, kv_heads, splits, heads, dim), (rows, kv_heads, splits, heads)]
     return gpu_kernel.kernel(
         functools.partial(
@@ -130,8 +126,8 @@ def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
         num_threads=blocks.workers,
         thread_name="wg",
         scratch_types=[
-            _smem((slots, blocks.step, dim), keys.dtype),
-            _smem((slots, blocks.step, dim), keys.dtype),
+            ring,
+            ring,
             plgpu.Barrier(num_arrivals=1, num_barriers=slots),
             plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         ],

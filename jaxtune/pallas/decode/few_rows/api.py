@@ -90,8 +90,8 @@ def products(
       weights: [out_i, in] each, in x's dtype.
       loras: an adapter or None for each weight, or empty. It adds scale * (x a^T) b^T; "triton" supports ranks up to
         64. Arrays in another dtype are cast in each call. ValueError for DoRA.
-      implementation: "triton" (16-bit floats on Hopper, multiples of 64 rows and 128 columns), "reference" (jnp; one
-        split if requested), or None: the first that supports the call.
+      implementation: "triton" (16-bit floats on Hopper, multiples of 64 rows and 128 columns, or 64 from 512 on),
+        "reference" (jnp; one split if requested), or None: the first that supports the call.
     """
     check = Arguments("products")
     check.array("x", x, "N in", FLOATS)
@@ -102,7 +102,8 @@ def products(
     tile = triton.product_tile(x, weights, loras)
 
     def compare():
-        rows, columns, sizes = triton.padded(len(x)), 2048, (tile.rows, 2 * tile.rows, tile.rows)
+        rows, columns = triton.padded(len(x)), 2048 + x.shape[1] % 128
+        sizes = tile.rows, 2 * tile.rows, tile.rows
         weights = [normal_array(i, size, columns, dtype=x.dtype) for i, size in enumerate(sizes, 1)]
         operands = normal_array(0, rows, columns, dtype=x.dtype), weights
         operands = *operands, _small_adapters([*loras, None, None][:3] if loras else [], sizes, columns, x.dtype)
@@ -139,9 +140,9 @@ def gated_product(
     x: [N, in]; "triton" supports N up to 128.
     activation: a key of gated.ACTIVATIONS. Its argument, its result and x up^T are rounded to x's dtype.
     loras: an adapter or None for gate and up, or empty.
-    implementation: "triton" (16 bits on Hopper, multiples of 64 rows and 128 columns, "silu" or "gelu_tanh"),
-    "reference", or None: the first that supports the call. For a larger N, None takes the kernel of gated_mosaic.py
-    where it can, else XLA's product and a kernel for the activation.
+    implementation: "triton" (16 bits on Hopper, sizes as in `products`, "silu" or "gelu_tanh"), "reference", or None:
+    the first that supports the call. For a larger N, None takes the kernel of gated_mosaic.py where it can, else XLA's
+    product and a kernel for the activation.
     """
     check = Arguments("gated_product")
     check.array("x", x, "N in", FLOATS)

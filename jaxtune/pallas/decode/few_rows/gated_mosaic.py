@@ -170,9 +170,6 @@ def gated_product(x, gate, up, activation: str):
     stored = 2 * ROWS * columns
     stages = min((_SHARED_BYTES - stored) // (2 * STEP * (ROWS + 2 * columns)), _MOST_STAGES)
 
-    def smem(*shape, row_bytes=128):
-        return plgpu.SMEM(shape, x.dtype, transforms=mosaic_types.tiled(x.dtype, row_bytes))
-
     # The interpreter has no clusters whose programs read the same copy, so there each reads its own.
     if interpret is not None:
         axes = dict(grid=(pairs, _HALVES), grid_names=("pair", "half"))
@@ -189,9 +186,9 @@ def gated_product(x, gate, up, activation: str):
         num_threads=_WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=[
-            smem(stages, ROWS, STEP),
-            smem(stages, 2 * columns, STEP),
-            smem(_WARPGROUPS, _OWN, columns, row_bytes=32),
+            mosaic_types.smem((stages, ROWS, STEP), x.dtype),
+            mosaic_types.smem((stages, 2 * columns, STEP), x.dtype),
+            mosaic_types.smem((_WARPGROUPS, _OWN, columns), x.dtype, row_bytes=32),
             plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             free,
         ],

@@ -55,6 +55,10 @@ _FAR_AHEAD = Tile(64, 128, 4, 8)
 _MANY, _MANY_UNEVEN = Tile(128, 64, 8, 6, 128), Tile(64, 64, 4, 4)
 # Of products with adapters of more than 64 rows of x: larger tiles read and multiply by A half as often.
 _ADAPTED = Tile(128, 64, 8, 6)
+# Of up to 128 rows of x and columns that are no multiple of 128, such as hidden sizes of 576 and 960.
+_SHALLOW = Tile(64, 64, 4, 6)
+# From so many columns on an odd number of 64s has kernels. XLA multiplies fewer as fast, and nearer to training.
+_ODD_COLUMNS = 512
 
 
 def padded(rows: int) -> int:
@@ -108,10 +112,18 @@ def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], 
         return f"{len(weights)} weights; up to 3"
     if padded_rank(loras) > MOST_RANK:
         return f"adapters of rank {max(lora.a.shape[0] for lora in loras if lora is not None)}; up to {MOST_RANK}"
-    if x.shape[1] % _PLAIN.depth or any(weight.shape[0] % _PLAIN.rows for weight in weights):
+    if any(weight.shape[0] % _PLAIN.rows for weight in weights) or x.shape[1] % _depth(x.shape[1]):
         sizes = ", ".join(str(weight.shape) for weight in weights)
-        return f"weights {sizes}; multiples of {_PLAIN.rows} rows and {_PLAIN.depth} columns"
+        return (
+            f"weights {sizes}; multiples of {_PLAIN.rows} rows and of {_PLAIN.depth} columns, or of {_SHALLOW.depth} "
+            f"from {_ODD_COLUMNS} on"
+        )
     return None
+
+
+def _depth(columns: int) -> int:
+    """Columns in steps of which they are divided."""
+    return _SHALLOW.depth if columns % _PLAIN.depth and columns >= _ODD_COLUMNS else _PLAIN.depth
 
 
 def _splits(inner: int, programs: int) -> int:
@@ -121,7 +133,7 @@ def _splits(inner: int, programs: int) -> int:
       inner: summed columns.
       programs: tiles of the weights' rows.
     """
-    steps = inner // _PLAIN.depth
+    steps = inner // _depth(inner)
     fitting = [n for n in range(1, 9) if steps % n == 0 and (n == 1 or steps // n >= 2)]
     return next((n for n in fitting if n * programs >= _ENOUGH), fitting[-1])
 
@@ -201,8 +213,12 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
     count, divisible = len(x), all(weight.shape[0] % _MANY.rows == 0 for weight in weights)
     if count > MOST_ROWS:
         return _MANY if divisible else _MANY_UNEVEN
+    if padded(count) > 64 and padded_rank(loras) and divisible:
+        return _ADAPTED
+    if _depth(x.shape[1]) == _SHALLOW.depth:
+        return _SHALLOW
     if padded(count) > 64:
-        return _ADAPTED if padded_rank(loras) and divisible else _PLAIN
+        return _PLAIN
     if padded(count) > 16:
         return _AHEAD
     programs = sum(weight.shape[0] for weight in weights) // _PLAIN.rows

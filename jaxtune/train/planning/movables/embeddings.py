@@ -59,29 +59,29 @@ class Embeddings(Movable):
         rows = {name: float(value.shape[1] * value.dtype.itemsize) for name, value in values.items()}
         return cls(sum(values[name].shape[0] * row for name, row in rows.items()), sum(rows.values()), (*rows,), trains)
 
-    def _rows_bytes(self, parts: StepParts) -> float:
+    def _rows_bytes(self, costs: StepParts) -> float:
         """Device bytes of the rows of two steps: this step's, and the next one's, which are copied meanwhile."""
-        return 2 * parts.shape.tokens(1) * self.row_bytes
+        return 2 * costs.shape.tokens(1) * self.row_bytes
 
-    def levels(self, parts: StepParts, device: Device) -> Sequence[int]:
-        return (1,) if self._rows_bytes(parts) < self.bytes else ()
+    def levels(self, costs: StepParts, device: Device) -> Sequence[int]:
+        return (1,) if self._rows_bytes(costs) < self.bytes else ()
 
-    def placed[P: StepParts](self, parts: P, level: int) -> P:
-        rows, moved = self._rows_bytes(parts), parts.moved
-        fixed = {**parts.fixed, FROZEN: parts.fixed[FROZEN] - self.bytes, TABLE_ROWS: rows}
+    def placed[P: StepParts](self, costs: P, level: int) -> P:
+        rows, moved = self._rows_bytes(costs), costs.moved
+        fixed = {**costs.fixed, FROZEN: costs.fixed[FROZEN] - self.bytes, TABLE_ROWS: rows}
         moved = dataclasses.replace(
             moved, pageable_bytes=moved.pageable_bytes + self.bytes, batch_bytes=moved.batch_bytes + rows
         )
-        return dataclasses.replace(parts, fixed=fixed, moved=moved)
+        return dataclasses.replace(costs, fixed=fixed, moved=moved)
 
-    def seconds(self, parts: StepParts, device: Device) -> Seconds:
+    def seconds(self, costs: StepParts, device: Device) -> Seconds:
         """The host looks up a step's rows and copies them to each device, while devices compute the step before."""
-        step = self._rows_bytes(parts) / 2 if parts.level(self.word) else 0.0
-        return Seconds(beside=step * parts.shape.devices / _LOOKUP_RATE + step / (device.link or device.copy))
+        step = self._rows_bytes(costs) / 2 if costs.level(self.word) else 0.0
+        return Seconds(beside=step * costs.shape.devices / _LOOKUP_RATE + step / (device.link or device.copy))
 
-    def lines(self, parts: StepParts, outcome: Outcome, device: Device) -> list[str]:
-        if parts.level(self.word):
-            rows = parts.shape.rows * parts.shape.length * self.row_bytes
+    def lines(self, costs: StepParts, outcome: Outcome, device: Device) -> list[str]:
+        if costs.level(self.word):
+            rows = costs.shape.rows * costs.shape.length * self.row_bytes
             return [
                 f"  {' and '.join(host_table.TITLES[name] for name in self.names)} on the host "
                 f"({self.bytes / 1e9:.2f} GB); {'its' if len(self.names) == 1 else 'their'} rows of each batch are "

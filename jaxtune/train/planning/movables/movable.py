@@ -77,49 +77,49 @@ class Movable:
         """Whether this run may move anything."""
         return True
 
-    def levels(self, parts: StepParts, device: Device) -> Sequence[int]:
-        """Levels with which plans are searched, beside the one in `parts`."""
+    def levels(self, costs: StepParts, device: Device) -> Sequence[int]:
+        """Levels with which plans are searched, beside the one in `costs`."""
         return ()
 
-    def with_room(self, parts: StepParts, level: int, room_bytes: float, device: Device) -> Sequence[int]:
+    def with_room(self, costs: StepParts, level: int, room_bytes: float, device: Device) -> Sequence[int]:
         """Levels to try, best first, in a plan at `level` that leaves `room_bytes` of device memory."""
         return ()
 
-    def placed[P: StepParts](self, parts: P, level: int) -> P:
-        """The parts with bytes and work as at `level`, how much is moved."""
-        return parts
+    def placed[P: StepParts](self, costs: P, level: int) -> P:
+        """The costs with bytes and work as at `level`, how much is moved."""
+        return costs
 
-    def at[P: StepParts](self, parts: P, level: int) -> P:
+    def at[P: StepParts](self, costs: P, level: int) -> P:
         """`placed`, with the level recorded."""
-        if level == parts.level(self.word):
-            return parts
+        if level == costs.level(self.word):
+            return costs
         assert self.able and (self.counted or level == 1)
-        placed = self.placed(parts, level)
+        placed = self.placed(costs, level)
         levels = {word: number for word, number in {**placed.moved.levels, self.word: level}.items() if number}
         return dataclasses.replace(placed, moved=dataclasses.replace(placed.moved, levels=levels))
 
-    def options(self, parts: StepParts, device: Device) -> list[Option]:
+    def options(self, costs: StepParts, device: Device) -> list[Option]:
         """The `levels` with what they add."""
-        options, before = [], self.seconds(parts, device)
-        for level in self.levels(parts, device):
-            at = self.at(parts, level)
+        options, before = [], self.seconds(costs, device)
+        for level in self.levels(costs, device):
+            at = self.at(costs, level)
             after = self.seconds(at, device)
             options.append(
                 Option(
                     level,
-                    at.fixed_bytes(1) - parts.fixed_bytes(1),
-                    at.moved.pinned_bytes - parts.moved.pinned_bytes,
-                    at.moved.pageable_bytes - parts.moved.pageable_bytes,
+                    at.fixed_bytes(1) - costs.fixed_bytes(1),
+                    at.moved.pinned_bytes - costs.moved.pinned_bytes,
+                    at.moved.pageable_bytes - costs.moved.pageable_bytes,
                     after.micro_batch + after.update - before.micro_batch - before.update,
                 )
             )
         return options
 
-    def seconds(self, parts: StepParts, device: Device) -> Seconds:
-        """At the level in `parts`."""
+    def seconds(self, costs: StepParts, device: Device) -> Seconds:
+        """At the level in `costs`."""
         return Seconds()
 
-    def refusal(self, parts: StepParts, device: Device) -> str | None:
+    def refusal(self, costs: StepParts, device: Device) -> str | None:
         """Why no plan may be made at all."""
         return None
 
@@ -128,7 +128,7 @@ class Movable:
         """(least, most) level of the next plan, once weights are placed at `level`."""
         return level, level
 
-    def lines(self, parts: StepParts, outcome: Outcome, device: Device) -> list[str]:
+    def lines(self, costs: StepParts, outcome: Outcome, device: Device) -> list[str]:
         """What the plan's report tells of it. Rates of a CPU are unknown."""
         return []
 

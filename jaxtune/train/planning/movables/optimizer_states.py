@@ -50,23 +50,23 @@ class OptimizerStates(Movable):
         hosted = [leaf for leaf in jax.tree.leaves(states) if optimizer_offload.is_hosted(leaf)]
         return cls(float(optimizer_offload.hosted_bytes(hosted)), len(hosted), optim.name)
 
-    def levels(self, parts: StepParts, device: Device) -> Sequence[int]:
+    def levels(self, costs: StepParts, device: Device) -> Sequence[int]:
         return (1,)
 
-    def placed[P: StepParts](self, parts: P, level: int) -> P:
+    def placed[P: StepParts](self, costs: P, level: int) -> P:
         """They free device memory until the update, which has them all there."""
-        update = dataclasses.replace(parts.update, hosted_bytes=self.bytes, bytes=self.bytes)
-        moved = dataclasses.replace(parts.moved, pinned_bytes=parts.moved.pinned_bytes + self.bytes)
-        fixed = {**parts.fixed, STATES: parts.fixed[STATES] - self.bytes}
-        return dataclasses.replace(parts, fixed=fixed, update=update, moved=moved)
+        update = dataclasses.replace(costs.update, hosted_bytes=self.bytes, bytes=self.bytes)
+        moved = dataclasses.replace(costs.moved, pinned_bytes=costs.moved.pinned_bytes + self.bytes)
+        fixed = {**costs.fixed, STATES: costs.fixed[STATES] - self.bytes}
+        return dataclasses.replace(costs, fixed=fixed, update=update, moved=moved)
 
-    def seconds(self, parts: StepParts, device: Device) -> Seconds:
+    def seconds(self, costs: StepParts, device: Device) -> Seconds:
         """Copies from the host and back, also of those that the config has there."""
-        copies = self.arrays * parts.level(self.word) * step_time(device).copy_seconds
-        return Seconds(update=2 * (copies + parts.update.hosted_bytes / (device.link or device.copy)))
+        copies = self.arrays * costs.level(self.word) * step_time(device).copy_seconds
+        return Seconds(update=2 * (copies + costs.update.hosted_bytes / (device.link or device.copy)))
 
-    def refusal(self, parts: StepParts, device: Device) -> str | None:
-        size = parts.update.hosted_bytes
+    def refusal(self, costs: StepParts, device: Device) -> str | None:
+        size = costs.update.hosted_bytes
         if not device.link or size <= device.host_bytes:
             return None
         return (
@@ -74,8 +74,8 @@ class OptimizerStates(Movable):
             f"may pin {device.host_bytes / 1e9:.1f} GB; use an optimizer in 8 bits, or unset it"
         )
 
-    def lines(self, parts: StepParts, outcome: Outcome, device: Device) -> list[str]:
-        size, seconds = parts.update.hosted_bytes, self.seconds(parts, device).update
+    def lines(self, costs: StepParts, outcome: Outcome, device: Device) -> list[str]:
+        size, seconds = costs.update.hosted_bytes, self.seconds(costs, device).update
         if not size or device.name == "cpu":
             return []
         return [f"  optimizer states on the host: {size / 1e9:.2f} GB, {seconds:.2f} s a step"]

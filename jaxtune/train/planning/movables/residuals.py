@@ -33,10 +33,10 @@ class Residuals(Movable):
 
     word = "residuals"
 
-    def lines(self, parts: StepParts, outcome: Outcome, device: Device) -> list[str]:
+    def lines(self, costs: StepParts, outcome: Outcome, device: Device) -> list[str]:
         """Each placement with its bytes on a device in a micro-batch, and its cost."""
-        lines, layers = [], parts.layers
-        tokens = parts.shape.tokens(outcome.micro_batches)
+        lines, layers = [], costs.layers
+        tokens = costs.shape.tokens(outcome.micro_batches)
         cost: dict[Placement, str] = {
             "fp8": " before",
             "offload": f", {outcome.wait_seconds:.2f} s a step of waiting for the link",
@@ -51,7 +51,7 @@ class Residuals(Movable):
                 continue
             size = sum(layers.residual_bytes(name, tokens) * count for name, count in counts.items())
             names = ", ".join(
-                name if count == parts.shape.num_layers else f"{name} ({count} layers)"
+                name if count == costs.shape.num_layers else f"{name} ({count} layers)"
                 for name, count in counts.items()
             )
             lines.append(f"  {words} ({size / 1e9:.2f} GB{cost.get(placement, '')}): {names}")
@@ -74,14 +74,14 @@ class LayerPlans(Sequence[LayerPlan]):
         return LayerPlan(**{r.name: how for r, how in zip(self._known, hows, strict=True)}).resolved(self._known)
 
 
-def layer_plans(parts: StepParts, offload: bool) -> LayerPlans:
+def layer_plans(costs: StepParts, offload: bool) -> LayerPlans:
     """Every combination of placements; residuals decided jointly (Residual.decided_with) share one, `small` ones are
     kept.
 
     Of more than seven recomputable groups the seven largest are placed freely and the rest alike: each group triples
     the number of plans, and small ones have few bytes. offload: whether plans may copy residuals to the host.
     """
-    layers = parts.layers
+    layers = costs.layers
     by_decision: dict[str, list[Residual]] = {}
     for residual in layers.all_residuals:
         if not residual.small:
@@ -110,19 +110,19 @@ def layer_plans(parts: StepParts, offload: bool) -> LayerPlans:
     return LayerPlans(layers.all_residuals, placed)
 
 
-def best_layers(parts: StepParts, tokens: float, device: Device, tile: int | None) -> tuple[LayerPlans, LayerForecast]:
+def best_layers(costs: StepParts, tokens: float, device: Device, tile: int | None) -> tuple[LayerPlans, LayerForecast]:
     """(layer plans, forecasts) that no other beats in kept bytes, backward work bytes, time and host bytes at once. Few
     remain, so that pairing is quick. tokens, tile: as for `layer_forecasts`.
     """
-    plans = layer_plans(parts, device.link > 0)
-    forecasts = layer_forecasts(parts, plans.placed, tokens, device, tile)
+    plans = layer_plans(costs, device.link > 0)
+    forecasts = layer_forecasts(costs, plans.placed, tokens, device, tile)
     # Of plans with equal costs only the first is considered, which halves their number.
     different = np.sort(np.unique(np.stack(list(vars(forecasts).values()), 1), axis=0, return_index=True)[1])
     figures = np.stack([forecasts.kept, forecasts.work, forecasts.forward + forecasts.backward, forecasts.hosted], 1)[
         different
     ]
     best = different[_unbeaten(figures)]
-    return LayerPlans(parts.layers.all_residuals, plans.placed[best]), forecasts.at(best)
+    return LayerPlans(costs.layers.all_residuals, plans.placed[best]), forecasts.at(best)
 
 
 def _unbeaten(figures: np.ndarray) -> list[int]:

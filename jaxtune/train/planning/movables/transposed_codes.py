@@ -49,27 +49,27 @@ class TransposedCodes(Movable):
         # A copy is as large as its codes, which may be shapes here.
         return cls(nbytes([w.with_transposed(lambda codes: codes).transposed for w in frozen if isinstance(w, Stored)]))
 
-    def with_room(self, parts: StepParts, level: int, room_bytes: float, device: Device) -> Sequence[int]:
+    def with_room(self, costs: StepParts, level: int, room_bytes: float, device: Device) -> Sequence[int]:
         """Hopper only: its kernel reads the codes where they are; elsewhere they would be joined in each step."""
         return (1,) if device.hopper else ()
 
-    def placed[P: StepParts](self, parts: P, level: int) -> P:
-        moved = dataclasses.replace(parts.moved, copied_bytes=parts.moved.copied_bytes + self.bytes)
-        return dataclasses.replace(parts, fixed={**parts.fixed, TRANSPOSED_CODES: self.bytes}, moved=moved)
+    def placed[P: StepParts](self, costs: P, level: int) -> P:
+        moved = dataclasses.replace(costs.moved, copied_bytes=costs.moved.copied_bytes + self.bytes)
+        return dataclasses.replace(costs, fixed={**costs.fixed, TRANSPOSED_CODES: self.bytes}, moved=moved)
 
-    def seconds(self, parts: StepParts, device: Device) -> Seconds:
+    def seconds(self, costs: StepParts, device: Device) -> Seconds:
         """Minus what kept copies save: a copy of codes takes as long as decoding them (FP8.decoded_share)."""
-        fit, size = product_time(device), self.bytes * parts.level(self.word)
+        fit, size = product_time(device), self.bytes * costs.level(self.word)
         return Seconds(micro_batch=-(size * fit.decoded_bytes / (device.copy * fit.decoded_share)))
 
     @classmethod
     def after_placing(cls, level: int) -> tuple[int, float]:
         return 0, level
 
-    def lines(self, parts: StepParts, outcome: Outcome, device: Device) -> list[str]:
-        if not parts.level(self.word) or device.name == "cpu":
+    def lines(self, costs: StepParts, outcome: Outcome, device: Device) -> list[str]:
+        if not costs.level(self.word) or device.name == "cpu":
             return []
-        saved = outcome.micro_batches * -self.seconds(parts, device).micro_batch
+        saved = outcome.micro_batches * -self.seconds(costs, device).micro_batch
         words = f"{self.bytes / 1e9:.2f} GB, {saved:.3f} s a step less"
         return [f"  codes of FP8 weights are kept transposed, too ({words})"]
 

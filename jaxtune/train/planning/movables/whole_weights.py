@@ -22,14 +22,14 @@ class Whole(Movable):
     word = "whole"
     counted = True
 
-    def with_room(self, parts: StepParts, level: int, room_bytes: float, device: Device) -> Sequence[int]:
-        size, layers = parts.divided.layer_bytes, parts.shape.num_layers
-        if not size or parts.divided.frozen_layer_bytes or room_bytes <= 0:
+    def with_room(self, costs: StepParts, level: int, room_bytes: float, device: Device) -> Sequence[int]:
+        size, layers = costs.divided.layer_bytes, costs.shape.num_layers
+        if not size or costs.divided.frozen_layer_bytes or room_bytes <= 0:
             return ()
         return (layers if math.isinf(room_bytes) else min(layers, 1 + int(room_bytes / size)),)
 
-    def placed[P: StepParts](self, parts: P, level: int) -> P:
-        return dataclasses.replace(parts, divided=dataclasses.replace(parts.divided, whole=level))
+    def placed[P: StepParts](self, costs: P, level: int) -> P:
+        return dataclasses.replace(costs, divided=dataclasses.replace(costs.divided, whole=level))
 
     @classmethod
     def after_placing(cls, level: int) -> tuple[int, float]:
@@ -49,23 +49,23 @@ class Resident(Movable):
     word = "resident"
     counted = True
 
-    def levels(self, parts: StepParts, device: Device) -> Sequence[int]:
-        layers = parts.shape.num_layers
-        return (layers // 2, layers) if parts.divided.frozen_layer_bytes else ()
+    def levels(self, costs: StepParts, device: Device) -> Sequence[int]:
+        layers = costs.shape.num_layers
+        return (layers // 2, layers) if costs.divided.frozen_layer_bytes else ()
 
-    def with_room(self, parts: StepParts, level: int, room_bytes: float, device: Device) -> Sequence[int]:
-        layers = parts.shape.num_layers
-        if not parts.divided.frozen_layer_bytes or room_bytes <= 0:
+    def with_room(self, costs: StepParts, level: int, room_bytes: float, device: Device) -> Sequence[int]:
+        layers = costs.shape.num_layers
+        if not costs.divided.frozen_layer_bytes or room_bytes <= 0:
             return ()
         if math.isinf(room_bytes):
             return (layers,)
-        return layers, min(level + int(room_bytes / parts.divided.resident_layer_bytes), layers - 1)
+        return layers, min(level + int(room_bytes / costs.divided.resident_layer_bytes), layers - 1)
 
-    def placed[P: StepParts](self, parts: P, level: int) -> P:
-        divided, layers = parts.divided, parts.shape.num_layers
+    def placed[P: StepParts](self, costs: P, level: int) -> P:
+        divided, layers = costs.divided, costs.shape.num_layers
         added = divided.resident_bytes(level, layers) - divided.resident_bytes(divided.resident, layers)
-        fixed = {**parts.fixed, FROZEN: parts.fixed[FROZEN] + added}
-        return dataclasses.replace(parts, fixed=fixed, divided=dataclasses.replace(divided, resident=level))
+        fixed = {**costs.fixed, FROZEN: costs.fixed[FROZEN] + added}
+        return dataclasses.replace(costs, fixed=fixed, divided=dataclasses.replace(divided, resident=level))
 
     @classmethod
     def after_placing(cls, level: int) -> tuple[int, float]:

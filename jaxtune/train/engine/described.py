@@ -218,4 +218,6 @@ _KINDS: dict[type, Callable[..., Iterable]] = {
 
 @functools.cache
 def _describer(kind: type) -> Callable[..., Iterable] | None:
+    if kind.__module__.split(".")[0] == "jaxtune" and hasattr(kind, "described"):
+        return kind.described
     return next((describe for known, describe in _KINDS.items() if issubclass(kind, known)), None)

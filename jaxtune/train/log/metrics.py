@@ -1,7 +1,7 @@
 """Metrics of a run: metrics.jsonl and other loggers, the progress bar and the plot of the loss.
 
 A line of metrics.jsonl has `step` (steps done), `time` (unix seconds) and metrics such as `loss` and `eval_loss`.
-monitor.py says how speeds are counted.
+loop/monitor.py says how speeds are counted.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxtune.system import processes, terminal
 from jaxtune.system.extras import install
 from jaxtune.system.files import atomic_write
-from jaxtune.train.display.rollouts import ROLLOUTS, RolloutsFile
+from jaxtune.train.log.rollouts import ROLLOUTS, RolloutsFile
 
 if TYPE_CHECKING:
     from jaxtune.train.data.batches import Rollout
@@ -38,9 +39,9 @@ JSONL = "metrics.jsonl"
 class MetricsLogger:
     """Appends metrics to `folder`/metrics.jsonl, and to TensorBoard, Weights & Biases and trackio if asked.
 
-    A line of JSON is written at each call, with NaN and infinities as "nan", "inf" and "-inf". A logger that fails is
-    reported once and left out, but the file is tried again. Only the first process of a run records. ValueError: a
-    package is missing, or a new run finds metrics of an old one.
+    A thread writes, in order, so that no step waits for a disk; `flush` waits for it. NaN and infinities are written as
+    "nan", "inf" and "-inf". A logger that fails is reported once and left out, but the file is tried again. Only the
+    first process of a run records. ValueError: a package is missing, or a new run finds metrics of an old one.
 
     Args:
       wandb_project, trackio_project: None: not logged there. A resumed run continues its own.
@@ -67,6 +68,8 @@ class MetricsLogger:
         self._tables = rollout_tables
         self._sinks: dict[str, _Sink] = {}
         self._reported: set[str] = set()
+        self._writer = ThreadPoolExecutor(1, "metrics")
+        self._latest: Future[object] | None = None
         if not processes.first():
             return
         require_packages(tensorboard, wandb_project, trackio_project)
@@ -101,28 +104,44 @@ class MetricsLogger:
         line = {"step": int(step), "time": round(time.time(), 3)} | {
             key: _plain(value) for key, value in values.items()
         }
-        for name, sink in list(self._sinks.items()):
-            with self._survived(name):
-                sink.log(line)
+        self._write(lambda: self._each(lambda sink: sink.log(line)))
 
     def log_rollouts(self, step: int, rows: Sequence[Rollout]) -> None:
         """Records a generation's answers, which train first in `step`, in rollouts.jsonl and as tables."""
         plain = [_plain_texts(row) for row in rows]
-        if self._rollouts is not None:
-            with self._survived(ROLLOUTS):
-                self._rollouts.add(plain)
+        shown = plain
         if self._tables == "prompts":
-            plain = list({json.dumps(row.get("prompt")): row for row in reversed(plain)}.values())[::-1]
-        for name, sink in list(self._sinks.items()) if self._tables else ():
-            with self._survived(name):
-                sink.table(step, plain)
+            shown = list({json.dumps(row.get("prompt")): row for row in reversed(plain)}.values())[::-1]
 
-    def close(self) -> None:
-        """Closes the loggers; later `log` and `close` do nothing."""
+        def write() -> None:
+            if self._rollouts is not None:
+                with self._survived(ROLLOUTS):
+                    self._rollouts.add(plain)
+            if self._tables:
+                self._each(lambda sink: sink.table(step, shown))
+
+        self._write(write)
+
+    def flush(self, seconds: float | None = None) -> None:
+        """Waits until all is written, at most so long."""
+        if self._latest is not None:
+            wait([self._latest], seconds)
+
+    def close(self, seconds: float | None = None) -> None:
+        """Closes the loggers after `flush`; later `log` and `close` do nothing."""
+        self.flush(seconds)
+        self._writer.shutdown(wait=False)
+        self._each(lambda sink: sink.close())
+        self._sinks, self._rollouts = {}, None
+
+    def _write(self, write: Callable[[], object]) -> None:
+        if self._sinks or self._rollouts is not None:
+            self._latest = self._writer.submit(write)
+
+    def _each(self, act: Callable[[_Sink], None]) -> None:
         for name, sink in list(self._sinks.items()):
             with self._survived(name):
-                sink.close()
-        self._sinks, self._rollouts = {}, None
+                act(sink)
 
     def __enter__(self) -> MetricsLogger:
         return self

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 
 from jaxtune.system import processes, shared_errors, waiting
+from jaxtune.train.callbacks import TrainingStopped
 from jaxtune.train.config import CheckpointConfig
-from jaxtune.train.display.monitor import Monitor, TrainingStopped
 from jaxtune.train.folder.best import BestCheckpoint
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, NoRoom
 from jaxtune.train.folder.run_state import write_state
+from jaxtune.train.loop.monitor import Monitor
+from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.program.step import TrainState
 from jaxtune.train.signals import EXIT_SAVED, FINISHING, StopSignal
 
@@ -33,6 +35,7 @@ class TrainingInterrupted(RuntimeError):
 
 
 _WITHOUT_A_SAVE = (TrainingInterrupted, TrainingStopped, CheckpointError)  # saved already, or not to be saved
+_LEAVING_SECONDS = 5.0  # for loggers of a process that leaves work that does not return
 _OTHERS_SECONDS = 60.0  # that a process which fails waits for the others to save with it
 
 
@@ -98,7 +101,7 @@ class Saver:
         self._ended: int | None = None  # the steps done when an error ended the run
         self._looked = time.monotonic()  # at the disk
 
-    def after_step(self, steps_done: int, state: TrainState, last: bool) -> None:
+    def after_step(self, steps_done: int, state: Leaves[TrainState], last: bool) -> None:
         """Saves if due, and raises after a signal; after the last step neither, as final save, evaluation and `poll`
         follow. An update since the last save proves that checkpoint. Raises as `poll`. last: `steps_done` is the run's
         last.
@@ -109,7 +112,7 @@ class Saver:
         if not last:
             self.poll(steps_done, state)
 
-    def poll(self, steps_done: int, state: TrainState) -> None:
+    def poll(self, steps_done: int, state: Leaves[TrainState]) -> None:
         """Saves if due; after a signal saves, waits for the files and raises TrainingInterrupted. For whenever the
         state is complete. Collective. Raises as `save`, too.
         """
@@ -119,7 +122,7 @@ class Saver:
     def _signal(self) -> str | None:
         return self.stop.signal_name if self.stop.requested else None
 
-    def _follow(self, signal_name: str | None, due: bool, steps_done: int, state: TrainState) -> None:
+    def _follow(self, signal_name: str | None, due: bool, steps_done: int, state: Leaves[TrainState]) -> None:
         self._due = due
         if signal_name is not None:
             self._save(steps_done, state)
@@ -134,7 +137,7 @@ class Saver:
             self.save(steps_done, state)
 
     @contextlib.contextmanager
-    def listening(self, steps_done: int, state: TrainState) -> Iterator[None]:
+    def listening(self, steps_done: int, state: Leaves[TrainState]) -> Iterator[None]:
         """A context of waits and user's code, while `state` is whole: a signal saves and raises TrainingInterrupted,
         time saves, a full disk is reported, an exception ends the run after a save. Several processes do not act in it;
         `result` makes them agree.
@@ -164,7 +167,7 @@ class Saver:
         if alone and stop.requested:  # whatever has caught what a look raised
             self.poll(steps_done, state)
 
-    def _look(self, steps_done: int, state: TrainState) -> None:
+    def _look(self, steps_done: int, state: Leaves[TrainState]) -> None:
         self.poll(steps_done, state)
         now_seconds = time.monotonic()
         if now_seconds - self._looked > _DISK_SECONDS:
@@ -173,7 +176,7 @@ class Saver:
                 self.monitor.progress.print(f"warning: the next save will fail: {short}")
             self._short = short is not None
 
-    def result[T](self, future: Future[T], what: str, steps_done: int, state: TrainState) -> T:
+    def result[T](self, future: Future[T], what: str, steps_done: int, state: Leaves[TrainState]) -> T:
         """The future's result. Several processes wait until each has its rows, so that none has given up `state` when
         one meets a signal or an error.
 
@@ -204,7 +207,7 @@ class Saver:
             if agreed.ready:
                 return future.result()
 
-    def in_all[T](self, steps_done: int, state: TrainState, work: Callable[[], T]) -> T:
+    def in_all[T](self, steps_done: int, state: Leaves[TrainState], work: Callable[[], T]) -> T:
         """What `work` returns; if it fails in one process, all save and raise. Collective. steps_done, state: what is
         saved.
         """
@@ -223,12 +226,12 @@ class Saver:
             raise shared_errors.exception_of(failures[0][0])
         return value
 
-    def _end_in_all(self, failures: list, steps_done: int, state: TrainState) -> None:
+    def _end_in_all(self, failures: list, steps_done: int, state: Leaves[TrainState]) -> None:
         self.monitor.callbacks.end()
         if failures and all(saves for _, saves in failures):
             self._save_at_an_error(steps_done, state)
 
-    def _save_at_an_error(self, steps_done: int, state: TrainState) -> None:
+    def _save_at_an_error(self, steps_done: int, state: Leaves[TrainState]) -> None:
         """Saves the last step's state before an error ends the run; raises no further error."""
         if self._ended == steps_done:
             return
@@ -247,7 +250,7 @@ class Saver:
         """Ends the process from the watchdog's thread, as the main thread does not return from the user's code."""
         stopped, folder = isinstance(error, TrainingInterrupted), self.checkpointer.folder.parent
         write_state(folder, "stopped" if stopped else "failed", str(error), self.monitor.run.total_steps)
-        self.monitor.logger.close()
+        self.monitor.logger.close(_LEAVING_SECONDS)
         self.checkpointer.unlock()
         again = "The same command continues from there." if stopped else f"Step {steps_done} is not saved."
         with contextlib.suppress(OSError, ValueError):
@@ -257,12 +260,12 @@ class Saver:
             os.write(2, f"{show_cursor}\njaxtune: stopped: {error}. {again}\n".encode())
         os._exit(EXIT_SAVED if stopped else 1)
 
-    def save_for_callback(self, steps_done: int, state: TrainState) -> None:
+    def save_for_callback(self, steps_done: int, state: Leaves[TrainState]) -> None:
         """`save`; if updates are being skipped, the request stays until steps are finite again."""
         self._due = True
         self.save(steps_done, state)
 
-    def save(self, steps_done: int, state: TrainState) -> None:
+    def save(self, steps_done: int, state: Leaves[TrainState]) -> None:
         """Saves `state`, unless it is saved or updates are being skipped (then later), and calls Callback.saved before
         the files are complete. A failure is reported, and the next save tries again. May raise TrainingStopped.
         """
@@ -279,7 +282,7 @@ class Saver:
         self.failed, self.saved = error, self._before
         self.monitor.progress.print(f"warning: {error}. The run continues, and the next save tries again")
 
-    def _save(self, steps_done: int, state: TrainState) -> None:
+    def _save(self, steps_done: int, state: Leaves[TrainState]) -> None:
         """`save` that raises the CheckpointError of this save and, in a run of several processes, of the last one
         (_await_save).
         """
@@ -296,13 +299,13 @@ class Saver:
         with self.monitor.pause("save", steps_done):
             self._await_save()
             self._before = self.saved
-            self.checkpointer.save(steps_done, {"state": state}, self.meta(steps_done), proven=False)
+            self.checkpointer.save(steps_done, {"state": state.tree}, self.meta(steps_done), proven=False)
         self.policy.saved(time.monotonic())
         self.saved, self._due, self._warned, self.failed = steps_done, False, False, None
         if callbacks := self.monitor.callbacks:
             self.in_all(steps_done, state, lambda: callbacks.tell("saved", steps_done))
 
-    def flush(self, steps_done: int, state: TrainState) -> None:
+    def flush(self, steps_done: int, state: Leaves[TrainState]) -> None:
         if self.monitor.callbacks:
             self.in_all(steps_done, state, self.monitor.flush)
         else:
@@ -317,7 +320,7 @@ class Saver:
                 raise
             self._tell(error)
 
-    def evaluated(self, steps_done: int, state: TrainState, values: Mapping[str, float]) -> None:
+    def evaluated(self, steps_done: int, state: Leaves[TrainState], values: Mapping[str, float]) -> None:
         """Saves `state` if checkpoint.best's metric is the best so far; not at step 0 or while updates are skipped.
         ConfigError if `values` lack it; else as `save`.
         """

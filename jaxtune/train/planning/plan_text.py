@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtune.system.terminal import fitted
-from jaxtune.train.display.metrics import duration
+from jaxtune.train.log.metrics import duration
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast

@@ -21,26 +21,30 @@ from jax.sharding import NamedSharding
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import collectives, host_table, partition
 from jaxtune.system import host_memory, processes
+from jaxtune.system.program_cache import in_use
 from jaxtune.train.data.batches import Batch, Batches, BatchSource, Rows
+from jaxtune.train.engine.kept_programs import Request, programs_of
+from jaxtune.train.engine.xla_options import SHORT_STEP_SECONDS, compiler_options, launch_options
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.program.flops import document_lengths
-from jaxtune.train.program.kept_programs import Request, programs_of
-from jaxtune.train.program.program_cache import in_use
+from jaxtune.train.program.leaves import Leaves, over_leaves
 from jaxtune.train.program.step import StepProgram, Sums, TrainState, without_layers, without_update
-from jaxtune.train.program.xla_options import compiler_options
 
 type LoadedStep = tuple[list[Batch], dict[str, Any]]  # of Engine.load_step
 _BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 tokens, without those of tables of embeddings
 
+_STACKED_BYTES = 1 << 28  # of trained tensors and their states, which are copied when they leave the step
 _LONG = 5.0  # seconds of compiling after which somebody asks how to save them
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
+    """The first two take and return states, sums and frozen weights as Leaves."""
+
     accumulate: Any  # adds a micro-batch's loss and gradients to the step's sums (StepProgram.accumulate)
     update: Any  # updates the weights from the sums (StepProgram.update)
     evaluate: Any  # sums the loss of a batch of held-out rows (StepProgram.evaluate); None without held-out rows
@@ -65,6 +69,12 @@ def finished(frozen: nnx.State, plan: StepPlan) -> nnx.State:
     for word, movable in MOVABLES.items():
         frozen = movable.finished(frozen, plan.level(word))
     return frozen
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _overwritten(old: Batch, new: Batch) -> Batch:
+    """`new` in the donated memory of `old`."""
+    return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice(a, b, (0,) * b.ndim), old, new)
 
 
 class Engine:
@@ -98,6 +108,7 @@ class Engine:
         self.tables: Mapping[str, host_table.Array] = {}
         self.batches = batches
         self._early_steps, self.deterministic = early_steps, deterministic
+        self._asked_graphs: bool | None = settings.get("whole_graphs")
         self._offloads, self._held_out = program.offload, held_out
         self.use_mesh(mesh)
         if isinstance(planner, Planner):
@@ -145,6 +156,7 @@ class Engine:
 
         self.program = following(self.program)
         self.before_qat = None if self.before_qat is None else following(self.before_qat)
+        self._rows_before: dict[int, Batch] = {}
         self.micro_index = [partition.put(np.int32(i), self.replicated) for i in range(plan.micro_batches)]
 
     @property
@@ -152,6 +164,14 @@ class Engine:
         platform, divides = self.mesh.devices.flat[0].platform, partition.MeshShape.of(self.mesh).shard_count > 1
         merges = self.deterministic or not self.program.by_tensor  # so deterministic runs keep older versions' bits
         return compiler_options(platform, self.deterministic, divides, merges)
+
+    @property
+    def whole_graphs(self) -> bool:
+        """Whether the steps' programs are launched as whole CUDA graphs."""
+        if not isinstance(self.planner, Planner) or self.mesh.devices.flat[0].platform != "gpu":
+            return False
+        short = self.mesh.size == 1 and self.planner.forecast.step_seconds < SHORT_STEP_SECONDS
+        return short if self._asked_graphs is None else self._asked_graphs
 
     # ---- batches
 
@@ -214,6 +234,18 @@ class Engine:
             block.delete()
         return sums
 
+    def flat(self, state: TrainState, sums: Sums) -> tuple[Leaves[TrainState], Leaves[Sums]]:
+        """As the programs take and return them."""
+        stacked = self._stacks(state)
+        return Leaves.of(state, stacked), Leaves.of(sums, stacked)
+
+    def _stacks(self, state: TrainState) -> bool:
+        """Whether equal tensors of state and sums lie in one array: in an adapter's hundreds the host spends more time
+        than the device. Not divided or hosted ones, and not where copies for a save could matter.
+        """
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.trainable, state.opt_state)))
+        return self.mesh.size == 1 and not self.program.offload and size <= _STACKED_BYTES
+
     # ---- compiling
 
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
@@ -222,16 +254,23 @@ class Engine:
         first_step: steps done before; it decides whether the programs before qat.start are needed.
         """
         start_seconds = time.perf_counter()
-        state, sums, frozen = abstract(state), abstract(sums), abstract(frozen)
         batch, where, held_out = self._abstract_batch(self.batches), self.replicated, self._held_out
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=where)
-        unsummed = self.program.sums_shardings(state.trainable, where)
         before = self.before_qat if first_step < self._early_steps else None
         steps = [self.program] if before is None else [self.program, before]
-        forwards, arguments = [without_update(program) for program in steps], (sums, state, frozen, batch, index)
-        requests = [self._request(program.accumulate, unsummed, arguments, donated=(0,)) for program in forwards]
-        update, results = without_layers(self.program).update, (self.program.shardings(state, where), unsummed, where)
-        requests.append(self._request(update, results, (state, sums), donated=(0, 1), shardy=True))
+        stacked = self._stacks(state)
+        state, sums, frozen = abstract(state), abstract(sums), abstract(frozen)
+        flat_sums, flat_state = Leaves.of(sums, stacked), Leaves.of(state, stacked)
+        unsummed = flat_sums.of_each(self.program.sums_shardings(state.trainable, where))
+        arguments = (flat_sums, flat_state, Leaves.of(frozen), batch, index)
+        forwards = [without_update(program) for program in steps]
+        requests = [
+            self._request(over_leaves(program.accumulate, Sums, stacked=stacked), unsummed, arguments, donated=(0,))
+            for program in forwards
+        ]
+        update = over_leaves(without_layers(self.program).update, TrainState, Sums, stacked=stacked)
+        results = (flat_state.of_each(self.program.shardings(state, where)), unsummed, where)
+        requests.append(self._request(update, results, (flat_state, flat_sums), donated=(0, 1), shardy=True))
         if held_out is not None:
             requests += [
                 self._of_rows(program.evaluate, where, state.trainable, frozen, held_out) for program in forwards
@@ -262,7 +301,8 @@ class Engine:
         return self._request(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
     def _request(self, function, out, arguments: tuple, **options) -> Request:
-        return Request(function, arguments, out, self.mesh, self.options, **options)
+        xla_options = {**self.options, **launch_options(self.whole_graphs)}
+        return Request(function, arguments, out, self.mesh, xla_options, **options)
 
     def _abstract_batch(self, rows: Rows | BatchSource) -> Batch:
         empty = rows.empty(self.rows)
@@ -337,17 +377,42 @@ class Engine:
         early = step < self._early_steps and programs.before_qat is not None
         return programs.before_qat if early and programs.before_qat is not None else programs
 
-    def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, micro_batches: list[Batch]) -> Sums:
+    def accumulate(
+        self,
+        programs: Programs,
+        sums: Leaves[Sums],
+        state: Leaves[TrainState],
+        frozen: Leaves[nnx.State],
+        micro_batches: list[Batch],
+    ) -> Leaves[Sums]:
         """`sums` (donated) with a step's micro-batches added; dispatched, not awaited. micro_batches: trailing empty
         micro-batches may be missing. state, frozen: on the devices; they are not donated.
         """
-        for index, batch in zip(self.micro_index, micro_batches, strict=False):
-            sums = programs.accumulate(sums, state, frozen, batch, index)
+        for place, (index, batch) in enumerate(zip(self.micro_index, micro_batches, strict=False)):
+            fixed = self.whole_graphs and self.mesh.size == 1
+            rows = self._at_fixed_addresses(place, batch) if fixed else batch
+            sums = programs.accumulate(sums, state, frozen, rows, index)
         return sums
 
+    def _at_fixed_addresses(self, place: int, batch: Batch) -> Batch:
+        """The batch in the memory of the last step's: where an argument has a new address, its graph is made anew."""
+        before = self._rows_before.get(place)
+        if before is None:
+            before = jax.tree.map(lambda array: jnp.zeros_like(array, device=array.sharding), batch)
+        self._rows_before[place] = _overwritten(before, batch)
+        return self._rows_before[place]
+
     def first_step(
-        self, programs, sums, state, frozen, micro_batches, step, print_line, compiling: Any = contextlib.nullcontext
-    ):
+        self,
+        programs,
+        sums: Leaves[Sums],
+        state: Leaves[TrainState],
+        frozen: Leaves[nnx.State],
+        micro_batches,
+        step,
+        print_line,
+        compiling: Any = contextlib.nullcontext,
+    ) -> tuple[Programs, Leaves[Sums], Leaves[nnx.State]]:
         """(programs, sums, frozen) after the first step's micro-batches, awaited. If memory runs out, they run again
         under smaller plans; only the update donates the state, so nothing is lost. `frozen` is as the last plan has it.
 
@@ -362,8 +427,9 @@ class Engine:
 
         def arrays():
             nonlocal frozen
-            frozen = finished(frozen, self.planner.plan)
-            return state, self.zero_sums(state), frozen
+            weights = finished(frozen.tree, self.planner.plan)
+            frozen = Leaves.of(weights)
+            return state.tree, self.zero_sums(state.tree), weights
 
         while True:
             try:
@@ -374,12 +440,14 @@ class Engine:
                     raise
                 short = self._search.short_bytes(error, self.mesh.local_devices)
             rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *micro_batches)
-            programs = sums = micro_batches = None
+            del sums, micro_batches
+            programs = None
             self._search.replan("the first step ran out of memory", None, print_line, True, short)
             self.follow_plan()
             with compiling():
                 programs = self.fit(arrays, step, print_line, placed=True)
-            sums, count = self.zero_sums(state), self.planner.plan.micro_batches
+            sums = self.flat(state.tree, self.zero_sums(state.tree))[1]
+            count = self.planner.plan.micro_batches
             micro_batches = [self.place(rows, index, count) for index in range(count)]
 
     def evaluate(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
@@ -22,12 +23,13 @@ from jaxtune.train.callbacks import Between
 from jaxtune.train.config import EvaluationConfig
 from jaxtune.train.data.batches import Batch, Batches
 from jaxtune.train.data.packing.packing import Documents
-from jaxtune.train.display import metrics as m
-from jaxtune.train.display.monitor import Monitor
+from jaxtune.train.engine.programs import Engine, LoadedStep, Programs
 from jaxtune.train.evaluation.answer_metrics import SAMPLES, Answered, AnswerMetrics
-from jaxtune.train.folder.saving import Saver
+from jaxtune.train.log import metrics as m
+from jaxtune.train.loop.monitor import Monitor
+from jaxtune.train.loop.saving import Saver
 from jaxtune.train.planning.phases import phase
-from jaxtune.train.program.programs import Engine, LoadedStep, Programs
+from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.program.step import Sums, TrainState
 
 
@@ -95,13 +97,13 @@ class _StepRows:
         worker: waiting.Worker,
         saver: Saver,
         total_steps: int,
-        model: Callable[[TrainState], Decoder],
+        model: Callable[[Leaves[TrainState]], Decoder],
     ):
         self._engine, self._worker, self._saver = engine, worker, saver
         self._total_steps, self._model = total_steps, model
         self._loading: tuple[int, Future[LoadedStep]] | None = None
 
-    def of(self, step: int, state: TrainState) -> LoadedStep:
+    def of(self, step: int, state: Leaves[TrainState]) -> LoadedStep:
         """(micro-batches, facts) of a step (from 0); the next one is loaded then. `state` is whole meanwhile, so
         signals, time and errors save it (Saver.listening).
         """
@@ -154,7 +156,9 @@ class Run:
     def evaluates(self) -> bool:
         return self.held_out() is not None or self.answers is not None
 
-    def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
+    def steps(
+        self, programs: Programs, state: Leaves[TrainState], sums: Leaves[Sums], frozen: Leaves[nnx.State], start: int
+    ) -> tuple[Leaves[TrainState], int]:
         """Makes the steps after `start` ones, until the last or until a callback ends the run: (state, steps done).
         state and sums (zeros) are donated. TrainingInterrupted after a signal; ValueError from guards (TrainingStopped)
         and memory.
@@ -187,7 +191,7 @@ class Run:
             waiting.Worker("batches") as worker,
             contextlib.ExitStack() as trace,
         ):
-            rows = _StepRows(engine, worker, saver, self.total_steps, lambda state: self.model(state.trainable))
+            rows = _StepRows(engine, worker, saver, self.total_steps, lambda state: self.model(state.tree.trainable))
             for step in range(start, self.total_steps):
                 with monitor.data_wait():
                     micro_batches, counts = rows.of(step, state)
@@ -207,6 +211,7 @@ class Run:
                     else:
                         sums = engine.accumulate(at(step), sums, state, frozen, micro_batches[: counts["filled"]])
                     state, sums, latest = programs.update(state, sums)
+                    jax.copy_to_host_async(latest)  # which is read a step later
                 steps_done = step + 1
 
                 stopped = self._dispatched(step, latest, counts, rows, evaluate, state)
@@ -246,7 +251,7 @@ class Run:
         counts: dict,
         rows: _StepRows,
         evaluate: Callable[[int], float],
-        state: TrainState,
+        state: Leaves[TrainState],
     ) -> bool:
         """After the dispatch of a step (from 0): metrics, next rows, callbacks; returns whether one ends the run."""
         monitor, saver, steps_done = self.monitor, self.saver, step + 1
@@ -263,7 +268,9 @@ class Run:
         stopped = saver.in_all(steps_done, state, between)
         return processes.of_first(lambda: stopped)
 
-    def _between(self, steps_done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
+    def _between(
+        self, steps_done: int, evaluate: Callable[[int], float], saver: Saver, state: Leaves[TrainState]
+    ) -> bool:
         as_own_work = waiting.own_work()  # a decorator, too
         moment = Between(
             steps_done,
@@ -271,20 +278,34 @@ class Run:
             wait=as_own_work(self.monitor.flush),
             evaluate=as_own_work(lambda: evaluate(steps_done)),
             save=as_own_work(lambda: saver.save_for_callback(steps_done, state)),
-            model=as_own_work(lambda: self.model(state.trainable)),
+            model=as_own_work(lambda: self.model(state.tree.trainable)),
         )
         self.monitor.callbacks.tell("between", moment)
         return moment.stopped
 
-    def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen, micro_batches: list[Batch]) -> bool:
+    def _is_finite(
+        self,
+        programs: Programs,
+        sums: Leaves[Sums],
+        state: Leaves[TrainState],
+        frozen: Leaves[nnx.State],
+        micro_batches: list[Batch],
+    ) -> bool:
         """Whether the last state's loss is finite on the first micro-batch, for runs that end without an evaluation.
         sums (zeros) are donated.
         """
         first = self.engine.micro_index[0]
-        loss = programs.accumulate(sums, state, frozen, micro_batches[0], first).loss
+        loss = programs.accumulate(sums, state, frozen, micro_batches[0], first).tree.loss
         return math.isfinite(float(partition.on_host(loss).sum()))
 
-    def evaluate(self, evaluate, state, frozen, step: int, between: Callable[[], None] = lambda: None) -> float:
+    def evaluate(
+        self,
+        evaluate,
+        state: Leaves[TrainState],
+        frozen: Leaves[nnx.State],
+        step: int,
+        between: Callable[[], None] = lambda: None,
+    ) -> float:
         """Evaluates held-out rows and answers, logs and prints the metrics, calls the callbacks, and saves the state if
         it is the best. Returns the loss, NaN if there is none. Collective.
 
@@ -308,13 +329,14 @@ class Run:
 
         self.saver.flush(step, state)
         with monitor.pause("eval", step) as line:
-            tell("evaluating", lambda: self.model(state.trainable))
+            tell("evaluating", lambda: self.model(state.tree.trainable))
             if batches is not None:
                 show_progress = monitor.progress.evaluating
-                values |= self.engine.evaluate(evaluate, state.trainable, frozen, batches, show_progress, between, load)
+                tensors = state.tree.trainable, frozen.tree
+                values |= self.engine.evaluate(evaluate, *tensors, batches, show_progress, between, load)
             if self.answers is not None:
                 with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.generate=[]"):
-                    answers = self.answers(self.model(state.trainable))
+                    answers = self.answers(self.model(state.tree.trainable))
                 values |= answers.metrics
             tell("evaluated", values)
             line |= values | {m.ROWS: rows_identity(None if batches is None else batches.rows.documents, self.answers)}

@@ -18,21 +18,21 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import convert_qat, prepare_qat, qat_spec, unrounded
 from jaxtune.models.linear import InputScale
 from jaxtune.models.lora import copy_structure, has_adapter, linears, matrices
+from jaxtune.models.observed_inputs import known_scales, observed_scales, with_input_scales
 from jaxtune.models.placement import partition
 from jaxtune.models.qat.fake_quant import INPUT_SCALES
-from jaxtune.models.qat.observed_inputs import known_scales, observed_scales, with_input_scales
 from jaxtune.system import processes
 from jaxtune.train.config import QatConfig
 from jaxtune.train.config.precision import Precision
+from jaxtune.train.engine.programs import Engine, finished
+from jaxtune.train.objectives.teachers import without_teacher
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.planner import out_of_memory
-from jaxtune.train.program.programs import Engine, finished
 from jaxtune.train.program.step import (
     Sums,
     TrainState,
 )
-from jaxtune.train.references.teachers import without_teacher
 
 
 class TrainedModel:

@@ -22,23 +22,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtune.train.callbacks import Callback, Callbacks
+from jaxtune.train.callbacks import Callback, Callbacks, TrainingStopped
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import BatchSource
-from jaxtune.train.display import metrics as m
-from jaxtune.train.display.plan_text import measured_lines
+from jaxtune.train.log import metrics as m
 from jaxtune.train.planning.devices import memory_peak_bytes
+from jaxtune.train.planning.plan_text import measured_lines
 from jaxtune.train.planning.planner import Planner
 
 _SHOWN_STEPS = 10  # the speed on the screen is the mean of this many steps
 _FIRST_STEPS = 3  # steps with a gradient, by which adapters that get none are found
 _LEARNT = 1e-10  # the square of the gradient of a smaller loss may underflow in float32
-
-
-class TrainingStopped(ValueError):
-    """Raised when a guard ends the run: steps in a row were not finite, nothing or an adapter does not train, or the
-    first step contradicts the reference. Callbacks may raise it too. The Saver may then remove the last checkpoint.
-    """
 
 
 def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -179,6 +173,7 @@ class Monitor:
         self._counted += seconds
         self._paused += seconds
         self.logger.log(step, values | {f"{name}_seconds": seconds - part_seconds})
+        self.logger.flush()
 
     @contextlib.contextmanager
     def planned(self, name: str, step: int) -> Iterator[dict[str, Any]]:
@@ -226,9 +221,12 @@ class Monitor:
             self.progress.print(text)
 
     def flush(self) -> None:
-        """Waits for all dispatched steps and processes them; may raise TrainingStopped."""
+        """Waits for all dispatched steps, processes them and waits until their lines are written; may raise
+        TrainingStopped.
+        """
         while self.waiting:
             self._take()
+        self.logger.flush()
 
     def _take(self) -> None:
         """Processes the oldest dispatched step: callbacks, which may add metrics, then history, log, screen, guards.

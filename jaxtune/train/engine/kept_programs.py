@@ -37,9 +37,9 @@ from jaxtune.pallas import dispatch, gpu_kernel, tuning, versions
 from jaxtune.system import processes
 from jaxtune.system.heap import uncollected
 from jaxtune.system.private_jax import compilation_cache, config, core, pxla, xla_client
-from jaxtune.train.program import described
-from jaxtune.train.program.program_cache import ProgramCache, in_use, keys_asked, sources
-from jaxtune.train.program.xla_options import compiled
+from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked, sources
+from jaxtune.train.engine import described
+from jaxtune.train.engine.xla_options import compiled
 
 logger = logging.getLogger(__name__)
 

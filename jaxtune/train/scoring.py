@@ -13,10 +13,10 @@ from typing import Any, Literal
 from jaxtune.models.adapters import trained_over
 from jaxtune.models.precision import DTYPES
 from jaxtune.system import terminal
+from jaxtune.system.program_cache import use_program_cache
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, ModelConfig, OptimConfig, QatConfig, TrainConfig
 from jaxtune.train.config.precision import REST, Precision
-from jaxtune.train.display import metrics as m
 from jaxtune.train.display import rows_report
 from jaxtune.train.evaluation.answer_metrics import SAMPLES
 from jaxtune.train.evaluation.held_out_answers import answer, sampled_by
@@ -25,9 +25,9 @@ from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.record import is_digest_of
 from jaxtune.train.folder.results import Result, read_result
 from jaxtune.train.folder.run_folder import ADAPTER, CHECKPOINTS, CONFIG, MERGED, RESULTS
+from jaxtune.train.log import metrics as m
 from jaxtune.train.planning.phases import phase
-from jaxtune.train.program.program_cache import use_program_cache
-from jaxtune.train.spec.loading import load_model
+from jaxtune.train.spec.loading import loading
 from jaxtune.train.spec.run_spec import decided_objective
 from jaxtune.train.trainer import Trainer
 
@@ -204,12 +204,12 @@ def evaluate(
     scored = loaded_in(weights_to_score(weights, config.checkpoint, recipe, overrides), load_in, overrides)
     console.print(f"weights: {scored.text}")
     config = replace(config, **vars(scored.weights))
-    model, tokenizer = load_model(config)
     held_out, data = None, config.data
     if eval_rows:
         held_out, data = data.eval, replace(data, eval=None, eval_rows=eval_rows)
     of_run = replace(config, data=data)
-    trainer = Trainer(model, tokenizer, of_run, eval_rows=held_out, keeps_model=False, trains=False)
+    with loading(config, trains=False) as (_, tokenizer, model):
+        trainer = Trainer(model, tokenizer, of_run, eval_rows=held_out, keeps_model=False, trains=False)
     if scored.result is not None and config.data.eval_rows:
         _require_same_split(scored.result, trainer)
     for warning in rows_report.held_out_warnings(trainer.train_data, trainer.eval_data):
@@ -232,7 +232,9 @@ def evaluate(
         results |= {key: None if math.isnan(value) else value for key, value in answers.metrics.items()}
         results[SAMPLES] = answers.samples
     if config.evaluation.exact_match_rows:
-        results |= answer(model, tokenizer, config.evaluation, config.data, console, sampled_by(trainer))
+        settings, positions = config.evaluation, trainer.model.given.config.context_length
+        sampled = sampled_by(trainer.engine.planner, trainer.tokenizer, settings, config.data, positions)
+        results |= answer(model, tokenizer, settings, config.data, console, sampled)
     return results
 
 

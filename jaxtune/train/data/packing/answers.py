@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data.batches import Batch, Json
-from jaxtune.train.sampled.reward_functions import Turns
 
 _FULL, _WELL = 0.8, 0.9  # shares of a row: below which its length is warned of, and that is sought
 
@@ -67,66 +66,6 @@ def fill_warning(longest: int, answers: int, rows: int, length: int) -> list[str
         f"data.length = {length:,}: the longest prompts and answers, {longest:,} tokens, fill {fill:.0%} of the packed "
         f"rows, and the rest is padding; leave it out, or set {best:,}"
     ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """A data row's prompt."""
-
-    turns: Turns
-    """As reward functions get it: text or messages."""
-    ids: tuple[int, ...]
-    """Up to where the answer begins."""
-    columns: Mapping[str, object]
-    """The row's other columns, for scoring functions and environments' `reset`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How answers are sampled and how often trained on; all names except `slots` are TRL's. Raises ValueError for a
-    value out of range.
-    """
-
-    num_generations: int = 8
-    """Answers to a prompt, at least 2: a group, within which rewards are compared."""
-    max_completion_length: int = 512
-    """Most tokens of an answer, tools' texts included."""
-    temperature: float = 1.0
-    """Divides the logits in sampling and in the loss."""
-    top_k: int = 0
-    """Only this number of most probable tokens; 0: all."""
-    top_p: float = 1.0
-    """Only the most probable tokens that add up to it; 1: all."""
-    min_p: float = 0.0
-    """Only tokens of at least min_p times the highest probability; 0: all."""
-    repetition_penalty: float = 1.0
-    """Above 1, tokens of prompt and answer become less probable; 1: none."""
-
-    mask_truncated_completions: bool = False
-    """Leave answers without an end out of the loss."""
-
-    num_iterations: int = 1
-    """Steps in which each answer is trained on."""
-
-    steps_per_generation: int = 1
-    """Steps among which a generation's answers are divided."""
-
-    slots: int = 64
-    """Most answers a device samples at a time; fewer if memory is short."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_completion_length", "num_iterations", "steps_per_generation", "slots"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be 1 or more")
-        if self.num_generations < 2:
-            raise ValueError(f"num_generations = {self.num_generations}: answers are compared, so it takes 2 or more")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature = {self.temperature}: must be above 0, or all answers to a prompt are one")
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps from one generation to the next."""
-        return self.steps_per_generation * self.num_iterations
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The training loop: steps, their metrics and guards, and when a state is saved."""

@@ -1,0 +1,145 @@
+"""Trees as flat lists: JAX takes a module's state apart and together in Python, 5 us a tensor each time. Small
+tensors of one shape may lie in one array: a host passes hundreds of them to a program as slowly as large ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import KeyPath, PyTreeDef, keystr
+
+_SMALL = 1 << 20  # elements of the largest tensor that is stacked
+_MOST = 64  # tensors of a stack; XLA makes no kernel of more than 96 operands
+
+
+class _Structure:
+    """A tree without its leaves, equal to itself only, so that JAX compares it at once.
+
+    stacks: indices of the leaves of each array that holds several; the other leaves follow these arrays.
+    """
+
+    def __init__(
+        self,
+        definition: PyTreeDef,
+        paths: Sequence[KeyPath],
+        stacks: Sequence[Sequence[int]],
+    ):
+        self._definition, self._count, self._stacks = definition, len(paths), stacks
+        stacked = {index for stack in stacks for index in stack}
+        self._alone = [index for index in range(len(paths)) if index not in stacked]
+        self.keys = tuple(_Key(paths[index]) for index in [*(stack[0] for stack in stacks), *self._alone])
+        self._stack = jax.jit(lambda stacks: [jnp.stack(arrays) for arrays in stacks])
+        self._apart = jax.jit(lambda arrays: [list(array) for array in arrays])
+
+    def arrays(self, leaves: Sequence) -> list:
+        """The arrays that hold a tree's leaves: shapes for shapes."""
+        stacks = [[leaves[index] for index in stack] for stack in self._stacks]
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for stack in stacks for leaf in stack):
+            held = [_stacked_shape(len(stack), stack[0]) for stack in stacks]
+        else:
+            held = self._stack(stacks) if stacks else []
+        return [*held, *(leaves[index] for index in self._alone)]
+
+    def of_each(self, values: Sequence) -> list:
+        """Of values of a tree's leaves, equal within a stack, such as shardings: those of the arrays."""
+        return [values[index] for index in [*(stack[0] for stack in self._stacks), *self._alone]]
+
+    def tree(self, arrays: Sequence):
+        leaves: list = [None] * self._count
+        count = len(self._stacks)
+        parts = self._apart(arrays[:count]) if count else []
+        for stack, tensors in zip(self._stacks, parts, strict=True):
+            for index, tensor in zip(stack, tensors, strict=True):
+                leaves[index] = tensor
+        for index, leaf in zip(self._alone, arrays[count:], strict=True):
+            leaves[index] = leaf
+        return self._definition.unflatten(leaves)
+
+    def described(self) -> tuple[object, ...]:
+        """What tells it from others in another process."""
+        return self._definition, self._stacks
+
+
+def _stacked_shape(count: int, of: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((count, *of.shape), of.dtype, sharding=of.sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """A leaf's whole path as a single key, so that a program's arguments keep their names."""
+
+    path: KeyPath
+
+    def __str__(self) -> str:
+        return keystr(self.path)
+
+
+_structures: weakref.WeakValueDictionary[Hashable, _Structure] = weakref.WeakValueDictionary()
+
+
+class Leaves[T]:
+    """A tree of type T as its leaves, itself a pytree over arrays. Trees of equal structure give equal structures."""
+
+    def __init__(self, arrays: Iterable[object], structure: _Structure):
+        self._arrays, self._structure = tuple(arrays), structure
+
+    @classmethod
+    def of(cls, tree: T, stacked: bool = False) -> Leaves[T]:
+        """stacked: small leaves of one shape lie in one array, up to 64 of them."""
+        with_paths, definition = jax.tree_util.tree_flatten_with_path(tree)
+        leaves = [leaf for _, leaf in with_paths]
+        stacks = _stacks(with_paths) if stacked else ()
+        structure = _structures.get((definition, stacks))
+        if structure is None:
+            structure = _Structure(definition, [path for path, _ in with_paths], stacks)
+            _structures[definition, stacks] = structure
+        return cls(structure.arrays(leaves), structure)
+
+    @functools.cached_property
+    def tree(self) -> T:
+        """With stacks, copies of their tensors."""
+        return self._structure.tree(self._arrays)
+
+    def of_each(self, values: T) -> Leaves[object]:
+        """A tree of values, one for each leaf and equal within a stack, as values of the arrays."""
+        return Leaves(self._structure.of_each(jax.tree.leaves(values)), self._structure)
+
+    def flatten(self) -> tuple[tuple[object, ...], _Structure]:
+        return self._arrays, self._structure
+
+    def flatten_with_keys(self) -> tuple[Iterable[tuple[_Key, object]], _Structure]:
+        return tuple(zip(self._structure.keys, self._arrays, strict=True)), self._structure
+
+
+def _stacks(with_paths: Sequence[tuple[KeyPath, jax.Array]]) -> tuple[tuple[int, ...], ...]:
+    """Indices of the leaves of each stack: of one field of the tree, one shape and one dtype."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, (path, leaf) in enumerate(with_paths):
+        if 1 < leaf.size <= _SMALL:
+            groups.setdefault((path[0], leaf.shape, leaf.dtype), []).append(index)
+    pieces = [group[start : start + _MOST] for group in groups.values() for start in range(0, len(group), _MOST)]
+    return tuple(tuple(piece) for piece in pieces if len(piece) > 1)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Leaves, Leaves.flatten_with_keys, lambda structure, arrays: Leaves(arrays, structure), Leaves.flatten
+)
+
+
+def over_leaves(function: Callable[..., object], *trees: type, stacked: bool = False) -> Callable[..., object]:
+    """`function` of trees and other values, with Leaves as arguments, and as results where they are `trees`."""
+
+    def flat(value: object) -> object:
+        return Leaves.of(value, stacked) if isinstance(value, trees) else value
+
+    @functools.wraps(function)
+    def wrapped(*arguments: object):
+        results = function(*(value.tree if isinstance(value, Leaves) else value for value in arguments))
+        return tuple(map(flat, results)) if isinstance(results, tuple) else flat(results)
+
+    return wrapped
