@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import KeyPath, PyTreeDef, keystr
+from jax.tree_util import KeyPath, keystr
 
 _SMALL = 1 << 20  # elements of the largest tensor that is stacked
 _MOST = 64  # tensors of a stack; XLA makes no kernel of more than 96 operands
@@ -20,12 +20,12 @@ _MOST = 64  # tensors of a stack; XLA makes no kernel of more than 96 operands
 class _Structure:
     """A tree without its leaves, equal to itself only, so that JAX compares it at once.
 
-    stacks: indices of the leaves of each array that holds several; the other leaves follow these arrays.
+    definition: its PyTreeDef. stacks: indices of the leaves of each array that holds several; the other leaves follow these arrays.
     """
 
     def __init__(
         self,
-        definition: PyTreeDef,
+        definition,
         paths: Sequence[KeyPath],
         stacks: Sequence[Sequence[int]],
     ):
