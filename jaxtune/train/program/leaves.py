@@ -20,7 +20,8 @@ _MOST = 64  # tensors of a stack; XLA makes no kernel of more than 96 operands
 class _Structure:
     """A tree without its leaves, equal to itself only, so that JAX compares it at once.
 
-    definition: its PyTreeDef. stacks: indices of the leaves of each array that holds several; the other leaves follow these arrays.
+    definition: its PyTreeDef.
+    stacks: indices of the leaves of each array that holds several; the other leaves follow these arrays.
     """
 
     def __init__(
