@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from jaxtune.commands import (
     tune,
     watch,
 )
-from jaxtune.system import ending, interrupts, processes, terminal
+from jaxtune.system import ending, interrupts, processes, terminal, timing
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
@@ -71,6 +72,7 @@ def console(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     interrupts.raise_dropped_interrupts()
     terminal.outlive(raises=not set(arguments[:1]) <= set(_WORKING))
+    timing.record(timing.process_start())
     # transformers imports torch wherever it is installed, which takes seconds and is of no use to a command. It is
     # hidden until transformers has been imported (model_folder.load_tokenizer).
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
@@ -130,7 +132,8 @@ def _run(arguments: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
         return _fail(f"unknown command {name!r}; {hint}")
-    return COMMANDS[name](words) or 0
+    with timing.recording(time.monotonic()):
+        return COMMANDS[name](words) or 0
 
 
 def _out_of_memory(error: Exception) -> str | None:

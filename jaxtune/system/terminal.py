@@ -14,8 +14,10 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
+
+from jaxtune.system import timing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,51 +197,48 @@ def _console_class() -> type[Console]:
     return PrintableConsole
 
 
-@contextlib.contextmanager
-def progress(description: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A context with a progress bar on stderr, if it is a terminal and the process not silent. Yields a function that
-    takes, from any thread, the bytes done since its last call.
+def progress(description: str, total_bytes: int) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+    """A phase of exporting, with a progress bar on stderr if that is a terminal and the process not silent. Its value
+    is a function that takes, from any thread, the bytes done since its last call.
     """
-    if _silent or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task(printable(description), total=total_bytes)
-        yield lambda count: bar.advance(task, count)
+    columns = ("DownloadColumn", "TimeRemainingColumn", "TransferSpeedColumn")
+    return _counting(timing.phase("export", words=description, total=total_bytes, unit="B"), columns)
 
 
-@contextlib.contextmanager
-def counted(description: str, total: int, completed: int = 0) -> Iterator[Callable[[int], None]]:
-    """As `progress`, for items, with a bar that stays; the function takes the number of items done since its last call.
+def counted(
+    description: str, total: int, completed: int = 0, phase: str = timing.ELSE, transient: bool = False
+) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+    """As `progress`, for items, with a bar that stays unless it is `transient`.
+
     description: before the bar.
-    total: items in all.
+    total: items in all; 0: unknown.
     completed: items done before.
+    phase: of system/timing.py.
     """
-    if _silent or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    columns = ("MofNCompleteColumn", "TimeElapsedColumn", "TimeRemainingColumn")
+    work = timing.phase(phase, words=description, total=total)
+    work.advance(completed)
+    return _counting(work, columns, transient)
 
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console(stderr=True)) as bar:
-        task = bar.add_task(printable(description), total=total, completed=completed)
-        yield lambda count: bar.advance(task, count)
+
+@contextlib.contextmanager
+def _counting(work: timing.Phase, columns: Sequence[str], transient: bool = True) -> Iterator[Callable[[int], None]]:
+    with work:
+        if _silent or not sys.stderr.isatty():
+            yield work.advance
+            return
+        from rich import progress as rich
+
+        description = rich.TextColumn("{task.description}", markup=False)
+        shown = (description, rich.BarColumn(), *(getattr(rich, name)() for name in columns))
+        with rich.Progress(*shown, console=console(stderr=True), transient=transient) as bar:
+            task = bar.add_task(printable(work.words), total=work.total or None, completed=work.done)
+
+            def advance(count: int) -> None:
+                work.advance(count)
+                bar.advance(task, count)
+
+            yield advance
 
 
 def plain(text: object, style: str = "") -> Text:

@@ -183,7 +183,7 @@ class Run:
         with (
             saver.guarded(),
             frozen_heap(),
-            phase("step", remedy),
+            phase("step", remedy, self.total_steps) as work,
             waiting.Worker("batches") as worker,
             contextlib.ExitStack() as trace,
         ):
@@ -207,7 +207,7 @@ class Run:
                     else:
                         sums = engine.accumulate(at(step), sums, state, frozen, micro_batches[: counts["filled"]])
                     state, sums, latest = programs.update(state, sums)
-                steps_done = step + 1
+                work.done = steps_done = step + 1
 
                 stopped = self._dispatched(step, latest, counts, rows, evaluate, state)
                 if tracing and (
