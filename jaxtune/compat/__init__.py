@@ -128,6 +128,7 @@ __all__ = [
 
 timing.record(timing.process_start())
 timing.imported()
+timing.follow_jax()
 
 # Other names that scripts import, and what to do about them.
 _ELSEWHERE = {

@@ -14,6 +14,8 @@ import os
 import re
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
@@ -35,6 +37,25 @@ def printable(text: object) -> str:
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), str(text))
 
 
+class _Screen:
+    """What stdout and stderr show, as far as streams of `outlive` write it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.written = time.monotonic()
+        self.passing: _Stream | None = None  # whose last line the next output replaces
+
+    def clear(self) -> None:
+        stream, self.passing = self.passing, None
+        if stream is not None:
+            stream.put("\r\x1b[2K")
+
+
+_screen = _Screen()
+os.register_at_fork(after_in_child=_screen.__init__)  # another thread may hold the lock
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
 class _Stream:
     """A text stream that drops what it cannot write (a dead pipe, a closed terminal, a full disk).
 
@@ -43,14 +64,25 @@ class _Stream:
 
     def __init__(self, stream: Any, name: str = ""):
         self._stream, self._name = stream, name
+        self.in_line = False  # whether what was written ends within a line
 
     def write(self, text: str) -> int:
         """The number of characters, also of dropped text; characters that the encoding lacks become escapes."""
+        with _screen.lock:
+            _screen.clear()
+            if text:
+                begun = max(text.rfind("\n"), text.rfind("\r")) + 1
+                self.in_line = bool(_CONTROL.sub("", text[begun:])) or (self.in_line and not begun)
+                _screen.written = time.monotonic()
+            return self.put(text)
+
+    def put(self, text: str) -> int:
+        """`write` of what is not looked at."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError:
             encoding = self._stream.encoding or "ascii"
-            return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            return self.put(text.encode(encoding, "backslashreplace").decode(encoding))
         except (OSError, ValueError) as error:
             self._lost(error)
         return len(text)
@@ -119,6 +151,39 @@ def be_silent() -> None:
     """From now on `say` and new consoles, unless given a `file`, and progress bars show nothing in this process."""
     global _silent
     _silent = True
+
+
+def say_passing(text: str, silent_seconds: float) -> None:
+    """Prints a line on stderr if for so long nothing was printed; on a terminal the next output replaces it. Nothing in
+    a silent process, without `outlive`, and within another text's line.
+    """
+    out, err = (stream if isinstance(stream, _Stream) else None for stream in (sys.stdout, sys.stderr))
+    with _screen.lock:
+        if _silent or err is None or time.monotonic() - _screen.written < silent_seconds:
+            return
+        if err.in_line or (out is not None and out.in_line and _are_one(out, err)):
+            return
+        if not err.isatty():
+            err.write(f"{printable(text)}\n")
+        else:
+            _screen.clear()
+            err.put(printable(text)[: console(stderr=True).width - 1])
+            _screen.passing = err
+        err.flush()
+
+
+def _are_one(out: _Stream, err: _Stream) -> bool:
+    """Whether they are the same terminal, pipe or file."""
+    try:
+        return os.path.sameopenfile(out.fileno(), err.fileno())
+    except (OSError, ValueError):
+        return False
+
+
+def end_passing() -> None:
+    """Removes a line of say_passing."""
+    with _screen.lock:
+        _screen.clear()
 
 
 _rewordings: list[Callable[[str], str]] = []

@@ -121,7 +121,7 @@ class Timing:
 
     def lines(self) -> list[str]:
         """The table: phases in the order of PHASES, and of each the parts that took a hundredth of the wall clock."""
-        rows = [("seconds", "main thread", "beside")]
+        rows: list[tuple[str, ...]] = [("seconds", "main thread", "beside")]
 
         def add(words: str, *columns: Iterable[float]) -> None:
             numbers = [f"{seconds:.2f}" if (seconds := sum(column)) >= 0.005 else "" for column in columns]
@@ -195,10 +195,10 @@ class Recorder:
         thread = self._thread()
         return next((phase for phase in reversed(thread.stack if thread else []) if phase.name in names), None)
 
-    def doing(self) -> list[Phase]:
-        """The innermost open phase of each thread, the main thread's first; [] if that has none."""
-        stacks = [thread.stack[-1:] for thread in (self._main, *list(self._others.values()))]
-        return [phase for stack in stacks for phase in stack] if stacks[0] else []
+    def doing(self) -> list[list[Phase]]:
+        """The open phases of the main thread, perhaps none, then those of each other thread that has some."""
+        main, *others = ([*thread.stack] for thread in (self._main, *list(self._others.values())))
+        return [main, *filter(None, others)]
 
     def taken(self) -> Timing:
         """What was recorded until now, open phases too; recording begins anew."""
@@ -284,17 +284,21 @@ def recording(began: float) -> Iterator[None]:
 
 
 def imported() -> None:
-    """The end of the imports with which a command or a script begins; JAX's own phases are recorded from now on."""
-    global _listens
-    if _recorder is None:
-        return
-    _recorder.pop(_recorder.innermost("import"))
-    if not _listens:
-        from jax import monitoring
+    """The end of the imports with which a command or a script begins."""
+    if _recorder is not None:
+        _recorder.pop(_recorder.innermost("import"))
 
-        monitoring.register_scalar_listener(_jax_began)
-        monitoring.register_event_duration_secs_listener(_jax_ended)
-        _listens = True
+
+def follow_jax() -> None:
+    """Records what JAX traces, lowers, compiles and reads from its cache, from now on."""
+    global _listens
+    if _listens:
+        return
+    from jax import monitoring
+
+    monitoring.register_scalar_listener(_jax_began)
+    monitoring.register_event_duration_secs_listener(_jax_ended)
+    _listens = True
 
 
 def _jax_began(event: str, value: float, **facts: object) -> None:
