@@ -184,6 +184,20 @@ def test_a_line_never_stands_within_a_text(pieces):
         assert shown.endswith("LINE\n") and written[-1:] in ("", "\n", "\r")
 
 
+def test_a_full_pipe_keeps_nobody_waiting():
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)
+    with both_streams(writing):
+        terminal.say_passing("LINE", 0.0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        assert set(pipe.read()) == set(b"x")
+
+
 def test_a_heartbeat_speaks_only_while_there_is_silence_and_work(monkeypatch, capsys):
     monkeypatch.setattr(timing, "_recorder", timing.Recorder(time.monotonic()))
 

@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import re
+import select
 import sys
 import textwrap
 import threading
@@ -74,7 +75,7 @@ class _Stream:
                 begun = max(text.rfind("\n"), text.rfind("\r")) + 1
                 self.in_line = bool(_CONTROL.sub("", text[begun:])) or (self.in_line and not begun)
                 _screen.written = time.monotonic()
-            return self.put(text)
+        return self.put(text)  # without the lock: nobody may read this stream
 
     def put(self, text: str) -> int:
         """`write` of what is not looked at."""
@@ -161,13 +162,13 @@ def say_passing(text: str, silent_seconds: float) -> None:
     with _screen.lock:
         if _silent or err is None or time.monotonic() - _screen.written < silent_seconds:
             return
-        if err.in_line or (out is not None and out.in_line and _are_one(out, err)):
+        if err.in_line or (out is not None and out.in_line and _are_one(out, err)) or not _takes_more(err):
             return
         if not err.isatty():
             err.write(f"{printable(text)}\n")
         else:
             _screen.clear()
-            err.put(printable(text)[: console(stderr=True).width - 1])
+            err.put(printable(text)[: _columns(err) - 1])
             _screen.passing = err
         err.flush()
 
@@ -178,6 +179,21 @@ def _are_one(out: _Stream, err: _Stream) -> bool:
         return os.path.sameopenfile(out.fileno(), err.fileno())
     except (OSError, ValueError):
         return False
+
+
+def _takes_more(stream: _Stream) -> bool:
+    """False for a full pipe, a write to which waits."""
+    try:
+        return bool(select.select([], [stream.fileno()], [], 0)[1])
+    except (OSError, ValueError):  # no file, as in a notebook
+        return True
+
+
+def _columns(stream: _Stream) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
 
 
 def end_passing() -> None:
