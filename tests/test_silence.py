@@ -30,16 +30,15 @@ import sys, time
 from jaxtune.system import progress, timing
 
 slow = {{"files", "compile accumulate", "compile evaluate", "compile _prefill", "step", "sample", "export"}}
-enter = timing.Phase.__enter__
+push = timing.Recorder.push
 
-def slowly(phase):
-    enter(phase)
+def slowly(recorder, phase):
+    push(recorder, phase)
     for name in {{phase.name, f"{{phase.name}} {{phase.part}}"}} & slow:
         slow.remove(name)
         time.sleep({SLOW})
-    return phase
 
-timing.Phase.__enter__ = slowly
+timing.Recorder.push = slowly
 progress.heartbeat.__wrapped__.__defaults__ = ({INTERVAL},)  # of scripts
 """
 COMMAND = DRIVER + f"from jaxtune import cli\nsys.exit(cli.console(sys.argv[1:], {INTERVAL}))\n"
