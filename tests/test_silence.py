@@ -89,7 +89,7 @@ def require_no_silence(pieces: list[tuple[float, str]]) -> str:
         ("generate", ("reading files weights: 0.00 of 0.00 GB",)),
         ("chat", ("reading files",)),
         ("serve", ("reading files",)),
-        ("evaluate", ("preparing rows", "evaluating")),
+        ("evaluate", ("importing", "compiling evaluate")),
     ],
 )
 def test_a_command_is_never_silent(command, words, tmp_path):
