@@ -44,6 +44,12 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--process", type=int, metavar="I", help=argparse.SUPPRESS)
 
 
+def add_timing(parser: argparse.ArgumentParser) -> None:
+    """Adds --timing, for progress.show_timing at the end."""
+    words = "at the end print where the seconds went: imports, rows, files, compiling by program, and so on"
+    parser.add_argument("--timing", action="store_true", help=words)
+
+
 def add_numbers(parser: argparse.ArgumentParser) -> None:
     """Adds --dtype and --load-in, None if not given."""
     parser.add_argument(

@@ -15,6 +15,7 @@ from typing import Any
 from jaxtune.models import values
 from jaxtune.models.files import headers
 from jaxtune.models.files.published import PUBLISHED
+from jaxtune.system import timing
 from jaxtune.system.files import atomic_write, writing
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -315,12 +316,14 @@ def load_tokenizer(folder: Path):
         for key, check in _TOKENIZER_CHECKS.items():
             if settings.get(key) is not None:
                 check(f"{file}: {key}", settings[key])
-    _import_transformers()
-    from transformers import AutoTokenizer
+    with timing.phase("import", "transformers"):
+        _import_transformers()
+        from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        tokenizer("a")  # some faults appear only in use
+        with timing.phase("files", "tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            tokenizer("a")  # some faults appear only in use
     except Exception as error:  # the tokenizers library raises bare Exceptions
         message = " ".join(str(error).split())[:300]
         files = ", ".join(name for name in _TOKENIZER_FILES if (folder / name).exists())

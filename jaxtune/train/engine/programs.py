@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import collectives, host_table, partition
 from jaxtune.pallas import dispatch, gpu_kernel
-from jaxtune.system import host_memory, processes
+from jaxtune.system import host_memory, processes, timing
 from jaxtune.system.heap import uncollected
 from jaxtune.train.data.batches import Batch, Batches, BatchSource, Rows
 from jaxtune.train.engine.xla_options import SHORT_STEP_SECONDS, compiled, compiler_options, launch_options
@@ -286,9 +286,12 @@ class Engine:
                     for program in steps:
                         lowered = self._lowered_of_rows(program.evaluate, where, state.trainable, frozen, held_out)
                         evaluates.append(pool.submit(self._compiled, lowered))
-            evaluates = [future.result() for future in evaluates] or [None] * len(steps)
-            pairs = list(zip([future.result() for future in accumulates], evaluates, strict=True))
-            programs, *early = (Programs(accumulate, update.result(), evaluate) for accumulate, evaluate in pairs)
+            with timing.phase("wait", "programs", total=len(accumulates + evaluates) + 1, unit="programs") as work:
+                for future in (*accumulates, update, *evaluates):
+                    future.add_done_callback(lambda _: work.advance())
+                evaluates = [future.result() for future in evaluates] or [None] * len(steps)
+                pairs = list(zip([future.result() for future in accumulates], evaluates, strict=True))
+                programs, *early = (Programs(accumulate, update.result(), evaluate) for accumulate, evaluate in pairs)
         return dataclasses.replace(programs, before_qat=early[0]) if early else programs
 
     def compile_evaluate(self, program: StepProgram, trainable, frozen):

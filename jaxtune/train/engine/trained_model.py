@@ -21,7 +21,7 @@ from jaxtune.models.lora import copy_structure, has_adapter, linears, matrices
 from jaxtune.models.observed_inputs import known_scales, observed_scales, with_input_scales
 from jaxtune.models.placement import partition
 from jaxtune.models.qat.fake_quant import INPUT_SCALES
-from jaxtune.system import processes
+from jaxtune.system import processes, timing
 from jaxtune.train.config import QatConfig
 from jaxtune.train.config.precision import Precision
 from jaxtune.train.engine.programs import Engine, finished
@@ -147,7 +147,8 @@ class TrainedModel:
     def take_weights(self) -> None:
         """Waits for weights that a thread loads, and takes them; raises what loading raised."""
         if self._weights is not None:
-            self._hold(self._weights.result())
+            with timing.phase("wait", "weights"):
+                self._hold(self._weights.result())
             self._weights = None
 
     def first_state(self, engine: Engine) -> tuple[TrainState, Sums, Any]:

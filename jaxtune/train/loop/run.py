@@ -187,7 +187,7 @@ class Run:
         with (
             saver.guarded(),
             frozen_heap(),
-            phase("step", remedy),
+            phase("step", remedy, self.total_steps) as work,
             waiting.Worker("batches") as worker,
             contextlib.ExitStack() as trace,
         ):
@@ -212,7 +212,7 @@ class Run:
                         sums = engine.accumulate(at(step), sums, state, frozen, micro_batches[: counts["filled"]])
                     state, sums, latest = programs.update(state, sums)
                     jax.copy_to_host_async(latest)  # which is read a step later
-                steps_done = step + 1
+                work.done = steps_done = step + 1
 
                 stopped = self._dispatched(step, latest, counts, rows, evaluate, state)
                 if tracing and (
