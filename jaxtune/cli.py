@@ -64,16 +64,13 @@ _WORKING = ("train", "launch", "export", "tune", "report", "watch", "serve")
 def console(arguments: Sequence[str] | None = None) -> int:
     """The entry point of a process of its own: sets it up and calls `main`.
 
-    Interrupts that Python drops are raised again, a closed output is an error only for a command that prints its
-    result, and transformers does not import torch. In a run of several processes success waits for the others, and a
-    failure is reported to them and ends the process here.
+    Interrupts that Python drops are raised again, and a closed output is an error only for a command that prints its
+    result. In a run of several processes success waits for the others, and a failure is reported to them and ends the
+    process here.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     interrupts.raise_dropped_interrupts()
     terminal.outlive(raises=not set(arguments[:1]) <= set(_WORKING))
-    # transformers imports torch wherever it is installed, which takes seconds and is of no use to a command. It is
-    # hidden until transformers has been imported (model_folder.load_tokenizer).
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     try:
         code = main(arguments)
     except BaseException as error:
