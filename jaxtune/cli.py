@@ -33,6 +33,7 @@ from jaxtune.commands import (
     watch,
 )
 from jaxtune.system import ending, interrupts, processes, terminal
+from jaxtune.system.heap import collect_seldom
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
@@ -69,6 +70,7 @@ def console(arguments: Sequence[str] | None = None) -> int:
     process here.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    collect_seldom()
     interrupts.raise_dropped_interrupts()
     terminal.outlive(raises=not set(arguments[:1]) <= set(_WORKING))
     try:
