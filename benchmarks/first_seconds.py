@@ -1,7 +1,7 @@
 """Whole processes on a small model, from the command to the result: TRL's and jaxtune's, first and second run.
 
-    python -m benchmarks.first_seconds --model FOLDER --rows FOLDER --output FILE.json [--cases trl,compat,train,generate]
-                                       [--seconds 560] [--steps 120] [--dtype bfloat16] [--timing]
+    python -m benchmarks.first_seconds --model FOLDER --rows FOLDER --output FILE.json
+        [--cases trl,compat,train,generate] [--seconds 560] [--steps 120] [--dtype bfloat16] [--timing]
 
 Each run is a process of its own. A case has a home folder of its own, empty at first, so that its first run compiles,
 tokenises and measures everything, and its second run has all caches. FILE.json is written after each run, and beside it
@@ -12,7 +12,7 @@ FILE.log has what the processes print.
     train       jaxtune train lora-0.5b, 16 rows of 512 tokens a step, a line each step
     generate    jaxtune generate, a few tokens of the adapter that `train` made, which runs before it
 
-ROWS has train.jsonl, rows of GSM8K. --timing asks jaxtune for its table of phases, and records it.
+--rows has train.jsonl, rows of GSM8K. --timing asks jaxtune for its table of phases, and records it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _train(options: argparse.Namespace, output: Path) -> list[str]:
         "data.packing": "true",
         "rows_per_step": 16,
         "steps": options.steps,
-        "dtype": options.dtype,
+        "precision": {"bfloat16": "bf16", "float32": "fp32"}[options.dtype],
         "export.merged": "false",
         "metrics.log_every": 1,
         "output": output,

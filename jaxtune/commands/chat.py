@@ -29,6 +29,7 @@ def run(arguments: Sequence[str]) -> None:
     )
     sampling.add_options(parser, temperature=0.7)
     options = parser.parse_args(arguments)
+    common.begin_import()
 
     from jaxtune.models.generation.chat import Conversation
     from jaxtune.models.generation.ends import with_end_tokens

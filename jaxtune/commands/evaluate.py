@@ -28,6 +28,7 @@ def run(arguments: Sequence[str]) -> None:
     common.add_load_in(parser, otherwise="as the recipe says")
     common.add_processes(parser)
     options = parse(parser, arguments)
+    common.begin_import()
 
     from jaxtune.train.config.file import load_to_evaluate
 

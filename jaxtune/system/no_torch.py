@@ -15,6 +15,10 @@ class _StandIn(types.ModuleType):
         _withdraw(self)
         return getattr(importlib.import_module("torch"), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        _withdraw(self)
+        setattr(importlib.import_module("torch"), name, value)
+
 
 def _withdraw(module: types.ModuleType | None) -> None:
     if sys.modules.get("torch", ...) is module:
@@ -32,7 +36,7 @@ def torch_on_use():
         return
     module = _StandIn("torch")
     # transformers looks for the spec, and inspect for the file of every module.
-    module.__spec__, module.__file__ = spec, spec.origin
+    vars(module).update(__spec__=spec, __file__=spec.origin)
     sys.modules["torch"] = module
     try:
         yield

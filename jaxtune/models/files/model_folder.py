@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,7 @@ from typing import Any
 from jaxtune.models import values
 from jaxtune.models.files import headers
 from jaxtune.models.files.published import PUBLISHED
+from jaxtune.system import early_import
 from jaxtune.system.files import atomic_write, writing
 from jaxtune.system.no_torch import torch_on_use
 
@@ -330,9 +333,28 @@ def load_tokenizer(folder: Path):
     return tokenizer
 
 
+@functools.cache
+def begin_import() -> threading.Thread:
+    """Imports what `load_tokenizer` needs in a thread: thousands of files, two seconds on a slow disk."""
+
+    def load() -> None:
+        with _without_torch() as transformers:
+            _ = transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast
+
+    return early_import.begin(load)
+
+
 @contextlib.contextmanager
 def transformers_without_torch() -> Iterator[ModuleType]:
     """A context with transformers, in which importing its modules imports torch only if they use it."""
+    if begin_import.cache_info().currsize:
+        begin_import().join()
+    with _without_torch() as transformers:
+        yield transformers
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[ModuleType]:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it warns if torch is not installed
     with torch_on_use():
         import transformers
