@@ -373,7 +373,8 @@ def _class_config(folder: Path) -> Any:
     if not isinstance(settings.get("tokenizer_class"), str) or "auto_map" in {*settings, *config}:
         return None
     names = ("model_type", "model_name", "tokenizer_class")
-    return PreTrainedConfig(name_or_path=str(folder), **{name: config[name] for name in names if name in config})
+    known = {name: config[name] for name in names if name in config}
+    return PreTrainedConfig.from_dict({"name_or_path": str(folder), **known})
 
 
 def _of_gguf(file: Path):
