@@ -7,15 +7,14 @@ import importlib
 import importlib.util
 import sys
 import types
-from typing import Any
 
 
 class _StandIn(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         _withdraw(self)
         return getattr(importlib.import_module("torch"), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         _withdraw(self)
         setattr(importlib.import_module("torch"), name, value)
 

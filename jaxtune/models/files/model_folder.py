@@ -362,7 +362,7 @@ def _without_torch() -> Iterator[ModuleType]:
         yield transformers
 
 
-def _class_config(folder: Path) -> Any:
+def _class_config(folder: Path) -> object:
     """What AutoTokenizer reads of config.json where tokenizer_config.json names the tokenizer's class; else None, and
     it reads the whole, with the model's module and torch (ten seconds).
     """

@@ -66,7 +66,7 @@ class TrainedModel:
         self._precision, self._qat, self._seed = precision, qat, seed
         self.keeps_model, self._weights = keeps_model, weights
         self.fresh = False
-        self._state_shapes: tuple[Any, Any, TrainState] | None = None  # with what they follow from
+        self._state_shapes: tuple[object, object, TrainState] | None = None  # with what they follow from
         self._hold(model)
 
     def _hold(self, model: Decoder) -> None:
