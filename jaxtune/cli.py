@@ -35,6 +35,7 @@ from jaxtune.commands import (
     watch,
 )
 from jaxtune.system import ending, interrupts, processes, progress, terminal, timing
+from jaxtune.system.heap import collect_seldom
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
@@ -67,20 +68,18 @@ _WORKING = ("train", "launch", "export", "tune", "report", "watch", "serve")
 def console(arguments: Sequence[str] | None = None, silent_seconds: float = progress.SILENT_SECONDS) -> int:
     """The entry point of a process of its own: sets it up and calls `main`.
 
-    Interrupts that Python drops are raised again, a closed output is an error only for a command that prints its
-    result, and transformers does not import torch. After `silent_seconds` without output a line says what is being
-    done. In a run of several processes success waits for the others, and a failure is reported to them and ends the
+    Interrupts that Python drops are raised again, and a closed output is an error only for a command that prints its
+    result. After `silent_seconds` without output a line says what is being done. In a run of several processes success
+    waits for the others, and a failure is reported to them and ends the
     process here.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    collect_seldom()
     interrupts.raise_dropped_interrupts()
     terminal.outlive(raises=not set(arguments[:1]) <= set(_WORKING))
     timing.record(timing.process_start())
     idle = arguments[:1] in (["launch"], ["watch"])  # they show what others do
     heartbeat = contextlib.nullcontext() if idle else progress.heartbeat(silent_seconds)
-    # transformers imports torch wherever it is installed, which takes seconds and is of no use to a command. It is
-    # hidden until transformers has been imported (model_folder.load_tokenizer).
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     try:
         with heartbeat:
             code = main(arguments)

@@ -69,6 +69,13 @@ def add_load_in(parser: argparse.ArgumentParser, otherwise: str = "stored") -> N
     )
 
 
+def begin_import() -> None:
+    """Imports what a tokenizer needs in a thread, beside JAX."""
+    from jaxtune.models.files import model_folder
+
+    model_folder.begin_import()
+
+
 def load(options: argparse.Namespace):
     """(model, tokenizer or None) of `options.model`: a folder, a hub name, or an adapter's folder.
 

@@ -29,6 +29,7 @@ def run(arguments: Sequence[str]) -> None:
     common.add_processes(parser)
     common.add_timing(parser)
     options = parse(parser, arguments)
+    common.begin_import()
 
     from jaxtune.train.config.file import load_to_evaluate
 

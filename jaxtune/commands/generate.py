@@ -50,6 +50,7 @@ def run(arguments: Sequence[str]) -> None:
     for flag, value in (("--num-answers", options.num_answers), ("--max-new-tokens", options.max_new_tokens)):
         if value < 1:
             parser.error(f"{flag} {value}: must be a positive integer")
+    common.begin_import()
 
     from jaxtune.commands import answers
     from jaxtune.models.ends import with_end_tokens

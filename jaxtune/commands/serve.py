@@ -77,6 +77,7 @@ def run(arguments: Sequence[str]) -> None:
     except ImportError as error:
         raise ValueError(f"serve needs starlette and uvicorn ({error}): {install('serve')}") from None
     del starlette, uvicorn
+    common.begin_import()
     _serve(options, key)
     if options.timing:
         progress.show_timing()

@@ -45,6 +45,7 @@ def run(arguments: Sequence[str]) -> int | None:
             f"the first argument is a recipe: a YAML file or one of {', '.join(packaged_recipes())}; "
             f"'{spelled('train --help')}' says what each is for"
         )
+    common.begin_import()
     from jaxtune.train.config.file import load_config
 
     config = load_config(options.recipe, options.overrides, rows_needed=not options.plan)

@@ -66,6 +66,7 @@ class TrainedModel:
         self._precision, self._qat, self._seed = precision, qat, seed
         self.keeps_model, self._weights = keeps_model, weights
         self.fresh = False
+        self._state_shapes: tuple[object, object, TrainState] | None = None  # with what they follow from
         self._hold(model)
 
     def _hold(self, model: Decoder) -> None:
@@ -256,9 +257,13 @@ class TrainedModel:
 
     def state_shapes(self, engine: Engine) -> TrainState:
         """Shapes and shardings of the state, by which each device reads only its parts of a checkpoint."""
-        program = engine.program
-        state = jax.eval_shape(lambda trainable: program.init(trainable, self._seed), self.trainable)
-        return _placed(state, program.shardings(state, engine.replicated))
+        program, where = engine.program, engine.replicated
+        leaves, tree = jax.tree.flatten(self.trainable)
+        of_trained = tree, [(leaf.shape, leaf.dtype) for leaf in leaves]
+        if self._state_shapes is None or self._state_shapes[0] is not program or self._state_shapes[1] != of_trained:
+            state = jax.eval_shape(lambda trainable: program.init(trainable, self._seed), self.trainable)
+            self._state_shapes = program, of_trained, _placed(state, program.shardings(state, where))
+        return self._state_shapes[2]
 
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
         """(state, sums, frozen) with which a run starts, on the mesh. resumed: a checkpoint's state; its optimizer

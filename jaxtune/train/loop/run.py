@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
 from jaxtune.profile import capture
-from jaxtune.system import processes, waiting
+from jaxtune.system import early_import, processes, waiting
 from jaxtune.system.heap import frozen_heap
 from jaxtune.train.callbacks import Between
 from jaxtune.train.config import EvaluationConfig
@@ -182,6 +182,8 @@ class Run:
 
         if self.evaluation_due:
             evaluate(start)
+        # Of the save and the plot at the end; the first step waits for the device meanwhile.
+        early_import.begin_modules(*["orbax.checkpoint"] * saver.enabled, "matplotlib.backends.backend_agg")
         tracing, steps_done = False, start
         remedy = "the same command continues from the last save; a smaller memory.budget_gb leaves more for fragments"
         with (
