@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +34,8 @@ from jaxtune.commands import (
     tune,
     watch,
 )
-from jaxtune.system import ending, interrupts, processes, terminal
+from jaxtune.system import ending, interrupts, processes, progress, terminal, timing
+from jaxtune.system.heap import collect_seldom
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
@@ -57,25 +60,29 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
         sensitivity,
     )
 }
+_TIMED = ("train", "generate", "chat", "serve", "evaluate")  # they say when they have imported what they need
 # Commands whose results are files or a page. The result of all other commands is what they print.
 _WORKING = ("train", "launch", "export", "tune", "report", "watch", "serve")
 
 
-def console(arguments: Sequence[str] | None = None) -> int:
+def console(arguments: Sequence[str] | None = None, silent_seconds: float = progress.SILENT_SECONDS) -> int:
     """The entry point of a process of its own: sets it up and calls `main`.
 
-    Interrupts that Python drops are raised again, a closed output is an error only for a command that prints its
-    result, and transformers does not import torch. In a run of several processes success waits for the others, and a
-    failure is reported to them and ends the process here.
+    Interrupts that Python drops are raised again, and a closed output is an error only for a command that prints its
+    result. After `silent_seconds` without output a line says what is being done. In a run of several processes success
+    waits for the others, and a failure is reported to them and ends the
+    process here.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    collect_seldom()
     interrupts.raise_dropped_interrupts()
     terminal.outlive(raises=not set(arguments[:1]) <= set(_WORKING))
-    # transformers imports torch wherever it is installed, which takes seconds and is of no use to a command. It is
-    # hidden until transformers has been imported (model_folder.load_tokenizer).
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    timing.record(timing.process_start())
+    idle = arguments[:1] in (["launch"], ["watch"])  # they show what others do
+    heartbeat = contextlib.nullcontext() if idle else progress.heartbeat(silent_seconds)
     try:
-        code = main(arguments)
+        with heartbeat:
+            code = main(arguments)
     except BaseException as error:
         if processes.count() > 1:
             traceback.print_exc()
@@ -130,7 +137,10 @@ def _run(arguments: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
         return _fail(f"unknown command {name!r}; {hint}")
-    return COMMANDS[name](words) or 0
+    with timing.recording(time.monotonic()):
+        if name not in _TIMED:
+            timing.imported()
+        return COMMANDS[name](words) or 0
 
 
 def _out_of_memory(error: Exception) -> str | None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxtune.commands import common, sampling
+from jaxtune.system import progress, timing
 from jaxtune.system.terminal import console, fitted, say
 
 
@@ -28,11 +29,14 @@ def run(arguments: Sequence[str]) -> None:
         "--max-new-tokens", type=int, default=512, metavar="N", help="most tokens of an answer (default: 512)"
     )
     sampling.add_options(parser, temperature=0.7)
+    common.add_timing(parser)
     options = parser.parse_args(arguments)
+    common.begin_import()
 
     from jaxtune.models.ends import with_end_tokens
     from jaxtune.models.generation.chat import Conversation
 
+    timing.imported()
     model, tokenizer = common.load(options)
     model = with_end_tokens(model, tokenizer)
     settings = {"max_new_tokens": options.max_new_tokens, **sampling.settings(options)}
@@ -45,12 +49,13 @@ def run(arguments: Sequence[str]) -> None:
     say(fitted(usage, console(stderr=True)), file=sys.stderr)
     while True:
         try:
-            text = input(prompt).strip()
+            with timing.phase("input"):
+                text = input(prompt).strip()
         except (EOFError, KeyboardInterrupt):
             say(end="\n" if prompt else "")  # the shell's prompt starts on a new line
-            return
+            break
         if text == "/exit":
-            return
+            break
         if text == "/reset":
             conversation.reset()
         elif text == "/adapter" and conversation.has_adapter:
@@ -66,3 +71,5 @@ def run(arguments: Sequence[str]) -> None:
             except ValueError as error:  # mostly a conversation that is too long
                 say(error, file=sys.stderr)
             say()
+    if options.timing:
+        progress.show_timing()

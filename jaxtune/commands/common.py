@@ -44,6 +44,12 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--process", type=int, metavar="I", help=argparse.SUPPRESS)
 
 
+def add_timing(parser: argparse.ArgumentParser) -> None:
+    """Adds --timing, for progress.show_timing at the end."""
+    words = "at the end print where the seconds went: imports, rows, files, compiling by program, and so on"
+    parser.add_argument("--timing", action="store_true", help=words)
+
+
 def add_numbers(parser: argparse.ArgumentParser) -> None:
     """Adds --dtype and --load-in, None if not given."""
     parser.add_argument(
@@ -61,6 +67,13 @@ def add_load_in(parser: argparse.ArgumentParser, otherwise: str = "stored") -> N
         "published, the rest in 16 bits), or as their files store them, but with MXFP4 decoded "
         f"(default: for an adapter, as it was trained over them; else {otherwise})",
     )
+
+
+def begin_import() -> None:
+    """Imports what a tokenizer needs in a thread, beside JAX."""
+    from jaxtune.models.files import model_folder
+
+    model_folder.begin_import()
 
 
 def load(options: argparse.Namespace):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jaxtune.commands import common
 from jaxtune.commands.options import parse
-from jaxtune.system import joining
+from jaxtune.system import joining, progress
 from jaxtune.system.terminal import say
 
 
@@ -27,7 +27,9 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model.path=FOLDER adapter=null")
     common.add_load_in(parser, otherwise="as the recipe says")
     common.add_processes(parser)
+    common.add_timing(parser)
     options = parse(parser, arguments)
+    common.begin_import()
 
     from jaxtune.train.config.file import load_to_evaluate
 
@@ -37,3 +39,5 @@ def run(arguments: Sequence[str]) -> None:
 
     scores = evaluate_config(config, options.recipe, options.overrides, checkpoint, options.load_in)
     say(json.dumps(scores, indent=2))
+    if options.timing:
+        progress.show_timing()

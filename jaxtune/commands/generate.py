@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtune.commands import common, sampling
+from jaxtune.system import progress, timing
 from jaxtune.system.terminal import say
 
 
@@ -40,6 +41,7 @@ def run(arguments: Sequence[str]) -> None:
         "--max-new-tokens", type=int, default=64, metavar="N", help="most tokens of an answer (default: 64)"
     )
     sampling.add_options(parser, temperature=0.0)
+    common.add_timing(parser)
     options = parser.parse_args(arguments)
     if (options.prompts is None) != (options.output is None):
         parser.error("--prompts and --output go with each other: one is given without the other")
@@ -48,10 +50,12 @@ def run(arguments: Sequence[str]) -> None:
     for flag, value in (("--num-answers", options.num_answers), ("--max-new-tokens", options.max_new_tokens)):
         if value < 1:
             parser.error(f"{flag} {value}: must be a positive integer")
+    common.begin_import()
 
     from jaxtune.commands import answers
     from jaxtune.models.ends import with_end_tokens
 
+    timing.imported()
     if options.prompts is not None:
         answers.read_rows(Path(options.prompts))  # what cannot be read is said before a model is loaded
     model, tokenizer = common.load(options)
@@ -67,16 +71,18 @@ def run(arguments: Sequence[str]) -> None:
     if options.prompts is None:
         settings = {"max_new_tokens": options.max_new_tokens, **settings}
         answers.show(model, tokenizer, options.prompt, options.raw, settings, options.template_arguments)
-        return
-    answers.answer_file(
-        model,
-        tokenizer,
-        Path(options.prompts),
-        Path(options.output),
-        raw=options.raw,
-        max_new_tokens=options.max_new_tokens,
-        num_answers=options.num_answers,
-        slots=options.slots,
-        settings=settings,
-        template_arguments=options.template_arguments,
-    )
+    else:
+        answers.answer_file(
+            model,
+            tokenizer,
+            Path(options.prompts),
+            Path(options.output),
+            raw=options.raw,
+            max_new_tokens=options.max_new_tokens,
+            num_answers=options.num_answers,
+            slots=options.slots,
+            settings=settings,
+            template_arguments=options.template_arguments,
+        )
+    if options.timing:
+        progress.show_timing()

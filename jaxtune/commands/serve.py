@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtune.commands import common
+from jaxtune.system import progress, timing
 from jaxtune.system.extras import install
 from jaxtune.system.loopback import HOST, is_loopback
 from jaxtune.system.terminal import say
@@ -57,6 +58,7 @@ def run(arguments: Sequence[str]) -> None:
         "--grace", type=float, default=10.0, metavar="S", help="seconds for answers after a signal (default: 10)"
     )
     common.add_numbers(parser)
+    common.add_timing(parser)
     options = parser.parse_args(arguments)
     key = options.api_key if options.api_key is not None else os.environ.get(_KEY)
     if key == "":
@@ -75,7 +77,10 @@ def run(arguments: Sequence[str]) -> None:
     except ImportError as error:
         raise ValueError(f"serve needs starlette and uvicorn ({error}): {install('serve')}") from None
     del starlette, uvicorn
+    common.begin_import()
     _serve(options, key)
+    if options.timing:
+        progress.show_timing()
 
 
 def _serve(options: argparse.Namespace, key: str | None) -> None:
@@ -88,6 +93,7 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine
 
+    timing.imported()
     with server.listen(options.host, options.port) as listener:
         models = {served.name: served for served in _models(options)}
         # They are made in this order, each with its part of the memory that those before it have left.
@@ -99,7 +105,8 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
         engine = Engine(samplers, {name: served.decoder for name, served in models.items()})
         for name, plan in engine.plans.items():
             say(f"{name}: {plan}")
-        server.Server(models, engine, listener, key, options.timeout, options.grace).run_until_signal()
+        with timing.phase("serve"):
+            server.Server(models, engine, listener, key, options.timeout, options.grace).run_until_signal()
 
 
 def _models(options: argparse.Namespace) -> list[ServedModel]:

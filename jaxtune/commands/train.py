@@ -8,10 +8,11 @@ import argparse
 import os
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxtune.commands import common
 from jaxtune.commands.options import parse
-from jaxtune.system import joining
+from jaxtune.system import joining, progress
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
@@ -28,6 +29,7 @@ def run(arguments: Sequence[str]) -> int | None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--plan", action="store_true")
+    common.add_timing(parser)
     parser.add_argument("--coordinator")
     parser.add_argument("--processes", type=int)
     parser.add_argument("--process", type=int)
@@ -43,6 +45,7 @@ def run(arguments: Sequence[str]) -> int | None:
             f"the first argument is a recipe: a YAML file or one of {', '.join(packaged_recipes())}; "
             f"'{spelled('train --help')}' says what each is for"
         )
+    common.begin_import()
     from jaxtune.train.config.file import load_config
 
     config = load_config(options.recipe, options.overrides, rows_needed=not options.plan)
@@ -63,7 +66,10 @@ def run(arguments: Sequence[str]) -> int | None:
         require_readable(config.data, config.model, converts)
     from jaxtune.train.app import run as train
 
-    return train(config, check=options.check, plan=options.plan)
+    code = train(config, check=options.check, plan=options.plan)
+    if options.timing:
+        progress.show_timing(None if options.check or options.plan else Path(config.output))
+    return code
 
 
 def _print_help() -> None:
@@ -71,13 +77,14 @@ def _print_help() -> None:
 
     console = common.wide_console()
     console.print(
-        "usage: jaxtune train RECIPE [key.sub=value ...] [--check | --plan]\n\n"
+        "usage: jaxtune train RECIPE [key.sub=value ...] [--check | --plan] [--timing]\n\n"
         "RECIPE is a YAML file or the name of a packaged recipe. Overrides win over it; their values are YAML.\n"
     )
     common.print_columns(
         [
             ("--check", "read config, tokenizer and data, show what would be trained and one packed row, then stop"),
             ("--plan", "show the plan: memory and speed, here or on the device plan.device names, then stop"),
+            ("--timing", "at the end print where the seconds went, and write them to timing.json in the output folder"),
             (
                 "--coordinator=HOST:PORT --processes=N --process=I",
                 "one of several processes that SLURM and Open MPI did not start; 'jaxtune launch' gives them itself",

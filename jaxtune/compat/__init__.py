@@ -58,6 +58,7 @@ from jaxtune.compat.transformers_names import (
     BitsAndBytesConfig,
 )
 from jaxtune.compat.vllm_names import SamplingParams
+from jaxtune.system import timing
 
 UnslothTrainer, UnslothTrainingArguments = SFTTrainer, SFTConfig
 
@@ -124,6 +125,10 @@ __all__ = [
     "standardize_sharegpt",
     "train_on_responses_only",
 ]
+
+timing.record(timing.process_start())
+timing.imported()
+timing.follow_jax()
 
 # Other names that scripts import, and what to do about them.
 _ELSEWHERE = {

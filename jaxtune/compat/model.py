@@ -43,6 +43,7 @@ from jaxtune.models.hf import hf_config_of, load_base, save_weights
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.registry import config_from_hf, text_config
 from jaxtune.pallas.formats import FORMATS
+from jaxtune.system.progress import heartbeat
 from jaxtune.system.terminal import say
 from jaxtune.train.config import AdapterConfig
 
@@ -188,6 +189,7 @@ class CompatModel:
                 "has them"
             )
 
+    @heartbeat()
     def merge_and_unload(self, *_: object, **__: object) -> CompatModel:
         """PEFT's: a new model with the adapter merged, whose weights all train, in the base's dtype.
 
@@ -204,6 +206,7 @@ class CompatModel:
             fast=self.fast,
         )
 
+    @heartbeat()
     def generate(
         self,
         input_ids: Any,
@@ -294,6 +297,7 @@ class CompatModel:
         """Unsloth's: the adapter of a folder, for fast_generate's lora_request; ValueError if there is none."""
         return load_lora(path)
 
+    @heartbeat()
     def fast_generate(
         self,
         prompts: str | Mapping | Iterable[str | Mapping],

@@ -10,7 +10,9 @@ from pathlib import Path
 import jaxtune
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter
+from jaxtune.system import timing
 from jaxtune.system.files import atomic_write, put, temporary_folder
+from jaxtune.system.progress import heartbeat
 from jaxtune.system.terminal import say
 from jaxtune.train.folder.run_folder import next_name
 
@@ -43,7 +45,7 @@ def saved_into(folder: str | os.PathLike, where: str, write: Callable[[Path], ob
     path = require_free(folder, where)
     before = _mark(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(path) as temporary:
+    with temporary_folder(path) as temporary, heartbeat(), timing.phase("export"):
         write(temporary)
         new = {file.name: _stamp(file) for file in _model_files(temporary)}
         atomic_write(temporary / MARK, json.dumps({name: [stamp] for name, stamp in new.items()}))

@@ -86,6 +86,7 @@ class SFTConfig:
     metric_for_best_model: str | None
     greater_is_better: bool | None  # None: True unless the metric's name ends with "loss"
     full_determinism: bool  # True: repeated runs have equal bits
+    report_timing: bool = False  # True: train() ends with a table of the seconds since the script's start, by phase
     push_to_hub: bool = False  # True: what was trained is uploaded once, after the run
     hub_model_id: str | None = None  # the hub's repository; None: the name of output_dir
     hub_private_repo: bool | None = None  # True: a repository that is made is private

@@ -50,6 +50,7 @@ from jaxtune.export.hub import require_login
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8, stored_in
 from jaxtune.system.files import atomic_write
+from jaxtune.system.progress import show_timing
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import (
@@ -498,6 +499,8 @@ class SFTTrainer(ScriptWords):
                 self.push_to_hub()
             except ValueError as error:  # what was trained stays
                 say(f"{type(self).__name__}: not uploaded: {error}; trainer.push_to_hub() tries again")
+        if self.args.report_timing:
+            show_timing(output)
         losses = [line["loss"] for line in trainer.history if "loss" in line]
         return TrainOutput(
             steps,

@@ -14,6 +14,7 @@ import yaml
 from jaxtune.compat.defaults import defaults
 from jaxtune.compat.settings import SFTConfig
 from jaxtune.convert.tables import table
+from jaxtune.system.progress import heartbeat
 from jaxtune.system.terminal import rewording
 from jaxtune.train.config.file import config_keys
 from jaxtune.train.user_code.errors import UserCodeError
@@ -158,7 +159,7 @@ def worded[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 @contextlib.contextmanager
 def _said_in_words_of(kind: type[SFTConfig] | None) -> Iterator[None]:
-    with rewording(lambda text: in_script_words(text, kind)):
+    with rewording(lambda text: in_script_words(text, kind)), heartbeat():
         try:
             yield
         except ValueError as error:

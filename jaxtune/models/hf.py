@@ -55,7 +55,7 @@ from jaxtune.models.placement import partition
 from jaxtune.models.precision import DTYPES
 from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
 from jaxtune.pallas.formats import FORMATS, Stored, format_of
-from jaxtune.system import terminal
+from jaxtune.system import terminal, timing
 from jaxtune.system.disk import require_room
 
 _ROUTERS = (".mlp.gate.weight", ".router.proj.weight")  # endings of the names of routers that files may quantise
@@ -193,7 +193,8 @@ class Pretrained:
         if mesh is None:
             how = next(iter(self._encoded.values()), None) or self.stored_in or self._dtype
             nf4 = None if self.packed or how == "nf4" else self.device_bytes("nf4", stay)
-            load_memory.require_room(self.folder, self.device_bytes(None, stay), how, nf4)
+            with timing.phase("devices"):
+                load_memory.require_room(self.folder, self.device_bytes(None, stay), how, nf4)
 
         def where(name: str, tensor):
             if mesh is None:

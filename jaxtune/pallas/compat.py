@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -16,6 +17,7 @@ import numpy as np
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.system.extras import install
+from jaxtune.system.no_torch import torch_hidden
 
 
 def triton_refusal() -> str | None:
@@ -59,6 +61,7 @@ def triton_call(
     """
     import jax_triton
 
+    _learn_tensors()
     capability = dispatch.compute_capability()
     assert capability is not None
     parameters = inspect.signature(jax_triton.triton_call).parameters
@@ -81,6 +84,20 @@ def triton_call(
         **constants,
     )
     return meshes.on_each_device(call)(*arguments)
+
+
+@functools.cache
+def _learn_tensors() -> None:
+    """Triton 3.6 imports torch at the first argument that it looks at, for the class of its tensors; without it, they
+    are known by their data_ptr. Triton 3.9 looks only for an imported torch, and a hidden one is an AttributeError.
+    """
+    from triton._C import libtriton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    if hasattr(libtriton, "native_specialize_impl"):
+        with torch_hidden(), contextlib.suppress(AttributeError):
+            libtriton.native_specialize_impl(CUDABackend(GPUTarget("cuda", 80, 32)), 1, False, False, False)
 
 
 _compiling = threading.Lock()  # Triton's settings are those of the process

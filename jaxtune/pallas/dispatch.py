@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jaxtune.pallas import versions
+from jaxtune.system import timing
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
     queued = _beside.get()
     if queued is None or check.done():
         begin_checks()
-        return check.result()
+        with timing.phase("wait", "kernel checks"):
+            return check.result()
     queued.append(check)
     return None
 
@@ -177,12 +179,14 @@ def built[Built](build: Callable[[], Built]) -> Built:
 def _failed(checks: list[Future[str | None]]) -> bool:
     """Whether a check has a reason against a kernel, once all are done."""
     begin_checks()
-    return any([check.result() is not None for check in checks])  # noqa: C419 - a list, so that all are waited for
+    with timing.phase("wait", "kernel checks"):
+        return any([check.result() is not None for check in checks])  # noqa: C419 - a list, so that all are waited for
 
 
 def _check(check: Future[str | None], op: str, name: str, call: str, compare: Callable) -> None:
     try:
-        check.set_result(_checked(op, name, call, compare))
+        with timing.phase("check", op):
+            check.set_result(_checked(op, name, call, compare))
     except BaseException as error:  # raised again where the check is waited for
         check.set_exception(error)
 

@@ -12,10 +12,15 @@ import functools
 import logging
 import os
 import re
+import select
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
+
+from jaxtune.system import timing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +38,25 @@ def printable(text: object) -> str:
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), str(text))
 
 
+class _Screen:
+    """What stdout and stderr show, as far as streams of `outlive` write it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.written = time.monotonic()
+        self.passing: _Stream | None = None  # whose last line the next output replaces
+
+    def clear(self) -> None:
+        stream, self.passing = self.passing, None
+        if stream is not None:
+            stream.put("\r\x1b[2K")
+
+
+_screen = _Screen()
+os.register_at_fork(after_in_child=_screen.__init__)  # another thread may hold the lock
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
 class _Stream:
     """A text stream that drops what it cannot write (a dead pipe, a closed terminal, a full disk).
 
@@ -41,14 +65,25 @@ class _Stream:
 
     def __init__(self, stream: Any, name: str = ""):
         self._stream, self._name = stream, name
+        self.in_line = False  # whether what was written ends within a line
 
     def write(self, text: str) -> int:
         """The number of characters, also of dropped text; characters that the encoding lacks become escapes."""
+        with _screen.lock:
+            _screen.clear()
+            if text:
+                begun = max(text.rfind("\n"), text.rfind("\r")) + 1
+                self.in_line = bool(_CONTROL.sub("", text[begun:])) or (self.in_line and not begun)
+                _screen.written = time.monotonic()
+        return self.put(text)  # without the lock: nobody may read this stream
+
+    def put(self, text: str) -> int:
+        """`write` of what is not looked at."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError:
             encoding = self._stream.encoding or "ascii"
-            return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            return self.put(text.encode(encoding, "backslashreplace").decode(encoding))
         except (OSError, ValueError) as error:
             self._lost(error)
         return len(text)
@@ -117,6 +152,54 @@ def be_silent() -> None:
     """From now on `say` and new consoles, unless given a `file`, and progress bars show nothing in this process."""
     global _silent
     _silent = True
+
+
+def say_passing(text: str, silent_seconds: float) -> None:
+    """Prints a line on stderr if for so long nothing was printed; on a terminal the next output replaces it. Nothing in
+    a silent process, without `outlive`, and within another text's line.
+    """
+    out, err = (stream if isinstance(stream, _Stream) else None for stream in (sys.stdout, sys.stderr))
+    with _screen.lock:
+        if _silent or err is None or time.monotonic() - _screen.written < silent_seconds:
+            return
+        if err.in_line or (out is not None and out.in_line and _are_one(out, err)) or not _takes_more(err):
+            return
+        if not err.isatty():
+            err.write(f"{printable(text)}\n")
+        else:
+            _screen.clear()
+            err.put(printable(text)[: _columns(err) - 1])
+            _screen.passing = err
+        err.flush()
+
+
+def _are_one(out: _Stream, err: _Stream) -> bool:
+    """Whether they are the same terminal, pipe or file."""
+    try:
+        return os.path.sameopenfile(out.fileno(), err.fileno())
+    except (OSError, ValueError):
+        return False
+
+
+def _takes_more(stream: _Stream) -> bool:
+    """False for a full pipe, a write to which waits."""
+    try:
+        return bool(select.select([], [stream.fileno()], [], 0)[1])
+    except (OSError, ValueError):  # no file, as in a notebook
+        return True
+
+
+def _columns(stream: _Stream) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def end_passing() -> None:
+    """Removes a line of say_passing."""
+    with _screen.lock:
+        _screen.clear()
 
 
 _rewordings: list[Callable[[str], str]] = []
@@ -195,51 +278,48 @@ def _console_class() -> type[Console]:
     return PrintableConsole
 
 
-@contextlib.contextmanager
-def progress(description: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A context with a progress bar on stderr, if it is a terminal and the process not silent. Yields a function that
-    takes, from any thread, the bytes done since its last call.
+def progress(description: str, total_bytes: int) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+    """A phase of exporting, with a progress bar on stderr if that is a terminal and the process not silent. Its value
+    is a function that takes, from any thread, the bytes done since its last call.
     """
-    if _silent or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task(printable(description), total=total_bytes)
-        yield lambda count: bar.advance(task, count)
+    columns = ("DownloadColumn", "TimeRemainingColumn", "TransferSpeedColumn")
+    return _counting(timing.phase("export", words=description, total=total_bytes, unit="B"), columns)
 
 
-@contextlib.contextmanager
-def counted(description: str, total: int, completed: int = 0) -> Iterator[Callable[[int], None]]:
-    """As `progress`, for items, with a bar that stays; the function takes the number of items done since its last call.
+def counted(
+    description: str, total: int, completed: int = 0, phase: str = timing.ELSE, transient: bool = False
+) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+    """As `progress`, for items, with a bar that stays unless it is `transient`.
+
     description: before the bar.
-    total: items in all.
+    total: items in all; 0: unknown.
     completed: items done before.
+    phase: of system/timing.py.
     """
-    if _silent or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    columns = ("MofNCompleteColumn", "TimeElapsedColumn", "TimeRemainingColumn")
+    work = timing.phase(phase, words=description, total=total)
+    work.advance(completed)
+    return _counting(work, columns, transient)
 
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console(stderr=True)) as bar:
-        task = bar.add_task(printable(description), total=total, completed=completed)
-        yield lambda count: bar.advance(task, count)
+
+@contextlib.contextmanager
+def _counting(work: timing.Phase, columns: Sequence[str], transient: bool = True) -> Iterator[Callable[[int], None]]:
+    with work:
+        if _silent or not sys.stderr.isatty():
+            yield work.advance
+            return
+        from rich import progress as rich
+
+        description = rich.TextColumn("{task.description}", markup=False)
+        shown = (description, rich.BarColumn(), *(getattr(rich, name)() for name in columns))
+        with rich.Progress(*shown, console=console(stderr=True), transient=transient) as bar:
+            task = bar.add_task(printable(work.words), total=work.total or None, completed=work.done)
+
+            def advance(count: int) -> None:
+                work.advance(count)
+                bar.advance(task, count)
+
+            yield advance
 
 
 def plain(text: object, style: str = "") -> Text:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jaxtune.system import ending, processes, terminal
+from jaxtune.system import ending, processes, terminal, timing
 from jaxtune.system.disk import require_makeable
 from jaxtune.system.program_cache import use_program_cache
 from jaxtune.system.terminal import fitted
@@ -36,6 +36,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
 
     `check` and `plan` write nothing to the output folder, perhaps to the caches of tokens and programs.
     """
+    timing.imported()
     console = console or terminal.console(soft_wrap=True)
     require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)
     objective = decided_objective(config)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from jaxtune.models.adapters import trained_over
 from jaxtune.models.precision import DTYPES
-from jaxtune.system import terminal
+from jaxtune.system import terminal, timing
 from jaxtune.system.program_cache import use_program_cache
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, ModelConfig, OptimConfig, QatConfig, TrainConfig
@@ -197,6 +197,7 @@ def evaluate(
     ValueError without such weights or held-out rows, for rows that the run trained on, or while it is running;
     CheckpointError without an intact checkpoint that fits.
     """
+    timing.imported()
     use_program_cache()
     console = terminal.console(stderr=True, soft_wrap=True)
     decided_objective(config)

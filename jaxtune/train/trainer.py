@@ -18,7 +18,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of, with_end_tokens
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement import partition
-from jaxtune.system import processes, shared_folders
+from jaxtune.system import processes, shared_folders, timing
 from jaxtune.system.files import remove_temporary
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import outliving, say
@@ -148,10 +148,11 @@ class Trainer:
             self.callbacks += (EarlyStop(guards, self.spec.evaluation, self.output),)
         self.names = trainable_names(self.model.trainable)
         self.flops = flop_counter(self.model.prepared)
-        self.engine = setup.engine_of(self.spec, rows, self.model, trains)
-        self.slots, self.answers = setup.with_slots(
-            self.engine.planner, self.model.prepared, self.batches, rows.answers
-        )
+        with timing.phase("plan"):
+            self.engine = setup.engine_of(self.spec, rows, self.model, trains)
+            self.slots, self.answers = setup.with_slots(
+                self.engine.planner, self.model.prepared, self.batches, rows.answers
+            )
 
     @property
     def config(self) -> TrainConfig:
@@ -252,7 +253,8 @@ class Trainer:
                 with stop.at_once() if saved else contextlib.nullcontext(), phase("export", remedy):
                     delivery.finish(trained, self._same_run(), start < self.total_steps)
             if processes.first():
-                m.try_optional("loss.png", lambda: m.loss_plot(self.output, self.spec.objective.unit))
+                with timing.phase("plot"):
+                    m.try_optional("loss.png", lambda: m.loss_plot(self.output, self.spec.objective.unit))
         return with_embedding_on_device(trained)
 
     def _require_room(self, checkpointer: Checkpointer) -> None:
@@ -487,7 +489,8 @@ class Trainer:
             self.engine.follow_plan()
             chunk = self.program.chunk_tokens
             compiled = self.engine.compile_evaluate(dataclasses.replace(program, chunk_tokens=chunk), trainable, frozen)
-        return self.engine.evaluate(compiled, trainable, frozen, batches, m.Progress(self.total_steps).evaluating)
+        with timing.phase("eval"):
+            return self.engine.evaluate(compiled, trainable, frozen, batches, m.Progress(self.total_steps).evaluating)
 
     # ---- checkpoints
 
@@ -562,7 +565,8 @@ class Trainer:
             note(require_same_run(saved, self.record(), self.output))
             self.model.resume(saved)
 
-        step, restored, meta = checkpointer.restore(from_step, like=like, check=check, partial=weights_only)
+        with timing.phase("files", "checkpoint"):
+            step, restored, meta = checkpointer.restore(from_step, like=like, check=check, partial=weights_only)
         saved = translated(meta)
         if step > (steps := self.total_steps):
             raise CheckpointError(f"steps = {steps}: the last checkpoint is of step {step}; give it as many or more")

@@ -19,7 +19,6 @@ from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.log.metrics import read_metrics
 from jaxtune.train.loop.monitor import Monitor, TrainingStopped
 from jaxtune.train.loop.run import Run
-from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
@@ -83,7 +82,8 @@ def run(folder, programs, wishes, bad=(), at_once=False, **settings):
     def update(state, sums):
         step = sum(what == "dispatched" for what, _ in launched) + 1
         if step in bad:
-            sums = Leaves.of(dataclasses.replace(sums.tree, loss=sums.tree.loss * float("nan")))
+            bad_sums = dataclasses.replace(sums.tree, loss=sums.tree.loss * float("nan"))
+            sums = trainer.engine.flat(state.tree, bad_sums)[1]
         result = programs.update(state, sums)
         launched.append(("dispatched", step))
         return result

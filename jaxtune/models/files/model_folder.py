@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from jaxtune.models import values
 from jaxtune.models.files import headers
 from jaxtune.models.files.published import PUBLISHED
+from jaxtune.system import early_import, timing
 from jaxtune.system.files import atomic_write, writing
+from jaxtune.system.no_torch import torch_on_use
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Not *.safetensors: some repositories contain the weights a second time under another name.
@@ -299,8 +303,7 @@ def load_tokenizer(folder: Path):
     """The Hugging Face tokenizer of a folder, or None without its files. Code in the folder is never run. Raises
     ValueError for files that make no tokenizer.
 
-    The first call imports transformers (seconds), sets TRANSFORMERS_NO_ADVISORY_WARNINGS, and removes a None for torch
-    from sys.modules.
+    The first call imports transformers (seconds), and torch only if transformers uses it.
     """
     if (folder := _in_folder(folder)).is_file():
         return _of_gguf(folder)
@@ -315,12 +318,11 @@ def load_tokenizer(folder: Path):
         for key, check in _TOKENIZER_CHECKS.items():
             if settings.get(key) is not None:
                 check(f"{file}: {key}", settings[key])
-    _import_transformers()
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        tokenizer("a")  # some faults appear only in use
+        with transformers_without_torch() as transformers, timing.phase("files", "tokenizer"):
+            config = _class_config(folder)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
+            tokenizer("a")  # some faults appear only in use
     except Exception as error:  # the tokenizers library raises bare Exceptions
         message = " ".join(str(error).split())[:300]
         files = ", ".join(name for name in _TOKENIZER_FILES if (folder / name).exists())
@@ -331,19 +333,54 @@ def load_tokenizer(folder: Path):
     return tokenizer
 
 
-def _import_transformers() -> None:
-    """transformers warns if torch is missing, and looks only once: a hidden torch (cli.console) is then shown again,
-    because other libraries take a hidden module for an imported one.
-    """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import is_torch_available
+@functools.cache
+def begin_import() -> threading.Thread:
+    """Imports what `load_tokenizer` needs in a thread: thousands of files, two seconds on a slow disk."""
 
-    if not is_torch_available() and sys.modules.get("torch", ...) is None:
-        del sys.modules["torch"]
+    def load() -> None:
+        with _without_torch() as transformers:
+            _ = transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast
+
+    return early_import.begin(load)
+
+
+@contextlib.contextmanager
+def transformers_without_torch() -> Iterator[ModuleType]:
+    """A context with transformers, in which importing its modules imports torch only if they use it."""
+    if begin_import.cache_info().currsize:
+        with timing.phase("import", "transformers"):
+            begin_import().join()
+    with _without_torch() as transformers:
+        yield transformers
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[ModuleType]:
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it warns if torch is not installed
+    with torch_on_use():
+        with timing.phase("import", "transformers"):
+            import transformers
+
+        yield transformers
+
+
+def _class_config(folder: Path) -> object:
+    """What AutoTokenizer reads of config.json where tokenizer_config.json names the tokenizer's class; else None, and
+    it reads the whole, with the model's module and torch (ten seconds).
+    """
+    from transformers import PreTrainedConfig
+
+    files = folder / "tokenizer_config.json", folder / "config.json"
+    settings, config = (read_json(file) if file.exists() else {} for file in files)
+    if not isinstance(settings.get("tokenizer_class"), str) or "auto_map" in {*settings, *config}:
+        return None
+    names = ("model_type", "model_name", "tokenizer_class")
+    known = {name: config[name] for name in names if name in config}
+    return PreTrainedConfig.from_dict({"name_or_path": str(folder), **known})
 
 
 def _of_gguf(file: Path):
     from jaxtune.models.files import gguf_reading, gguf_tokens
 
-    _import_transformers()
-    return gguf_tokens.tokenizer_of(str(file), gguf_reading.opened(file).fields)
+    with transformers_without_torch():
+        return gguf_tokens.tokenizer_of(str(file), gguf_reading.opened(file).fields)

@@ -24,6 +24,7 @@ from jaxtune.models.files.stored_weights import StoredEntry
 from jaxtune.models.files.tensor_entries import listed
 from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import Stored
+from jaxtune.system import timing
 
 # Host memory of tensors on their way to the device; a single larger tensor is allowed.
 IN_FLIGHT_BYTES = 1 << 30
@@ -173,16 +174,20 @@ def read_tensors(
     def load(name, entry):
         tensor_dtype = dtypes.get(name, dtype)
         if isinstance(entry, StoredEntry):
-            tensor, digest = stored_weights.read(entry, dtype)
+            with timing.phase("files", "weights"):
+                tensor, digest = stored_weights.read(entry, dtype)
         else:
             sharding = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, tensor_dtype))
-            tensor, digest = _read_plain(name, entry, sharding, digest_cache)
+            with timing.phase("files", "weights"):
+                tensor, digest = _read_plain(name, entry, sharding, digest_cache)
         if name in on_host:
             assert isinstance(tensor, np.ndarray)
             return tensor.astype(tensor_dtype, copy=False), digest
         if name not in computed:
-            return jax.block_until_ready(partition.put(tensor, where(name, tensor))), digest
-        with one_at_a_time if name in encoded or isinstance(tensor, Stored) else contextlib.nullcontext():
+            with timing.phase("load"):
+                return jax.block_until_ready(partition.put(tensor, where(name, tensor))), digest
+        alone = name in encoded or isinstance(tensor, Stored)
+        with timing.phase("load"), one_at_a_time if alone else contextlib.nullcontext():
             if isinstance(tensor, Stored):
                 tensor = entry.layout.decoded(tensor, tensor_dtype)
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
@@ -200,8 +205,13 @@ def read_tensors(
         arrays[name], digests[name], flags = future.result()
         finite[name] = are_finite(arrays[name]) if flags is None else flags
         in_flight -= entry.size_bytes
+        work.advance(entry.size_bytes)
 
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool:
+    stored_bytes = sum(entry.size_bytes for entry in entries.values())
+    with (
+        timing.phase("files", "weights", total=stored_bytes, unit="B") as work,
+        ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool,
+    ):
         for batch in (entries.keys() - computed.keys(), computed):
             for name in sorted(batch, key=lambda name: (entries[name].file, entries[name].offset, name)):
                 if cancelled is not None and cancelled.is_set():

@@ -51,7 +51,7 @@ from jaxtune.models.generation.slot_plan import (
     slot_bytes,
 )
 from jaxtune.models.generation.structure import flattened
-from jaxtune.system import lifetimes, waiting
+from jaxtune.system import lifetimes, timing, waiting
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
@@ -260,13 +260,14 @@ class Sampler:
         two are dispatched or none was needed. Returns new pieces, at most one a request; [] does not mean done.
         """
         waiting.look()
-        self._fill()
-        if self._has_work():
-            self._dispatch()
-            if len(self._rounds) >= _IN_FLIGHT:
+        with timing.phase("sample"):
+            self._fill()
+            if self._has_work():
+                self._dispatch()
+                if len(self._rounds) >= _IN_FLIGHT:
+                    self._read_round()
+            elif self._rounds:
                 self._read_round()
-        elif self._rounds:
-            self._read_round()
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -478,7 +479,8 @@ class Sampler:
         changes its factors at its length, waits again at the head of the queue.
         """
         oldest = self._rounds.popleft()
-        tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, oldest.emitted)
+        with timing.phase("wait", "the device"):
+            tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, oldest.emitted)
         for slot, (request, placed) in oldest.requests.items():
             request.rounds -= 1
             if request.done:  # by a stop string or a cancellation that the device did not know of yet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -281,22 +282,15 @@ def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 
 def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int | None) -> Iterator[Chunk]:
     """The chunks, with a progress bar on a terminal; none in a stream's later windows, where the run has its own."""
-    console = terminal.console(stderr=True)
-    if not console.is_terminal or any(source.is_later_window for source in sources):
+    if any(source.is_later_window for source in sources):
         yield from chunks
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     counts = [source.count() if source.count is not None else None for source in sources]
-    total = None if None in counts else sum(count or 0 for count in counts)
-    if max_rows is not None:
-        total = max_rows if total is None else min(total, max_rows)
-    columns = (TextColumn("tokenising"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=total)
+    total = max_rows or 0 if None in counts else min(sum(count or 0 for count in counts), max_rows or sys.maxsize)
+    with terminal.counted("tokenising rows", total, phase="rows", transient=True) as advance:
         for chunk in chunks:
             yield chunk
-            progress.advance(task, chunk.rows)
+            advance(chunk.rows)
 
 
 def _require_usable(

@@ -24,7 +24,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -34,7 +33,7 @@ import jax.numpy as jnp
 
 from jaxtune.models.placement import partition
 from jaxtune.pallas import dispatch, gpu_kernel, tuning, versions
-from jaxtune.system import processes
+from jaxtune.system import processes, timing
 from jaxtune.system.heap import uncollected
 from jaxtune.system.private_jax import compilation_cache, config, core, pxla, xla_client
 from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked, sources
@@ -46,7 +45,6 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1
 _OF_COMPILERS = ("XLA_", "JAX_", "JAXTUNE_", "MOSAIC_", "TRITON_", "PALLAS_", "NVIDIA_TF32", "CUBLAS", "CUDNN", "NCCL_")
 _OF_ALLOCATOR = "XLA_PYTHON_CLIENT_"
-_LOAD_EVENT = "/jaxtune/program_load_duration"  # of jax.monitoring, beside JAX's own of tracing and compiling
 _DUMPS = ("MOSAIC_GPU_DUMP", "JAX_DUMP_IR_TO")
 _LEAF = "*"
 
@@ -132,7 +130,10 @@ def _loaded_or_compiled(
     refused = dispatch.any_failed()  # its programs are not those of other starts
 
     def loaded(request: Request, key: str | None) -> jax.stages.Compiled | None:
-        return None if key is None or cache is None or refused else _loaded(request, key, cache)
+        if key is None or cache is None or refused:
+            return None
+        with timing.phase("cached", getattr(request.function, "__name__", "of rows")):
+            return _loaded(request, key, cache)
 
     with ThreadPoolExecutor(2 * len(requests), "compile") as pool:
         loading = [pool.submit(loaded, *pair) for pair in zip(requests, keys, strict=True)]
@@ -145,7 +146,10 @@ def _loaded_or_compiled(
                 with dispatch.overheard() as said:
                     lowered = request.lowered()
                 done.append(pool.submit(_compiled, request, lowered, said))
-        return [future.result() for future in done]
+        with timing.phase("wait", "programs", total=len(done), unit="programs") as work:
+            for future in done:
+                future.add_done_callback(lambda _: work.advance())
+            return [future.result() for future in done]
 
 
 def _compiled(request: Request, lowered: jax.stages.Lowered, said: list[dispatch.Said]) -> _Fresh:
@@ -194,7 +198,6 @@ def _loaded(request: Request, key: str, cache: ProgramCache) -> jax.stages.Compi
     """The program of an entry; None without one. One that cannot be used is logged."""
     if (content := cache.get(key)) is None:
         return None
-    start_seconds = time.perf_counter()
     try:
         entry = json.loads(content)
         compressed = cache.get(entry["executable"])
@@ -212,8 +215,6 @@ def _loaded(request: Request, key: str, cache: ProgramCache) -> jax.stages.Compi
         with request.context():
             program = _program(request, entry, executable, devices)
         dispatch.say_again(entry["said"])
-        seconds = time.perf_counter() - start_seconds
-        jax.monitoring.record_event_duration_secs(_LOAD_EVENT, seconds, fun_name=str(entry["name"]))
     except Exception as error:  # of JSON, of JAX, of XLA or of a compressor: whatever it is, the program can be made
         logger.warning("a kept program is not used: %s: %s; compiling it anew", type(error).__name__, error)
         return None

@@ -21,7 +21,7 @@ from jaxtune.models.lora import copy_structure, has_adapter, linears, matrices
 from jaxtune.models.observed_inputs import known_scales, observed_scales, with_input_scales
 from jaxtune.models.placement import partition
 from jaxtune.models.qat.fake_quant import INPUT_SCALES
-from jaxtune.system import processes
+from jaxtune.system import processes, timing
 from jaxtune.train.config import QatConfig
 from jaxtune.train.config.precision import Precision
 from jaxtune.train.engine.programs import Engine, finished
@@ -66,6 +66,7 @@ class TrainedModel:
         self._precision, self._qat, self._seed = precision, qat, seed
         self.keeps_model, self._weights = keeps_model, weights
         self.fresh = False
+        self._state_shapes: tuple[object, object, TrainState] | None = None  # with what they follow from
         self._hold(model)
 
     def _hold(self, model: Decoder) -> None:
@@ -147,7 +148,8 @@ class TrainedModel:
     def take_weights(self) -> None:
         """Waits for weights that a thread loads, and takes them; raises what loading raised."""
         if self._weights is not None:
-            self._hold(self._weights.result())
+            with timing.phase("wait", "weights"):
+                self._hold(self._weights.result())
             self._weights = None
 
     def first_state(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
@@ -255,9 +257,13 @@ class TrainedModel:
 
     def state_shapes(self, engine: Engine) -> TrainState:
         """Shapes and shardings of the state, by which each device reads only its parts of a checkpoint."""
-        program = engine.program
-        state = jax.eval_shape(lambda trainable: program.init(trainable, self._seed), self.trainable)
-        return _placed(state, program.shardings(state, engine.replicated))
+        program, where = engine.program, engine.replicated
+        leaves, tree = jax.tree.flatten(self.trainable)
+        of_trained = tree, [(leaf.shape, leaf.dtype) for leaf in leaves]
+        if self._state_shapes is None or self._state_shapes[0] is not program or self._state_shapes[1] != of_trained:
+            state = jax.eval_shape(lambda trainable: program.init(trainable, self._seed), self.trainable)
+            self._state_shapes = program, of_trained, _placed(state, program.shardings(state, where))
+        return self._state_shapes[2]
 
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
         """(state, sums, frozen) with which a run starts, on the mesh. resumed: a checkpoint's state; its optimizer

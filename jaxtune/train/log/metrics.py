@@ -416,7 +416,7 @@ class Progress:
       console: to print on; None: stderr.
     """
 
-    def __init__(self, total_steps: int, start_step: int = 0, line_seconds: float = 5.0, console: Any = None):
+    def __init__(self, total_steps: int, start_step: int = 0, line_seconds: float = 2.5, console: Any = None):
         self.total_steps = total_steps
         self.console = console if console is not None else terminal.console(stderr=True)
         self._line_seconds = line_seconds

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtune.system import timing
 from jaxtune.train.callbacks import Callback, Callbacks, TrainingStopped
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import BatchSource
@@ -165,7 +166,8 @@ class Monitor:
         inner_start = self._clock() if self._pausing or self._waiting else None
         pausing, self._pausing = self._pausing, True
         try:
-            yield values
+            with timing.phase(name):
+                yield values
         finally:
             self._pausing = pausing
         seconds = self.uncounted_seconds() if inner_start is None else self._clock() - inner_start
@@ -193,7 +195,8 @@ class Monitor:
         """
         start_time, paused, self._waiting = self._clock(), self._paused, True
         try:
-            yield
+            with timing.phase("wait", "rows"):
+                yield
         finally:
             self._waiting = False
         self._data_wait += self._clock() - start_time - (self._paused - paused)  # a save while it waits is no wait
@@ -235,7 +238,8 @@ class Monitor:
         self._record()
         step, latest, counts, data_wait, stamp = self.waiting.popleft()
         config = self.run.config
-        values = jax.device_get(latest)
+        with timing.phase("wait", "the device"):
+            values = jax.device_get(latest)
         norms = values.pop("grad_norms", None)
         now = stamp.result()
         seconds, self._counted = now - self._counted, now

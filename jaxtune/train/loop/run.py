@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
 from jaxtune.profile import capture
-from jaxtune.system import processes, waiting
+from jaxtune.system import early_import, processes, waiting
 from jaxtune.system.heap import frozen_heap
 from jaxtune.train.callbacks import Between
 from jaxtune.train.config import EvaluationConfig
@@ -182,12 +182,14 @@ class Run:
 
         if self.evaluation_due:
             evaluate(start)
+        # Of the save and the plot at the end; the first step waits for the device meanwhile.
+        early_import.begin_modules(*["orbax.checkpoint"] * saver.enabled, "matplotlib.backends.backend_agg")
         tracing, steps_done = False, start
         remedy = "the same command continues from the last save; a smaller memory.budget_gb leaves more for fragments"
         with (
             saver.guarded(),
             frozen_heap(),
-            phase("step", remedy),
+            phase("step", remedy, self.total_steps) as work,
             waiting.Worker("batches") as worker,
             contextlib.ExitStack() as trace,
         ):
@@ -212,7 +214,7 @@ class Run:
                         sums = engine.accumulate(at(step), sums, state, frozen, micro_batches[: counts["filled"]])
                     state, sums, latest = programs.update(state, sums)
                     jax.copy_to_host_async(latest)  # which is read a step later
-                steps_done = step + 1
+                work.done = steps_done = step + 1
 
                 stopped = self._dispatched(step, latest, counts, rows, evaluate, state)
                 if tracing and (

@@ -22,7 +22,7 @@ from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
 from jaxtune.pallas.format_names import LOADED
 from jaxtune.pallas.formats import Stored
-from jaxtune.system import processes
+from jaxtune.system import processes, timing
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config import CheckpointConfig, DataConfig, ExportConfig
 from jaxtune.train.folder.array_files import READ_AT_ONCE_BYTES
@@ -229,10 +229,11 @@ def phase_warnings(phases: Sequence[Phase], budget_bytes: float | None, host_byt
 
 
 @contextlib.contextmanager
-def phase(name: str, remedy: str) -> Iterator[None]:
-    """A context that turns the allocator's error into OutOfDeviceMemory with `name` and `remedy`."""
+def phase(name: str, remedy: str, total: int = 0) -> Iterator[timing.Phase]:
+    """A `timing.phase` that turns the allocator's error into OutOfDeviceMemory with `name` and `remedy`."""
     try:
-        yield
+        with timing.phase(name, total=total) as work:
+            yield work
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise

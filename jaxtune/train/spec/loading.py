@@ -21,6 +21,7 @@ from jaxtune.models.hf import Pretrained, model_from_config
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
 from jaxtune.models.reward import with_head
+from jaxtune.system import timing
 from jaxtune.train.config import AdapterConfig, ModelConfig, TrainConfig
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
@@ -65,7 +66,8 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
         positions=model_config.positions,
     )
     stored = replace(config, model=replace(model_config, load_in=model_config.load_in or pretrained.stored_in))
-    shared = config.shared_by(jax.device_count())
+    with timing.phase("devices"):
+        shared = config.shared_by(jax.device_count())
     mesh_config, _ = mesh_of(
         StepSpec.of(shared), lambda: cost.abstract_model(pretrained.config, StepSpec.of(stored).model)
     )

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from jaxtune.models.config import DecoderConfig
-from jaxtune.system import processes
+from jaxtune.system import processes, timing
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.dataset import TokenDataset
@@ -60,7 +60,7 @@ def run_rows(
         )
     if made_later and not is_source and config.unit.counts_examples:
         raise ValueError(f"data.packing = 'step': {reason}, and steps cannot be laid out before; set true or false")
-    with processes.one_a_host():
+    with timing.phase("rows"), processes.one_a_host():
         train: TokenDataset | BatchSource
         if isinstance(train_source, BatchSource):
             train = train_source
