@@ -11,6 +11,7 @@ from jaxtune.train.data import prepare
 
 LENGTH, STEPS = 1024, 100
 
+jaxtune.use_program_cache()  # the next start compiles nothing that this one compiled
 model, tokenizer = jaxtune.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct", dtype="float32")
 model = jaxtune.get_peft_model(model, r=16)
 graph, trainable, frozen = nnx.split(model, nnx.Param, ...)

@@ -33,6 +33,7 @@ class PerDocument(SFT):
         return loss, documents.sum().astype(jnp.float32), {}
 
 
+jaxtune.use_program_cache()  # the next start compiles nothing that this one compiled
 model, tokenizer = jaxtune.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct", dtype="float32")
 config = TrainConfig(
     model=ModelConfig(path="Qwen/Qwen2.5-0.5B-Instruct"),

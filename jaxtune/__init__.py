@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jaxtune.models.hf import from_pretrained, save_pretrained
     from jaxtune.models.lora import get_peft_model, without_adapter
     from jaxtune.models.reward import reward_model
+    from jaxtune.system.program_cache import use_program_cache
     from jaxtune.train.config import TrainConfig
     from jaxtune.train.trainer import Trainer
 
@@ -49,6 +50,7 @@ __all__ = [
     "reward_model",
     "save_adapter",
     "save_pretrained",
+    "use_program_cache",
     "without_adapter",
 ]
 
@@ -67,6 +69,7 @@ _MODULE_OF = {
     "reward_model": "jaxtune.models.reward",
     "save_adapter": "jaxtune.models.adapters.adapter_files",
     "save_pretrained": "jaxtune.models.hf",
+    "use_program_cache": "jaxtune.system.program_cache",
     "without_adapter": "jaxtune.models.lora",
 }
 _SUBMODULES = ("compat", "export", "models", "pallas", "profile", "train")

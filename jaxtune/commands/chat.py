@@ -35,10 +35,8 @@ def run(arguments: Sequence[str]) -> None:
 
     from jaxtune.models.ends import with_end_tokens
     from jaxtune.models.generation.chat import Conversation
-    from jaxtune.system.program_cache import use_program_cache
 
     timing.imported()
-    use_program_cache()
     model, tokenizer = common.load(options)
     model = with_end_tokens(model, tokenizer)
     settings = {"max_new_tokens": options.max_new_tokens, **sampling.settings(options)}

@@ -77,7 +77,8 @@ def begin_import() -> None:
 
 
 def load(options: argparse.Namespace):
-    """(model, tokenizer or None) of `options.model`: a folder, a hub name, or an adapter's folder.
+    """(model, tokenizer or None) of `options.model`: a folder, a hub name, or an adapter's folder. Programs compiled
+    from then on are kept.
 
     dtype None is the one that jaxtune recorded when it trained, else bfloat16, never config.json's. load_in None is an
     adapter's base as in its training, else as the files store it. With an adapter, the tokenizer's EOS and the token
@@ -88,6 +89,7 @@ def load(options: argparse.Namespace):
     from jaxtune.models.adapters.adapter_config import base_of
     from jaxtune.models.ends import with_end_tokens
 
+    jaxtune.use_program_cache()
     dtype, folder = options.dtype, Path(options.model).expanduser()
     adapter = base_of(folder) is not None
     if dtype is None and not adapter:  # a model that a run wrote records its dtype

@@ -54,10 +54,8 @@ def run(arguments: Sequence[str]) -> None:
 
     from jaxtune.commands import answers
     from jaxtune.models.ends import with_end_tokens
-    from jaxtune.system.program_cache import use_program_cache
 
     timing.imported()
-    use_program_cache()
     if options.prompts is not None:
         answers.read_rows(Path(options.prompts))  # what cannot be read is said before a model is loaded
     model, tokenizer = common.load(options)

@@ -92,10 +92,8 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
     from jaxtune.models.generation.sampler import Sampler
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine
-    from jaxtune.system.program_cache import use_program_cache
 
     timing.imported()
-    use_program_cache()
     with server.listen(options.host, options.port) as listener:
         models = {served.name: served for served in _models(options)}
         # They are made in this order, each with its part of the memory that those before it have left.

@@ -41,6 +41,7 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--kernels", nargs="+", choices=["forward", "dquery", "dkey", "dvalue"], help="default: all")
     parser.add_argument("--output", type=Path, help="the JSON file to add to; default: your cache, which is used here")
     options = parser.parse_args(arguments)
+    import jaxtune
     from jaxtune.pallas import dispatch
     from jaxtune.pallas.attention.shapes import Case
     from jaxtune.pallas.attention.tune import KERNELS
@@ -48,6 +49,7 @@ def run(arguments: Sequence[str]) -> None:
 
     if dispatch.compute_capability() != (9, 0):
         raise ValueError("tune: only kernels for Hopper GPUs have blocks to measure, and there is none")
+    jaxtune.use_program_cache()
     tell = functools.partial(say, end="", flush=True)
 
     def fastest(product, entry):

@@ -18,6 +18,7 @@ from flax import nnx
 import jaxtune
 from jaxtune.compat.adapters import ALL_LINEAR, add_lora, last_layers
 from jaxtune.compat.arguments import choose, report_idle, settle
+from jaxtune.compat.kept import keep_programs
 from jaxtune.compat.saves import MARK, require_free, save, saved_into
 from jaxtune.compat.seeds import begin_at, next_seed
 from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT, RESIDUALS, SAVE
@@ -475,6 +476,7 @@ class FastLanguageModel:
         flags = {"load_in_fp8": load_in_fp8}
         flags |= {fmt.flag: others.pop(fmt.flag) for fmt in FORMATS.values() if fmt.flag in others}
         settle(where, others, LOAD, FastLanguageModel.from_pretrained)
+        keep_programs()
         load_in: str | None = _format(where, load_in_4bit, load_in_16bit, flags, full_finetuning)
         model_name = local_adapter(model_name)
         base, adapter = base_of(model_name), None

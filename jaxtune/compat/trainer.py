@@ -20,6 +20,7 @@ from jaxtune.compat.adapters import add_lora, lora_settings
 from jaxtune.compat.arguments import choose, report_idle, settle
 from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState, checked_callback, with_trained
 from jaxtune.compat.defaults import version
+from jaxtune.compat.kept import keep_programs
 from jaxtune.compat.measures import ComputeMetrics, EvalPrediction, Preprocess, predict_rows, run_compute_metrics
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.peft_names import with_adapter
@@ -425,6 +426,7 @@ class SFTTrainer(ScriptWords):
         return max(1, per_epoch)
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
+        keep_programs()
         data, rows = self._prepared, self._train_rows()
         if data.train_data is not None:
             rows = dataclasses.replace(self._rows_for(data.train_data), order=self._order())

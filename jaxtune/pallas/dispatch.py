@@ -14,7 +14,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 # The implementations of an operation, the preferred one first: name -> a function that returns why it refuses the call,
 # or None if it supports it.
 Table = Mapping[str, Callable[[], str | None]]
+
+type Call = tuple[str, str, str]  # an operation, its implementation, and the kind of call
+type Said = tuple[str, str, tuple[tuple[str, str], ...]]  # op, its implementation, (preferred one, why it refuses) each
 
 # op -> (chosen implementation, {one that was tried before it: why it refused}) of the latest choice; tests read it.
 record: dict[str, tuple[str, dict[str, str]]] = {}
@@ -51,18 +54,25 @@ _unsaid = 0  # how many contexts `unsaid` there are now, in all threads
 _unsaid_lock = threading.Lock()
 
 
+def target() -> tuple[int, int] | None:
+    """Of `compile_for`; None outside."""
+    return _target
+
+
 def compute_capability() -> tuple[int, int] | None:
     """(major, minor) of the NVIDIA GPU that is compiled for, or None: this machine's, or that of `compile_for`."""
     return _target if _target is not None else _device_capability(jax.default_backend())
 
 
 # (op, implementation, kind of call) -> why this GPU must not run it, or None: what `first_use` finds.
-first_uses: dict[tuple[str, str, str], Future[str | None]] = {}
+first_uses: dict[Call, Future[str | None]] = {}
 _first_use_lock = threading.Lock()
 _checkers = ThreadPoolExecutor(8, "first use")
 _pending: list[Callable[[], None]] = []  # checks that wait for `begin_checks`
 # The checks that were asked for within `built`, which waits for them at its end, or `unchecked`; None outside.
 _beside: contextvars.ContextVar[list[Future[str | None]] | None] = contextvars.ContextVar("beside", default=None)
+# What `choose` said or would say within `overheard`; None outside.
+_heard: contextvars.ContextVar[list[Said] | None] = contextvars.ContextVar("heard", default=None)
 # Relative error of a 16-bit result against float32: ten times what rounding makes, a tenth of what a wrong kernel does.
 _FIRST_USE_BOUND = 0.02
 
@@ -93,6 +103,26 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
             return check.result()
     queued.append(check)
     return None
+
+
+def any_failed() -> bool:
+    """Whether a check of this process has a reason against a kernel."""
+    checks = list(first_uses.values())
+    return any(check.done() and (check.exception() or check.result()) for check in checks)
+
+
+def passed() -> list[Call] | None:
+    """The checks of this process, all passed; None if one is not."""
+    with _first_use_lock:
+        checks = dict(first_uses)
+    if all(check.done() and check.exception() is None and check.result() is None for check in checks.values()):
+        return sorted(checks)
+    return None
+
+
+def have_passed(calls: Sequence[Call]) -> bool:
+    """Whether the user's cache has a pass of each."""
+    return all(os.path.isfile(_pass(*call)) for call in calls)
 
 
 def begin_checks() -> None:
@@ -267,6 +297,22 @@ def unsaid():
             _unsaid -= 1
 
 
+@contextlib.contextmanager
+def overheard() -> Iterator[list[Said]]:
+    """A context in which a list gets what `choose` says in this thread, also what it said before."""
+    token = _heard.set(heard := [])
+    try:
+        yield heard
+    finally:
+        _heard.reset(token)
+
+
+def say_again(said: Sequence[Said]) -> None:
+    """Says what a process heard that traced a program, as far as this one has not; from JSON, too."""
+    for op, name, refused in said:
+        _say_once(op, name, tuple((faster, reason) for faster, reason in refused))
+
+
 @functools.cache
 def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
     """refused: (faster implementation, why it refuses)."""
@@ -312,7 +358,10 @@ def choose(op: str, table: Table, implementation: str | None) -> str:
         if reason is None:
             record[op] = (name, refused)
             if refused and not _unsaid and compute_capability() is not None:
-                _say_once(op, name, tuple(refused.items()))
+                said = op, name, tuple(refused.items())
+                if (heard := _heard.get()) is not None:
+                    heard.append(said)
+                _say_once(*said)
             return name
         refused[name] = reason
     raise ValueError(f"{op}: no implementation supports this call: {refused}")

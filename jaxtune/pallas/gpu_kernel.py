@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -92,14 +92,13 @@ def _jitted(function, name: str) -> Callable[..., Any]:
 _TARGET = "mosaic_gpu_v2"
 
 
-def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> list[Future[None]]:
-    """Starts to compile the Mosaic kernels of a lowered program in parallel. XLA would compile them one by one, also
-    for a program from its cache; Mosaic compiles no kernel twice in a process.
+type Settings = dict[str, bytes | int | bool]  # of a kernel's custom call
 
-      device: for which it is compiled. pool: runs the compilations; the futures raise their errors.
-    """
+
+def kernels_of(program: jax.stages.Lowered) -> list[Settings]:
+    """The different Mosaic kernels of a lowered program, for `compile_beside`."""
     module: Any = program.compiler_ir()
-    kernels: dict[bytes, dict[str, Any]] = {}
+    kernels: dict[object, Settings] = {}
 
     def keep(operation):
         if operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value == _TARGET:
@@ -109,16 +108,25 @@ def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> 
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(keep)
-    return [pool.submit(_compile, kernel, device) for kernel in kernels.values()]
+    return list(kernels.values())
 
 
-def _value(setting) -> Any:
+def compile_beside(kernels: Iterable[Settings], device: Any, pool: Executor) -> list[Future[None]]:
+    """Starts to compile Mosaic kernels in parallel. XLA would compile a program's one by one, also if it is from a
+    cache; Mosaic compiles no kernel twice in a process.
+
+      device: for which it is compiled. pool: runs the compilations; the futures raise their errors.
+    """
+    return [pool.submit(_compile, kernel, device) for kernel in kernels]
+
+
+def _value(setting) -> bytes | int | bool:
     """An MLIR attribute as bytes, a number or bool."""
     return setting.value_bytes if isinstance(setting, ir.StringAttr) else setting.value
 
 
-def _compile(kernel: dict[str, Any], device: Any) -> None:
-    """Compiles a small program that calls the kernel and never runs. kernel: the settings of its custom call."""
+def _compile(kernel: Settings, device: Any) -> None:
+    """Compiles a small program that calls the kernel and never runs."""
     call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((), jnp.int32), has_side_effect=True)
     operand = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
     jax.jit(lambda operand: call(operand, **kernel)).lower(operand).compile()

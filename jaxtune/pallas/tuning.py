@@ -72,6 +72,12 @@ def tuned(op: str, bucket: str, dtype, kind_of_blocks: type | None = None) -> di
     return dict(entry["blocks"])
 
 
+def state() -> tuple:
+    """All block sizes that `tuned` may return now."""
+    kind = dispatch.device_kind()
+    return dict(_forced.get()), {} if kind is None else _entries(kind, str(cache_file(kind)))
+
+
 def measure(
     op: str,
     bucket: str,

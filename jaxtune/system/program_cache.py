@@ -9,10 +9,13 @@ Entries are machine code: of other users, or writable by others, they are not us
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import hashlib
 import logging
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -29,6 +32,7 @@ _OLD_FORMAT = b"jaxtune1"
 _SUFFIX = ".program"
 _SMALLEST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 _XLA_CACHES = "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
+_asked: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("asked", default=None)
 
 
 def use_program_cache() -> None:
@@ -52,16 +56,41 @@ def use_program_cache() -> None:
 
 
 def in_use() -> ProgramCache | None:
-    """A cache over the folder that JAX is configured with, created if missing; None if programs are not cached."""
+    """A cache over the folder that JAX is configured with, created if missing; None if programs are not cached, or it
+    cannot be created, which is logged.
+    """
     folder = jax.config.jax_compilation_cache_dir
     if folder is None or not jax.config.jax_enable_compilation_cache:
         return None
-    return ProgramCache(Path(folder), jax.config.jax_compilation_cache_max_size)
+    try:
+        return ProgramCache(Path(folder), jax.config.jax_compilation_cache_max_size)
+    except OSError as error:
+        logger.warning("programs are compiled anew at every start: %s: %s", folder, error.strerror)
+        return None
 
 
 def _checked_cache(path: str) -> tuple[CacheInterface, str]:
     """Takes the place of JAX's function with this signature."""
     return ProgramCache(Path(path), jax.config.jax_compilation_cache_max_size), path
+
+
+@contextlib.contextmanager
+def keys_asked() -> Iterator[list[str]]:
+    """A context in which a list gets each key that JAX, or anybody, looks up in this thread."""
+    token = _asked.set(keys := [])
+    try:
+        yield keys
+    finally:
+        _asked.reset(token)
+
+
+@functools.cache
+def sources() -> str:
+    """SHA-256 of all Python files of jaxtune: other code compiles to other programs."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 class ProgramCache(CacheInterface):
@@ -72,7 +101,7 @@ class ProgramCache(CacheInterface):
     """
 
     def __init__(self, folder: Path, max_bytes: int = -1):
-        self._path, self.max_bytes = folder, max_bytes
+        self.folder, self.max_bytes = folder, max_bytes
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_temporary(folder, f"*{_SUFFIX}", idle_seconds=24 * 3600)
 
@@ -80,6 +109,8 @@ class ProgramCache(CacheInterface):
         """The content of a key; None without an undamaged entry of this user. A bad entry is removed, an unreadable one
         left; both are logged.
         """
+        if (asked := _asked.get()) is not None:
+            asked.append(key)
         path = self._file(key)
         try:
             content = _content(key, path.name, _read(path))
@@ -105,7 +136,7 @@ class ProgramCache(CacheInterface):
         if 0 <= self.max_bytes < len(entry):
             return
         if self.max_bytes >= 0:
-            entries = self._path.glob(f"*{_SUFFIX}")
+            entries = self.folder.glob(f"*{_SUFFIX}")
             remove_oldest(entries, lambda remaining, _: remaining + len(entry) > self.max_bytes)
         atomic_write(path, entry, mode=0o600, durable=False)
 
@@ -115,7 +146,7 @@ class ProgramCache(CacheInterface):
         """
         # zstandard may be installed or removed between two runs, and JAX's key does not always tell how it compressed.
         zstd = getattr(compilation_cache, "zstd", None) or getattr(compilation_cache, "zstandard", None)
-        return self._path / f"{key}.{'zlib' if zstd is None else 'zstd'}{_SUFFIX}"
+        return self.folder / f"{key}.{'zlib' if zstd is None else 'zstd'}{_SUFFIX}"
 
 
 def _content(key: str, name: str, entry: bytes) -> bytes:

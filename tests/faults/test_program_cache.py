@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxtune
+from jaxtune.compat.kept import keep_programs
 from jaxtune.system.program_cache import ProgramCache
 
 # Two programs, so that one entry can be put in the other's place. The second asks for the same shapes.
@@ -84,7 +86,7 @@ def test_damaged_and_swapped_programs_are_said_and_compiled_anew(tmp_path):
 def entry(tmp_path_factory) -> tuple[ProgramCache, Path, bytes]:
     cache = ProgramCache(tmp_path_factory.mktemp("cache"))
     cache.put("key", bytes(range(200)))
-    (path,) = cache._path.iterdir()
+    (path,) = cache.folder.iterdir()
     return cache, path, path.read_bytes()
 
 
@@ -106,7 +108,7 @@ def test_no_change_of_an_entry_is_overlooked(entry, data):
 def test_a_link_is_not_followed(tmp_path, caplog):
     cache = ProgramCache(tmp_path / "cache")
     cache.put("key", b"program")
-    (path,) = cache._path.iterdir()
+    (path,) = cache.folder.iterdir()
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     assert cache.get("key") is None and "cannot be read" in caplog.text
@@ -124,3 +126,19 @@ def test_the_size_of_the_cache_is_bounded(tmp_path):
     assert [cache.get(name) is not None for name in "abcd"] == [True, False, True, True]
     cache.put("e", b"x" * 1000)
     assert cache.get("e") is None and cache.get("d")
+
+
+def test_scripts_keep_programs_where_they_say_and_it_is_told_once(capsys):
+    folder = jax.config.jax_compilation_cache_dir
+    keep_programs.cache_clear()
+    keep_programs()
+    keep_programs()
+    assert capsys.readouterr().out.count(f"are kept in {folder} ") == 1
+    assert jax.config.jax_compilation_cache_dir == folder
+    keep_programs.cache_clear()
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        keep_programs()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert capsys.readouterr().out == ""

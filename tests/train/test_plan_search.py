@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,6 +16,7 @@ from jaxtune.models.registry import config_from_hf
 from jaxtune.system import processes
 from jaxtune.system.program_cache import ProgramCache
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from jaxtune.train.engine.programs import Programs
 from jaxtune.train.log.metrics import JSONL, read_metrics
 from jaxtune.train.planning import choice, known
 from jaxtune.train.planning.choice import PlanError, choose, smallest_plan
@@ -43,7 +43,7 @@ class Compiler:
             self.compiled.append(engine.planner.forecast)
             if needs(engine.planner.forecast) is None:
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-            return SimpleNamespace(accumulate=None, update=None)
+            return Programs(accumulate=None, update=None, evaluate=None)
 
         monkeypatch.setattr(engine, "compile", compile_it)
         monkeypatch.setattr(engine.planner, "compiled_bytes", lambda *programs: needs(engine.planner.forecast))

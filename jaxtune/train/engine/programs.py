@@ -10,7 +10,6 @@ import functools
 import time
 import types
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,11 +20,11 @@ from jax.sharding import NamedSharding
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import collectives, host_table, partition
-from jaxtune.pallas import dispatch, gpu_kernel
-from jaxtune.system import host_memory, processes, timing
-from jaxtune.system.heap import uncollected
+from jaxtune.system import host_memory, processes
+from jaxtune.system.program_cache import in_use
 from jaxtune.train.data.batches import Batch, Batches, BatchSource, Rows
-from jaxtune.train.engine.xla_options import SHORT_STEP_SECONDS, compiled, compiler_options, launch_options
+from jaxtune.train.engine.kept_programs import Request, programs_of
+from jaxtune.train.engine.xla_options import SHORT_STEP_SECONDS, compiler_options, launch_options
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.movables import MOVABLES
@@ -33,12 +32,13 @@ from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.program.flops import document_lengths
 from jaxtune.train.program.leaves import Leaves, over_leaves
-from jaxtune.train.program.step import StepProgram, Sums, TrainState
+from jaxtune.train.program.step import StepProgram, Sums, TrainState, without_layers, without_update
 
 type LoadedStep = tuple[list[Batch], dict[str, Any]]  # of Engine.load_step
 _BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 tokens, without those of tables of embeddings
 
 _STACKED_BYTES = 1 << 28  # of trained tensors and their states, which are copied when they leave the step
+_LONG = 5.0  # seconds of compiling after which somebody asks how to save them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,88 +249,60 @@ class Engine:
     # ---- compiling
 
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
-        """Compiles the programs from first_step on for such arrays or shapes. Python lowers one by one, the slowest
-        first; XLA compiles in parallel meanwhile.
+        """Compiles the programs from first_step on for such arrays or shapes, or loads them.
 
-          first_step: steps done before; it decides whether the programs before qat.start are needed.
+        first_step: steps done before; it decides whether the programs before qat.start are needed.
         """
         start_seconds = time.perf_counter()
-        shapes = abstract(state), abstract(sums), abstract(frozen)
-        programs = dispatch.built(functools.partial(self._compile_all, *shapes, first_step))
-        return dataclasses.replace(programs, seconds=time.perf_counter() - start_seconds)
-
-    def _compile_all(self, state: TrainState, sums: Sums, frozen, first_step: int) -> Programs:
-        """One attempt of `compile`; repeated if a kernel fails its check."""
-        batch = self._abstract_batch(self.batches)
-        index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
-        where, held_out = self.replicated, self._held_out
+        batch, where, held_out = self._abstract_batch(self.batches), self.replicated, self._held_out
+        index = jax.ShapeDtypeStruct((), jnp.int32, sharding=where)
         before = self.before_qat if first_step < self._early_steps else None
         steps = [self.program] if before is None else [self.program, before]
         stacked = self._stacks(state)
+        state, sums, frozen = abstract(state), abstract(sums), abstract(frozen)
         flat_sums, flat_state = Leaves.of(sums, stacked), Leaves.of(state, stacked)
         unsummed = flat_sums.of_each(self.program.sums_shardings(state.trainable, where))
-        with ThreadPoolExecutor(2 * len(steps) + 1, "compile") as pool:
-            accumulates, evaluates = [], []
-            with uncollected():
-                for program in steps:
-                    arguments = (flat_sums, flat_state, Leaves.of(frozen), batch, index)
-                    accumulate = over_leaves(program.accumulate, Sums, stacked=stacked)
-                    lowered = self._lowered(accumulate, unsummed, arguments, donate_argnums=0)
-                    accumulates.append(pool.submit(self._compiled, lowered))
-                with jax.set_mesh(self.mesh):
-                    results = (flat_state.of_each(self.program.shardings(state, where)), unsummed, where)
-                    update = over_leaves(self.program.update, TrainState, Sums, stacked=stacked)
-                    update = jax.jit(update, donate_argnums=(0, 1), out_shardings=results)
-                    update = pool.submit(self._compile, update.lower(flat_state, flat_sums))
-                if held_out is not None:
-                    for program in steps:
-                        lowered = self._lowered_of_rows(program.evaluate, where, state.trainable, frozen, held_out)
-                        evaluates.append(pool.submit(self._compiled, lowered))
-            with timing.phase("wait", "programs", total=len(accumulates + evaluates) + 1, unit="programs") as work:
-                for future in (*accumulates, update, *evaluates):
-                    future.add_done_callback(lambda _: work.advance())
-                evaluates = [future.result() for future in evaluates] or [None] * len(steps)
-                pairs = list(zip([future.result() for future in accumulates], evaluates, strict=True))
-                programs, *early = (Programs(accumulate, update.result(), evaluate) for accumulate, evaluate in pairs)
-        return dataclasses.replace(programs, before_qat=early[0]) if early else programs
+        arguments = (flat_sums, flat_state, Leaves.of(frozen), batch, index)
+        forwards = [without_update(program) for program in steps]
+        requests = [
+            self._request(over_leaves(program.accumulate, Sums, stacked=stacked), unsummed, arguments, donated=(0,))
+            for program in forwards
+        ]
+        update = over_leaves(without_layers(self.program).update, TrainState, Sums, stacked=stacked)
+        results = (flat_state.of_each(self.program.shardings(state, where)), unsummed, where)
+        requests.append(self._request(update, results, (flat_state, flat_sums), donated=(0, 1), shardy=True))
+        if held_out is not None:
+            requests += [
+                self._of_rows(program.evaluate, where, state.trainable, frozen, held_out) for program in forwards
+            ]
+        done = programs_of(requests)
+        accumulates, update, evaluates = done[: len(steps)], done[len(steps)], done[len(steps) + 1 :]
+        pairs = zip(accumulates, evaluates or [None] * len(steps), strict=True)
+        programs, *early = (Programs(accumulate, update, evaluate) for accumulate, evaluate in pairs)
+        seconds = time.perf_counter() - start_seconds
+        return dataclasses.replace(programs, seconds=seconds, before_qat=early[0] if early else None)
 
     def compile_evaluate(self, program: StepProgram, trainable, frozen):
         """The compiled evaluation of held-out rows, (trainable, frozen, batch) -> sums, for runs without a step.
         Weights may be shapes. program: with or without rounded weights (QAT).
         """
         assert self._held_out is not None
-        return self._compiled_of_rows(program.evaluate, self.replicated, trainable, frozen, self._held_out)
+        evaluate = without_update(program).evaluate
+        return programs_of([self._of_rows(evaluate, self.replicated, trainable, frozen, self._held_out)])[0]
 
     def compile_of_rows(self, function, trainable, frozen, rows: Rows):
         """Compiles values for rows: (trainable, frozen, batch) -> what `function` of (model, batch, Forward) returns,
         arrays [rows, ...]. Weights may be shapes.
         """
-        program = functools.partial(self.program.of_rows, function)
-        return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
+        program = functools.partial(without_update(self.program).of_rows, function)
+        return programs_of([self._of_rows(program, self._by_rows, trainable, frozen, rows)])[0]
 
-    def _compiled_of_rows(self, *arguments):
-        """Compiles a program over rows; again without a kernel that fails its check."""
-        return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*arguments)))
+    def _of_rows(self, function, out, trainable, frozen, rows: Rows) -> Request:
+        return self._request(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
-    def _lowered_of_rows(self, function, out, trainable, frozen, rows: Rows):
-        return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
-
-    def _lowered(self, function, out, arguments: tuple, **options):
-        """Lowers, without Shardy, any program but the update."""
-        with partition.compiling(self.mesh):
-            return jax.jit(function, out_shardings=out, **options).lower(*arguments)
-
-    def _compiled(self, lowered):
-        with partition.compiling(self.mesh):
-            return self._compile(lowered)
-
-    def _compile(self, lowered):
-        dispatch.begin_checks()  # the checks that lowering asked for
-        device = self.mesh.local_devices[0]
-        with ThreadPoolExecutor(8, "kernels") as pool:
-            if device.platform == "gpu":
-                gpu_kernel.compile_beside(lowered, device, pool)
-            return compiled(lowered, {**self.options, **launch_options(self.whole_graphs)})
+    def _request(self, function, out, arguments: tuple, **options) -> Request:
+        xla_options = {**self.options, **launch_options(self.whole_graphs)}
+        return Request(function, arguments, out, self.mesh, xla_options, **options)
 
     def _abstract_batch(self, rows: Rows | BatchSource) -> Batch:
         empty = rows.empty(self.rows)
@@ -359,6 +331,8 @@ class Engine:
             programs, need = self._compiled_and_need(shapes(), first_step)
             host_memory.give_back()
             if programs is not None and (need is None or self._search.fits(need)):
+                if programs.seconds > _LONG and in_use() is None:
+                    print_line("each start compiles again; jaxtune.use_program_cache(), called first, keeps programs")
                 return programs
             problem = "compiling it ran out of memory"
             if need is not None:

@@ -4,16 +4,14 @@ fitted last time.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxtune.system import processes
-from jaxtune.system.program_cache import ProgramCache, in_use
+from jaxtune.system.program_cache import ProgramCache, in_use, sources
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.search import Failed
 
@@ -29,7 +27,7 @@ class KnownFailures:
     def __init__(self, facts: Any):
         self._cache = _cache()
         device = jax.local_devices()[0]
-        made_with = (device.device_kind, device.client.platform_version, jax.__version__, _sources())
+        made_with = (device.device_kind, device.client.platform_version, jax.__version__, sources())
         text = json.dumps([facts, made_with], sort_keys=True, default=str)
         self._key = f"plans-{hashlib.sha256(text.encode()).hexdigest()}"
         self._found: list[dict[str, Any]] = processes.of_first(self._read)
@@ -62,12 +60,3 @@ class KnownFailures:
 
 def _cache() -> ProgramCache | None:
     return None if jax.local_devices()[0].platform == "cpu" else in_use()
-
-
-@functools.cache
-def _sources() -> str:
-    """SHA-256 of all Python files of jaxtune: other code compiles to other programs."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -20,16 +20,17 @@ _MOST = 64  # tensors of a stack; XLA makes no kernel of more than 96 operands
 class _Structure:
     """A tree without its leaves, equal to itself only, so that JAX compares it at once.
 
+    definition: its PyTreeDef.
     stacks: indices of the leaves of each array that holds several; the other leaves follow these arrays.
     """
 
     def __init__(
         self,
-        unflatten: Callable,
+        definition,
         paths: Sequence[KeyPath],
         stacks: Sequence[Sequence[int]],
     ):
-        self._unflatten, self._count, self._stacks = unflatten, len(paths), stacks
+        self._definition, self._count, self._stacks = definition, len(paths), stacks
         stacked = {index for stack in stacks for index in stack}
         self._alone = [index for index in range(len(paths)) if index not in stacked]
         self.keys = tuple(_Key(paths[index]) for index in [*(stack[0] for stack in stacks), *self._alone])
@@ -58,7 +59,11 @@ class _Structure:
                 leaves[index] = tensor
         for index, leaf in zip(self._alone, arrays[count:], strict=True):
             leaves[index] = leaf
-        return self._unflatten(leaves)
+        return self._definition.unflatten(leaves)
+
+    def described(self) -> tuple[object, ...]:
+        """What tells it from others in another process."""
+        return self._definition, self._stacks
 
 
 def _stacked_shape(count: int, of: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -92,7 +97,7 @@ class Leaves[T]:
         stacks = _stacks(with_paths) if stacked else ()
         structure = _structures.get((definition, stacks))
         if structure is None:
-            structure = _Structure(definition.unflatten, [path for path, _ in with_paths], stacks)
+            structure = _Structure(definition, [path for path, _ in with_paths], stacks)
             _structures[definition, stacks] = structure
         return cls(structure.arrays(leaves), structure)
 

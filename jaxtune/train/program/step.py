@@ -470,6 +470,18 @@ class StepProgram:
         return run(*tensors, batch)
 
 
+def without_update(program: StepProgram) -> StepProgram:
+    """What accumulate, evaluate and of_rows read of a program: they are compiled once for all learning rates."""
+    unread: dict[str, object] = dict(schedule=None, bound=None, max_grad_norm=None, by_tensor=False, offload=False)
+    return dataclasses.replace(program, optimizer=optax.identity(), **unread)
+
+
+def without_layers(program: StepProgram) -> StepProgram:
+    """What `update` reads of a program: it is compiled once for all rows."""
+    unread: dict[str, object] = dict(plan=None, max_documents=None, chunk_tokens=None, dropout=False, noise_alpha=None)
+    return dataclasses.replace(program, full=False, **unread)
+
+
 def of_all_devices(sums):
     """One device's sums (a tree) added over the mesh, within `partition.divided`. Added in float32, so that bf16 sums
     are not rounded once for each device, then cast back. A partition.Shard is added over the axes other than fsdp.

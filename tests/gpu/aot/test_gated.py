@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ import pytest
 
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.gated import gated_backward
+from jaxtune.train.engine.kept_programs import _of_json, _to_json
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.test_compile_h200 import HIDDEN, INNER, INPUT, KV_HEADS, TOKENS, WIDE, memory
 
@@ -62,7 +64,11 @@ def test_kernels_compiled_beside_a_program_are_not_compiled_in_it(monkeypatch, c
     with H200.lowering():
         program = jax.jit(call).lower(array, array, array)
     with ThreadPoolExecutor(2) as pool:
-        begun = gpu_kernel.compile_beside(program, H200.sharding().device_set.pop(), pool)
+        kernels = gpu_kernel.kernels_of(program)
+        as_kept = json.loads(json.dumps([{name: _to_json(value) for name, value in it.items()} for it in kernels]))
+        read = [{name: _of_json(value) for name, value in kernel.items()} for kernel in as_kept]
+        assert read == kernels and [*map(type, read[0].values())] == [*map(type, kernels[0].values())]
+        begun = gpu_kernel.compile_beside(read, H200.sharding().device_set.pop(), pool)
         assert [future.result() for future in begun] == [None, None]
     beside = "".join(capfd.readouterr())
     text = program.compile().as_text()

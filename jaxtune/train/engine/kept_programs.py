@@ -1,0 +1,337 @@
+"""Compiled programs that a later start runs without tracing and lowering them, which take longer than loading them.
+
+An entry of the cache of programs, under a digest of all that decides a program, names JAX's own entry with the
+executable, and has what the executable does not tell:
+
+    executable   JAX's key
+    name, kept   the program's name, and the arguments that it reads, by index
+    results      shape, dtype and weak type of each result
+    outline      how results are nested: an argument's index for a tree like it
+    kernels      settings of Mosaic kernels, which are compiled beside
+    checks       of kernels at their first use, which must have passed here
+    said         what was said about kernels that are not used
+
+It is JSON, and neither pickled nor code. A program with anything else is traced at each start.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.models.placement import partition
+from jaxtune.pallas import dispatch, gpu_kernel, tuning, versions
+from jaxtune.system import processes, timing
+from jaxtune.system.heap import uncollected
+from jaxtune.system.private_jax import compilation_cache, config, core, pxla, xla_client
+from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked, sources
+from jaxtune.train.engine import described
+from jaxtune.train.engine.xla_options import compiled
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_OF_COMPILERS = ("XLA_", "JAX_", "JAXTUNE_", "MOSAIC_", "TRITON_", "PALLAS_", "NVIDIA_TF32", "CUBLAS", "CUDNN", "NCCL_")
+_OF_ALLOCATOR = "XLA_PYTHON_CLIENT_"
+_DUMPS = ("MOSAIC_GPU_DUMP", "JAX_DUMP_IR_TO")
+_LEAF = "*"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A program to compile.
+
+    function: of `arguments`, shapes with shardings. donated: indices of arguments.
+    options: XLA's. shardy: whether it is partitioned by Shardy; not if all of it is inside of partition.divided.
+    """
+
+    function: Callable
+    arguments: tuple
+    out_shardings: object  # a sharding, or a tree of them, perhaps a prefix of the results'
+    mesh: jax.sharding.Mesh
+    options: Mapping[str, bool | int | str]
+    donated: tuple[int, ...] = ()
+    shardy: bool = False
+
+    def context(self) -> contextlib.AbstractContextManager:
+        return jax.set_mesh(self.mesh) if self.shardy else partition.compiling(self.mesh)
+
+    def lowered(self) -> jax.stages.Lowered:
+        with self.context():
+            program = jax.jit(self.function, out_shardings=self.out_shardings, donate_argnums=self.donated)
+            return program.lower(*self.arguments)
+
+    def key(self, digests: described.Digests) -> str | None:
+        """Of all that decides the program; None if it cannot be described."""
+        leaves, structure = jax.tree.flatten(self.arguments)
+        where, nesting = jax.tree.flatten(self.out_shardings)
+        try:
+            with self.context():
+                parts = (self.function, leaves, structure, where, nesting, self.donated, self.shardy)
+                settings = sorted(self.options.items()), config.trace_context(), _surroundings(self.mesh)
+                return f"step-{digests.of((_FORMAT, parts, settings)).hex()}"
+        except described.Undescribed as error:
+            logger.info("%s is traced at every start, as a key cannot tell of %s", self.function, error)
+            return None
+
+
+@dataclasses.dataclass
+class _Fresh:
+    """What compiling a program told about it."""
+
+    program: jax.stages.Compiled
+    executable: str | None  # JAX's key
+    kernels: list[gpu_kernel.Settings]
+    said: list[dispatch.Said]
+
+
+def programs_of(requests: Sequence[Request]) -> list[jax.stages.Compiled]:
+    """The compiled programs: kept ones are loaded in threads; others are lowered one by one, the slowest should come
+    first, and compiled in threads meanwhile, then kept. Again without a kernel that fails its check.
+    """
+    cache = cache_of_programs()
+    digests = described.Digests()
+    keys = [None if cache is None else request.key(digests) for request in requests]
+    done = dispatch.built(functools.partial(_loaded_or_compiled, requests, keys, cache))
+    for request, key, made in zip(requests, keys, done, strict=True):
+        if isinstance(made, _Fresh) and key is not None and cache is not None:
+            _keep(request, key, made, cache)
+    return [made.program if isinstance(made, _Fresh) else made for made in done]
+
+
+def cache_of_programs() -> ProgramCache | None:
+    """None if programs are to be traced: none are kept, or their lowering is to be seen, or in several processes, or
+    the user replaced a part of jaxtune.
+    """
+    dumps = any(name.startswith(_DUMPS) for name in os.environ) or "--xla_dump" in os.environ.get("XLA_FLAGS", "")
+    if dumps or jax.config.values["jax_dump_ir_to"] or processes.count() > 1 or (cache := in_use()) is None:
+        return None
+    if (where := described.replaced("jaxtune")) is not None:
+        logger.info("programs are traced, as a function in %s is not jaxtune's", where)
+        return None
+    return cache
+
+
+def _loaded_or_compiled(
+    requests: Sequence[Request], keys: Sequence[str | None], cache: ProgramCache | None
+) -> list[jax.stages.Compiled | _Fresh]:
+    refused = dispatch.any_failed()  # its programs are not those of other starts
+
+    def loaded(request: Request, key: str | None) -> jax.stages.Compiled | None:
+        if key is None or cache is None or refused:
+            return None
+        with timing.phase("cached", getattr(request.function, "__name__", "of rows")):
+            return _loaded(request, key, cache)
+
+    with ThreadPoolExecutor(2 * len(requests), "compile") as pool:
+        loading = [pool.submit(loaded, *pair) for pair in zip(requests, keys, strict=True)]
+        done = []
+        with uncollected():
+            for request, future in zip(requests, loading, strict=True):
+                if future.result() is not None:
+                    done.append(future)
+                    continue
+                with dispatch.overheard() as said:
+                    lowered = request.lowered()
+                done.append(pool.submit(_compiled, request, lowered, said))
+        with timing.phase("wait", "programs", total=len(done), unit="programs") as work:
+            for future in done:
+                future.add_done_callback(lambda _: work.advance())
+            return [future.result() for future in done]
+
+
+def _compiled(request: Request, lowered: jax.stages.Lowered, said: list[dispatch.Said]) -> _Fresh:
+    dispatch.begin_checks()  # the checks that lowering asked for
+    device = request.mesh.local_devices[0]
+    kernels = gpu_kernel.kernels_of(lowered) if device.platform == "gpu" else []
+    with request.context(), ThreadPoolExecutor(8, "kernels") as pool, keys_asked() as keys:
+        gpu_kernel.compile_beside(kernels, device, pool)
+        program = compiled(lowered, request.options)
+    return _Fresh(program, keys[-1] if keys else None, kernels, said)
+
+
+# ---- keeping and loading
+
+
+def _keep(request: Request, key: str, fresh: _Fresh, cache: ProgramCache) -> None:
+    """Writes an entry, unless the program has what no entry holds."""
+    unloaded = getattr(fresh.program._executable, "_unloaded_executable")  # noqa: B009 - of a subclass
+    with_more = (unloaded.unordered_effects, unloaded.ordered_effects, unloaded.keepalive, unloaded.host_callbacks)
+    checks = dispatch.passed()
+    if fresh.executable is None or checks is None or any(with_more) or unloaded.mut or fresh.program._params.const_args:
+        return
+    if any(jnp.dtype(str(aval.dtype)) != aval.dtype for aval in unloaded.output_avals):
+        return
+    nested = jax.tree.unflatten(fresh.program.out_tree, range(fresh.program.out_tree.num_leaves))
+    try:
+        outline = _outline(nested, [jax.tree.structure(argument) for argument in request.arguments])
+    except described.Undescribed:
+        return
+    kernels = [{name: _to_json(value) for name, value in kernel.items()} for kernel in fresh.kernels]
+    entry = {
+        "executable": fresh.executable,
+        "name": unloaded.name,
+        "kept": sorted(unloaded.kept_var_idx),
+        "results": [[aval.shape, str(aval.dtype), aval.weak_type] for aval in unloaded.output_avals],
+        "outline": outline,
+        "kernels": kernels,
+        "checks": checks,
+        "said": fresh.said,
+    }
+    with contextlib.suppress(OSError):  # the next start traces it again
+        cache.put(key, json.dumps(entry).encode())
+
+
+def _loaded(request: Request, key: str, cache: ProgramCache) -> jax.stages.Compiled | None:
+    """The program of an entry; None without one. One that cannot be used is logged."""
+    if (content := cache.get(key)) is None:
+        return None
+    try:
+        entry = json.loads(content)
+        compressed = cache.get(entry["executable"])
+        if compressed is None or not dispatch.have_passed(entry["checks"]):
+            return None
+        device = request.mesh.local_devices[0]
+        with ThreadPoolExecutor(8, "kernels") as pool:
+            kernels = [{name: _of_json(value) for name, value in kernel.items()} for kernel in entry["kernels"]]
+            gpu_kernel.compile_beside(kernels, device, pool)
+            serialized, _ = compilation_cache.extract_executable_and_time(
+                compilation_cache.decompress_executable(compressed)
+            )
+            devices = xla_client.DeviceList(tuple(request.mesh.devices.flat))
+            executable = device.client.deserialize_executable(serialized, devices)
+        with request.context():
+            program = _program(request, entry, executable, devices)
+        dispatch.say_again(entry["said"])
+    except Exception as error:  # of JSON, of JAX, of XLA or of a compressor: whatever it is, the program can be made
+        logger.warning("a kept program is not used: %s: %s; compiling it anew", type(error).__name__, error)
+        return None
+    return program
+
+
+def _program(request: Request, entry: Mapping, executable, devices) -> jax.stages.Compiled:
+    """What jax.stages.Lowered.compile makes of an executable."""
+    leaves, structure = jax.tree.flatten((request.arguments, {}))
+    avals: list = [core.shaped_abstractify(leaf) for leaf in leaves]
+    kept = set(entry["kept"])
+    read = [aval for index, aval in enumerate(avals) if index in kept]
+    read_from = [leaf.sharding for index, leaf in enumerate(leaves) if index in kept]
+    nested = _nested(entry["outline"], [jax.tree.structure(argument) for argument in request.arguments])
+    results = [core.ShapedArray(tuple(shape), jnp.dtype(dtype), weak) for shape, dtype, weak in entry["results"]]
+    written_to = jax.tree.leaves(jax.tree.broadcast(request.out_shardings, nested))
+    results = [core.update_aval_with_sharding(aval, where) for aval, where in zip(results, written_to, strict=True)]
+    of_reads, of_results = pxla._get_layouts_from_executable(
+        executable, [None] * len(read), [None] * len(results), 0, read, results
+    )
+    name = entry["name"]
+    unloaded = pxla.UnloadedMeshExecutable(
+        xla_executable=executable,
+        device_list=devices,
+        backend=devices[0].client,
+        input_avals=read,
+        input_shardings=read_from,
+        output_avals=results,
+        output_shardings=written_to,
+        committed=True,
+        name=name,
+        unordered_effects=[],
+        ordered_effects=[],
+        keepalive=[],
+        host_callbacks=[],
+        kept_var_idx=kept,
+        mut=None,
+        xla_in_layouts=of_reads,
+        dispatch_in_layouts=pxla.get_dispatch_layouts(of_reads, read_from, read),
+        xla_out_layouts=of_results,
+        all_args_info=pxla.AllArgsInfo(avals, core.DebugInfo("jit", name, ("",) * len(avals), None)),
+        pgle_profiler=None,
+    )
+    donated = jax.tree.leaves(
+        tuple(
+            jax.tree.map(lambda _, donates=index in request.donated: donates, argument)
+            for index, argument in enumerate(request.arguments)
+        )
+    )
+    infos = [jax.stages.ArgInfo(aval, donates) for aval, donates in zip(avals, donated, strict=True)]
+    return jax.stages.Compiled(
+        unloaded.load(), [], jax.tree.unflatten(structure, infos), jax.tree.structure(nested), no_kwargs=False
+    )
+
+
+def _outline(nested: object, arguments: Sequence):
+    """A tree of indices as JSON: None, the index of an argument's structure, _LEAF, or {"dict", "list" or "tuple": its
+    items}.
+    """
+    if nested is None or isinstance(nested, int):
+        return None if nested is None else _LEAF
+    structure = jax.tree.structure(nested)
+    if structure.num_leaves and structure in arguments:
+        return arguments.index(structure)
+    if type(nested) is dict and all(isinstance(name, str) for name in nested):
+        return {"dict": {name: _outline(item, arguments) for name, item in nested.items()}}
+    if isinstance(nested, list | tuple) and type(nested) in (list, tuple):
+        return {type(nested).__name__: [_outline(item, arguments) for item in nested]}
+    raise described.Undescribed(f"a result in a {type(nested).__name__}")
+
+
+def _nested(outline, arguments: Sequence):
+    """A tree of zeros, of `_outline`."""
+    if outline is None or outline == _LEAF:
+        return None if outline is None else 0
+    if isinstance(outline, int):
+        return jax.tree.unflatten(arguments[outline], [0] * arguments[outline].num_leaves)
+    ((kind, items),) = outline.items()
+    if kind == "dict":
+        return {name: _nested(item, arguments) for name, item in items.items()}
+    return {"list": list, "tuple": tuple}[kind](_nested(item, arguments) for item in items)
+
+
+def _to_json(value: bytes | int | bool) -> object:
+    return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def _of_json(value) -> bytes | int | bool:
+    return base64.b64decode(value["base64"]) if isinstance(value, dict) else value
+
+
+# ---- what decides programs beside their functions
+
+
+def _surroundings(mesh: jax.sharding.Mesh) -> tuple:
+    devices = list(mesh.devices.flat)
+    client = devices[0].client
+    platform = client.platform, client.platform_version, [device.device_kind for device in devices], _topology(devices)
+    settings = {name: str(value) for name, value in sorted(jax.config.values.items()) if "_cache_" not in name}
+    variables = {name: value for name, value in sorted(os.environ.items()) if _decides(name)}
+    flags = [word for word in sys.argv if word.startswith("--xla")]
+    kernels = dispatch.target(), tuning.state(), repr(gpu_kernel.interpreter())
+    return platform, sources(), _versions(), settings, variables, flags, kernels
+
+
+def _decides(variable: str) -> bool:
+    """Whether programs may depend on an environment variable."""
+    return variable.startswith(_OF_COMPILERS) and "CACHE" not in variable and not variable.startswith(_OF_ALLOCATOR)
+
+
+def _topology(devices: list) -> int | None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a backend that does not tell
+        return xla_client.get_topology_for_devices(devices).fingerprint()
+    return None
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    packages = sorted(described.PACKAGES - {"jaxtune"})
+    return (sys.version, *versions.of_kernels(), *(f"{name} {metadata.version(name)}" for name in packages))

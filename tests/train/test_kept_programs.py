@@ -1,0 +1,375 @@
+"""Programs that a later start loads without tracing them: which, and that they are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxtune
+from jaxtune.models.config import RopeConfig
+from jaxtune.pallas.formats import FORMATS
+from jaxtune.system.program_cache import in_use
+from jaxtune.train.config import MeshConfig, OptimConfig, ScheduleConfig
+from jaxtune.train.engine import kept_programs
+from jaxtune.train.engine.described import Digests, Undescribed, replaced
+from jaxtune.train.engine.kept_programs import Request, programs_of
+from jaxtune.train.optimizer.schedule import learning_rate_schedule
+from jaxtune.train.program import step
+from jaxtune.train.trainer import Trainer
+from tests.train.tiny_runs import dataset, documents, lora_model, make_config
+
+# ---- digests
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 2),
+    st.floats(),
+    st.text(max_size=2),
+    st.binary(max_size=2),
+    st.sampled_from([jnp.int32, np.dtype("int8"), np.float32(1), jax.nn.silu, jnp.add, PartitionSpec("x"), len, int]),
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.frozensets(LEAVES, max_size=3),
+        st.lists(inner, max_size=2).map(lambda items: functools.partial(jnp.add, *items)),
+    ),
+    max_leaves=12,
+)
+
+
+def told(value) -> str:
+    """Another way to tell values apart: types and texts, nested as they are."""
+    if isinstance(value, functools.partial):
+        return f"partial{told(value.args)}"
+    if isinstance(value, dict):
+        return f"dict{[(told(key), told(item)) for key, item in value.items()]}"
+    if isinstance(value, list | tuple):
+        return f"{type(value)}{[told(item) for item in value]}"
+    if isinstance(value, frozenset):
+        return f"set{sorted(map(told, value))}"
+    return f"{type(value)} {value!r}"
+
+
+@given(VALUES, VALUES)
+def test_digests_are_equal_exactly_for_equal_values(a, b):
+    digests = Digests()
+    assert (digests.of(a) == Digests().of(b)) == (told(a) == told(b))
+    assert (digests.of((a, b)) == digests.of((b, a))) == (told(a) == told(b))
+    assert len(digests.of([a, b, a])) <= 64
+
+
+def scaled(rate: float):
+    return learning_rate_schedule(ScheduleConfig(), rate, 10)
+
+
+def test_digests_tell_of_closures_dataclasses_and_trees():
+    of = Digests().of
+    assert of(scaled(1.0)) == of(scaled(1.0)) != of(scaled(2.0))
+    assert of(optax.adamw(1e-3)) == of(optax.adamw(1e-3)) != of(optax.adamw(1e-3, b1=0.8))
+    assert of(RopeConfig(theta=1e4)) == of(RopeConfig(theta=1e4)) != of(RopeConfig(theta=1e5))
+    trees = [{"a": 1}, {"b": 1}, {"a": (1,)}, {"a": [1]}, {"a": None}]
+    assert len({of(jax.tree.structure(tree)) for tree in trees}) == len(trees)
+
+
+class OfTheUser(enum.Enum):
+    A = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    size: int = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [lambda x: x, Own(), OfTheUser.A, Own, jnp.zeros(3), object(), optax.chain(optax.stateless(lambda g, p: g)), sys],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_the_user_wrote_or_nobody_can_tell_is_refused(value):
+    with pytest.raises(Undescribed):
+        Digests().of({"deep": [functools.partial(jnp.add, value)]})
+    cycle: list = [1]
+    cycle.append(cycle)
+    with pytest.raises(Undescribed, match="contains itself"):
+        Digests().of(cycle)
+
+
+def test_functions_of_the_user_in_jaxtune_are_noticed(kept, monkeypatch):
+    assert replaced("jaxtune") is None
+    for holder, name in ((step, "of_each"), (step.StepProgram, "update"), (FORMATS, "mine")):
+        with monkeypatch.context() as patch:
+            patch.setitem(holder, name, scaled) if isinstance(holder, dict) else patch.setattr(holder, name, scaled)
+            assert replaced("jaxtune") is not None
+    assert replaced("jaxtune") is None
+
+
+# ---- programs
+
+MESH = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+WHOLE = NamedSharding(MESH, PartitionSpec())
+
+
+def shape(*sizes: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=WHOLE)
+
+
+def request_of(**changes) -> Request:
+    """(updates, states) of an optimizer of two tensors: trees like arguments, of which some are donated."""
+    tensors = {"a": shape(3, 2), "b": shape(2)}
+    optimizer = optax.adam(1e-3)
+    state = jax.tree.map(lambda a: shape(*a.shape, dtype=a.dtype), jax.eval_shape(optimizer.init, tensors))
+    return Request(optimizer.update, (tensors, state), WHOLE, MESH, {}, **changes)
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """Programs are kept, apart from those of other tests."""
+    monkeypatch.setattr(kept_programs, "cache_of_programs", in_use)
+    monkeypatch.setattr(kept_programs, "_FORMAT", str(tmp_path))
+
+
+@pytest.fixture
+def lowerings(monkeypatch):
+    """The functions that were lowered."""
+    functions, lowered = [], Request.lowered
+
+    def lowers(request):
+        functions.append(request.function)
+        return lowered(request)
+
+    monkeypatch.setattr(Request, "lowered", lowers)
+    return functions
+
+
+def arrays(request: Request) -> tuple:
+    """The same random numbers each time, as a program may take their memory."""
+    random = np.random.default_rng(0)
+    return jax.tree.map(lambda a: jax.device_put(random.normal(size=a.shape).astype(a.dtype), WHOLE), request.arguments)
+
+
+def bits(tree) -> list:
+    return [(leaf.dtype, leaf.shape, np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
+
+
+def test_a_loaded_program_is_as_the_traced_one(kept, lowerings):
+    request = request_of(donated=(1,))
+    (traced,) = programs_of([request])
+    (loaded,) = programs_of([request])
+    assert len(lowerings) == 1
+    given, again = arrays(request), arrays(request)
+    expected, result = traced(*given), loaded(*again)
+    assert jax.tree.structure(expected) == jax.tree.structure(result) and bits(expected) == bits(result)
+    assert bits(loaded(*arrays(request))) == bits(expected)  # the second call takes JAX's fast path
+    assert [leaf.is_deleted() for leaf in jax.tree.leaves(again)] == [
+        leaf.is_deleted() for leaf in jax.tree.leaves(given)
+    ]
+    assert any(leaf.is_deleted() for leaf in jax.tree.leaves(again))
+    assert str(loaded.memory_analysis()) == str(traced.memory_analysis())
+    assert loaded.as_text() == traced.as_text() and loaded.args_info == traced.args_info
+    assert loaded.input_shardings == traced.input_shardings and loaded.output_shardings == traced.output_shardings
+    with pytest.raises(TypeError):
+        loaded({"a": jnp.zeros((2, 3)), "b": jnp.zeros(2)}, again[1])
+
+
+CHANGES = {
+    "options": lambda request: {"options": {"xla_allow_excess_precision": False}},
+    "donated": lambda request: {"donated": (0,)},
+    "shardy": lambda request: {"shardy": True},
+    "mesh": lambda request: {"mesh": jax.make_mesh((1,), ("other",), devices=jax.devices()[:1])},
+    "device": lambda request: {
+        "mesh": jax.make_mesh((1,), ("data",), axis_types=MESH.axis_types, devices=jax.devices()[1:2])
+    },
+    "function": lambda request: {"function": optax.adam(1e-3, b1=0.8).update},
+    "rate": lambda request: {"function": optax.adam(2e-3).update},
+    "out": lambda request: {"out_shardings": (WHOLE, WHOLE)},
+    "shape": lambda request: {"arguments": ({"a": shape(3, 3), "b": shape(2)}, request.arguments[1])},
+    "dtype": lambda request: {"arguments": ({"a": shape(3, 2, dtype=jnp.int32), "b": shape(2)}, request.arguments[1])},
+    "name": lambda request: {"arguments": ({"a": shape(3, 2), "c": shape(2)}, request.arguments[1])},
+    "nesting": lambda request: {"arguments": ({"a": shape(3, 2), "b": (shape(2),)}, request.arguments[1])},
+    "weak": lambda request: {
+        "arguments": (
+            {"a": shape(3, 2), "b": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=WHOLE, weak_type=True)},
+            request.arguments[1],
+        )
+    },
+}
+ENVIRONMENT = {
+    "XLA_FLAGS": "--xla_cpu_enable_fast_math=true",
+    "JAXTUNE_TUNING": "x",
+    "TRITON_DEBUG": "1",
+    "NVIDIA_TF32_OVERRIDE": "0",
+}
+
+
+@given(st.sets(st.sampled_from([*CHANGES, *ENVIRONMENT])), st.sets(st.sampled_from([*CHANGES, *ENVIRONMENT])))
+def test_whatever_decides_a_program_is_in_its_key(a, b):
+    def key_of(names) -> str | None:
+        request = request_of()
+        for name in sorted(set(names) & set(CHANGES)):
+            request = dataclasses.replace(request, **CHANGES[name](request))
+        with pytest.MonkeyPatch.context() as patch:
+            for name in set(names) & set(ENVIRONMENT):
+                patch.setenv(name, ENVIRONMENT[name])
+            return request.key(Digests())
+
+    def decided(names) -> set:
+        """Of changes of one field, the last in order counts."""
+        fields = {"rate": "function", "device": "mesh", "dtype": "shape", "name": "shape", "nesting": "shape"}
+        last = {fields.get(name, "shape" if name == "weak" else name): name for name in sorted(names)}
+        return set(last.values())
+
+    assert key_of(a) is not None
+    assert (key_of(a) == key_of(b)) == (decided(a) == decided(b))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda patch: jax.default_matmul_precision("highest"),
+        lambda patch: jax.numpy_dtype_promotion("strict"),
+        lambda patch: patch.setattr(kept_programs, "sources", lambda: "others"),
+        lambda patch: patch.setattr(kept_programs.dispatch, "_target", (9, 0)),
+        lambda patch: patch.setattr(kept_programs, "_versions", lambda: ("jax 0.1",)),
+        lambda patch: patch.setattr(kept_programs.tuning, "state", lambda: ({"attention": {"rows": 1}}, {})),
+    ],
+)
+def test_settings_and_code_are_in_the_key(setting, monkeypatch):
+    request = request_of()
+    before = request.key(Digests())
+    with setting(monkeypatch) or contextlib.nullcontext():
+        assert request.key(Digests()) != before
+    monkeypatch.undo()
+    assert request.key(Digests()) == before
+
+
+DAMAGES = {
+    "a flipped bit": lambda content: bytes([content[0] ^ 1]) + content[1:],
+    "cut": lambda content: content[: len(content) // 2],
+    "of another key": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_entries_are_said_and_compiled_anew(kept, lowerings, caplog, damage):
+    request, other = request_of(), request_of(donated=(0,))
+    programs_of([request, other])
+    cache = in_use()
+    path, foreign = (cache._file(it.key(Digests())) for it in (request, other))
+    change = DAMAGES[damage]
+    path.write_bytes(foreign.read_bytes() if change is None else change(path.read_bytes()))
+    jax.clear_caches()  # as in another process
+    (anew,) = programs_of([request])
+    assert len(lowerings) == 3 and f"{path} is not used" in caplog.text
+    assert bits(anew(*arrays(request))) == bits(programs_of([request])[0](*arrays(request)))
+    assert len(lowerings) == 3
+
+
+@given(st.data())
+def test_no_content_of_an_entry_breaks_a_start(data):
+    """Entries that are sealed but wrong, as another version might write them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_programs, "_FORMAT", "of wrong entries")
+        cache, request = in_use(), request_of()
+        key = request.key(Digests())
+        patch.setattr(kept_programs, "cache_of_programs", in_use)
+        (right,) = programs_of([request])
+        good = json.loads(cache.get(key))
+        name = data.draw(st.sampled_from(sorted(good)))
+        wrong = data.draw(st.sampled_from([None, 7, "x", [], {}, [[1]], {"dict": 1}]))
+        cache.put(key, data.draw(st.sampled_from([json.dumps({**good, name: wrong}).encode(), b"{", b"[]", b""])))
+        try:
+            loaded = kept_programs._loaded(request, key, cache)
+            if loaded is not None and name not in ("said", "checks", "kernels", "name"):
+                with pytest.raises((TypeError, ValueError)):
+                    loaded(*arrays(request))
+        finally:
+            cache.put(key, json.dumps(good).encode())
+        assert bits(programs_of([request])[0](*arrays(request))) == bits(right(*arrays(request)))
+
+
+def test_a_program_goes_with_jaxs_entry_and_failed_checks(kept, lowerings, monkeypatch):
+    request = request_of()
+    programs_of([request])
+    cache = in_use()
+    entry = json.loads(cache.get(request.key(Digests())))
+    cache._file(entry["executable"]).unlink()
+    jax.clear_caches()
+    programs_of([request])
+    assert len(lowerings) == 2 and cache.get(entry["executable"]) is not None
+    monkeypatch.setattr(kept_programs.dispatch, "any_failed", lambda: True)
+    programs_of([request])
+    assert len(lowerings) == 3
+    monkeypatch.setattr(kept_programs.dispatch, "any_failed", lambda: False)
+    monkeypatch.setattr(kept_programs.dispatch, "have_passed", lambda calls: False)
+    programs_of([request])
+    assert len(lowerings) == 4
+
+
+# ---- runs
+
+
+def trained(output: Path, **changes) -> tuple[list, list]:
+    """(losses, bits of the adapter) of a run with an evaluation."""
+    config = make_config(output, steps=3, optim=OptimConfig(learning_rate=1e-2), **changes)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval="held out"))
+    trainer = Trainer(lora_model(layers=2), None, config, dataset(documents(24)), dataset(documents(6, seed=1)))
+    weights = nnx.state(trainer.train(), nnx.Param)
+    return [line.get("loss") for line in trainer.history], bits(weights)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(2, 2)], ids=["one device", "four"])
+def test_a_run_of_kept_programs_gives_the_same_bits(kept, lowerings, tmp_path, mesh):
+    first = trained(tmp_path / "first", mesh=mesh)
+    names = [function.__name__ for function in lowerings]
+    assert names == ["accumulate", "update", "evaluate"]
+    assert trained(tmp_path / "second", mesh=mesh) == first and len(lowerings) == 3
+    other = trained(tmp_path / "third", mesh=mesh, schedule=ScheduleConfig(name="linear"))
+    assert [function.__name__ for function in lowerings[3:]] == ["update"] and other != first
+
+
+SCRIPT = """
+import sys
+import jax, optax
+from jaxtune.train.engine.described import Digests
+from jaxtune.train.objectives.named import DEFAULT
+tree = jax.tree.structure({"x": [1, (2,)]})
+print(Digests().of([optax.adamw(1e-3), DEFAULT, {"b", "a", "c"}, tree, jax.nn.gelu]).hex())
+"""
+
+
+@pytest.mark.full
+def test_every_process_makes_the_same_digests():
+    path = str(Path(jaxtune.__file__).parents[1])
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
