@@ -39,6 +39,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.decode.few_rows import added_norm, gated_product, products
 from jaxtune.pallas.quant_matmul import LoraWeights
 from jaxtune.pallas.thin_pair import api as thin_pair
+from jaxtune.train.program.leaves import Leaves
 
 RANK, STEPS = 16, 30
 CHAIN = 12  # layers of a decoding step
@@ -89,9 +90,11 @@ def train(way: str, options, results: dict) -> dict:
         trainer.model.release()
         state = dataclasses.replace(state, trainable=with_random_bs(state.trainable))
         rows = trainer.engine.load_step(0)[0]
+        state, sums = trainer.engine.flat(state, sums)
+        frozen = Leaves.of(frozen)
         programs, sums, frozen = trainer.engine.first_step(programs, sums, state, frozen, rows, 0, print)
         compile_seconds = time.perf_counter() - begun
-    results[way] = float(sums.loss), jax.device_get(jax.tree.leaves(sums.gradients))
+    results[way] = float(sums.tree.loss), jax.device_get(jax.tree.leaves(sums.tree.gradients))
 
     def one(number, state, sums):
         del number

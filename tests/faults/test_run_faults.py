@@ -333,10 +333,13 @@ class Ruined(Trainer):
         super().__init__(*arguments, **options)
         accumulate, self.tried = self.engine.accumulate, 0
 
-        def ruined(*arguments):
-            sums = accumulate(*arguments)
+        def ruined(programs, sums, state, *others):
+            sums = accumulate(programs, sums, state, *others)
             self.tried += 1
-            return dataclasses.replace(sums, loss=sums.loss * np.float32("nan")) if self.tried > self.at else sums
+            if self.tried <= self.at:
+                return sums
+            bad_sums = dataclasses.replace(sums.tree, loss=sums.tree.loss * np.float32("nan"))
+            return self.engine.flat(state.tree, bad_sums)[1]
 
         self.engine.accumulate = ruined
 
