@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtune.train.engine import programs
+from jaxtune.train.config import OptimConfig
 from jaxtune.train.loop.run import Run
 from jaxtune.train.program.leaves import Leaves, over_leaves
+from jaxtune.train.spec import setup
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 
@@ -75,11 +77,16 @@ def test_equal_tensors_lie_in_one_array_and_come_back(first, second, dtypes):
         np.testing.assert_array_equal(one, 2 * other)
 
 
+class Moments(NamedTuple):
+    m: list
+    v: list
+
+
 def test_a_stack_holds_one_field_alone():
     """Or an accumulation would take the optimizer's states apart."""
-    flat = Leaves.of({"m": [jnp.zeros(3)] * 2, "v": [jnp.zeros(3)] * 5}, stacked=True)
+    flat = Leaves.of(Moments([jnp.zeros(3)] * 2, [jnp.zeros(3)] * 5), stacked=True)
     assert [leaf.shape for leaf in jax.tree.leaves(flat)] == [(2, 3), (5, 3)]
-    ways = {"m": ["here"] * 2, "v": ["there"] * 5}
+    ways = Moments(["here"] * 2, ["there"] * 5)
     assert jax.tree.leaves(flat.of_each(ways)) == ["here", "there"]
 
 
@@ -122,13 +129,13 @@ def test_no_step_takes_a_module_apart(tmp_path, monkeypatch, micro_batches):
     assert len(at_steps) == 6 and at_steps[0] > 0 and at_steps[-1] == at_steps[0]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_stacks_change_no_number(tmp_path, monkeypatch, micro_batches):
+@pytest.mark.parametrize(("micro_batches", "optimizer"), [(2, "adamw"), (1, "lion"), (1, "adamw")])
+def test_stacks_change_no_number(tmp_path, monkeypatch, micro_batches, optimizer):
     """A rounding of the compiler's choice apart."""
-    weights = []
-    for size in (0, programs._STACKED_BYTES):
-        monkeypatch.setattr(programs, "_STACKED_BYTES", size)
-        config = make_config(tmp_path / str(size), steps=4, micro_batches=micro_batches)
+    weights, rule = [], OptimConfig(name=optimizer, learning_rate=1e-3, weight_decay=0.1)
+    for size in (0, setup._STACKED_NUMBERS):
+        monkeypatch.setattr(setup, "_STACKED_NUMBERS", size)
+        config = make_config(tmp_path / str(size), steps=4, micro_batches=micro_batches, optim=rule)
         trainer = Trainer(lora_model(), None, config, dataset(documents(40)))
         weights.append((jax.tree.leaves(nnx.state(trainer.train(), nnx.Param)), trainer.history))
     (alone, history), (stacked, other_history) = weights

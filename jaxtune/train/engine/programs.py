@@ -37,7 +37,6 @@ from jaxtune.train.program.step import StepProgram, Sums, TrainState, without_la
 type LoadedStep = tuple[list[Batch], dict[str, Any]]  # of Engine.load_step
 _BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 tokens, without those of tables of embeddings
 
-_STACKED_BYTES = 1 << 28  # of trained tensors and their states, which are copied when they leave the step
 _LONG = 5.0  # seconds of compiling after which somebody asks how to save them
 
 
@@ -236,15 +235,7 @@ class Engine:
 
     def flat(self, state: TrainState, sums: Sums) -> tuple[Leaves[TrainState], Leaves[Sums]]:
         """As the programs take and return them."""
-        stacked = self._stacks(state)
-        return Leaves.of(state, stacked), Leaves.of(sums, stacked)
-
-    def _stacks(self, state: TrainState) -> bool:
-        """Whether equal tensors of state and sums lie in one array: in an adapter's hundreds the host spends more time
-        than the device. Not divided or hosted ones, and not where copies for a save could matter.
-        """
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.trainable, state.opt_state)))
-        return self.mesh.size == 1 and not self.program.offload and size <= _STACKED_BYTES
+        return Leaves.of(state, self.program.stacked), Leaves.of(sums, self.program.stacked)
 
     # ---- compiling
 
@@ -258,7 +249,7 @@ class Engine:
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=where)
         before = self.before_qat if first_step < self._early_steps else None
         steps = [self.program] if before is None else [self.program, before]
-        stacked = self._stacks(state)
+        stacked = self.program.stacked
         state, sums, frozen = abstract(state), abstract(sums), abstract(frozen)
         flat_sums, flat_state = Leaves.of(sums, stacked), Leaves.of(state, stacked)
         unsummed = flat_sums.of_each(self.program.sums_shardings(state.trainable, where))

@@ -31,6 +31,9 @@ def weight_storage(
     return "bf16" if precision == "bf16" and parameters > BF16_WEIGHTS_ABOVE else "fp32"
 
 
+ELEMENTWISE = ("adamw", "lion")  # names of optimizers with a bound that treat each element alone
+
+
 @dataclasses.dataclass(frozen=True)
 class UpdateBound:
     """No element w changes in an update by more than rate * (direction + decay * |w|). It tells before the update

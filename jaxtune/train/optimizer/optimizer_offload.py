@@ -58,7 +58,7 @@ def _on_host(sharding: Sharding) -> bool:
     return sharding.memory_kind == "pinned_host"
 
 
-def _like_parameters(structure) -> Callable[[Any], bool]:
+def like_parameters(structure) -> Callable[[Any], bool]:
     """Recognises trees of the parameters' structure, such as moments."""
     return lambda tree: jax.tree.structure(tree) == structure
 
@@ -67,7 +67,7 @@ def states_of(opt_state: Any, structure: Any, index: int) -> Any:
     """The state of parameter `index` (in the order of jax.tree.leaves): each subtree of the parameters' `structure`,
     such as the first moments, becomes a list of one array; shared values such as a count stay.
     """
-    is_moments = _like_parameters(structure)
+    is_moments = like_parameters(structure)
     return jax.tree.map(
         lambda tree: [jax.tree.leaves(tree)[index]] if is_moments(tree) else tree, opt_state, is_leaf=is_moments
     )
@@ -77,7 +77,7 @@ def joined(opt_state: Any, structure: Any, states: list[Any]) -> Any:
     """The inverse of `states_of`, from the states of all parameters in order. opt_state: gives the structure; may be
     abstract. Shared values are the last parameter's.
     """
-    is_moments = _like_parameters(structure)
+    is_moments = like_parameters(structure)
     trees, outline = jax.tree.flatten(opt_state, is_leaf=is_moments)
     columns = [outline.flatten_up_to(state) for state in states]
     subtrees = [

@@ -10,11 +10,10 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax
-import jax.numpy as jnp
-from jax.tree_util import KeyPath, keystr
+import numpy as np
+from jax.tree_util import GetAttrKey, KeyPath, keystr
 
-_SMALL = 1 << 20  # elements of the largest tensor that is stacked
-_MOST = 64  # tensors of a stack; XLA makes no kernel of more than 96 operands
+from jaxtune.train.optimizer import stacks
 
 
 class _Structure:
@@ -34,8 +33,6 @@ class _Structure:
         stacked = {index for stack in stacks for index in stack}
         self._alone = [index for index in range(len(paths)) if index not in stacked]
         self.keys = tuple(_Key(paths[index]) for index in [*(stack[0] for stack in stacks), *self._alone])
-        self._stack = jax.jit(lambda stacks: [jnp.stack(arrays) for arrays in stacks])
-        self._apart = jax.jit(lambda arrays: [list(array) for array in arrays])
 
     def arrays(self, leaves: Sequence) -> list:
         """The arrays that hold a tree's leaves: shapes for shapes."""
@@ -43,7 +40,7 @@ class _Structure:
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for stack in stacks for leaf in stack):
             held = [_stacked_shape(len(stack), stack[0]) for stack in stacks]
         else:
-            held = self._stack(stacks) if stacks else []
+            held = list(map(_stacked, stacks))
         return [*held, *(leaves[index] for index in self._alone)]
 
     def of_each(self, values: Sequence) -> list:
@@ -53,9 +50,8 @@ class _Structure:
     def tree(self, arrays: Sequence):
         leaves: list = [None] * self._count
         count = len(self._stacks)
-        parts = self._apart(arrays[:count]) if count else []
-        for stack, tensors in zip(self._stacks, parts, strict=True):
-            for index, tensor in zip(stack, tensors, strict=True):
+        for stack, array in zip(self._stacks, arrays[:count], strict=True):
+            for index, tensor in zip(stack, _unstacked(array), strict=True):
                 leaves[index] = tensor
         for index, leaf in zip(self._alone, arrays[count:], strict=True):
             leaves[index] = leaf
@@ -64,6 +60,19 @@ class _Structure:
     def described(self) -> tuple[object, ...]:
         """What tells it from others in another process."""
         return self._definition, self._stacks
+
+
+def _stacked(tensors: Sequence[jax.Array]) -> jax.Array:
+    """Outside of a program by way of the host: a program for it would take seconds to compile."""
+    if isinstance(tensors[0], jax.core.Tracer):
+        return stacks.stacked(tensors)
+    return jax.device_put(np.stack(jax.device_get(tensors)), tensors[0].sharding)
+
+
+def _unstacked(array: jax.Array) -> Sequence[jax.Array]:
+    if isinstance(array, jax.core.Tracer):
+        return stacks.unstacked(array)
+    return jax.device_put(list(np.array(array)), array.sharding)  # a copy, as the array will be donated
 
 
 def _stacked_shape(count: int, of: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -118,13 +127,9 @@ class Leaves[T]:
 
 
 def _stacks(with_paths: Sequence[tuple[KeyPath, jax.Array]]) -> tuple[tuple[int, ...], ...]:
-    """Indices of the leaves of each stack: of one field of the tree, one shape and one dtype."""
-    groups: dict[Hashable, list[int]] = {}
-    for index, (path, leaf) in enumerate(with_paths):
-        if 1 < leaf.size <= _SMALL:
-            groups.setdefault((path[0], leaf.shape, leaf.dtype), []).append(index)
-    pieces = [group[start : start + _MOST] for group in groups.values() for start in range(0, len(group), _MOST)]
-    return tuple(tuple(piece) for piece in pieces if len(piece) > 1)
+    """Indices of the leaves of each stack, which are of one field, such as the first moments."""
+    keyed = ((tuple(key for key in path if isinstance(key, GetAttrKey)), leaf) for path, leaf in with_paths)
+    return tuple(map(tuple, stacks.stacks_of(keyed)))
 
 
 jax.tree_util.register_pytree_with_keys(

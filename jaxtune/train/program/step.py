@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.lax import optimization_barrier
@@ -25,7 +24,7 @@ from jaxtune.train.data.batches import Batch
 from jaxtune.train.objectives.loss import NO_AUX_LOSSES, AuxLosses, Forward
 from jaxtune.train.objectives.named import DEFAULT
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.optimizer import optimizer_offload
+from jaxtune.train.optimizer import optimizer_offload, stacks
 from jaxtune.train.optimizer.optim import UpdateBound, decayed_tensors, embedding_tensors, step_optimizer
 from jaxtune.train.program.gradient_sync import GradientSync
 
@@ -98,6 +97,9 @@ class StepProgram:
     by_tensor: bool = False  # whether tensors are updated one by one; False: all at once, as one tree
     # whether the optimizer's large states are on the host (optimizer_offload.py); needs bound, and updates by tensor
     offload: bool = False
+    # whether small tensors of one shape may lie in one array between steps and be updated as one; needs bound, float32
+    # weights and an optimizer that treats each element alone
+    stackable: bool = False
     full: bool = False  # every row of a training step is one document without padding (PackedLayout.full)
     noise_alpha: float | None = None  # NEFTune's noise on the embeddings in gradient steps; None: no noise
     # divides rows and tensors (models/placement/partition.py); None or one device: nothing is divided
@@ -131,6 +133,10 @@ class StepProgram:
     @property
     def devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def stacked(self) -> bool:
+        return self.stackable and self.devices == 1 and not self.offload
 
     @property
     def _shape(self) -> partition.MeshShape:
@@ -335,8 +341,12 @@ class StepProgram:
             donated_sums, (sums, errors) = sums, self.total(sums, state)
             count = jnp.maximum(sums.count, 1.0)
             scale = 1.0 / (count * state.loss_scale)
-            gradients = [g.astype(jnp.float32) * scale for g in jax.tree.leaves(sums.gradients)]
-            squares = of_each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), gradients)
+
+            def summed_squares(gradients):
+                scaled = gradients.astype(jnp.float32) * scale
+                return jnp.sum(scaled * scaled, axis=range(1, scaled.ndim))
+
+            squares = stacks.of_each(summed_squares, jax.tree.leaves(sums.gradients))
             norm = jnp.sqrt(squares.sum())  # shows a layer's loss that is not finite
             finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
             if self.max_grad_norm is not None:
@@ -360,15 +370,25 @@ class StepProgram:
                 finite &= self._reach(self.bound, state) <= largest
             else:
                 wide, _ = moved(*tensors, finite=True)
-                finite &= of_each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
+                leaves = jax.tree.leaves(wide)
+                finite &= stacks.of_each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), leaves).all()
                 # Without a barrier XLA would keep the values computed for this decision (43 GB for an 8B model).
                 tensors, finite = optimization_barrier((tensors, finite))
 
             def guarded(new, old):
                 return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
-            if self.by_tensor or self.offload:
-                decayed, embeddings = decayed_tensors(state.trainable), embedding_tensors(state.trainable)
+            decayed, embeddings = decayed_tensors(state.trainable), embedding_tensors(state.trainable)
+            if self.stacked:
+
+                def equal(index, parameter, opt_state, gradient):
+                    its = {"decayed": [decayed[index]], "embeddings": [embeddings[index]]}
+                    wide, new = moved([parameter], opt_state, [gradient], finite, in_parts[index : index + 1], **its)
+                    return guarded(wide[0], parameter), new
+
+                alike = list(zip(decayed, embeddings, strict=True))
+                trainable, opt_state = stacks.updated(equal, *tensors, alike)
+            elif self.by_tensor or self.offload:
 
                 def one(index, parameter, opt_state, gradient):
                     index_range = slice(index, index + 1)
@@ -427,7 +447,7 @@ class StepProgram:
         """float32[]: no weight exceeds it in absolute value after the update, known before."""
         assert self.schedule is not None  # optimizers with a bound take their rate from the schedule
         rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
-        highest = of_each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
+        highest = stacks.of_each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
         return highest.astype(jnp.float32) * (1.0 + rate * bound.decay) + rate * bound.direction
 
     def _kept(self, state: TrainState, wide, old, stream: int = 0):
@@ -524,21 +544,3 @@ def rounded_like(old, wide, seed: jax.Array, stream: int):
         structure,
         [stochastic_round(new, seed, i) if old_leaf.dtype == jnp.bfloat16 else new for i, (new, old_leaf) in pairs],
     )
-
-
-# Tensors with more elements are reduced one by one: their launches are cheap, and a stack of them would be too large.
-_STACKED_ELEMENTS = 1 << 20
-
-
-def of_each(reduce, tensors: list[jax.Array]) -> jax.Array:
-    """[n]: `reduce` of each of n >= 1 tensors; it maps a stack [k, ...] to [k].
-
-    Tensors of one shape with at most 2**20 elements form one stack: for hundreds of adapter matrices, two launches each
-    would be most of the optimizer's time.
-    """
-    groups: dict[object, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault(tensor.shape if tensor.size <= _STACKED_ELEMENTS else index, []).append(index)
-    order = [index for indices in groups.values() for index in indices]
-    values = [reduce(jnp.stack([tensors[i] for i in indices])) for indices in groups.values()]
-    return jnp.concatenate(values)[np.argsort(order)]

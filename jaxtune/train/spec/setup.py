@@ -18,7 +18,7 @@ from jaxtune.train.engine.programs import Engine
 from jaxtune.train.engine.trained_model import TrainedModel
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics
 from jaxtune.train.objectives.loss import aux_losses
-from jaxtune.train.optimizer.optim import weight_storage
+from jaxtune.train.optimizer.optim import ELEMENTWISE, weight_storage
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import prefill_bytes
@@ -28,6 +28,9 @@ from jaxtune.train.program.gradient_sync import gradient_sync_of
 from jaxtune.train.program.step import StepProgram
 from jaxtune.train.spec.run_rows import most_documents
 from jaxtune.train.spec.run_spec import RunRows, RunSpec
+
+# Trained numbers of a run whose tensors are stacked: a save or an evaluation copies them and their states.
+_STACKED_NUMBERS = 20_000_000
 
 
 def engine_of(spec: RunSpec, rows: RunRows, model: TrainedModel, trains: bool) -> Engine:
@@ -53,6 +56,7 @@ def step_programs(spec: RunSpec, rows: RunRows, model: TrainedModel) -> tuple[St
     config, rule = spec.config, spec.update
     rates = [matrix.lora.rate for _, matrix in matrices(model.prepared) if matrix.lora is not None]
     size = sum(leaf.size for leaf in jax.tree.leaves(model.trainable))
+    weights = weight_storage(config.optim.weights, config.computes_in, size)
     program = StepProgram(
         graph=model.graph,
         optimizer=rule.optimizer,
@@ -64,12 +68,17 @@ def step_programs(spec: RunSpec, rows: RunRows, model: TrainedModel) -> tuple[St
         noise_alpha=config.neftune_noise_alpha,
         dropout=any(rate > 0 for rate in rates),
         scale_loss=config.computes_in == "fp16",
-        weights=weight_storage(config.optim.weights, config.computes_in, size),
+        weights=weights,
         aux_losses=aux_losses(config.loss_coefficients, model.prepared),
         bound=rule.bound,
         # The many small tensors of adapters are updated in one program, which is faster.
         by_tensor=rule.bound is not None and not has_adapter(model.given),
         offload=config.optim.offload,
+        stackable=rule.bound is not None
+        and has_adapter(model.given)
+        and config.optim.name in ELEMENTWISE
+        and weights == "fp32"
+        and size <= _STACKED_NUMBERS,
         full=rows.batches.full,
         gradient_sync=gradient_sync_of(config.mesh),
     )
