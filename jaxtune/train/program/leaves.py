@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import GetAttrKey, KeyPath, keystr
 
 from jaxtune.train.optimizer import stacks
@@ -64,13 +65,13 @@ class _Structure:
 
 def _stacked(tensors: Sequence[jax.Array]) -> jax.Array:
     """Outside of a program by way of the host: a program for it would take seconds to compile."""
-    if isinstance(tensors[0], jax.core.Tracer):
+    if isinstance(tensors[0], Tracer):
         return stacks.stacked(tensors)
     return jax.device_put(np.stack(jax.device_get(tensors)), tensors[0].sharding)
 
 
 def _unstacked(array: jax.Array) -> Sequence[jax.Array]:
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         return stacks.unstacked(array)
     return jax.device_put(list(np.array(array)), array.sharding)  # a copy, as the array will be donated
 

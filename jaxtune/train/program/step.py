@@ -379,21 +379,21 @@ class StepProgram:
                 return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
             decayed, embeddings = decayed_tensors(state.trainable), embedding_tensors(state.trainable)
+            by_name = {"divided": in_parts, "decayed": decayed, "embeddings": embeddings}
             if self.stacked:
 
                 def equal(index, parameter, opt_state, gradient):
-                    its = {"decayed": [decayed[index]], "embeddings": [embeddings[index]]}
-                    wide, new = moved([parameter], opt_state, [gradient], finite, in_parts[index : index + 1], **its)
+                    its = {name: [values[index]] for name, values in by_name.items()}
+                    wide, new = moved([parameter], opt_state, [gradient], finite, **its)
                     return guarded(wide[0], parameter), new
 
                 alike = list(zip(decayed, embeddings, strict=True))
-                trainable, opt_state = stacks.updated(equal, *tensors, alike)
+                trainable, opt_state = stacks.updated(equal, *tensors, alike=alike)
             elif self.by_tensor or self.offload:
 
                 def one(index, parameter, opt_state, gradient):
-                    index_range = slice(index, index + 1)
-                    its = {"decayed": decayed[index_range], "embeddings": embeddings[index_range]}
-                    wide, new = moved([parameter], opt_state, [gradient], finite, in_parts[index_range], **its)
+                    its = {name: [values[index]] for name, values in by_name.items()}
+                    wide, new = moved([parameter], opt_state, [gradient], finite, **its)
                     rounded = self._kept(state, wide, [parameter], index)
                     return guarded(rounded[0], parameter), new
 
