@@ -214,14 +214,14 @@ STEP_TIME = Fitted(
                 collective_lost=0.95,
                 logit_bytes=18.0,
                 head_gradient_bytes=8.0,
-                host_layer_seconds=0.6e-3,
-                host_micro_batch_seconds=3e-3,
-                host_step_seconds=5e-3,
+                host_layer_seconds=0.2e-3,
+                host_micro_batch_seconds=2e-3,
+                host_step_seconds=2e-3,
             ),
             "steps of the 8B shape; collectives: fsdp over two H200s, where an 8B LoRA takes 44 ms more a step than on "
-            "one, for 15 GB gathered (44 ms at 0.75 of NVLink's rate); copy_seconds is assumed; host: a 135M of 30 "
-            "layers, whose steps of 16 x 512 tokens took 40 ms (23 of the device) when 14 of them took its states "
-            "apart; how layer, micro-batch and step share the 26 is assumed",
+            "one, for 15 GB gathered (44 ms at 0.75 of NVLink's rate); copy_seconds is assumed; host: at most the 11.3 ms "
+            "of a 135M's steps of 5 x 512 tokens, of 30 layers, at cd5f400a; how layer, micro-batch and step share "
+            "them is assumed",
         )
     }
 )
