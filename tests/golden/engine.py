@@ -162,6 +162,8 @@ def few_layers(target, hf: dict, config: TrainConfig, rows: TokenDataset, layers
     trainer = Trainer(model, None, config, rows, keeps_model=False)
     planner = trainer.planner
     planner.forecast = forecast(planner.cost, plan, device(target.kind))
+    # Tensors of all layers would be too many to be stacked.
+    trainer.engine.program = dataclasses.replace(trainer.engine.program, stackable=False)
     trainer.engine.follow_plan()
     trainer.engine.use_mesh(target.mesh(config.mesh.data, config.mesh.fsdp))
     with target.lowering():
