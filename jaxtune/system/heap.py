@@ -12,7 +12,7 @@ _depth = 0  # how many contexts have been entered and not left
 
 def collect_seldom() -> None:
     """Garbage collections of a process start at 20,000 new objects, not 700: JAX calls Python at each, which is a tenth
-    of the time in which a command imports, traces and plans. Unreachable cycles of arrays live no longer than a step.
+    of the time in which a command imports, traces and plans. Arrays in cycles that nothing reaches live longer.
     """
     young, *older = gc.get_threshold()
     if 0 < young < 20_000:

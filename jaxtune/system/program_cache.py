@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +94,12 @@ def sources() -> str:
     return digest.hexdigest()
 
 
+def sources_are_loaded() -> bool:
+    """Whether no file of jaxtune has changed since this process began, so that it runs what `sources` is of."""
+    began = time.time() - (time.monotonic() - timing.process_start())
+    return all(path.stat().st_mtime < began for path in Path(__file__).parents[1].rglob("*.py"))
+
+
 class ProgramCache(CacheInterface):
     """Bytes by key, in the interface that JAX expects, each entry checked when it is read. The folder is created for
     its owner alone; temporary files of killed processes go after a day.
@@ -101,7 +108,8 @@ class ProgramCache(CacheInterface):
     """
 
     def __init__(self, folder: Path, max_bytes: int = -1):
-        self.folder, self.max_bytes = folder, max_bytes
+        self.folder = self._path = folder  # JAX reads `_path` to say which cache it resets
+        self.max_bytes = max_bytes
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_temporary(folder, f"*{_SUFFIX}", idle_seconds=24 * 3600)
 

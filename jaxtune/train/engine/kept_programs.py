@@ -36,7 +36,7 @@ from jaxtune.pallas import dispatch, gpu_kernel, tuning, versions
 from jaxtune.system import processes, timing
 from jaxtune.system.heap import uncollected
 from jaxtune.system.private_jax import compilation_cache, config, core, pxla, xla_client
-from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked, sources
+from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked, sources, sources_are_loaded
 from jaxtune.train.engine import described
 from jaxtune.train.engine.xla_options import compiled
 
@@ -84,7 +84,9 @@ class Request:
                 return f"step-{digests.of((_FORMAT, parts, settings)).hex()}"
         except described.Undescribed as error:
             logger.info("%s is traced at every start, as a key cannot tell of %s", self.function, error)
-            return None
+        except Exception:
+            logger.warning("%s is traced, as no key can be made", self.function, exc_info=True)
+        return None
 
 
 @dataclasses.dataclass
@@ -113,13 +115,17 @@ def programs_of(requests: Sequence[Request]) -> list[jax.stages.Compiled]:
 
 def cache_of_programs() -> ProgramCache | None:
     """None if programs are to be traced: none are kept, or their lowering is to be seen, or in several processes, or
-    the user replaced a part of jaxtune.
+    the user replaced a part of jaxtune or of what it computes with, or its files changed since the start.
     """
     dumps = any(name.startswith(_DUMPS) for name in os.environ) or "--xla_dump" in os.environ.get("XLA_FLAGS", "")
     if dumps or jax.config.values["jax_dump_ir_to"] or processes.count() > 1 or (cache := in_use()) is None:
         return None
-    if (where := described.replaced("jaxtune")) is not None:
-        logger.info("programs are traced, as a function in %s is not jaxtune's", where)
+    for package in ("jaxtune", "jax", "flax", "optax"):
+        if (where := described.replaced(package)) is not None:
+            logger.info("programs are traced, as a function in %s is not of %s", where, package)
+            return None
+    if not sources_are_loaded():
+        logger.info("programs are traced, as files of jaxtune changed since this process began")
         return None
     return cache
 

@@ -169,7 +169,7 @@ class Engine:
         """Whether the steps' programs are launched as whole CUDA graphs."""
         if not isinstance(self.planner, Planner) or self.mesh.devices.flat[0].platform != "gpu":
             return False
-        short = self.mesh.size == 1 and self.planner.forecast.step_seconds < SHORT_STEP_SECONDS
+        short = self.mesh.size == 1 and self.planner.forecast.device_seconds < SHORT_STEP_SECONDS
         return short if self._asked_graphs is None else self._asked_graphs
 
     # ---- batches
@@ -437,7 +437,7 @@ class Engine:
             self.follow_plan()
             with compiling():
                 programs = self.fit(arrays, step, print_line, placed=True)
-            sums = self.flat(state.tree, self.zero_sums(state.tree))[1]
+            sums = Leaves.of(self.zero_sums(state.tree), self.program.stacked)
             count = self.planner.plan.micro_batches
             micro_batches = [self.place(rows, index, count) for index in range(count)]
 

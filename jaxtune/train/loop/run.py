@@ -193,7 +193,7 @@ class Run:
             waiting.Worker("batches") as worker,
             contextlib.ExitStack() as trace,
         ):
-            rows = _StepRows(engine, worker, saver, self.total_steps, lambda state: self.model(state.tree.trainable))
+            rows = _StepRows(engine, worker, saver, self.total_steps, lambda state: self.model(state.field("trainable")))
             for step in range(start, self.total_steps):
                 with monitor.data_wait():
                     micro_batches, counts = rows.of(step, state)
@@ -244,6 +244,7 @@ class Run:
             saver.finish(good)
             if not good:
                 progress.print("warning: the loss of the trained weights is not finite")
+        monitor.callbacks.hears = contextlib.nullcontext  # or it would keep the optimizer's states
         return state, steps_done
 
     def _dispatched(
@@ -280,7 +281,7 @@ class Run:
             wait=as_own_work(self.monitor.flush),
             evaluate=as_own_work(lambda: evaluate(steps_done)),
             save=as_own_work(lambda: saver.save_for_callback(steps_done, state)),
-            model=as_own_work(lambda: self.model(state.tree.trainable)),
+            model=as_own_work(lambda: self.model(state.field("trainable"))),
         )
         self.monitor.callbacks.tell("between", moment)
         return moment.stopped
@@ -297,7 +298,7 @@ class Run:
         sums (zeros) are donated.
         """
         first = self.engine.micro_index[0]
-        loss = programs.accumulate(sums, state, frozen, micro_batches[0], first).tree.loss
+        loss = programs.accumulate(sums, state, frozen, micro_batches[0], first).field("loss")
         return math.isfinite(float(partition.on_host(loss).sum()))
 
     def evaluate(
@@ -331,14 +332,14 @@ class Run:
 
         self.saver.flush(step, state)
         with monitor.pause("eval", step) as line:
-            tell("evaluating", lambda: self.model(state.tree.trainable))
+            tell("evaluating", lambda: self.model(state.field("trainable")))
             if batches is not None:
                 show_progress = monitor.progress.evaluating
-                tensors = state.tree.trainable, frozen.tree
+                tensors = state.field("trainable"), frozen.tree
                 values |= self.engine.evaluate(evaluate, *tensors, batches, show_progress, between, load)
             if self.answers is not None:
                 with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.generate=[]"):
-                    answers = self.answers(self.model(state.tree.trainable))
+                    answers = self.answers(self.model(state.field("trainable")))
                 values |= answers.metrics
             tell("evaluated", values)
             line |= values | {m.ROWS: rows_identity(None if batches is None else batches.rows.documents, self.answers)}

@@ -48,12 +48,14 @@ class _Structure:
         """Of values of a tree's leaves, equal within a stack, such as shardings: those of the arrays."""
         return [values[index] for index in [*(stack[0] for stack in self._stacks), *self._alone]]
 
-    def tree(self, arrays: Sequence):
+    def tree(self, arrays: Sequence, field: str | None = None):
+        """field: stacks of others stay None."""
         leaves: list = [None] * self._count
         count = len(self._stacks)
-        for stack, array in zip(self._stacks, arrays[:count], strict=True):
-            for index, tensor in zip(stack, _unstacked(array), strict=True):
-                leaves[index] = tensor
+        for stack, array, key in zip(self._stacks, arrays[:count], self.keys[:count], strict=True):
+            if field is None or key.path[0] == GetAttrKey(field):
+                for index, tensor in zip(stack, _unstacked(array), strict=True):
+                    leaves[index] = tensor
         for index, leaf in zip(self._alone, arrays[count:], strict=True):
             leaves[index] = leaf
         return self._definition.unflatten(leaves)
@@ -111,10 +113,14 @@ class Leaves[T]:
             _structures[definition, stacks] = structure
         return cls(structure.arrays(leaves), structure)
 
-    @functools.cached_property
+    @property
     def tree(self) -> T:
-        """With stacks, copies of their tensors."""
+        """Made anew each time: with stacks it has copies of their tensors, which nothing should keep."""
         return self._structure.tree(self._arrays)
+
+    def field(self, name: str):
+        """A field of the tree alone."""
+        return getattr(self._structure.tree(self._arrays, name), name)
 
     def of_each(self, values: T) -> Leaves[object]:
         """A tree of values, one for each leaf and equal within a stack, as values of the arrays."""

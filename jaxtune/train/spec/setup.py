@@ -30,7 +30,7 @@ from jaxtune.train.spec.run_rows import most_documents
 from jaxtune.train.spec.run_spec import RunRows, RunSpec
 
 # Trained numbers of a run whose tensors are stacked: a save or an evaluation copies them and their states.
-_STACKED_NUMBERS = 20_000_000
+_STACKED_NUMBERS = 12_000_000
 
 
 def engine_of(spec: RunSpec, rows: RunRows, model: TrainedModel, trains: bool) -> Engine:
