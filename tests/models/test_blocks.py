@@ -216,7 +216,7 @@ def test_plans_are_found_for_it(name):
     device = dataclasses.replace(find_device("RTX 4090"), link=1e9)
     kept = forecast(parts, StepPlan(ResidualPlan.uniform(KEEP, 2), 1, 64), device)
     less = forecast(parts, StepPlan(ResidualPlan.uniform(RECOMPUTE, 2), 1, 64), device)
-    assert 0 < less.peak_bytes < kept.peak_bytes and less.step_seconds > kept.step_seconds > 0
+    assert 0 < less.peak_bytes < kept.peak_bytes and less.device_seconds > kept.device_seconds > 0
     assert choose(parts, StepSpec.of(config), device, kept.peak_bytes).peak_bytes <= kept.peak_bytes
     with pytest.raises(ValueError, match="no layer has a residual 'gates'"):
         model = make(name)

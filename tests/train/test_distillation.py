@@ -382,7 +382,7 @@ def test_the_plan_counts_the_teacher(tmp_path):
     plan = choose(plain, StepSpec.of(config), card, None).plan
     one, other = (forecast(parts, plan, card) for parts in (plain, taught))
     assert other.peak_bytes > one.peak_bytes + size
-    assert other.step_seconds != one.step_seconds
+    assert other.device_seconds != one.device_seconds
 
 
 @pytest.mark.parametrize(

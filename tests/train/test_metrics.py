@@ -299,7 +299,7 @@ def test_plain_lines_without_a_terminal(clock):
         f"step 1/12  {shown}",
         *(
             f"step {step}/12  {shown}  {left} left"
-            for step, left in [(4, "0:16"), (7, "0:10"), (10, "0:04"), (12, "0:00")]
+            for step, left in [(3, "0:18"), (5, "0:14"), (7, "0:10"), (9, "0:06"), (11, "0:02"), (12, "0:00")]
         ),
         "[a] message",
     ]

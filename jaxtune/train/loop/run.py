@@ -193,7 +193,9 @@ class Run:
             waiting.Worker("batches") as worker,
             contextlib.ExitStack() as trace,
         ):
-            rows = _StepRows(engine, worker, saver, self.total_steps, lambda state: self.model(state.field("trainable")))
+            rows = _StepRows(
+                engine, worker, saver, self.total_steps, lambda state: self.model(state.field("trainable"))
+            )
             for step in range(start, self.total_steps):
                 with monitor.data_wait():
                     micro_batches, counts = rows.of(step, state)
