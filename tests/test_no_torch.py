@@ -22,8 +22,10 @@ class Tensor: pass
 class nn:
     class Module: pass
 __version__ = "2.11.0"
+import torch.cuda
 print("torch was imported")
 """
+ONCE = "import sys; assert not hasattr(sys, 'cuda_ran'); sys.cuda_ran = True\navailable = False"
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def run(tmp_path):
     package, metadata = tmp_path / "torch", tmp_path / "torch-2.11.0.dist-info"
     package.mkdir()
     (package / "__init__.py").write_text(TORCH)
-    (package / "cuda.py").write_text("available = False")
+    (package / "cuda.py").write_text(ONCE)
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
 
@@ -77,6 +79,7 @@ def test_a_tokenizer_imports_no_torch_and_transformers_has_it_afterwards(run, be
         "import torch; print('named'); torch.Tensor",
         "import torch; print('named'); torch.added = 1; assert sys.modules['torch'].added == 1",
         "print('named'); import torch.cuda as cuda; assert sys.modules['torch'].cuda is cuda and not cuda.available",
+        "print('named'); import torch.cuda; assert torch.cuda.__spec__.origin.endswith('cuda.py')",
         "print('named'); from torch import nn; assert nn.Module",
         "from importlib.util import find_spec; assert find_spec('torch'); import torch; print('named'); torch.nn",
     ],

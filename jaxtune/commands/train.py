@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxtune.commands import common
 from jaxtune.commands.options import parse
-from jaxtune.system import joining, progress
+from jaxtune.system import joining, progress, timing
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
@@ -57,13 +57,15 @@ def run(arguments: Sequence[str]) -> int | None:
     from jaxtune.train.spec.run_spec import decided_objective
 
     objective = decided_objective(config)  # refuses keys before others are waited for
+    timing.imported()
     if not options.plan:
         joining.join(options.coordinator, options.processes, options.process)
     if config.data.train and not (options.plan and config.plan.device is not None):
         from jaxtune.train.data.rows.first_look import require_readable
 
         converts = objective.row_format is None and not objective.samples
-        require_readable(config.data, config.model, converts)
+        with timing.phase("rows", "first look"):
+            require_readable(config.data, config.model, converts)
     from jaxtune.train.app import run as train
 
     code = train(config, check=options.check, plan=options.plan)

@@ -18,10 +18,26 @@ def only_looks(kind: type, event: str) -> bool:
     if not isinstance(function, FunctionType):
         return False
     parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
-    of_many = {p.name for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    if ({p.name for p in parameters[3:4]} | of_many) & _read(function.__code__):
+    if ({p.name for p in parameters[3:4]} | _of_many(function)) & _read(function.__code__):
+        return False
+    others = [value for base in kind.__mro__ for value in vars(base).values() if isinstance(value, FunctionType)]
+    if any(_keeps(other) for other in others) or "super" in function.__code__.co_names:
         return False
     return all(_names_none(code) for code in _codes(kind, function))
+
+
+def _keeps(function: FunctionType) -> bool:
+    """Whether a method may store on `self` what acts, for another to use."""
+    code = function.__code__
+    if not any(instruction.opname == "STORE_ATTR" for instruction in dis.get_instructions(code)):
+        return False
+    return bool(_of_many(function) & _read(code)) or not _names_none(code)
+
+
+def _of_many(function: FunctionType) -> set[str]:
+    """Names of *arguments and **keywords."""
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return {p.name for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def _read(code: CodeType) -> set[str]:

@@ -219,8 +219,8 @@ STEP_TIME = Fitted(
                 host_step_seconds=2e-3,
             ),
             "steps of the 8B shape; collectives: fsdp over two H200s, where an 8B LoRA takes 44 ms more a step than on "
-            "one, for 15 GB gathered (44 ms at 0.75 of NVLink's rate); copy_seconds is assumed; host: at most the 11.3 ms "
-            "of a 135M's steps of 5 x 512 tokens, of 30 layers, at cd5f400a; how layer, micro-batch and step share "
+            "one, for 15 GB gathered (44 ms at 0.75 of NVLink's rate); copy_seconds is assumed; host: at most the 11.3 "
+            "ms of a 135M's steps of 5 x 512 tokens, of 30 layers, at cd5f400a; how layer, micro-batch and step share "
             "them is assumed",
         )
     }

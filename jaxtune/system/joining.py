@@ -12,7 +12,7 @@ import re
 import sys
 from typing import Any
 
-from jaxtune.system import terminal
+from jaxtune.system import terminal, timing
 from jaxtune.system.ending import watch
 from jaxtune.system.loopback import host_name, is_loopback
 from jaxtune.system.processes import first
@@ -45,16 +45,17 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
     # All processes are on this host then: no other one can reach the address.
     of_this_host = is_loopback(host_name(f"//{own_place.coordinator}"))
     try:
-        jax.distributed.initialize(
-            own_place.coordinator,
-            own_place.count,
-            own_place.index,
-            own_place.devices,
-            cluster_detection_method="deactivate",
-            initialization_timeout=_START_SECONDS,
-            coordinator_bind_address=own_place.coordinator if of_this_host else None,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        )
+        with timing.phase("wait", "other processes"):
+            jax.distributed.initialize(
+                own_place.coordinator,
+                own_place.count,
+                own_place.index,
+                own_place.devices,
+                cluster_detection_method="deactivate",
+                initialization_timeout=_START_SECONDS,
+                coordinator_bind_address=own_place.coordinator if of_this_host else None,
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            )
     except RuntimeError as error:
         raise ValueError(
             f"process {own_place.index} of {own_place.count} could not join the others at "

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import sys
 import types
+from collections.abc import Sequence
 
 
 class _StandIn(types.ModuleType):
@@ -24,6 +27,30 @@ def _withdraw(module: types.ModuleType | None) -> None:
         del sys.modules["torch"]
 
 
+class _Loaded(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds submodules that importing torch has loaded: while the stand-in was their parent, Python saw none of them,
+    and would run them again.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        module = sys.modules.get(fullname) if fullname.startswith("torch.") else None
+        if module is None:
+            return None
+        spec = importlib.machinery.ModuleSpec(fullname, self)
+        spec.loader_state = module, module.__spec__
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return spec.loader_state[0]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state[1]
+
+
 @contextlib.contextmanager
 def torch_on_use():
     """A context in which `import torch` takes no time: the module imports torch when an attribute is looked up, also
@@ -36,10 +63,12 @@ def torch_on_use():
     module = _StandIn("torch")
     # transformers looks for the spec, and inspect for the file of every module.
     vars(module).update(__spec__=spec, __file__=spec.origin)
-    sys.modules["torch"] = module
+    sys.modules["torch"], loaded = module, _Loaded()
+    sys.meta_path.insert(0, loaded)
     try:
         yield
     finally:
+        sys.meta_path.remove(loaded)
         _withdraw(module)
 
 

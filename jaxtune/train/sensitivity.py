@@ -23,7 +23,7 @@ from jaxtune.models.lora import copy_structure
 from jaxtune.models.precision import Component
 from jaxtune.pallas.formats import FORMATS, Stored, dense
 from jaxtune.pallas.linear_cross_entropy import linear_divergence
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import EvaluationConfig, GuardConfig, MeshConfig, ProfileConfig, TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.spec.loading import loading
@@ -162,6 +162,10 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
     any). Batches have up to 8,192 tokens or one longer row, and may end with padding. ValueError for another objective
     than sft, a precision map, or rows made during the run.
     """
+    # One device measures, and nothing trains.
+    config = dataclasses.replace(
+        config, mesh=MeshConfig(), evaluation=EvaluationConfig(), profile=ProfileConfig(), guards=GuardConfig()
+    )
     objective = decided_objective(config)
     if objective.samples or objective.reference_runs or objective.needs_rows_before or objective.unit != "targets":
         raise ValueError(

@@ -54,6 +54,27 @@ class HandsOn(TrainerCallback):
         return (lambda: what)()
 
 
+class KeepsModel(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.net = kwargs["model"]
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.net.save_pretrained("best")
+
+
+class KeepsControl(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.flags = control
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.flags.should_save = True
+
+
+class CallsSuper(Stops):
+    def on_log(self, args, state, what, logs=None, **kwargs):
+        super().on_log(args, state, None, logs)
+
+
 class OfKeywords(TrainerCallback):
     def on_log(self, args, state, control, **kwargs):
         noted(kwargs["logs"])
@@ -91,7 +112,8 @@ class Called(TrainerCallback):
 @pytest.mark.parametrize(
     ("kind", "looks"),
     [(kind, True) for kind in (Prints, ByHelpers, Inherits)]
-    + [(k, False) for k in (Stops, HandsOn, OfKeywords, OfModel, ByTrainer, ByModule, Within, AnyArguments, Called)],
+    + [(k, False) for k in (Stops, HandsOn, OfKeywords, OfModel, ByTrainer, ByModule, Within, AnyArguments, Called)]
+    + [(k, False) for k in (KeepsModel, KeepsControl, CallsSuper)],
 )
 def test_only_what_cannot_act_only_looks(kind, looks):
     assert only_looks(kind, "on_log") == looks

@@ -131,7 +131,7 @@ def test_a_file_that_cannot_be_opened_is_tried_again(tmp_path, caplog, monkeypat
 def test_no_line_waits_for_a_disk_that_hangs_until_a_flush_and_all_are_in_order(tmp_path_factory, flushes):
     folder, answers = tmp_path_factory.mktemp("slow"), threading.Event()
     with MetricsLogger(folder) as log:
-        log._write(answers.wait)
+        log._write("files", answers.wait)
         for step, flushed in enumerate(flushes, 1):
             log.log(step, {"loss": float(step)})
             if flushed:
@@ -281,6 +281,21 @@ def clock(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
     return now
+
+
+def test_a_logger_that_waits_holds_up_neither_files_nor_a_save(tmp_path, monkeypatch):
+    answered = threading.Event()
+    monkeypatch.setattr(metrics, "_LOGGERS_SECONDS", 0.1)
+    logger = MetricsLogger(tmp_path)
+    logger._sinks["of a network"] = types.SimpleNamespace(log=lambda line: answered.wait(60), close=lambda: None)
+    for step in (1, 2, 3):
+        logger.log(step, {"loss": 1.0})
+    begun = time.monotonic()
+    logger.flush()
+    assert time.monotonic() - begun < 30
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    answered.set()
+    logger.close()
 
 
 def test_plain_lines_without_a_terminal(clock):

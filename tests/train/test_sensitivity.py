@@ -128,3 +128,8 @@ def test_all_rows_that_are_asked_for_are_measured(base, tmp_path):
         _, batches = model_and_batches(config, count)
         assert len({batch.tokens.shape for batch in batches}) == 1
         assert sum(int(batch.segment_ids.any(1).sum()) for batch in batches) == min(count, 16)
+
+
+def test_a_recipe_for_more_devices_than_there_are_is_measured_on_one():
+    config = load_config("quickstart", ["mesh.data=64", "rows_per_step=64", "profile.start=99"])
+    assert len(model_and_batches(config, 2)[1]) >= 1

@@ -36,6 +36,9 @@ JSONL = "metrics.jsonl"
 # ---- loggers
 
 
+_LOGGERS_SECONDS = 10.0  # that a save or an evaluation waits for loggers behind a network
+
+
 class MetricsLogger:
     """Appends metrics to `folder`/metrics.jsonl, and to TensorBoard, Weights & Biases and trackio if asked.
 
@@ -68,8 +71,9 @@ class MetricsLogger:
         self._tables = rollout_tables
         self._sinks: dict[str, _Sink] = {}
         self._reported: set[str] = set()
-        self._writer = ThreadPoolExecutor(1, "metrics")
-        self._latest: Future[object] | None = None
+        # metrics.jsonl and rollouts.jsonl never wait for a logger behind a network
+        self._writers = {of: ThreadPoolExecutor(1, f"metrics of {of}") for of in ("files", "loggers")}
+        self._latest: dict[str, Future[object]] = {}
         if not processes.first():
             return
         require_packages(tensorboard, wandb_project, trackio_project)
@@ -104,7 +108,8 @@ class MetricsLogger:
         line = {"step": int(step), "time": round(time.time(), 3)} | {
             key: _plain(value) for key, value in values.items()
         }
-        self._write(lambda: self._each(lambda sink: sink.log(line)))
+        self._write("files", lambda: self._each(lambda sink: sink.log(line), files=True))
+        self._write("loggers", lambda: self._each(lambda sink: sink.log(line), files=False))
 
     def log_rollouts(self, step: int, rows: Sequence[Rollout]) -> None:
         """Records a generation's answers, which train first in `step`, in rollouts.jsonl and as tables."""
@@ -117,31 +122,35 @@ class MetricsLogger:
             if self._rollouts is not None:
                 with self._survived(ROLLOUTS):
                     self._rollouts.add(plain)
-            if self._tables:
-                self._each(lambda sink: sink.table(step, shown))
 
-        self._write(write)
+        self._write("files", write)
+        if self._tables:
+            self._write("loggers", lambda: self._each(lambda sink: sink.table(step, shown), files=False))
 
     def flush(self, seconds: float | None = None) -> None:
-        """Waits until all is written, at most so long."""
-        if self._latest is not None:
-            wait([self._latest], seconds)
+        """Waits until files are written, at most so long, and ten seconds for other loggers."""
+        for of, limit in (("files", seconds), ("loggers", min(seconds or _LOGGERS_SECONDS, _LOGGERS_SECONDS))):
+            if of in self._latest:
+                wait([self._latest[of]], limit)
 
     def close(self, seconds: float | None = None) -> None:
         """Closes the loggers after `flush`; later `log` and `close` do nothing."""
         self.flush(seconds)
-        self._writer.shutdown(wait=False)
-        self._each(lambda sink: sink.close())
+        for writer in self._writers.values():
+            writer.shutdown(wait=False)
+        for files in (True, False):
+            self._each(lambda sink: sink.close(), files)
         self._sinks, self._rollouts = {}, None
 
-    def _write(self, write: Callable[[], object]) -> None:
+    def _write(self, of: str, write: Callable[[], object]) -> None:
         if self._sinks or self._rollouts is not None:
-            self._latest = self._writer.submit(write)
+            self._latest[of] = self._writers[of].submit(write)
 
-    def _each(self, act: Callable[[_Sink], None]) -> None:
+    def _each(self, act: Callable[[_Sink], None], files: bool) -> None:
         for name, sink in list(self._sinks.items()):
-            with self._survived(name):
-                act(sink)
+            if (name == JSONL) == files:
+                with self._survived(name):
+                    act(sink)
 
     def __enter__(self) -> MetricsLogger:
         return self
