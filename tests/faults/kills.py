@@ -43,7 +43,7 @@ def main() -> int:
 
         setattr(owner, name, ticking)
 
-    around(trainer, "run_rows")
+    around(trainer, "resolve")
     for name in ("_resume", "_start"):
         around(trainer.Trainer, name)
     for name in ("accumulate", "place"):

@@ -436,7 +436,7 @@ def test_two_devices_share_the_rows_and_the_answers(tmp_path):
     for name in ("loss", "grad_norm", "reward"):
         got, want = (of_metric(runs[run], name) for run in ("two", "one"))
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5, err_msg=name)
-    with pytest.raises(ConfigError, match="mesh.fsdp = 2: objective.name = grpo samples answers.*set mesh.fsdp=1"):
+    with pytest.raises(ConfigError, match="mesh.fsdp = 2: objective = grpo samples from the model.*set mesh.fsdp=1"):
         trainer_of(tmp_path, mesh=MeshConfig(fsdp=2))
 
 
