@@ -35,7 +35,7 @@ def stacked(tensors: Sequence[jax.Array]) -> jax.Array:
 
 
 def unstacked(array: jax.Array) -> list[jax.Array]:
-    return [jax.lax.reshape(part, array.shape[1:]) for part in jax.lax.split(array, [1] * len(array))]
+    return [jax.lax.reshape(tensor, array.shape[1:]) for tensor in jax.lax.split(array, [1] * len(array))]
 
 
 def _only(tensors: Sequence[jax.Array]) -> jax.Array:
