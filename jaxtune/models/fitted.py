@@ -207,7 +207,7 @@ STEP_TIME = Fitted(
         ("H200", "xla"): (
             StepTime(
                 layer_seconds=40e-6,
-                micro_batch_seconds=6e-3,
+                micro_batch_seconds=2.5e-3,
                 hidden=0.9,
                 lost=0.03,
                 copy_seconds=10e-6,
@@ -219,7 +219,8 @@ STEP_TIME = Fitted(
                 host_step_seconds=2e-3,
             ),
             "steps of the 8B shape; collectives: fsdp over two H200s, where an 8B LoRA takes 44 ms more a step than on "
-            "one, for 15 GB gathered (44 ms at 0.75 of NVLink's rate); copy_seconds is assumed; host: at most the 11.3 "
+            "one, for 15 GB gathered (44 ms at 0.75 of NVLink's rate); copy_seconds is assumed; micro-batch: 135M and "
+            "0.6B at 2,560 to 16,384 tokens and an 8B at dbfe89e6, 0.95 to 1.06 of the speed; host: at most the 11.3 "
             "ms of a 135M's steps of 5 x 512 tokens, of 30 layers, at cd5f400a; how layer, micro-batch and step share "
             "them is assumed",
         )
