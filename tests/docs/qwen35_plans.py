@@ -1,6 +1,6 @@
 """The table of plans in docs/qwen35.md, and the plans themselves, beside this file: what the planner says of each card.
 
-    .venv/bin/python -m tests.docs.qwen35_plans [ROW ...]
+    PYTHONPATH=tests/models .venv/bin/python -m tests.docs.qwen35_plans [ROW ...]
 
 chooses those of these rows anew, of all where none is named, which takes minutes, and writes both.
 """
