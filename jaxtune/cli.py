@@ -34,9 +34,8 @@ from jaxtune.commands import (
     tune,
     watch,
 )
-from jaxtune.system import ending, interrupts, processes, progress, terminal, timing
+from jaxtune.system import ending, interrupts, invocation, processes, progress, terminal, timing
 from jaxtune.system.heap import collect_seldom
-from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
 USER_ERROR = 2
@@ -74,6 +73,7 @@ def console(arguments: Sequence[str] | None = None, silent_seconds: float = prog
     process here.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    invocation.note_command()
     collect_seldom()
     interrupts.raise_dropped_interrupts()
     terminal.outlive(raises=not set(arguments[:1]) <= set(_WORKING))
@@ -185,7 +185,8 @@ def _print_usage() -> None:
     summaries = {name: (command.__doc__ or "").split("\n\n")[0] for name, command in COMMANDS.items()}
     say("usage: jaxtune COMMAND ...\n")
     common.print_columns([(name, " ".join(summary.split())) for name, summary in summaries.items()])
-    say(f"\n'{spelled('COMMAND --help')}' says more, '{spelled('--version')}' which version this is.")
+    more, version = invocation.spelled("COMMAND --help"), invocation.spelled("--version")
+    say(f"\n'{more}' says more, '{version}' which version this is.")
 
 
 if __name__ == "__main__":
