@@ -375,15 +375,20 @@ def test_written_config_means_the_same_to_other_readers(recipe):
 def test_code_of_the_users_is_told_from_values(recipe, tmp_path, monkeypatch, key):
     (tmp_path / "mine.py").write_text("def f(): ...")
     monkeypatch.chdir(tmp_path)
+
+    def names(path: str, *overrides: str) -> bool:
+        return names_code(config_to_dict(load_config(path, overrides)))
+
     path = recipe(MINIMAL + "objective: {name: grpo, reward_funcs: [exact_number]}\n")
-    assert not names_code(load_config(path))
+    assert not names(path)
     for value in ("mine.py:f", f"{tmp_path}/mine.py:f"):
-        assert names_code(load_config(path, [f"{key}=[{value}]" if key.endswith("s") else f"{key}={value}"]))
-    assert names_code(load_config(recipe(MINIMAL), ["data.eval=rows.jsonl", "evaluation.generate=[mine.py:f]"]))
+        assert names(path, f"{key}=[{value}]" if key.endswith("s") else f"{key}={value}")
+    assert names(recipe(MINIMAL), "data.eval=rows.jsonl", "evaluation.generate=[mine.py:f]")
 
 
 def test_no_packaged_recipe_names_code():
-    assert not any(names_code(load_config(name, ["data.train=rows.jsonl"])) for name in packaged_recipes())
+    for name in packaged_recipes():
+        assert not names_code(config_to_dict(load_config(name, ["data.train=rows.jsonl"])))
 
 
 def test_sections_and_error_keys_agree():

@@ -143,18 +143,13 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
     return config_from_dict(values, origins)
 
 
-def names_code(config: TrainConfig) -> bool:
-    """Whether a value names code of the user's, a file's as file.py:name."""
-
-    def texts(value: object) -> Iterator[str]:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, Mapping | list | tuple):
-            for item in value.values() if isinstance(value, Mapping) else value:
-                yield from texts(item)
-
-    files = (Path(text.rpartition(":")[0]) for text in texts(dataclasses.asdict(config)))
-    return any(file.expanduser().is_file() for file in files)
+def names_code(values: object) -> bool:
+    """Whether a value in a config's nested values names code of the user's, as file.py:name."""
+    if isinstance(values, str):
+        return Path(values.rpartition(":")[0]).expanduser().is_file()
+    if isinstance(values, Mapping):
+        return any(map(names_code, values.values()))
+    return isinstance(values, list | tuple) and any(map(names_code, values))
 
 
 def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, Any]:
