@@ -117,7 +117,8 @@ def test_what_the_user_wrote_or_nobody_can_tell_is_refused(value):
 
 
 def test_functions_of_the_user_in_jaxtune_are_noticed(kept, monkeypatch):
-    assert replaced("jaxtune") is None
+    jaxtune.use_program_cache()
+    assert [replaced(package) for package in kept_programs.COMPUTING] == [None] * 4
     for holder, name in ((step, "with_zeros"), (step.StepProgram, "update"), (FORMATS, "mine")):
         with monkeypatch.context() as patch:
             patch.setitem(holder, name, scaled) if isinstance(holder, dict) else patch.setattr(holder, name, scaled)

@@ -47,6 +47,7 @@ _OF_COMPILERS = ("XLA_", "JAX_", "JAXTUNE_", "MOSAIC_", "TRITON_", "PALLAS_", "N
 _OF_ALLOCATOR = "XLA_PYTHON_CLIENT_"
 _DUMPS = ("MOSAIC_GPU_DUMP", "JAX_DUMP_IR_TO")
 _LEAF = "*"
+COMPUTING = ("jaxtune", "jax", "flax", "optax")  # packages with functions that a program may be made of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,7 @@ def cache_of_programs() -> ProgramCache | None:
     dumps = any(name.startswith(_DUMPS) for name in os.environ) or "--xla_dump" in os.environ.get("XLA_FLAGS", "")
     if dumps or jax.config.values["jax_dump_ir_to"] or processes.count() > 1 or (cache := in_use()) is None:
         return None
-    for package in ("jaxtune", "jax", "flax", "optax"):
+    for package in COMPUTING:
         if (where := described.replaced(package)) is not None:
             logger.info("programs are traced, as a function in %s is not of %s", where, package)
             return None
