@@ -21,6 +21,7 @@ from jaxtune.system.files import atomic_write
 from jaxtune.system.sealed import sealed, unsealed
 
 _LOOKS, _LOOK = "transformers.utils.import_utils", "define_import_structure"  # finds which module has which name
+_FORMAT = 1
 _thread: threading.Thread | None = None
 
 
@@ -92,7 +93,7 @@ def _cache_of_names() -> Path | None:
     if "transformers/models/__init__.py" not in record:
         return None
     root = os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune"
-    what = "\n".join((str(installed.locate_file("transformers")), record))
+    what = "\n".join((f"format {_FORMAT}", str(installed.locate_file("transformers")), record))
     return Path(root).expanduser() / "imports" / f"{hashlib.sha256(what.encode()).hexdigest()}.json"
 
 
@@ -122,20 +123,34 @@ type Names = dict[frozenset[str], dict[str, set[str]]]  # {packages that they ne
 
 
 def _through_cache(look: Callable[..., Names], path: Path) -> Callable[..., Names]:
-    """transformers' define_import_structure, with the answer for all models from `path`."""
+    """transformers' define_import_structure, with the answer for the folder of all models from `path`."""
 
     @functools.wraps(look)
-    def names_of(folder: str | Path, prefix: str | None = None) -> Names:
-        if prefix != "models":
-            return look(folder, prefix)
-        with contextlib.suppress(OSError, ValueError):  # there is none, or it is damaged
-            stored = json.loads(unsealed(path.name, path.read_bytes()))
-            return {frozenset(needs): {name: set(each) for name, each in modules.items()} for needs, modules in stored}
-        names = look(folder, prefix)
-        lists = [[sorted(needs), {name: sorted(each) for name, each in names[needs].items()}] for needs in names]
-        with contextlib.suppress(OSError):  # the next start looks again
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            atomic_write(path, sealed(path.name, json.dumps(lists).encode()), mode=0o600, durable=False)
-        return names
+    def names_of(module_path: str | Path, prefix: str | None = None) -> Names:
+        place = Path(module_path)
+        if (place.parent if place.name == "__init__.py" else place).name != "models":
+            return look(module_path, prefix)
+        begin = "" if prefix is None else f"{prefix}."
+        return {
+            frozenset(needs): {begin + name: set(names) for name, names in modules.items()}
+            for needs, modules in _read(path) or _written(look(module_path), path)
+        }
 
     return names_of
+
+
+type _Stored = list[tuple[list[str], dict[str, list[str]]]]  # as JSON
+
+
+def _read(path: Path) -> _Stored | None:
+    with contextlib.suppress(OSError, ValueError):  # there is none, or it is damaged
+        return json.loads(unsealed(path.name, path.read_bytes()))
+    return None
+
+
+def _written(names: Names, path: Path) -> _Stored:
+    stored: _Stored = [(sorted(needs), {name: sorted(each) for name, each in names[needs].items()}) for needs in names]
+    with contextlib.suppress(OSError):  # the next start looks again
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        atomic_write(path, sealed(path.name, json.dumps(stored).encode()), mode=0o600, durable=False)
+    return stored

@@ -63,6 +63,11 @@ def abstract(tree):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
 
+def placed(tree, shardings):
+    """Shapes with shardings."""
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
+
+
 def finished(frozen: nnx.State, plan: StepPlan) -> nnx.State:
     """Placed frozen weights, arrays or shapes, as a plan's programs take them."""
     for word, movable in MOVABLES.items():
@@ -216,11 +221,17 @@ class Engine:
         last = int(used_rows[-1]) + 1 if used_rows.size else 1
         return -(-last * micro_batches // len(batch.tokens))
 
-    def zero_sums(self, state: TrainState) -> Sums:
-        """Zeros to which a process's first step adds; later steps get the update's."""
-        return self.program.zero_sums(state.trainable, self.replicated)
+    def sums_shapes(self, state: TrainState) -> Sums:
+        """Shapes of the sums, with shardings."""
+        trainable = state.trainable
+        return placed(self.program.sums_shapes(trainable), self.program.sums_shardings(trainable, self.replicated))
 
-    def first_sums(self, state: TrainState) -> Sums:
+    def zero_sums(self, state: TrainState) -> Leaves[Sums]:
+        """Zeros to which a process's first step adds; later steps get the update's."""
+        shapes = Leaves.of(self.sums_shapes(state), self.program.stacked)
+        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype, device=shape.sharding), shapes)
+
+    def first_sums(self, state: TrainState) -> Leaves[Sums]:
         """`zero_sums` below which a block of GPU memory stays free for the next step's rows. Without it they lie above
         the step's temporary buffer, which then finds no single block, as seen on a 12 GiB card.
         """
@@ -233,9 +244,10 @@ class Engine:
             block.delete()
         return sums
 
-    def flat(self, state: TrainState, sums: Sums) -> tuple[Leaves[TrainState], Leaves[Sums]]:
+    def flat(self, state: TrainState, sums: Sums | Leaves[Sums]) -> tuple[Leaves[TrainState], Leaves[Sums]]:
         """As the programs take and return them."""
-        return Leaves.of(state, self.program.stacked), Leaves.of(sums, self.program.stacked)
+        stacked = self.program.stacked
+        return Leaves.of(state, stacked), sums if isinstance(sums, Leaves) else Leaves.of(sums, stacked)
 
     # ---- compiling
 
@@ -420,7 +432,7 @@ class Engine:
             nonlocal frozen
             weights = finished(frozen.tree, self.planner.plan)
             frozen = Leaves.of(weights)
-            return state.tree, self.zero_sums(state.tree), weights
+            return state.tree, self.sums_shapes(state.tree), weights
 
         while True:
             try:
@@ -437,7 +449,7 @@ class Engine:
             self.follow_plan()
             with compiling():
                 programs = self.fit(arrays, step, print_line, placed=True)
-            sums = Leaves.of(self.zero_sums(state.tree), self.program.stacked)
+            sums = self.zero_sums(state.tree)
             count = self.planner.plan.micro_batches
             micro_batches = [self.place(rows, index, count) for index in range(count)]
 
