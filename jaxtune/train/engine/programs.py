@@ -20,16 +20,17 @@ from jax.sharding import NamedSharding
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import collectives, host_table, partition
+from jaxtune.models.programs.compiling import out_of_memory
+from jaxtune.models.programs.kept import Request, programs_of
 from jaxtune.system import host_memory, processes
 from jaxtune.system.program_cache import in_use
 from jaxtune.train.data.batches import Batch, Batches, BatchSource, Rows
-from jaxtune.train.engine.kept_programs import Request, programs_of
 from jaxtune.train.engine.xla_options import SHORT_STEP_SECONDS, compiler_options, launch_options
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.plan import StepPlan
-from jaxtune.train.planning.planner import Planner, out_of_memory
+from jaxtune.train.planning.planner import Planner
 from jaxtune.train.program.flops import document_lengths
 from jaxtune.train.program.leaves import Leaves, over_leaves
 from jaxtune.train.program.step import StepProgram, Sums, TrainState, without_layers, without_update

@@ -19,6 +19,7 @@ from jaxtune.models.linear import InputScale
 from jaxtune.models.lora import copy_structure, has_adapter, linears, matrices
 from jaxtune.models.observed_inputs import known_scales, observed_scales, with_input_scales
 from jaxtune.models.placement import partition
+from jaxtune.models.programs.compiling import out_of_memory
 from jaxtune.models.qat.fake_quant import INPUT_SCALES
 from jaxtune.system import processes, timing
 from jaxtune.train.config import QatConfig
@@ -27,7 +28,6 @@ from jaxtune.train.engine.programs import Engine, finished, placed
 from jaxtune.train.objectives.teachers import without_teacher
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.planning.movables import MOVABLES
-from jaxtune.train.planning.planner import out_of_memory
 from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.program.step import Sums, TrainState
 
