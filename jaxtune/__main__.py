@@ -1,8 +1,6 @@
 """`python -m jaxtune COMMAND` is `jaxtune COMMAND`."""
 
-import sys
-
-from jaxtune.cli import console
+from jaxtune.cli import process
 
 if __name__ == "__main__":
-    sys.exit(console())
+    process()

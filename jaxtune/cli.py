@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import difflib
 import errno
@@ -34,9 +35,8 @@ from jaxtune.commands import (
     tune,
     watch,
 )
-from jaxtune.system import ending, interrupts, processes, progress, terminal, timing
+from jaxtune.system import ending, interrupts, invocation, processes, progress, terminal, timing
 from jaxtune.system.heap import collect_seldom
-from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
 USER_ERROR = 2
@@ -65,8 +65,19 @@ _TIMED = ("train", "generate", "chat", "serve", "evaluate")  # they say when the
 _WORKING = ("train", "launch", "export", "tune", "report", "watch", "serve")
 
 
+def process(words: Sequence[str] = ()) -> None:
+    """The entry point of a process that runs nothing else: `console` with these words before those of its command line.
+    It ends without taking Python's objects apart, which takes two seconds.
+    """
+    invocation.note_command()
+    codes: list[int] = []
+    atexit.register(ending.end_now, codes)  # the first one is called last
+    codes.append(console([*words, *sys.argv[1:]]))
+    sys.exit(codes[0])
+
+
 def console(arguments: Sequence[str] | None = None, silent_seconds: float = progress.SILENT_SECONDS) -> int:
-    """The entry point of a process of its own: sets it up and calls `main`.
+    """Sets a process of its own up and calls `main`.
 
     Interrupts that Python drops are raised again, and a closed output is an error only for a command that prints its
     result. After `silent_seconds` without output a line says what is being done. In a run of several processes success
@@ -185,8 +196,9 @@ def _print_usage() -> None:
     summaries = {name: (command.__doc__ or "").split("\n\n")[0] for name, command in COMMANDS.items()}
     say("usage: jaxtune COMMAND ...\n")
     common.print_columns([(name, " ".join(summary.split())) for name, summary in summaries.items()])
-    say(f"\n'{spelled('COMMAND --help')}' says more, '{spelled('--version')}' which version this is.")
+    more, version = invocation.spelled("COMMAND --help"), invocation.spelled("--version")
+    say(f"\n'{more}' says more, '{version}' which version this is.")
 
 
 if __name__ == "__main__":
-    sys.exit(console())
+    process()

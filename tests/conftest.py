@@ -96,8 +96,8 @@ def pytest_unconfigure():
 @pytest.fixture(scope="session", autouse=True)
 def programs_are_kept_as_the_command_keeps_them():
     """From the first test on, whichever it is: else the first one that runs the command would begin another cache."""
+    from jaxtune.models.programs import kept as kept_programs
     from jaxtune.system.program_cache import use_program_cache
-    from jaxtune.train.engine import kept_programs
 
     use_program_cache()
     # In this process each is traced: tests replace parts of jaxtune, which no key of a program tells.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import types
@@ -40,6 +41,33 @@ def runs(monkeypatch) -> list:
 
     monkeypatch.setitem(sys.modules, "jaxtune.train.app", types.SimpleNamespace(run=run))
     return calls
+
+
+PROCESS = """
+import atexit, sys, threading, time
+from jaxtune import cli
+class Held:
+    def __del__(self):
+        print("taken apart")
+held = Held()
+def run(words):
+    atexit.register(print, "a handler runs")
+    threading.Thread(target=lambda: (time.sleep(0.3), print("a thread ends"))).start()
+    return {"0": 0, "75": 75}[words[0]]
+cli.COMMANDS["info"] = run
+sys.argv[0] = "jaxtune"
+cli.process(["info"])
+"""
+
+
+@pytest.mark.parametrize(("word", "code"), [("0", 0), ("75", 75), ("unknown", 1)])
+def test_a_process_ends_without_taking_objects_apart(word, code):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PROCESS, word]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == code, done.stderr
+    ends = "a thread ends\na handler runs\n"
+    assert done.stdout == (ends if code != 1 else f"{ends}taken apart\n") and ("KeyError" in done.stderr) == (code == 1)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ def run(tmp_path):
 
 
 LOADED = (
-    "import sys; from pathlib import Path; from jaxtune.models.files.model_folder import begin_import, load_tokenizer\n"
+    "import sys; from pathlib import Path; from jaxtune.models.files import transformers_import\n"
+    "from jaxtune.models.files.model_folder import load_tokenizer\n"
     "{begun}\n"
     f"tokenizer = load_tokenizer(Path({str(BASE)!r}))\n"
     "assert 'torch' not in sys.modules\n"
@@ -63,7 +64,7 @@ LOADED = (
 )
 
 
-@pytest.mark.parametrize("begun", ["begin_import()", ""])
+@pytest.mark.parametrize("begun", ["transformers_import.begin(runs_code=True)", ""])
 def test_a_tokenizer_imports_no_torch_and_transformers_has_it_afterwards(run, begun):
     used = (
         "from transformers import modeling_rope_utils as user; print('loaded')\n"
@@ -71,6 +72,13 @@ def test_a_tokenizer_imports_no_torch_and_transformers_has_it_afterwards(run, be
         "import torch; assert torch is sys.modules['torch'] and user.torch.Tensor is torch.Tensor\n"
     )
     assert run(LOADED.format(begun=begun) + used) == ["loaded", "torch was imported"]
+
+
+def test_a_command_without_code_of_the_users_hides_torch_from_transformers(run):
+    code = LOADED.format(begun="transformers_import.begin(runs_code=False)").replace(
+        "assert transformers", "assert not transformers"
+    )
+    assert run(code + "import torch") == ["torch was imported"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune.pallas.format_names import LOAD_IN
-from jaxtune.system import terminal
+from jaxtune.system import invocation, terminal
 from jaxtune.system.terminal import say
 
 
@@ -69,11 +69,11 @@ def add_load_in(parser: argparse.ArgumentParser, otherwise: str = "stored") -> N
     )
 
 
-def begin_import() -> None:
-    """Imports what a tokenizer needs in a thread, beside JAX."""
-    from jaxtune.models.files import model_folder
+def begin_import(runs_code: bool = False) -> None:
+    """Imports what a tokenizer needs in a thread, beside JAX. runs_code: whether the user's code runs here, too."""
+    from jaxtune.models.files import transformers_import
 
-    model_folder.begin_import()
+    transformers_import.begin(runs_code or not invocation.is_command())
 
 
 def load(options: argparse.Namespace):

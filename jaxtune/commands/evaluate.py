@@ -29,11 +29,11 @@ def run(arguments: Sequence[str]) -> None:
     common.add_processes(parser)
     common.add_timing(parser)
     options = parse(parser, arguments)
-    common.begin_import()
 
-    from jaxtune.train.config.file import load_to_evaluate
+    from jaxtune.train.config.file import config_to_dict, load_to_evaluate, names_code
 
     config, checkpoint = load_to_evaluate(options.recipe, options.overrides)
+    common.begin_import(names_code(config_to_dict(config)))
     joining.join(options.coordinator, options.processes, options.process)
     from jaxtune.train.scoring import evaluate as evaluate_config
 

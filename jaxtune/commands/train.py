@@ -45,10 +45,10 @@ def run(arguments: Sequence[str]) -> int | None:
             f"the first argument is a recipe: a YAML file or one of {', '.join(packaged_recipes())}; "
             f"'{spelled('train --help')}' says what each is for"
         )
-    common.begin_import()
-    from jaxtune.train.config.file import load_config
+    from jaxtune.train.config.file import config_to_dict, load_config, names_code
 
     config = load_config(options.recipe, options.overrides, rows_needed=not options.plan)
+    common.begin_import(names_code(config_to_dict(config)))
     # By default JAX uses three quarters of the device; the planner counts on everything after the CUDA context.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     from jaxtune.train.planning.devices import allow_pinned_memory

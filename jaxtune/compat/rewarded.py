@@ -22,6 +22,7 @@ from jaxtune.compat.arguments import choose, report_idle, settle
 from jaxtune.compat.callbacks import best_name
 from jaxtune.compat.completions import Completions
 from jaxtune.compat.defaults import Library
+from jaxtune.compat.kept import keep_programs
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer, trained_before
 from jaxtune.compat.settings import DEFAULT_PROMPT, move_quantization_config, plain_value, resolved_config
@@ -451,6 +452,7 @@ class RewardedTrainer(PreferenceTrainer):
         return self._run(prepared=False)
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
+        keep_programs()
         return self._run(resume, callbacks=callbacks)
 
     def evaluate(self, *_: object, **__: object) -> NoReturn:

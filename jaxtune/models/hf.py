@@ -303,8 +303,9 @@ def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder
         return next((tokenizer for folder in tokenizers if (tokenizer := load_tokenizer(folder)) is not None), None)
 
     with ThreadPoolExecutor(1, "tokenizer") as pool:  # importing transformers takes seconds
-        tokenizer = pool.submit(first)
-        return pretrained.load(), tokenizer.result()
+        tokenizer, model = pool.submit(first), pretrained.load()
+        with timing.phase("wait", "the tokenizer"):
+            return model, tokenizer.result()
 
 
 def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Array, dtype="float32") -> Decoder:

@@ -12,6 +12,17 @@ from pathlib import Path
 # The environment variable in which `jaxtune launch` tells its processes what the user typed.
 VARIABLE = "JAXTUNE_INVOCATION"
 _SCRIPT = "jaxtune"
+_is_command = False
+
+
+def note_command() -> None:
+    global _is_command
+    _is_command = True
+
+
+def is_command() -> bool:
+    """Whether this process runs a command and nothing else; a notebook that calls one is none."""
+    return _is_command
 
 
 def spelled(command: str) -> str:

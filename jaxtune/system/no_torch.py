@@ -72,6 +72,20 @@ def torch_on_use():
         _withdraw(module)
 
 
+_forbidden = False
+
+
+def forbid() -> None:
+    """torch is hidden in each context of `kept_out` from now on."""
+    global _forbidden
+    _forbidden = True
+
+
+def kept_out() -> contextlib.AbstractContextManager[None]:
+    """`torch_on_use`, or `torch_hidden` once torch is forbidden."""
+    return torch_hidden() if _forbidden else torch_on_use()
+
+
 @contextlib.contextmanager
 def torch_hidden():
     """A context in which `import torch` fails, in all threads. Does nothing if torch is imported already."""

@@ -1,8 +1,6 @@
 """`python -m jaxtune.train RECIPE [key=value ...]` is `jaxtune train`."""
 
-import sys
-
-from jaxtune.cli import console
+from jaxtune.cli import process
 
 if __name__ == "__main__":
-    sys.exit(console(["train", *sys.argv[1:]]))
+    process(["train"])

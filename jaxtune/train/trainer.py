@@ -353,7 +353,7 @@ class Trainer:
 
     def _start(
         self, resumed: TrainState | None, start: int, monitor: Monitor
-    ) -> tuple[Programs, TrainState, Sums, Any]:
+    ) -> tuple[Programs, TrainState, Leaves[Sums], Any]:
         """Compiles until a plan fits, waits for weights, fills in references, writes the config: (programs, state,
         sums, frozen).
         """

@@ -32,6 +32,7 @@ from jaxtune.train.config.file import (
     config_to_yaml,
     flat_keys,
     load_config,
+    names_code,
     packaged_recipes,
     recipe_summary,
 )
@@ -366,6 +367,28 @@ def test_any_string_and_number_survives_writing(tmp_path_factory, text, rate, se
 def test_written_config_means_the_same_to_other_readers(recipe):
     config = load_config(recipe(MINIMAL), ["optim.learning_rate=1e-5", "data.template=on"])
     assert yaml.safe_load(config_to_yaml(config)) == config_to_dict(config)
+
+
+@pytest.mark.parametrize(
+    "key", ["objective.reward_funcs", "objective.tools", "objective.environment_factory", "objective.rollout_func"]
+)
+def test_code_of_the_users_is_told_from_values(recipe, tmp_path, monkeypatch, key):
+    (tmp_path / "mine.py").write_text("def f(): ...")
+    monkeypatch.chdir(tmp_path)
+
+    def names(path: str, *overrides: str) -> bool:
+        return names_code(config_to_dict(load_config(path, overrides)))
+
+    path = recipe(MINIMAL + "objective: {name: grpo, reward_funcs: [exact_number]}\n")
+    assert not names(path)
+    for value in ("mine.py:f", f"{tmp_path}/mine.py:f"):
+        assert names(path, f"{key}=[{value}]" if key.endswith("s") else f"{key}={value}")
+    assert names(recipe(MINIMAL), "data.eval=rows.jsonl", "evaluation.generate=[mine.py:f]")
+
+
+def test_no_packaged_recipe_names_code():
+    for name in packaged_recipes():
+        assert not names_code(config_to_dict(load_config(name, ["data.train=rows.jsonl"])))
 
 
 def test_sections_and_error_keys_agree():

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -18,18 +19,18 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxtune
 from jaxtune.models.config import RopeConfig
+from jaxtune.models.programs import kept as kept_programs
+from jaxtune.models.programs.described import Digests, Undescribed, replaced
+from jaxtune.models.programs.kept import Function, Request, programs_of
 from jaxtune.pallas.formats import FORMATS
 from jaxtune.system.program_cache import in_use
 from jaxtune.train.config import MeshConfig, OptimConfig, ScheduleConfig
-from jaxtune.train.engine import kept_programs
-from jaxtune.train.engine.described import Digests, Undescribed, replaced
-from jaxtune.train.engine.kept_programs import Request, programs_of
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.program import step
 from jaxtune.train.trainer import Trainer
@@ -117,7 +118,8 @@ def test_what_the_user_wrote_or_nobody_can_tell_is_refused(value):
 
 
 def test_functions_of_the_user_in_jaxtune_are_noticed(kept, monkeypatch):
-    assert replaced("jaxtune") is None
+    jaxtune.use_program_cache()
+    assert [replaced(package) for package in kept_programs.COMPUTING] == [None] * 4
     for holder, name in ((step, "with_zeros"), (step.StepProgram, "update"), (FORMATS, "mine")):
         with monkeypatch.context() as patch:
             patch.setitem(holder, name, scaled) if isinstance(holder, dict) else patch.setattr(holder, name, scaled)
@@ -327,6 +329,60 @@ def test_a_program_goes_with_jaxs_entry_and_failed_checks(kept, lowerings, monke
     assert len(lowerings) == 4
 
 
+# ---- functions with static arguments
+
+
+def powers(mesh_like: str, exponent: int, state: dict, scale, more):
+    """state: donated."""
+    del mesh_like
+    raised = jax.tree.map(lambda a: a**exponent * scale, state)
+    return raised, (sum(a.sum() for a in jax.tree.leaves(raised)), None if more is None else more + 1)
+
+
+def operands(size: int, dtype, more: bool) -> tuple:
+    state = {"a": jnp.arange(size).astype(dtype), "b": (jnp.ones((2, size), dtype),)}
+    return state, np.float32(1.5) if dtype == jnp.float32 else np.int32(2), jnp.zeros(3) if more else None
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([jnp.float32, jnp.int32]), st.booleans()),
+        min_size=1,
+        max_size=6,
+    )
+)
+@settings(max_examples=5)
+def test_a_function_gives_what_jit_gives_and_is_lowered_once_for_equal_calls(calls):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_programs, "cache_of_programs", in_use)
+        patch.setattr(kept_programs, "_FORMAT", f"of functions {time.time()}")
+        patch.setattr(kept_programs.described, "_is_known", lambda module: True)
+        lowered, real = [], Request.lowered
+        patch.setattr(Request, "lowered", lambda request: lowered.append(request) or real(request))
+        for _ in range(2):  # the second as another process, which has none in memory
+            function = Function(powers, 2, donated=(0,))
+            for exponent, size, dtype, more in calls:
+                arguments = operands(size, dtype, more)
+                results = function("x", exponent, *arguments)
+                expected = jax.jit(powers, static_argnums=(0, 1))("x", exponent, *operands(size, dtype, more))
+                assert jax.tree.structure(results) == jax.tree.structure(expected) and bits(results) == bits(expected)
+                assert all(leaf.is_deleted() for leaf in jax.tree.leaves(arguments[0]))
+            assert len(lowered) == len(set(calls))
+
+
+def test_a_function_runs_where_its_arguments_are(kept, lowerings, monkeypatch):
+    monkeypatch.setattr(kept_programs.described, "_is_known", lambda module: True)
+    function = Function(powers, 2)
+    for device in jax.devices()[:2] * 2:
+        raised, _ = function("x", 2, *jax.device_put(operands(2, jnp.float32, False), device))
+        assert raised["a"].devices() == {device}
+    assert len(lowerings) == 2
+    arguments = operands(4, jnp.float32, False)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    spread = jax.device_put(arguments, NamedSharding(mesh, PartitionSpec()))
+    assert bits(function("x", 2, *spread)) == bits(powers("x", 2, *arguments)) and len(lowerings) == 2
+
+
 # ---- runs
 
 
@@ -352,7 +408,7 @@ def test_a_run_of_kept_programs_gives_the_same_bits(kept, lowerings, tmp_path, m
 SCRIPT = """
 import sys
 import jax, optax
-from jaxtune.train.engine.described import Digests
+from jaxtune.models.programs.described import Digests
 from jaxtune.train.objectives.named import DEFAULT
 tree = jax.tree.structure({"x": [1, (2,)]})
 print(Digests().of([optax.adamw(1e-3), DEFAULT, {"b", "a", "c"}, tree, jax.nn.gelu]).hex())

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtune.models.programs.compiling import compiled
 from jaxtune.pallas import dispatch
 from jaxtune.system import heap
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.engine.xla_options import compiled, compiler_options, launch_options
+from jaxtune.train.engine.xla_options import compiler_options, launch_options
 from jaxtune.train.program.step import StepProgram
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import json
 import os
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from jaxtune.models import values
-from jaxtune.models.files import headers
+from jaxtune.models.files import headers, transformers_import
 from jaxtune.models.files.published import PUBLISHED
-from jaxtune.system import early_import, timing
+from jaxtune.system import timing
 from jaxtune.system.files import atomic_write, writing
-from jaxtune.system.no_torch import torch_on_use
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Not *.safetensors: some repositories contain the weights a second time under another name.
@@ -319,7 +315,7 @@ def load_tokenizer(folder: Path):
             if settings.get(key) is not None:
                 check(f"{file}: {key}", settings[key])
     try:
-        with transformers_without_torch() as transformers, timing.phase("files", "tokenizer"):
+        with transformers_import.without_torch() as transformers, timing.phase("files", "tokenizer"):
             config = _class_config(folder)
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
             tokenizer("a")  # some faults appear only in use
@@ -331,37 +327,6 @@ def load_tokenizer(folder: Path):
             "fetch them again, or name another folder (model.tokenizer)"
         ) from error
     return tokenizer
-
-
-@functools.cache
-def begin_import() -> threading.Thread:
-    """Imports what `load_tokenizer` needs in a thread: thousands of files, two seconds on a slow disk."""
-
-    def load() -> None:
-        with _without_torch() as transformers:
-            _ = transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast
-
-    return early_import.begin(load)
-
-
-@contextlib.contextmanager
-def transformers_without_torch() -> Iterator[ModuleType]:
-    """A context with transformers, in which importing its modules imports torch only if they use it."""
-    if begin_import.cache_info().currsize:
-        with timing.phase("import", "transformers"):
-            begin_import().join()
-    with _without_torch() as transformers:
-        yield transformers
-
-
-@contextlib.contextmanager
-def _without_torch() -> Iterator[ModuleType]:
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it warns if torch is not installed
-    with torch_on_use():
-        with timing.phase("import", "transformers"):
-            import transformers
-
-        yield transformers
 
 
 def _class_config(folder: Path) -> object:
@@ -382,5 +347,5 @@ def _class_config(folder: Path) -> object:
 def _of_gguf(file: Path):
     from jaxtune.models.files import gguf_reading, gguf_tokens
 
-    with transformers_without_torch():
+    with transformers_import.without_torch():
         return gguf_tokens.tokenizer_of(str(file), gguf_reading.opened(file).fields)

@@ -16,7 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -151,6 +151,7 @@ class Sampler:
         self._waiting: collections.deque[Request] = collections.deque()
         self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count
+        self._decoding: dict[Hashable, Callable] = {}  # programs of rounds by what their shapes follow from
         self._rounds: collections.deque[_Round] = collections.deque()
         self._end = lifetimes.end_with(self, _wait_for, self._rounds, self._prefills)
         self._closed = False
@@ -453,8 +454,12 @@ class Sampler:
         if rows is self._sent_rows and isinstance(rows.start, np.ndarray):
             rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
         self._sent_rows = rows
-        arguments = self._structure, self._kind, self._steps, self._leaves, self._states, self._live, self._seen
-        self._states, self._live, self._seen, emitted = self._programs.decode(*arguments, *self._changes(), rows)
+        statics = self._structure, self._kind, self._steps
+        arguments = self._leaves, self._states, self._live, self._seen, *self._changes(), rows
+        shapes = self._kind, self._capacity, rows.ends.shape, self._seen is None  # the others' stay the same
+        if shapes not in self._decoding:
+            self._decoding[shapes] = self._programs.decode.program(*statics, *arguments)
+        self._states, self._live, self._seen, emitted = self._decoding[shapes](*arguments)
         if not self._on_host:
             for array in jax.tree.leaves(emitted):
                 array.copy_to_host_async()

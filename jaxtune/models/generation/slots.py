@@ -33,6 +33,7 @@ from jaxtune.models.generation.sampling import (
 from jaxtune.models.generation.structure import Structure
 from jaxtune.models.generation.xla_options import prompt_options, sampler_options
 from jaxtune.models.layers.segment import Context
+from jaxtune.models.programs.kept import Function
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
@@ -92,26 +93,24 @@ def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
     )
 
 
-class Emitted(NamedTuple):
-    """The tokens that a call of `decode` made in the N slots."""
-
-    tokens: jax.Array  # int32[steps, N]: slot i made the tokens [:counts[i], i]; the others are to be ignored
-    logprobs: jax.Array  # float32[steps, N]: the log-probability of each token under the model (see _chosen)
-    counts: jax.Array  # int32[N]: how many tokens the row in each slot made
-    # (int32[steps, N, MOST_RANKED], the tokens with the largest logits in descending order, all if the vocabulary has
-    # fewer; float32 of the same shape, their log-probabilities), or None without Kind.ranks
-    ranked: tuple[jax.Array, jax.Array] | None
+# What a call of `decode` made in the N slots:
+#   tokens int32[steps, N]: slot i made [:counts[i], i], the others are to be ignored
+#   logprobs float32[steps, N]: of each token under the model (see _chosen)
+#   counts int32[N]: how many tokens the row in each slot made
+#   ranked: (int32[steps, N, MOST_RANKED], the tokens with the largest logits in descending order, all if the vocabulary
+#     has fewer; float32 of the same shape, their log-probabilities), or None without Kind.ranks
+type Emitted = tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]
 
 
 class Programs(NamedTuple):
     """The compiled functions of the sampler."""
 
-    prefill: Callable[..., States]  # _prefill: the states after prompts
-    pack: Callable[..., States]  # _pack: the states after several prompts that were concatenated in one row
-    extend: Callable[..., States]  # _extend: the states after one more chunk of long prompts
-    insert: Callable[..., States]  # _insert: copies prefilled states into slots, whose old states are donated
+    prefill: Function  # _prefill: the states after prompts
+    pack: Function  # _pack: the states after several prompts that were concatenated in one row
+    extend: Function  # _extend: the states after one more chunk of long prompts
+    insert: jax.stages.Wrapped  # _insert: copies prefilled states into slots, whose old states are donated
     # _decode: the next tokens of all slots, whose states, `live` and `seen` are donated
-    decode: Callable[..., tuple[States, Live, jax.Array | None, Emitted]]
+    decode: Function
 
 
 def programs_of(deterministic: bool, slots: int) -> Programs:
@@ -121,23 +120,18 @@ def programs_of(deterministic: bool, slots: int) -> Programs:
 
 @functools.cache
 def programs(same_choices: bool, many_rows: bool) -> Programs:
-    """The sampler's jitted functions, one object for equal arguments, so that samplers share them.
+    """The sampler's functions, one object for equal arguments, so that samplers share their programs.
 
     same_choices: every process computes the same bits, and a row has the same bits beside any other rows.
     many_rows: the slots are more than few_rows' kernels multiply (MOST_ROWS).
     """
-    jit = functools.partial(jax.jit, compiler_options=sampler_options(same_choices, many_rows))
-    of_prompts = functools.partial(jax.jit, compiler_options=prompt_options(same_choices))
+    of_steps, of_prompts = sampler_options(same_choices, many_rows), prompt_options(same_choices)
     return Programs(
-        of_prompts(_prefill, static_argnums=(0, 1)),
-        of_prompts(_pack, static_argnums=(0, 1)),
-        of_prompts(_extend, static_argnums=0, donate_argnames="states"),
-        jit(_insert, donate_argnames="states"),
-        jit(
-            functools.partial(_decode, same_choices),
-            static_argnums=(0, 1, 2),
-            donate_argnames=("states", "live", "seen"),
-        ),
+        Function(_prefill, 2, options=of_prompts),
+        Function(_pack, 2, options=of_prompts),
+        Function(_extend, 1, donated=(1,), options=of_prompts),
+        jax.jit(_insert, donate_argnames="states", compiler_options=of_steps),
+        Function(functools.partial(_decode, same_choices), 3, donated=(1, 2, 3), options=of_steps),
     )
 
 
@@ -317,7 +311,7 @@ def _decode(
     uniform = _uniform(rows, live.length, steps) if kind.draws else None
 
     def decode_step(step_state, step):
-        """Makes a token in each active slot: (the next step_state, Emitted.ranked of this step)."""
+        """Makes a token in each active slot: (the next step_state, `ranked` of Emitted of this step)."""
         states, live, positions, draws, seen, tokens, logprobs = step_state
         with jax.named_scope("decode"):
             tables = rotary_tables(
@@ -349,7 +343,7 @@ def _decode(
         *blank,
     )
     (states, after, _, _, seen, tokens, logprobs), ranked = jax.lax.scan(decode_step, first_state, order)
-    return states, after, seen, Emitted(tokens, logprobs, jnp.subtract(after.length, live.length), ranked)
+    return states, after, seen, (tokens, logprobs, jnp.subtract(after.length, live.length), ranked)
 
 
 def _of_step(uniform: jax.Array, step: jax.Array) -> jax.Array:
@@ -374,7 +368,7 @@ def _uniform(rows: Rows, lengths, steps: int) -> jax.Array:
 
 def _chosen(model: Decoder, kind: Kind, hidden, seen, numbers: Numbers, uniform):
     """(tokens int32[N], log-probabilities float32[N] of logits / logprob_temperature without penalty and filters,
-    Emitted.ranked of this step).
+    `ranked` of Emitted of this step).
 
       hidden: [N, 1, hidden], after the final norm.
       uniform: float32[N]; None without Kind.draws.

@@ -143,6 +143,15 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
     return config_from_dict(values, origins)
 
 
+def names_code(values: object) -> bool:
+    """Whether a value in a config's nested values names code of the user's, as file.py:name."""
+    if isinstance(values, str):
+        return Path(values.rpartition(":")[0]).expanduser().is_file()
+    if isinstance(values, Mapping):
+        return any(map(names_code, values.values()))
+    return isinstance(values, list | tuple) and any(map(names_code, values))
+
+
 def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, Any]:
     """The nested values of a YAML file, unchecked; ConfigError if it is no YAML mapping.
 

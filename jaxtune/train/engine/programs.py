@@ -20,16 +20,17 @@ from jax.sharding import NamedSharding
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import collectives, host_table, partition
+from jaxtune.models.programs.compiling import out_of_memory
+from jaxtune.models.programs.kept import Request, programs_of
 from jaxtune.system import host_memory, processes
 from jaxtune.system.program_cache import in_use
 from jaxtune.train.data.batches import Batch, Batches, BatchSource, Rows
-from jaxtune.train.engine.kept_programs import Request, programs_of
 from jaxtune.train.engine.xla_options import SHORT_STEP_SECONDS, compiler_options, launch_options
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.plan import StepPlan
-from jaxtune.train.planning.planner import Planner, out_of_memory
+from jaxtune.train.planning.planner import Planner
 from jaxtune.train.program.flops import document_lengths
 from jaxtune.train.program.leaves import Leaves, over_leaves
 from jaxtune.train.program.step import StepProgram, Sums, TrainState, without_layers, without_update
@@ -61,6 +62,11 @@ def _may_plan_again(error: Exception) -> bool:
 def abstract(tree):
     """Arrays as jax.ShapeDtypeStructs with shardings, for lowering."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+
+
+def placed(tree, shardings):
+    """Shapes with shardings."""
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
 
 
 def finished(frozen: nnx.State, plan: StepPlan) -> nnx.State:
@@ -216,11 +222,17 @@ class Engine:
         last = int(used_rows[-1]) + 1 if used_rows.size else 1
         return -(-last * micro_batches // len(batch.tokens))
 
-    def zero_sums(self, state: TrainState) -> Sums:
-        """Zeros to which a process's first step adds; later steps get the update's."""
-        return self.program.zero_sums(state.trainable, self.replicated)
+    def sums_shapes(self, state: TrainState) -> Sums:
+        """Shapes of the sums, with shardings."""
+        trainable = state.trainable
+        return placed(self.program.sums_shapes(trainable), self.program.sums_shardings(trainable, self.replicated))
 
-    def first_sums(self, state: TrainState) -> Sums:
+    def zero_sums(self, state: TrainState) -> Leaves[Sums]:
+        """Zeros to which a process's first step adds; later steps get the update's."""
+        shapes = Leaves.of(self.sums_shapes(state), self.program.stacked)
+        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype, device=shape.sharding), shapes)
+
+    def first_sums(self, state: TrainState) -> Leaves[Sums]:
         """`zero_sums` below which a block of GPU memory stays free for the next step's rows. Without it they lie above
         the step's temporary buffer, which then finds no single block, as seen on a 12 GiB card.
         """
@@ -233,9 +245,10 @@ class Engine:
             block.delete()
         return sums
 
-    def flat(self, state: TrainState, sums: Sums) -> tuple[Leaves[TrainState], Leaves[Sums]]:
+    def flat(self, state: TrainState, sums: Sums | Leaves[Sums]) -> tuple[Leaves[TrainState], Leaves[Sums]]:
         """As the programs take and return them."""
-        return Leaves.of(state, self.program.stacked), Leaves.of(sums, self.program.stacked)
+        stacked = self.program.stacked
+        return Leaves.of(state, stacked), sums if isinstance(sums, Leaves) else Leaves.of(sums, stacked)
 
     # ---- compiling
 
@@ -420,7 +433,7 @@ class Engine:
             nonlocal frozen
             weights = finished(frozen.tree, self.planner.plan)
             frozen = Leaves.of(weights)
-            return state.tree, self.zero_sums(state.tree), weights
+            return state.tree, self.sums_shapes(state.tree), weights
 
         while True:
             try:
@@ -437,7 +450,7 @@ class Engine:
             self.follow_plan()
             with compiling():
                 programs = self.fit(arrays, step, print_line, placed=True)
-            sums = Leaves.of(self.zero_sums(state.tree), self.program.stacked)
+            sums = self.zero_sums(state.tree)
             count = self.planner.plan.micro_batches
             micro_batches = [self.place(rows, index, count) for index in range(count)]
 

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -20,19 +19,17 @@ from jaxtune.models.linear import InputScale
 from jaxtune.models.lora import copy_structure, has_adapter, linears, matrices
 from jaxtune.models.observed_inputs import known_scales, observed_scales, with_input_scales
 from jaxtune.models.placement import partition
+from jaxtune.models.programs.compiling import out_of_memory
 from jaxtune.models.qat.fake_quant import INPUT_SCALES
 from jaxtune.system import processes, timing
 from jaxtune.train.config import QatConfig
 from jaxtune.train.config.precision import Precision
-from jaxtune.train.engine.programs import Engine, finished
+from jaxtune.train.engine.programs import Engine, finished, placed
 from jaxtune.train.objectives.teachers import without_teacher
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.planning.movables import MOVABLES
-from jaxtune.train.planning.planner import out_of_memory
-from jaxtune.train.program.step import (
-    Sums,
-    TrainState,
-)
+from jaxtune.train.program.leaves import Leaves
+from jaxtune.train.program.step import Sums, TrainState
 
 
 class TrainedModel:
@@ -157,7 +154,7 @@ class TrainedModel:
         them. For benchmarks and tests.
         """
         state, frozen = self._first(engine)
-        return state, engine.zero_sums(state), frozen
+        return state, engine.zero_sums(state).tree, frozen
 
     def _first(self, engine: Engine) -> tuple[TrainState, Any]:
         self.take_weights()
@@ -248,12 +245,10 @@ class TrainedModel:
         """Shapes of what `begin` returns for a new run, with shardings, while weights may still load. Sets
         `engine.tables`.
         """
-        program, state = engine.program, self.state_shapes(engine)
-        sums = jax.eval_shape(program.zero_sums, state.trainable)
-        sums = _placed(sums, program.sums_shardings(state.trainable, engine.replicated))
+        state = self.state_shapes(engine)
         frozen = _with_scales(self._declared(engine), self.scales)
-        frozen = _placed(frozen, partition.shardings(frozen, engine.mesh))
-        return state, sums, finished(frozen, engine.planner.plan)
+        frozen = placed(frozen, partition.shardings(frozen, engine.mesh))
+        return state, engine.sums_shapes(state), finished(frozen, engine.planner.plan)
 
     def state_shapes(self, engine: Engine) -> TrainState:
         """Shapes and shardings of the state, by which each device reads only its parts of a checkpoint."""
@@ -262,10 +257,10 @@ class TrainedModel:
         of_trained = tree, [(leaf.shape, leaf.dtype) for leaf in leaves]
         if self._state_shapes is None or self._state_shapes[0] is not program or self._state_shapes[1] != of_trained:
             state = jax.eval_shape(lambda trainable: program.init(trainable, self._seed), self.trainable)
-            self._state_shapes = program, of_trained, _placed(state, program.shardings(state, where))
+            self._state_shapes = program, of_trained, placed(state, program.shardings(state, where))
         return self._state_shapes[2]
 
-    def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
+    def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Leaves[Sums], Any]:
         """(state, sums, frozen) with which a run starts, on the mesh. resumed: a checkpoint's state; its optimizer
         states move to where the plan has them. A new run waits for weights, sets `fresh` and gives up the given trained
         tensors. The sums leave a free block on a GPU (Engine.first_sums).
@@ -279,7 +274,7 @@ class TrainedModel:
             return resumed, engine.first_sums(resumed), frozen
         self.take_weights()
         factors = [matrix.lora.b.get_value() for _, matrix in matrices(self.given) if matrix.lora is not None]
-        self.fresh = bool(factors) and not any(bool(partition.on_host(jnp.any(b != 0))) for b in factors)
+        self.fresh = bool(factors) and not any(_has_number(partition.on_host(b)) for b in factors)
         state, frozen = self._first(engine)
         # The given tensors are freed before the sums are made, so that the sums take their place. Otherwise the step's
         # temporary buffer, which is a single block, may find no room although enough bytes are free.
@@ -350,12 +345,13 @@ def with_embedding_on_device(model: Decoder) -> Decoder:
     return model
 
 
+def _has_number(array: np.ndarray) -> bool:
+    """Whether one is not 0; at once where all bits are."""
+    return bool(np.ascontiguousarray(array).view(np.uint8).any()) and bool((array != 0).any())
+
+
 def _with_scales(frozen: nnx.State, scales: nnx.State) -> nnx.State:
     return nnx.merge_state(frozen, scales) if jax.tree.leaves(scales) else frozen
-
-
-def _placed(tree, shardings):
-    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
 
 
 def trainable_names(trainable) -> list[str]:

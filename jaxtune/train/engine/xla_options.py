@@ -1,15 +1,12 @@
-"""XLA's options for the programs of a run, and compiling with them."""
+"""XLA's options for the programs of a run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-
-import jax
 
 from jaxtune.models.placement import collectives
 from jaxtune.models.placement.transfers import IN_FLIGHT, NO_REMATERIALIZATION
-from jaxtune.train.planning.planner import out_of_memory
+from jaxtune.models.programs.compiling import UNTIMED
 
 SHORT_STEP_SECONDS = 0.1  # a step forecast below it may wait for its launches
 # Of these XLA's own choice lacks the last three, and pieces of less than five launches.
@@ -17,8 +14,6 @@ _WHOLE_GRAPHS: dict[str, bool | int | str] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION",
     "xla_gpu_graph_min_graph_size": 1,
 }
-# XLA takes the first algorithm that a vendor's library names, and times none.
-_UNTIMED = {"xla_gpu_autotune_level": 0}
 
 
 def compiler_options(
@@ -43,7 +38,7 @@ def compiler_options(
     if divides:
         options |= collectives.compiler_options()
     if deterministic:
-        options |= {"xla_gpu_deterministic_ops": True, **_UNTIMED}
+        options |= {"xla_gpu_deterministic_ops": True, **UNTIMED}
     return options
 
 
@@ -54,13 +49,3 @@ def launch_options(whole_graphs: bool) -> dict[str, bool | int | str]:
     """
     flags = os.environ.get("XLA_FLAGS", "")
     return {} if not whole_graphs or any(name in flags for name in _WHOLE_GRAPHS) else _WHOLE_GRAPHS
-
-
-def compiled(lowered: jax.stages.Lowered, options: Mapping[str, bool | int | str]) -> jax.stages.Compiled:
-    """Compiles; again without timing algorithms if memory ran out, as timing allocates operands beside the weights."""
-    try:
-        return lowered.compile(compiler_options=dict(options))
-    except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error):
-            raise
-    return lowered.compile(compiler_options={**options, **_UNTIMED})

@@ -20,6 +20,7 @@ from jaxtune.models.files.quant import parameters
 from jaxtune.models.generation.slot_plan import PREFILL_TOKENS, SlotPlan
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
+from jaxtune.models.programs.compiling import out_of_memory
 from jaxtune.pallas.format_names import LOADED
 from jaxtune.pallas.formats import Stored
 from jaxtune.system import processes, timing
@@ -31,7 +32,6 @@ from jaxtune.train.planning.devices import Device, pool_bytes
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.forward import forward_bytes
 from jaxtune.train.planning.parts import STATES, StepParts
-from jaxtune.train.planning.planner import out_of_memory
 
 _LESS_SAVED = (
     "a smaller model or, where it is host memory that is short, XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=N in the "

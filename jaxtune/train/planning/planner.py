@@ -23,11 +23,6 @@ from jaxtune.train.planning.search import Failed, Room, goal, next_plan, short_b
 from jaxtune.train.planning.step_spec import StepSpec
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether the message of an XLA error (JaxRuntimeError) says that device or host memory ran out."""
-    return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
-
-
 def refused_bytes(error: BaseException) -> float | None:
     """Bytes of the refused allocation in an XLA error ("trying to allocate 1.98GiB"); None if it names none."""
     amount = re.search(r"trying to allocate ([\d.]+) ?(bytes|[KMGT]iB)", str(error))

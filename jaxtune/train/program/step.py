@@ -189,7 +189,7 @@ class StepProgram:
 
     def sums_shardings(self, trainable, device: jax.sharding.Sharding) -> Sums:
         """A Sums of shardings. device: for undivided arrays."""
-        sums = jax.eval_shape(self.zero_sums, trainable)
+        sums = self.sums_shapes(trainable)
         if self.mesh is None or self.devices == 1:
             return jax.tree.map(lambda _: device, sums)
         unsummed = partition.undivided(partition.unsummed_specs(self._divided(sums, trainable)))
@@ -203,27 +203,35 @@ class StepProgram:
         """Divided tensors as partition.Shard, with axis and format of their gradient's exchange."""
         return partition.divide(trainable, self.mesh, None if self.sync is None else self.sync.format)
 
-    def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
-        """Zero sums for these tensors. device: sharding of undivided arrays; None: JAX places all."""
-        placements = iter(jax.tree.leaves(self.sums_shardings(trainable, device)) if device is not None else ())
+    def sums_shapes(self, trainable) -> Sums:
+        """Shapes of the sums for these tensors, not traced, which takes a second for hundreds of them."""
+        return self._sums(trainable, jax.ShapeDtypeStruct)
+
+    def _sums(self, trainable, made) -> Sums:
+        """made: (shape, dtype) -> a leaf."""
         sum_dtype = jnp.float32 if self.micro_batches > 1 else None
 
-        def zeros(shape=(), dtype=jnp.float32, devices=self.devices):
-            in_front = () if self.devices == 1 else (devices,)
-            return jnp.zeros((*in_front, *shape), dtype, device=next(placements, None))
+        def leaf(sizes=(), dtype=jnp.float32, devices=self.devices):
+            return made((*(() if self.devices == 1 else (devices,)), *sizes), dtype)
 
-        def gradient(leaf):
-            if isinstance(leaf, partition.Shard):
-                array, devices = leaf.array, self.devices // leaf.count
-                return dataclasses.replace(leaf, array=zeros(array.shape, sum_dtype or array.dtype, devices))
-            return zeros(leaf.shape, sum_dtype or leaf.dtype)
+        def gradient(tensor):
+            if isinstance(tensor, partition.Shard):
+                array, devices = tensor.array, self.devices // tensor.count
+                return dataclasses.replace(tensor, array=leaf(array.shape, sum_dtype or array.dtype, devices))
+            return leaf(tensor.shape, sum_dtype or tensor.dtype)
 
         tensors = self._marked(trainable)
         gradients = jax.tree.map(gradient, tensors, is_leaf=lambda leaf: isinstance(leaf, partition.Shard))
-        loss, count = zeros(), zeros()
-        aux = zeros((len(self.aux_losses.losses),)) if self.aux_losses else None
-        own_sums = {name: zeros() for name in sorted(self.objective.sums)}
-        return Sums(partition.undivided(gradients), loss, count, aux, own_sums)
+        aux = leaf((len(self.aux_losses.losses),)) if self.aux_losses else None
+        own_sums = {name: leaf() for name in sorted(self.objective.sums)}
+        return Sums(partition.undivided(gradients), leaf(), leaf(), aux, own_sums)
+
+    def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
+        """Zero sums for these tensors. device: sharding of undivided arrays; None: JAX places all."""
+        if device is None:
+            return self._sums(trainable, jnp.zeros)
+        places = iter(jax.tree.leaves(self.sums_shardings(trainable, device)))
+        return self._sums(trainable, lambda shape, dtype: jnp.zeros(shape, dtype, device=next(places)))
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         """`sums` (donated) with a micro-batch added; of a single one only their memory is used. micro_batch: int32[],

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxtune.models.programs.kept import _of_json, _to_json
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.gated import gated_backward
-from jaxtune.train.engine.kept_programs import _of_json, _to_json
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.test_compile_h200 import HIDDEN, INNER, INPUT, KV_HEADS, TOKENS, WIDE, memory
 

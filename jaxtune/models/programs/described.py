@@ -124,7 +124,7 @@ def _is_of_user(function: types.FunctionType, package: str) -> bool:
     top = str(function.__globals__.get("__name__")).split(".")[0]
     if top == "__main__" or top == package or function.__code__.co_filename.startswith("<"):  # the last: of dataclasses
         return top == "__main__"
-    return not _is_installed(top)
+    return top not in PACKAGES and not _is_installed(top)  # jaxtune may be a clone
 
 
 @functools.cache

@@ -24,21 +24,23 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtune.models.placement import partition
+from jaxtune.models.programs import described
+from jaxtune.models.programs.compiling import compiled
 from jaxtune.pallas import dispatch, gpu_kernel, tuning, versions
 from jaxtune.system import processes, timing
 from jaxtune.system.heap import uncollected
 from jaxtune.system.private_jax import compilation_cache, config, core, pxla, xla_client
 from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked, sources, sources_are_loaded
-from jaxtune.train.engine import described
-from jaxtune.train.engine.xla_options import compiled
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ _OF_COMPILERS = ("XLA_", "JAX_", "JAXTUNE_", "MOSAIC_", "TRITON_", "PALLAS_", "N
 _OF_ALLOCATOR = "XLA_PYTHON_CLIENT_"
 _DUMPS = ("MOSAIC_GPU_DUMP", "JAX_DUMP_IR_TO")
 _LEAF = "*"
+COMPUTING = ("jaxtune", "jax", "flax", "optax")  # packages with functions that a program may be made of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +57,34 @@ class Request:
     """A program to compile.
 
     function: of `arguments`, shapes with shardings. donated: indices of arguments.
+    mesh: None: it is for the one device of `out_shardings`.
     options: XLA's. shardy: whether it is partitioned by Shardy; not if all of it is inside of partition.divided.
     """
 
     function: Callable
     arguments: tuple
     out_shardings: object  # a sharding, or a tree of them, perhaps a prefix of the results'
-    mesh: jax.sharding.Mesh
+    mesh: jax.sharding.Mesh | None
     options: Mapping[str, bool | int | str]
     donated: tuple[int, ...] = ()
     shardy: bool = False
 
+    @property
+    def name(self) -> str:
+        function = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        return function.__name__
+
+    @property
+    def devices(self) -> tuple:
+        if self.mesh is not None:
+            return tuple(self.mesh.devices.flat)
+        return tuple(jax.tree.leaves(self.out_shardings)[0].device_set)
+
     def context(self) -> contextlib.AbstractContextManager:
+        if self.mesh is None:
+            return contextlib.nullcontext()
         return jax.set_mesh(self.mesh) if self.shardy else partition.compiling(self.mesh)
 
     def lowered(self) -> jax.stages.Lowered:
@@ -80,7 +99,7 @@ class Request:
         try:
             with self.context():
                 parts = (self.function, leaves, structure, where, nesting, self.donated, self.shardy)
-                settings = sorted(self.options.items()), config.trace_context(), _surroundings(self.mesh)
+                settings = sorted(self.options.items()), config.trace_context(), _surroundings(self.devices)
                 return f"step-{digests.of((_FORMAT, parts, settings)).hex()}"
         except described.Undescribed as error:
             logger.info("%s is traced at every start, as a key cannot tell of %s", self.function, error)
@@ -103,9 +122,10 @@ def programs_of(requests: Sequence[Request]) -> list[jax.stages.Compiled]:
     """The compiled programs: kept ones are loaded in threads; others are lowered one by one, the slowest should come
     first, and compiled in threads meanwhile, then kept. Again without a kernel that fails its check.
     """
-    cache = cache_of_programs()
-    digests = described.Digests()
-    keys = [None if cache is None else request.key(digests) for request in requests]
+    with timing.phase("cached", "keys"):
+        cache = cache_of_programs()
+        digests = described.Digests()
+        keys = [None if cache is None else request.key(digests) for request in requests]
     done = dispatch.built(functools.partial(_loaded_or_compiled, requests, keys, cache))
     for request, key, made in zip(requests, keys, done, strict=True):
         if isinstance(made, _Fresh) and key is not None and cache is not None:
@@ -120,7 +140,7 @@ def cache_of_programs() -> ProgramCache | None:
     dumps = any(name.startswith(_DUMPS) for name in os.environ) or "--xla_dump" in os.environ.get("XLA_FLAGS", "")
     if dumps or jax.config.values["jax_dump_ir_to"] or processes.count() > 1 or (cache := in_use()) is None:
         return None
-    for package in ("jaxtune", "jax", "flax", "optax"):
+    for package in COMPUTING:
         if (where := described.replaced(package)) is not None:
             logger.info("programs are traced, as a function in %s is not of %s", where, package)
             return None
@@ -138,7 +158,7 @@ def _loaded_or_compiled(
     def loaded(request: Request, key: str | None) -> jax.stages.Compiled | None:
         if key is None or cache is None or refused:
             return None
-        with timing.phase("cached", getattr(request.function, "__name__", "of rows")):
+        with timing.phase("cached", request.name):
             return _loaded(request, key, cache)
 
     with ThreadPoolExecutor(2 * len(requests), "compile") as pool:
@@ -160,12 +180,71 @@ def _loaded_or_compiled(
 
 def _compiled(request: Request, lowered: jax.stages.Lowered, said: list[dispatch.Said]) -> _Fresh:
     dispatch.begin_checks()  # the checks that lowering asked for
-    device = request.mesh.local_devices[0]
+    device = _local(request.devices)
     kernels = gpu_kernel.kernels_of(lowered) if device.platform == "gpu" else []
     with request.context(), ThreadPoolExecutor(8, "kernels") as pool, keys_asked() as keys:
         gpu_kernel.compile_beside(kernels, device, pool)
         program = compiled(lowered, request.options)
     return _Fresh(program, keys[-1] if keys else None, kernels, said)
+
+
+class Function:
+    """jax.jit of a function, of whose programs for one device those are loaded that an earlier process has compiled.
+
+    statics: the first arguments, which are static: hashable, and equal only if they give the same program.
+    donated: indices among the other arguments.
+    options: XLA's.
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        statics: int,
+        donated: Sequence[int] = (),
+        options: Mapping[str, bool | int | str] = types.MappingProxyType({}),
+    ):
+        self._function, self._statics, self._donated, self._options = function, statics, tuple(donated), options
+        given = [statics + index for index in donated]
+        self._jitted = jax.jit(
+            function, static_argnums=tuple(range(statics)), donate_argnums=given, compiler_options=dict(options)
+        )
+        self.lower = self._jitted.lower
+        self._programs: dict[Hashable, Callable | None] = {}
+
+    def __call__(self, *arguments):
+        return self.program(*arguments)(*arguments[self._statics :])
+
+    def program(self, *arguments) -> Callable:
+        """What takes the arguments that are not static, and others of their shapes. Found again in a millisecond, so
+        what runs often keeps it.
+        """
+        statics, others = arguments[: self._statics], arguments[self._statics :]
+        jitted = functools.partial(self._jitted, *statics)
+        leaves, structure = jax.tree.flatten(others)
+        devices = {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices()}
+        if len(devices) != 1:
+            return jitted
+        shapes = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
+        key = statics, structure, shapes, *devices, config.trace_context()
+        if key not in self._programs:
+            self._programs[key] = self._compiled(statics, others, *devices)
+        return self._programs[key] or jitted
+
+    def _compiled(self, statics: tuple, others: tuple, device) -> Callable | None:
+        """None if programs are not kept."""
+        if cache_of_programs() is None:
+            return None
+        where = jax.sharding.SingleDeviceSharding(device)
+
+        def shape(leaf: jax.Array | np.ndarray) -> jax.ShapeDtypeStruct:
+            weak = getattr(leaf, "weak_type", False)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where, weak_type=weak)
+
+        bound = functools.partial(self._function, *statics)
+        (program,) = programs_of(
+            [Request(bound, jax.tree.map(shape, others), where, None, self._options, self._donated)]
+        )
+        return program
 
 
 # ---- keeping and loading
@@ -209,14 +288,14 @@ def _loaded(request: Request, key: str, cache: ProgramCache) -> jax.stages.Compi
         compressed = cache.get(entry["executable"])
         if compressed is None or not dispatch.have_passed(entry["checks"]):
             return None
-        device = request.mesh.local_devices[0]
+        device = _local(request.devices)
         with ThreadPoolExecutor(8, "kernels") as pool:
             kernels = [{name: _of_json(value) for name, value in kernel.items()} for kernel in entry["kernels"]]
             gpu_kernel.compile_beside(kernels, device, pool)
             serialized, _ = compilation_cache.extract_executable_and_time(
                 compilation_cache.decompress_executable(compressed)
             )
-            devices = xla_client.DeviceList(tuple(request.mesh.devices.flat))
+            devices = xla_client.DeviceList(request.devices)
             executable = device.client.deserialize_executable(serialized, devices)
         with request.context():
             program = _program(request, entry, executable, devices)
@@ -315,8 +394,11 @@ def _of_json(value) -> bytes | int | bool:
 # ---- what decides programs beside their functions
 
 
-def _surroundings(mesh: jax.sharding.Mesh) -> tuple:
-    devices = list(mesh.devices.flat)
+def _local(devices: Sequence):
+    return next(device for device in devices if device.process_index == jax.process_index())
+
+
+def _surroundings(devices: Sequence) -> tuple:
     client = devices[0].client
     platform = client.platform, client.platform_version, [device.device_kind for device in devices], _topology(devices)
     settings = {name: str(value) for name, value in sorted(jax.config.values.items()) if "_cache_" not in name}
@@ -331,9 +413,9 @@ def _decides(variable: str) -> bool:
     return variable.startswith(_OF_COMPILERS) and "CACHE" not in variable and not variable.startswith(_OF_ALLOCATOR)
 
 
-def _topology(devices: list) -> int | None:
+def _topology(devices: Sequence) -> int | None:
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # a backend that does not tell
-        return xla_client.get_topology_for_devices(devices).fingerprint()
+        return xla_client.get_topology_for_devices(list(devices)).fingerprint()
     return None
 
 

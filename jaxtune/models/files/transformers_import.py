@@ -1,0 +1,156 @@
+"""Imports transformers without torch, beside JAX, and without reading thousands of its files at each start."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+from jaxtune.system import early_import, no_torch, timing
+from jaxtune.system.files import atomic_write
+from jaxtune.system.sealed import sealed, unsealed
+
+_LOOKS, _LOOK = "transformers.utils.import_utils", "define_import_structure"  # finds which module has which name
+_FORMAT = 1
+_thread: threading.Thread | None = None
+
+
+def begin(runs_code: bool) -> None:
+    """Imports what a tokenizer needs in a thread. runs_code: whether code of the user's may run in this process, which
+    may use torch; without, transformers never has it (before 5.22 it imports torch for a tokenizer, in nine seconds).
+    """
+    global _thread
+    if _thread is not None:
+        return
+    if not runs_code:
+        no_torch.forbid()
+
+    def load() -> None:
+        with _imported() as transformers:
+            _ = transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast
+
+    _thread = early_import.begin(load)
+
+
+@contextlib.contextmanager
+def without_torch() -> Iterator[ModuleType]:
+    """A context with transformers, in which importing its modules imports torch only if they use it."""
+    if _thread is not None:
+        with timing.phase("import", "transformers"):
+            _thread.join()
+    with _imported() as transformers:
+        yield transformers
+
+
+@contextlib.contextmanager
+def _imported() -> Iterator[ModuleType]:
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it warns if torch is not installed
+    with no_torch.kept_out():
+        with timing.phase("import", "transformers"), names_kept():
+            import transformers
+
+        yield transformers
+
+
+# ---- which module has which name
+
+
+@contextlib.contextmanager
+def names_kept() -> Iterator[None]:
+    """A context in which importing transformers takes the names of its models' modules from a cache. Without, it reads
+    each of these modules (3,300 files). Does nothing once it is imported.
+    """
+    if _LOOKS in sys.modules or (path := _cache_of_names()) is None:
+        yield
+        return
+    finder = _Finder(path)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+def _cache_of_names() -> Path | None:
+    """A file for the installed transformers, which may not exist yet; None if its files may change as they are
+    (an editable installation, whose record does not list them).
+    """
+    try:
+        installed = metadata.distribution("transformers")
+        record = installed.read_text("RECORD") or ""
+    except (metadata.PackageNotFoundError, OSError):
+        return None
+    if "transformers/models/__init__.py" not in record:
+        return None
+    root = os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune"
+    what = "\n".join((f"format {_FORMAT}", str(installed.locate_file("transformers")), record))
+    return Path(root).expanduser() / "imports" / f"{hashlib.sha256(what.encode()).hexdigest()}.json"
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the module that looks for names as Python does, and gives it a function that looks in a cache first."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname == _LOOKS else None
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                look = getattr(module, _LOOK)
+                setattr(module, _LOOK, _through_cache(look, self._path))
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+type Names = dict[frozenset[str], dict[str, set[str]]]  # {packages that they need: {module: names}}
+
+
+def _through_cache(look: Callable[..., Names], path: Path) -> Callable[..., Names]:
+    """transformers' define_import_structure, with the answer for the folder of all models from `path`."""
+
+    @functools.wraps(look)
+    def names_of(module_path: str | Path, prefix: str | None = None) -> Names:
+        place = Path(module_path)
+        if (place.parent if place.name == "__init__.py" else place).name != "models":
+            return look(module_path, prefix)
+        begin = "" if prefix is None else f"{prefix}."
+        return {
+            frozenset(needs): {begin + name: set(names) for name, names in modules.items()}
+            for needs, modules in _read(path) or _written(look(module_path), path)
+        }
+
+    return names_of
+
+
+type _Stored = list[tuple[list[str], dict[str, list[str]]]]  # as JSON
+
+
+def _read(path: Path) -> _Stored | None:
+    with contextlib.suppress(OSError, ValueError):  # there is none, or it is damaged
+        return json.loads(unsealed(path.name, path.read_bytes()))
+    return None
+
+
+def _written(names: Names, path: Path) -> _Stored:
+    stored: _Stored = [(sorted(needs), {name: sorted(each) for name, each in names[needs].items()}) for needs in names]
+    with contextlib.suppress(OSError):  # the next start looks again
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        atomic_write(path, sealed(path.name, json.dumps(stored).encode()), mode=0o600, durable=False)
+    return stored

@@ -1,0 +1,1 @@
+"""Compiled programs, and which of them a later start need not trace."""

@@ -1,0 +1,98 @@
+"""Which of transformers' modules has which name is read once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxtune.models.files import transformers_import
+
+ROOT = Path(transformers_import.__file__).parents[3]
+COUNTED = """
+import sys
+opened = set()
+sys.addaudithook(lambda event, facts: opened.add(str(facts[0])) if event == "open" else None)
+from jaxtune.models.files.transformers_import import without_torch
+with without_torch() as transformers:
+    from transformers.utils.import_utils import define_import_structure as names_of
+    transformers.AutoTokenizer
+    folder = transformers.__path__[0] + "/models"
+    print(sum(folder in name and "modeling_" in name for name in opened) > 10)
+    for prefix in ("models", None):
+        for place in (folder, folder + "/__init__.py", folder + "/llama"):
+            assert names_of(place, prefix) == names_of.__wrapped__(place, prefix)
+    print(transformers.LlamaConfig)
+"""
+NAMES = st.text("abcXYZ_.", min_size=1, max_size=6)
+STRUCTURES = st.dictionaries(
+    st.frozensets(NAMES, max_size=3),
+    st.dictionaries(NAMES, st.sets(NAMES, max_size=4), max_size=4),
+    min_size=1,
+    max_size=4,
+)
+
+
+def imported(cache: Path) -> list[str]:
+    """What a new process prints: whether it opens the modules of models, and a class."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAXTUNE_CACHE": str(cache), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", COUNTED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=True)
+    return done.stdout.split("\n")[:2]
+
+
+def test_a_second_import_reads_no_module_of_a_model(tmp_path):
+    known = "<class 'transformers.models.llama.configuration_llama.LlamaConfig'>"
+    opened, names = imported(tmp_path)
+    assert (opened, names) == ("True", known)
+    assert imported(tmp_path) == ["False", known]
+    (file,) = (tmp_path / "imports").iterdir()
+    file.write_bytes(file.read_bytes()[:-100])
+    assert imported(tmp_path) == [opened, known]
+    assert imported(tmp_path) == ["False", known]
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(structure=STRUCTURES, at=st.integers(0, 10_000))
+def test_names_are_read_back_and_damaged_ones_looked_for_again(structure, at, tmp_path_factory):
+    path, looks = tmp_path_factory.mktemp("names") / "imports" / "1.json", []
+
+    def look(folder: str, prefix: str | None = None):
+        looks.append((folder, prefix))
+        return structure
+
+    names_of = transformers_import._through_cache(look, path)
+    prefixed = {needs: {f"x.{name}": each for name, each in structure[needs].items()} for needs in structure}
+    assert names_of("a/models", prefix="x") == names_of(Path("a/models/__init__.py"), "x") == prefixed
+    assert names_of("a/models") == names_of("models/llama") == structure
+    assert looks == [("a/models", None), ("models/llama", None)]
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] ^= 1
+    path.write_bytes(data)
+    looks.clear()
+    assert names_of("models") == names_of("models") == structure and len(looks) == 1
+
+
+@pytest.mark.parametrize("change", ["RECORD", "place", "editable"])
+def test_another_installation_has_another_cache(change, tmp_path, monkeypatch):
+    folder = tmp_path / "transformers-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 1\n")
+    (folder / "RECORD").write_text("transformers/models/__init__.py,sha256=1,1\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    first = transformers_import._cache_of_names()
+    assert first is not None and first == transformers_import._cache_of_names()
+    if change == "place":
+        other = tmp_path / "other"
+        other.mkdir()
+        folder.rename(other / folder.name)
+        monkeypatch.setattr(sys, "path", [str(other), *sys.path])
+    else:
+        (folder / "RECORD").write_text("transformers/models/__init__.py,sha256=2,1\n" if change == "RECORD" else "")
+    second = transformers_import._cache_of_names()
+    assert second is None if change == "editable" else second not in (None, first)
