@@ -14,17 +14,18 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jaxtune.conversations.answers import AnswerReader
-from jaxtune.conversations.calls import Schemas, schemas_of
+from jaxtune.conversations.calls import schemas_of
 from jaxtune.conversations.messages import ConversationError, Message, read_messages, read_tools
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.conversations.templates import TemplateError, checked_arguments
-from jaxtune.models.generation.sampling import MOST_RANKED
-from jaxtune.serve.engine import Row
+from jaxtune.models.generation.limits import MOST_RANKED
 from jaxtune.serve.errors import ApiError
-from jaxtune.serve.served import ServedModel, Tokenizer
+from jaxtune.serve.requests import ParsedRequest, Row
+from jaxtune.serve.served import Readable
 
 _MOST_ANSWERS = 128  # to one request
+_MOST_STOP = 256  # characters of a stop string, for which each new token is searched
+_MOST_SHOWN = 80  # characters of a client's value in an error
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens where it is not a chat
 # What clients may say that changes no answer here.
 _IGNORED = {
@@ -59,12 +60,14 @@ _NEUTRAL: dict[str, object] = {
 # Said of a key that has several types, in place of what is wrong with one of them.
 _MUST = {
     "prompt": "must be a text, a list of texts, token ids, or a list of lists of them",
-    "stop": "must be a text that is not empty, or a list of at most 16 of them",
+    "stop": f"must be a text of 1 to {_MOST_STOP} characters, or a list of at most 16 of them",
 }
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Stop = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=_MOST_STOP)]
+Objects = Annotated[list[dict[str, object]], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
 class _StreamOptions(BaseModel):
@@ -88,7 +91,7 @@ class _Body(BaseModel):
     n: Annotated[int, Field(ge=1, le=_MOST_ANSWERS)] | None = None  # answers to each prompt
     # the random draws of an equal request with an equal seed are equal; only the low 32 bits count
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None  # strings that end an answer
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None  # strings that end an answer
     stream: bool | None = None  # True: the answer is sent in chunks while it is made
     stream_options: _StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # 0: the most likely token is always taken
@@ -104,12 +107,12 @@ class _Chat(_Body):
     out of the prompt; without tools an answer is not searched for calls.
     """
 
-    messages: Annotated[list[dict[str, object]], Field(min_length=1)]  # the conversation that the answer continues
+    messages: Annotated[Objects, Field(min_length=1)]  # the conversation that the answer continues
     max_completion_tokens: Positive | None = None  # the most tokens of the answer
     logprobs: bool | None = None  # True: the log-probability of each token of the answer is returned
     # how many of the most likely tokens at the position of each one are returned too; above 0 it needs logprobs
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
-    tools: list[dict[str, object]] | None = None  # in OpenAI's form, as the chat template takes them
+    tools: Objects | None = None  # in OpenAI's form, as the chat template takes them
     tool_choice: Literal["auto", "none"] | None = None  # "auto", as None: the model may call tools
     chat_template_kwargs: dict[str, object] | None = None  # the template's, as {"enable_thinking": false}
     add_generation_prompt: bool | None = None  # False: the prompt ends with the last message, and no answer begins
@@ -123,42 +126,22 @@ class _Completion(_Body):
 
     prompt: (
         str
-        | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=_MOST_ANSWERS)]
-        | Annotated[list[list[int]], Field(min_length=1, max_length=_MOST_ANSWERS)]
+        | Annotated[list[int], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=_MOST_ANSWERS, fail_fast=True)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=_MOST_ANSWERS, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class ParsedRequest:
-    """What one request asks for, checked, with all defaults."""
-
-    served: ServedModel
-    rows: list[Row]
-    """One for each answer; those to the same prompt follow each other."""
-    prompt_tokens: int
-    """Of all prompts, each counted once."""
-    chat: bool
-    """/v1/chat/completions or /v1/completions."""
-    stream: bool
-    include_usage: bool
-    """Whether a stream ends with the numbers of tokens; a whole answer always has them."""
-    logprobs: bool
-    reader: AnswerReader | None = None
-    """Tells thoughts, text and calls apart; None: all is text."""
-    schemas: Schemas | None = None
-    """Tools whose calls are looked for, {name: JSON schema}; None: none are."""
-    opening: str = ""
-    """What of an answer the prompt's end has, such as <think>."""
-    role: str = "assistant"
-    """Whose message a chat's answer is."""
+type Models = Mapping[str, Readable]
+type Lengths = Mapping[str, int]  # {model: the most tokens of a prompt and its answer}
 
 
-def read_chat(body: object, models: Mapping[str, ServedModel]) -> ParsedRequest:
-    """What a body of /v1/chat/completions, decoded JSON of any type, asks for. May take seconds.
+def read_chat(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
+    """What a body of /v1/chat/completions, decoded JSON of any type, asks for.
 
-    ApiError: 400: the body is wrong, or the chat template is missing or refuses the messages; 404: no such model.
+    ApiError: 400: the body is wrong, the chat template is missing or refuses the messages, or the prompt is too long;
+    404: no such model.
     """
     checked = _checked(_Chat, body)
     served = _model(checked.model, models)
@@ -173,36 +156,33 @@ def read_chat(body: object, models: Mapping[str, ServedModel]) -> ParsedRequest:
         raise ApiError(400, message, "continue_final_message", "invalid_value")
     begins = not continues and checked.add_generation_prompt is not False
     turns = _read(read_messages, checked.messages, "messages")
-    prompt = _conversation(turns, tools, served, arguments, begins, continues)
+    prompt = _conversation(turns, tools, served, arguments, begins, continues, lengths[served.name])
     most = checked.max_completion_tokens or checked.max_tokens
     logprobs = (checked.top_logprobs or 0) if checked.logprobs else None
     if logprobs is None and checked.top_logprobs:
         raise ApiError(400, f"top_logprobs = {checked.top_logprobs}: set logprobs to true too", "top_logprobs")
-    request_values, reader = (
-        _parsed_request(checked, served, [prompt], most, logprobs, chat=True),
-        served.reader(bool(tools)),
-    )
     schemas = schemas_of(tools) if tools else None
-    opening = reader.opening(prompt, continues) if begins or continues else ""
+    opening = served.reader(bool(tools)).opening(prompt, continues) if begins or continues else ""
     role = "assistant" if begins else turns[-1]["role"]
-    return dataclasses.replace(request_values, reader=reader, schemas=schemas, opening=opening, role=role)
+    request_values = _parsed_request(checked, [prompt], most, logprobs, chat=True)
+    return dataclasses.replace(request_values, schemas=schemas, opening=opening, role=role)
 
 
-def read_completion(body: object, models: Mapping[str, ServedModel]) -> ParsedRequest:
-    """What a body of /v1/completions, decoded JSON of any type, asks for: n rows for each prompt. May take seconds.
+def read_completion(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
+    """What a body of /v1/completions, decoded JSON of any type, asks for: n rows for each prompt.
 
-    ApiError: 400: the body is wrong, or asks for more than 128 answers; 404: no such model.
+    ApiError: 400: the body is wrong, asks for more than 128 answers, or a prompt is too long; 404: no such model.
     """
     checked = _checked(_Completion, body)
     served = _model(checked.model, models)
     prompt_value = checked.prompt
     texts = [prompt_value] if isinstance(prompt_value, str) else prompt_value
     prompt_list = [texts] if isinstance(texts[0], int) else texts
-    prompts = [_tokens(prompt, served.tokenizer) for prompt in prompt_list]
-    if len(prompts) * (checked.n or 1) > _MOST_ANSWERS:
+    if len(prompt_list) * (checked.n or 1) > _MOST_ANSWERS:
         raise ApiError(400, f"prompt and n ask for more than {_MOST_ANSWERS} answers: ask in several requests", "n")
+    prompts = [_tokens(prompt, served, lengths[served.name]) for prompt in prompt_list]
     most = checked.max_tokens or _COMPLETION_TOKENS
-    return _parsed_request(checked, served, prompts, most, checked.logprobs, chat=False)
+    return _parsed_request(checked, prompts, most, checked.logprobs, chat=False)
 
 
 def _checked[B: _Body](kind: type[B], body: object) -> B:
@@ -215,6 +195,10 @@ def _checked[B: _Body](kind: type[B], body: object) -> B:
         if value != _NEUTRAL[key]:
             fix = "leave it out" + (f", or set it to {json.dumps(_NEUTRAL[key])}" if _NEUTRAL[key] is not None else "")
             raise ApiError(400, f"{key} = {_short(value)} is not supported: {fix}", key, "unsupported_parameter")
+    for key in body:
+        if key not in kind.model_fields:
+            near = difflib.get_close_matches(key[:_MOST_STOP], kind.model_fields, 1)
+            raise _unknown(key, f"did you mean {near[0]}?" if near else "leave it out")
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -222,7 +206,7 @@ def _checked[B: _Body](kind: type[B], body: object) -> B:
 
 
 def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
-    """The ApiError for the first fault that pydantic found: an unknown (with the nearest), missing or wrong key."""
+    """The ApiError for the first fault that pydantic found: an unknown, missing or wrong key."""
     fault = error.errors(include_url=False, include_context=False)[0]
     # Of a key with several types the place continues with the name of one of them, which is no key.
     keys = itertools.takewhile(
@@ -230,49 +214,61 @@ def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
     )
     param = ".".join(map(str, keys))
     if fault["type"] == "extra_forbidden":
-        *outer_keys, unknown = map(str, fault["loc"])
-        near = [] if outer_keys else difflib.get_close_matches(unknown, kind.model_fields, 1)
-        param = ".".join([*outer_keys, unknown])
-        hint = f"did you mean {near[0]}?" if near else "leave it out"
-        return ApiError(400, f"unknown parameter {param}: {hint}", param, "unknown_parameter")
+        return _unknown(".".join(map(str, fault["loc"])), "leave it out")
     if fault["type"] == "missing":
         return ApiError(400, f"{param} is missing", param, "missing_required_parameter")
     why = _MUST.get(param.rpartition(".")[2], fault["msg"])
     return ApiError(400, f"{param} = {_short(fault['input'])}: {why}", param, "invalid_value")
 
 
+def _unknown(key: str, hint: str) -> ApiError:
+    key = key[:_MOST_SHOWN]
+    return ApiError(400, f"unknown parameter {key}: {hint}", key, "unknown_parameter")
+
+
 def _short(value: object) -> str:
     """A repr of at most 80 characters: values come from clients and may be of any size."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    if isinstance(value, list | dict) and len(value) > _MOST_SHOWN:
+        return f"{type(value).__name__} of {len(value)}"
+    text = repr(value[: _MOST_SHOWN + 1] if isinstance(value, str) else value)
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
-def _model(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
+def _model(name: str, models: Models) -> Readable:
     """ApiError 404 for a name that is not served."""
     if name not in models:
         raise ApiError(404, f"model = {_short(name)}: there are {', '.join(models)}", "model", "model_not_found")
     return models[name]
 
 
-def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a text, or of ids as they are; ApiError (400) for lone surrogates."""
+def _tokens(prompt: object, served: Readable, length: int) -> list[int]:
+    """Token ids of a text, or of ids as they are; ApiError (400) for lone surrogates, or too many."""
     if not isinstance(prompt, str):
-        return list(prompt)  # type: ignore[call-overload]
+        return _short_enough(list(prompt), length)  # type: ignore[call-overload]
     try:
-        return prompt_tokens(tokenizer, prompt)
+        return _short_enough(prompt_tokens(served.tokenizer, prompt, max_tokens=length), length)
     except TemplateError:
         raise ApiError(400, "prompt has surrogates, which are no characters: leave them out", "prompt") from None
+
+
+def _short_enough(ids: list[int], length: int) -> list[int]:
+    if len(ids) < length:
+        return ids
+    message = f"the prompt has more than {length - 1} tokens, and a row with its answer at most {length}: shorten it"
+    raise ApiError(400, message, code="context_length_exceeded")
 
 
 def _conversation(
     turns: list[Message],
     tools: list[Message] | None,
-    served: ServedModel,
+    served: Readable,
     arguments: Mapping[str, object] | None,
     begins: bool,
     continues: bool,
+    length: int,
 ) -> list[int]:
-    """Token ids of a chat's prompt; ApiError (400) if the template is missing or refuses the messages.
+    """Token ids of a chat's prompt; ApiError (400) if the template is missing or refuses the messages, or for more than
+    `length` tokens.
 
     begins, continues: it ends with the beginning of an answer, or within the last message.
     """
@@ -284,13 +280,25 @@ def _conversation(
         message = "continue_final_message = True: the last message has no text to continue"
         raise ApiError(400, message, "continue_final_message", "invalid_value")
     try:
-        return prompt_tokens(
-            tokenizer, turns, tools=tools, arguments=arguments, begins_answer=begins, continues=continues
+        prompt = prompt_tokens(
+            tokenizer,
+            turns,
+            tools=tools,
+            arguments=arguments,
+            begins_answer=begins,
+            continues=continues,
+            max_tokens=length,
         )
     except TemplateError as error:
         raise ApiError(
-            400, f"the chat template refuses these messages: {error.__cause__ or error}", "messages"
+            400, f"the chat template refuses these messages: {_words(error.__cause__ or error)}", "messages"
         ) from error
+    return _short_enough(prompt, length)
+
+
+def _words(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    return text if len(text) <= 1000 else text[:997] + "..."
 
 
 def _read[T](read: Callable[[object, str], T], value: object, key: str) -> T:
@@ -306,7 +314,6 @@ def _read[T](read: Callable[[object, str], T], value: object, key: str) -> T:
 
 def _parsed_request(
     body: _Body,
-    served: ServedModel,
     prompts: list[list[int]],
     most: int | None,
     logprobs: int | None,
@@ -341,4 +348,4 @@ def _parsed_request(
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(count))
     ]
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return ParsedRequest(served, rows, sum(map(len, prompts)), chat, bool(body.stream), usage, logprobs is not None)
+    return ParsedRequest(body.model, rows, sum(map(len, prompts)), chat, bool(body.stream), usage, logprobs is not None)

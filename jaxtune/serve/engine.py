@@ -18,28 +18,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from jaxtune.models.generation.requests import Decodes, Piece
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.errors import ApiError
+from jaxtune.serve.requests import Row
 from jaxtune.system import lifetimes
 from jaxtune.system.terminal import say
 
 _MOST_ROWS = 1024  # that wait or decode; more are refused, as their clients would wait for minutes
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One answer that is asked for; a request with n=3 has three rows."""
-
-    prompt: list[int]  # token ids
-    max_new_tokens: int | None  # the most tokens of the answer; None: as many as the row has room for
-    temperature: float  # 0: the most likely token is always taken
-    seed: int  # of the request; what a row draws depends on this (its low 32 bits) and `index`
-    index: int  # the row's number among those of its request, from 0
-    top_k: int  # tokens are drawn from the k most likely ones; 0: from all
-    top_p: float  # tokens are drawn from the most likely ones that have this much probability in sum; 1: from all
-    min_p: float  # tokens less likely than this times the most likely one are not drawn; 0: all are
-    repetition_penalty: float  # above 1: tokens that occurred before become less likely; 1: it does nothing
-    stop_strings: tuple[str, ...]  # the answer ends with the token that completes one of them
-    # how many of the most likely tokens at the position of each sampled one are returned with log-probabilities
-    top_logprobs: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +212,7 @@ class Engine:
                 self._place_rows(answers, rows)
             except ValueError as refused:
                 error = ApiError(400, str(refused).removeprefix("Sampler: "), code=_code(str(refused)))
-            except Exception as failed:  # whatever a device or a compiler raises: the thread must not end
+            except BaseException as failed:  # whatever a device, compiler or tokenizer raises: the thread must not end
                 error = self._failed(failed)
 
         def report() -> None:
@@ -292,7 +275,7 @@ class Engine:
         """
         try:
             pieces = self._samplers[name].step()
-        except Exception as failed:  # as in _submit; the sampler's arrays may be gone
+        except BaseException as failed:  # as in _submit; the sampler's arrays may be gone
             del self._samplers[name]
             error = self._failed(failed)
             for key in [key for key in self._of_request if key[0] == name]:
@@ -313,7 +296,7 @@ class Engine:
             self._samplers[name].cancel(number)
         self._of_request.clear()
 
-    def _failed(self, error: Exception) -> ApiError:
+    def _failed(self, error: BaseException) -> ApiError:
         """Prints an unexpected error's traceback, sets `failure`, and returns an ApiError for the caller to raise,
         whose text, the error's first line, reaches the client; the engine continues.
         """

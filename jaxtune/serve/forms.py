@@ -8,8 +8,8 @@ import time
 
 from jaxtune.conversations.answers import Pieces
 from jaxtune.models.generation.requests import Piece, text_of
-from jaxtune.serve.bodies import ParsedRequest
-from jaxtune.serve.served import Tokenizer
+from jaxtune.serve.requests import ParsedRequest
+from jaxtune.serve.served import ServedModel
 from jaxtune.serve.texts import Text
 
 type _Ranked = list[list[tuple[str, float]]]  # for each token, the most likely ones in its place: text, log-probability
@@ -25,12 +25,12 @@ class _Choice:
       reason: OpenAI's finish_reason; None: the row has not ended.
     """
 
-    def __init__(self, request_values: ParsedRequest, index: int):
-        self._asked, self.index = request_values, index
-        self._tokenizer = request_values.served.decoder
-        reader, tokenizer = request_values.reader, self._tokenizer
-        stops, stream, decode = request_values.rows[index].stop_strings, None, functools.partial(text_of, tokenizer)
-        if reader is not None:
+    def __init__(self, request_values: ParsedRequest, served: ServedModel, index: int):
+        self._asked, self._served, self.index = request_values, served, index
+        stops, stream = request_values.rows[index].stop_strings, None
+        decode = functools.partial(text_of, served.tokenizer)
+        if request_values.chat:
+            reader = served.readable.reader(request_values.schemas is not None)
             stream = reader.stream(request_values.schemas, request_values.opening)
             decode = functools.partial(reader.text, calls=request_values.schemas is not None)
         self._text = Text(decode, stops, stream)
@@ -67,10 +67,10 @@ class _Choice:
             return None
         form = _chat_logprobs if self._asked.chat else self._completion_logprobs
         ranked = [
-            [(_token(self._tokenizer, number), max(value, _LEAST_LOGPROB)) for number, value in tokens]
+            [(self._served.token_text(number), max(value, _LEAST_LOGPROB)) for number, value in tokens]
             for tokens in self._ranked
         ]
-        result = form([_token(self._tokenizer, number) for number in self._ids], self._logprobs, ranked)
+        result = form([*map(self._served.token_text, self._ids)], self._logprobs, ranked)
         self._ids, self._logprobs, self._ranked = [], [], []
         return result
 
@@ -88,11 +88,6 @@ class _Choice:
             [dict(reversed(candidates)) for candidates in ranked] if self._asked.rows[self.index].top_logprobs else None
         )
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
-
-
-def _token(tokenizer: Tokenizer, number: int) -> str:
-    """The text of one token alone: U+FFFD for a part of a character, a special token's own text."""
-    return tokenizer.decode([number], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _chat_logprobs(tokens: list[str], logprobs: list[float], ranked: _Ranked) -> dict[str, object]:
@@ -115,17 +110,22 @@ class Answer:
     `first_chunks`, `chunks` for each Piece, `last_chunks`.
     """
 
-    def __init__(self, request_values: ParsedRequest):
+    def __init__(self, request_values: ParsedRequest, served: ServedModel):
         self._asked = request_values
-        self._choices = [_Choice(request_values, index) for index in range(len(request_values.rows))]
+        self._choices = [_Choice(request_values, served, index) for index in range(len(request_values.rows))]
         self._pieces: list[Pieces] = [[] for _ in request_values.rows]
         kind = "chat.completion" if request_values.chat else "text_completion"
         self._head: dict[str, object] = {
             "id": f"{'chatcmpl' if request_values.chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": f"{kind}.chunk" if request_values.chat and request_values.stream else kind,
             "created": int(time.time()),
-            "model": request_values.served.name,
+            "model": request_values.model,
         }
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it has log-probabilities, whose JSON takes long."""
+        return self._asked.logprobs
 
     def add(self, index: int, piece: Piece) -> None:
         """Adds new tokens of the row with this index, for an answer that is sent whole."""

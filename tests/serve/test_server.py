@@ -16,7 +16,7 @@ import pytest
 import jaxtune
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.engine import Engine
-from tests.serve.running import ask, engine_of, events, served_models, serving, wait_until
+from tests.serve.running import ask, engine_of, events, readers_of, served_models, serving, wait_until
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -189,7 +189,7 @@ WRONG = [
     (GOOD | {"top_logprobs": 2}, 400, "top_logprobs", "set logprobs to true"),
     (GOOD | {"n": 1000}, 400, "n", "at most 128|less than or equal to 128"),
     (GOOD | {"max_tokens": True}, 400, "max_tokens", "valid integer"),
-    (GOOD | {"stop": ["a", ""]}, 400, "stop", "not empty"),
+    (GOOD | {"stop": ["a", ""]}, 400, "stop", "1 to 256 characters"),
     (GOOD | {"frequency_penalty": 1}, 400, "frequency_penalty", "set it to 0"),
     (GOOD | {"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
     (GOOD | {"tool_choice": "required"}, 400, "tool_choice", "'auto' or 'none'"),
@@ -358,7 +358,7 @@ def test_a_second_signal_ends_at_once(models, patient):
 
     own = engine_of({"base": models["base"]})
     with listen("127.0.0.1", 0) as listener:
-        server = Server(models, own, listener, None, 60.0, 60.0)
+        server = Server(models, own, listener, None, 60.0, 60.0, readers_of(models))
         server.handle_exit(signal.SIGINT, None)
         server.handle_exit(signal.SIGTERM, None)
         with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
@@ -386,7 +386,7 @@ def test_a_second_signal_ends_answers_that_have_begun(models, patient):
 
     signalled: list[float] = []
     with listen("127.0.0.1", 0) as listener:
-        server = Server(models, own, listener, None, 60.0, 60.0)
+        server = Server(models, own, listener, None, 60.0, 60.0, readers_of(models))
         client = threading.Thread(target=ask_and_interrupt)
         client.start()
         with pytest.raises(KeyboardInterrupt, match="SIGTERM"):

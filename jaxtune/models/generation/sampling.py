@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-MOST_RANKED = 20  # the most tokens of which top_logprobs gives log-probabilities
+from jaxtune.models.generation.limits import MOST_RANKED
 
 
 class Numbers(NamedTuple):

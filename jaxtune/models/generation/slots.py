@@ -21,8 +21,8 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.converted import head_of_step
 from jaxtune.models.generation.layer_steps import States, split_layers, through_layers
+from jaxtune.models.generation.limits import MOST_RANKED
 from jaxtune.models.generation.sampling import (
-    MOST_RANKED,
     Kind,
     Numbers,
     Sampling,

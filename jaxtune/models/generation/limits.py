@@ -1,0 +1,3 @@
+"""What a sampler's settings may be, without JAX."""
+
+MOST_RANKED = 20  # the most tokens of which top_logprobs gives log-probabilities
