@@ -80,11 +80,15 @@ class StopStrings:
         # A string can start in earlier tokens. A character has at most four tokens (its bytes); some tokens have none.
         self._reach = 4 * max(map(len, strings)) + 8
 
-    def end(self, new: Sequence[int], searched_count: int) -> int | None:
+    def end(self, new: Sequence[int], searched_count: int, first: int = 0) -> int | None:
         """The number of new tokens up to and including the first that completes a string, or None.
 
         searched_count: how many of `new` were searched before.
+        first: as many tokens at the beginning of `new` are not searched.
         """
+        if first:
+            end = self.end(new[first:], max(0, searched_count - first))
+            return None if end is None else first + end
         if not self._in(new[max(0, searched_count - self._reach) :]):
             return None
         return next((count for count in range(searched_count + 1, len(new) + 1) if self._in(new[:count])), None)
@@ -107,6 +111,7 @@ class Request:
     index: int  # tells rows with the same seed apart
     ends: frozenset[int]  # tokens that end it
     stops: StopStrings | None  # strings that end it, or None
+    least: int = 0  # new tokens in which no string is looked for
     slot: int | None = None  # the slot in which it decodes; None while it waits
     # how often it was placed in a slot, by which the sampler knows results of an earlier stay in a slot; more than once
     # only if a longrope model changes its factors, and its states are computed anew
@@ -124,7 +129,7 @@ class Request:
         count_before = len(self.tokens) - self.start
         self.tokens += tokens
         if self.stops is not None and tokens:
-            end = self.stops.end(self.tokens[self.start :], count_before)
+            end = self.stops.end(self.tokens[self.start :], count_before, self.least)
             if end is not None:
                 del self.tokens[self.start + end :]
                 return self.tokens[self.start + count_before :], "stop"
@@ -149,6 +154,15 @@ def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[in
         bad = int(row.min() if row.min() < 0 else row.max())
         raise ValueError(f"{name} contains token id {bad}, outside the vocabulary of {vocab_size}")
     return row.tolist()
+
+
+def checked_bias(token: int, bias: float, vocab_size: int) -> tuple[int, float]:
+    """Raises ValueError for a token outside the vocabulary, or a bias that is no number."""
+    if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+        raise ValueError(f"Sampler: logit_bias: token id {token!r} is outside the vocabulary of {vocab_size}")
+    if np.isnan(bias) or bias == np.inf:
+        raise ValueError(f"Sampler: logit_bias: {bias!r} for token {token}: must be a finite number, or -inf")
+    return int(token), float(bias)
 
 
 def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions: int, name: str, whose: str) -> int:

@@ -16,7 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -27,6 +27,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import end_token_ids
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.converted import Converted, convertible_of
+from jaxtune.models.generation.limits import MOST_BIASES
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.requests import (
     Decodes,
@@ -35,6 +36,7 @@ from jaxtune.models.generation.requests import (
     Request,
     Row,
     StopStrings,
+    checked_bias,
     checked_length,
     checked_prompt,
     seeds_of,
@@ -54,6 +56,7 @@ from jaxtune.models.generation.structure import flattened
 from jaxtune.system import lifetimes, timing, waiting
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
+_FEWEST_BIASES = 8  # and that of biases
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
 
 
@@ -101,6 +104,7 @@ class Sampler:
 
     Attributes:
       plan: the SlotPlan in use.
+      ends: ids of the tokens that end a row, by the model's files.
 
     Raises ValueError for a model that scores texts, divided weights, or too little memory or positions.
     """
@@ -124,7 +128,7 @@ class Sampler:
                 raise ValueError(f"Sampler: {name} = {value!r}: must be a positive integer")
         if not model.config.head.is_text:
             raise ValueError(f"Sampler: {model.config.head.description} and cannot continue texts")
-        self.config, self._ends = model.config, end_token_ids(model)
+        self.config, self.ends = model.config, end_token_ids(model)
         self._structure, self._leaves = flattened(model)
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         room = room_bytes(memory_share)
@@ -156,7 +160,7 @@ class Sampler:
         self._closed = False
         self._pieces: list[Piece] = []  # the next step returns these
         self._runs = False  # whether `run` has rows to yield
-        self._kind = Kind(False, False, False)
+        self._kinds: list[Kind] = []  # of the rounds so far, each once
         self._on_host = jax.default_backend() == "cpu"  # where results lie in the host's memory already
         self._number, self._capacity, self._states, self._seen = 0, 0, None, None
         self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
@@ -197,6 +201,10 @@ class Sampler:
         eos_token_ids: int | Sequence[int] | None = None,
         scaled_logprobs: bool = False,
         top_logprobs: int = 0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        min_new_tokens: int = 0,
     ) -> int:
         """Appends a prompt to the queue, also while rows decode. Returns the request's number.
 
@@ -214,6 +222,10 @@ class Sampler:
           eos_token_ids: end the row; None: those of the model's files.
           scaled_logprobs: log-probabilities are of the logits divided by the temperature.
           top_logprobs: how many of the most likely tokens come with each new token, 0 to 20.
+          presence_penalty: subtracted from the logits of tokens that the answer contains.
+          frequency_penalty: subtracted from them as often as it contains them.
+          logit_bias: {token id: what is added to its logit}; None: nothing.
+          min_new_tokens: no end token or stop string ends the row before.
 
         Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, filters
         with temperature 0, or while `run` has rows to yield.
@@ -226,18 +238,39 @@ class Sampler:
         whose = "the model has" if self.plan.length == self.config.context_length else "a row of this sampler has"
         limit = checked_length(tokens, max_new_tokens, self.plan.length, "Sampler: the prompt", whose)
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
-        ends = self._ends if eos_token_ids is None else np.atleast_1d(np.asarray(eos_token_ids, np.int64)).tolist()
+        ends = self.ends if eos_token_ids is None else np.atleast_1d(np.asarray(eos_token_ids, np.int64)).tolist()
         ends = [token for token in ends if 0 <= token < self.config.vocab_size]  # no other can be sampled
+        biases = [
+            (*checked_bias(token, bias, self.config.vocab_size), device.NEVER)
+            for token, bias in (logit_bias or {}).items()
+        ]
+        biases += [(token, -np.inf, len(tokens) + min_new_tokens) for token in ends if min_new_tokens > 0]
+        if len(biases) > MOST_BIASES:
+            raise ValueError(
+                f"Sampler: logit_bias and end tokens are {len(biases)}; at most {MOST_BIASES} are followed"
+            )
         request = Request(
             self._number,
             tokens,
             len(tokens),
             limit,
-            Sampling(temperature, top_k, top_p, min_p, repetition_penalty, top_logprobs, scaled_logprobs),
+            Sampling(
+                temperature,
+                top_k,
+                top_p,
+                min_p,
+                repetition_penalty,
+                top_logprobs,
+                scaled_logprobs,
+                presence_penalty,
+                frequency_penalty,
+                tuple(biases),
+            ),
             int(seed),
             int(index),
             frozenset(ends),
             StopStrings(strings, tokenizer, "Sampler") if strings else None,
+            min_new_tokens,
         )
         self._number += 1
         self._requests[request.number] = request
@@ -392,14 +425,36 @@ class Sampler:
         arrays = (rows.start, rows.limit, rows.pause, rows.seed, rows.index, *rows.numbers)
         for array, value in zip(arrays, (*values, *numbers), strict=True):
             array[slot] = value
+        self._adjust(slot, request.sampling)
         self._sent_rows = None
-        self._kind = self._kind | request.sampling.kind
-        if self._kind.penalises and self._seen is None:
-            self._seen = jnp.zeros((len(self._slots), self.config.vocab_size), bool)
         if request.sampling.kind.penalises:
+            if self._seen is None:
+                self._seen = jnp.zeros((len(self._slots), self.config.vocab_size), jnp.int32)
             padded = np.zeros(length_bucket(len(request.tokens)), np.int32)
             padded[: len(request.tokens)] = request.tokens
-            self._seen = device.mark_seen(self._seen, np.int32(slot), padded, np.int32(len(request.tokens)))
+            counts = np.int32(request.start), np.int32(len(request.tokens))
+            self._seen = device.mark_seen(self._seen, np.int32(slot), padded, *counts)
+
+    def _adjust(self, slot: int, sampling: Sampling) -> None:
+        """Sets a slot's Adjustments, which the arrays have once a request needs them."""
+        adjustments, count = self._rows.adjustments, len(sampling.biases)
+        if adjustments is None:
+            if not sampling.kind.adjusts:
+                return
+            adjustments = device.empty_adjustments(len(self._slots), _FEWEST_BIASES)
+        if (added := count - adjustments.bias.shape[1]) > 0:
+            added += (1 << (count - 1).bit_length()) - count
+            wide = (np.pad(array, ((0, 0), (0, added))) for array in adjustments[2:])
+            adjustments = device.Adjustments(*adjustments[:2], *wide)
+        self._rows = self._rows._replace(adjustments=adjustments)
+        adjustments.presence_penalty[slot], adjustments.frequency_penalty[slot] = (
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
+        adjustments.bias[slot] = 0
+        for column, values in enumerate(sampling.biases):
+            for array, value in zip(adjustments[2:], values, strict=True):
+                array[slot, column] = value
 
     def _widen_ends(self, columns: int) -> None:
         present_columns = self._rows.ends.shape[1]
@@ -453,8 +508,12 @@ class Sampler:
         if rows is self._sent_rows and isinstance(rows.start, np.ndarray):
             rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
         self._sent_rows = rows
-        arguments = self._structure, self._kind, self._steps, self._leaves, self._states, self._live, self._seen
-        self._states, self._live, self._seen, emitted = self._programs.decode(*arguments, *self._changes(), rows)
+        kind = self._kind_of_slots()
+        rows = rows if kind.adjusts else rows._replace(adjustments=None)
+        seen = self._seen if kind.penalises else None
+        arguments = self._structure, kind, self._steps, self._leaves, self._states, self._live, seen
+        self._states, self._live, seen, emitted = self._programs.decode(*arguments, *self._changes(), rows)
+        self._seen = seen if kind.penalises else self._seen
         if not self._on_host:
             for array in jax.tree.leaves(emitted):
                 array.copy_to_host_async()
@@ -464,6 +523,18 @@ class Sampler:
         for request, _ in requests.values():
             request.rounds += 1
         self._rounds.append(_Round(emitted, requests))
+
+    def _kind_of_slots(self) -> Kind:
+        """What the rows need, by an earlier round's kind if there was the same; else with what the last round had, so
+        that few programs are compiled.
+        """
+        needed = Kind(False, False, False)
+        for request in self._slots:
+            needed = needed if request is None else needed | request.sampling.kind
+        if needed not in self._kinds:
+            self._kinds.append(needed | self._kinds[-1] if self._kinds else needed)
+            needed = self._kinds[-1]
+        return needed
 
     def _changes(self) -> tuple[device.Array, device.Live]:
         """(bool[slots]: changed since the last call, new numbers). Without changes nothing is sent: the device would
