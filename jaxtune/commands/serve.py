@@ -95,11 +95,14 @@ def _run(arguments: Sequence[str]) -> None:
             f"--host {options.host} can be reached from other machines: give --api-key-file FILE, or set {_KEY}"
         )
     try:
+        import prometheus_client
         import starlette
         import uvicorn
     except ImportError as error:
-        raise ValueError(f"serve needs starlette and uvicorn ({error}): {install('serve')}") from None
-    del starlette, uvicorn
+        raise ValueError(
+            f"serve needs starlette, uvicorn and prometheus-client ({error}): {install('serve')}"
+        ) from None
+    del prometheus_client, starlette, uvicorn
     from jaxtune.serve.readers import Readers
 
     with Readers() as readers:
@@ -142,7 +145,8 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
         }
         engine = Engine(samplers, {name: served.tokenizer for name, served in models.items()})
         for name, plan in engine.plans.items():
-            say(f"{name}: {plan}")
+            defaults = ", ".join(f"{key} {value:g}" for key, value in models[name].defaults.items())
+            say(f"{name}: {plan}" + f"; unless a request says otherwise: {defaults}" * bool(defaults))
         with timing.phase("serve"):
             server.Server(models, engine, listener, key, options.timeout, options.grace, readers).run_until_signal()
 

@@ -21,13 +21,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxtune.models.generation.requests import Piece
-from jaxtune.serve.engine import Answers, Engine
+from jaxtune.serve.engine import Answers, Engine, PromptScores
 from jaxtune.serve.errors import ApiError, encoded, panics
 from jaxtune.serve.forms import Answer
+from jaxtune.serve.metrics import Metrics, Progress
 from jaxtune.serve.readers import Readers
+from jaxtune.serve.reading import Reading
 from jaxtune.serve.requests import ParsedRequest
 from jaxtune.serve.served import ServedModel
 from jaxtune.system.loopback import refusal
@@ -61,6 +63,9 @@ def make_app(
             Route("/v1/models/{name:path}", api.one_model),
             Route("/v1/chat/completions", api.answer, methods=["POST"]),
             Route("/v1/completions", api.answer, methods=["POST"]),
+            Route("/tokenize", api.tokens, methods=["POST"]),
+            Route("/detokenize", api.tokens, methods=["POST"]),
+            Route("/metrics", api.metrics),
         ],
         exception_handlers={
             ApiError: _refuse,
@@ -69,7 +74,8 @@ def make_app(
             Exception: _fault,
         },
     )
-    return _Guard(app, key, local)
+    paths = {route.path for route in app.routes if isinstance(route, Route)}
+    return _Counted(_Guard(app, key, local), api.numbers, paths)
 
 
 class Json(Response):
@@ -110,6 +116,23 @@ def _reported(error: Exception) -> ApiError:
     """Prints an unexpected error's traceback on stderr; the client gets only the name of its type (500)."""
     say("jaxtune: a request failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
     return ApiError(500, f"the server failed: {type(error).__name__}")
+
+
+class _Counted:
+    """Counts answers by path and status."""
+
+    def __init__(self, app: ASGIApp, numbers: Metrics, paths: set[str]):
+        self._app, self._numbers, self._paths = app, numbers, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._numbers.request(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting)
 
 
 class _Guard:
@@ -153,6 +176,7 @@ class _Api:
 
     def __init__(self, models: Mapping[str, ServedModel], engine: Engine, seconds: float, readers: Readers):
         self._models, self._engine, self._seconds, self._readers = models, engine, seconds, readers
+        self.numbers = Metrics(engine)
         self._bodies_bytes = 0
         self._forms = ThreadPoolExecutor(2, "answers")
         self._began = int(time.time())
@@ -165,6 +189,15 @@ class _Api:
             return Json({"status": "ok"})
         error = {"error": self._engine.failure} if request.state.trusted else {}
         return Json({"status": "failing", **error}, 503)
+
+    async def metrics(self, _: Request) -> Response:
+        """GET /metrics, in Prometheus' text form."""
+        return Response(self.numbers.text(), media_type="text/plain; version=0.0.4")
+
+    async def tokens(self, request: Request) -> Response:
+        """POST /tokenize and /detokenize."""
+        answer, _ = await self._read(request)
+        return Response(await self._in_thread(lambda: encoded(answer, large=True)), media_type=Json.media_type)
 
     async def list_models(self, _: Request) -> Response:
         """GET /v1/models: the base model first, then its adapters."""
@@ -189,23 +222,27 @@ class _Api:
         a wrong, large or late body, refused rows, a failed engine, or (504) the time is over.
         """
         request_values, deadline = await self._read(request)
+        assert isinstance(request_values, ParsedRequest)
+        progress = self.numbers.answer(request_values.model, request_values.prompt_tokens)
         try:
             async with asyncio.timeout_at(deadline):
-                answers = await self._engine.submit(request_values.model, request_values.rows)
+                host = request.client.host if request.client is not None else ""
+                client = request_values.client or host
+                answers = await self._engine.submit(request_values.model, request_values.rows, client)
         except TimeoutError:
             raise self._too_late() from None
         answer = Answer(request_values, self._models[request_values.model])
         if request_values.stream:
-            return _Stream(self._events(answer, answers), answers, deadline, self._too_late())
+            return _Stream(self._events(answer, answers, progress), answers, deadline, self._too_late())
         with contextlib.closing(answers):
             try:
                 async with asyncio.timeout_at(deadline):
-                    data = await _unless_gone(request.receive, self._whole(answer, answers))
+                    data = await _unless_gone(request.receive, self._whole(answer, answers, progress))
             except TimeoutError:
                 raise self._too_late() from None
         return Response(status_code=_CLIENT_LEFT) if data is None else Response(data, media_type=Json.media_type)
 
-    async def _read(self, request: Request) -> tuple[ParsedRequest, float]:
+    async def _read(self, request: Request) -> tuple[Reading, float]:
         """What a request asks for, and the end of its time."""
         length = 0
 
@@ -228,20 +265,25 @@ class _Api:
         finally:
             self._bodies_bytes -= length
 
-    async def _whole(self, answer: Answer, answers: Answers) -> bytes:
+    async def _whole(self, answer: Answer, answers: Answers, progress: Progress) -> bytes:
         while answers.left:
             index, piece = await answers.next()
+            progress.add(_new_tokens(piece))
             with panics():
                 answer.add(index, piece)
+        progress.end()
         return await self._in_thread(lambda: encoded(answer.whole(), large=True))
 
-    async def _events(self, answer: Answer, answers: Answers) -> AsyncIterator[bytes]:
+    async def _events(self, answer: Answer, answers: Answers, progress: Progress) -> AsyncIterator[bytes]:
         for chunk in answer.first_chunks():
             yield encoded(chunk)
         while answers.left:
-            make = functools.partial(_encoded_chunks, answer, *await answers.next())
+            index, piece = await answers.next()
+            progress.add(_new_tokens(piece))
+            make = functools.partial(_encoded_chunks, answer, index, piece)
             for chunk in await self._in_thread(make) if answer.is_large else make():
                 yield chunk
+        progress.end()
         for chunk in answer.last_chunks():
             yield encoded(chunk)
 
@@ -253,7 +295,11 @@ class _Api:
         return ApiError(504, message, code="timeout")
 
 
-def _encoded_chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
+def _new_tokens(piece: Piece | PromptScores) -> int:
+    return len(piece.ids) if isinstance(piece, Piece) else 0
+
+
+def _encoded_chunks(answer: Answer, index: int, piece: Piece | PromptScores) -> list[bytes]:
     with panics():
         return [*map(encoded, answer.chunks(index, piece))]
 

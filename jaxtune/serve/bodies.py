@@ -1,5 +1,5 @@
-"""The JSON of a request, checked. Names and defaults are OpenAI's, with top_k, min_p and repetition_penalty of other
-servers. What changes nothing here is ignored, what cannot be followed is refused.
+"""The JSON of a request, checked. Names and defaults are OpenAI's, further names are vLLM's. What changes nothing here
+is ignored, what cannot be followed is refused.
 """
 
 from __future__ import annotations
@@ -15,42 +15,37 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxtune.conversations.calls import schemas_of
-from jaxtune.conversations.messages import ConversationError, Message, read_messages, read_tools
-from jaxtune.conversations.prompts import prompt_tokens
-from jaxtune.conversations.templates import TemplateError, checked_arguments
-from jaxtune.models.generation.limits import MOST_RANKED
+from jaxtune.conversations.messages import ConversationError, Message, read_messages, read_tools, template_for
+from jaxtune.conversations.prompts import prompt_tokens, text_tokens
+from jaxtune.conversations.templates import Arguments, TemplateError, checked_arguments
+from jaxtune.models.generation.limits import MOST_BIASES, MOST_RANKED
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.requests import ParsedRequest, Row
-from jaxtune.serve.served import Readable
+from jaxtune.serve.served import SETTINGS, Readable
 
 _MOST_ANSWERS = 128  # to one request
 _MOST_STOP = 256  # characters of a stop string, for which each new token is searched
+_MOST_STOP_TOKENS = 64
 _MOST_SHOWN = 80  # characters of a client's value in an error
+_MOST_DIGITS = 9  # of a token id
+_MANY_TOKENS = 2**30
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens where it is not a chat
 # What clients may say that changes no answer here.
 _IGNORED = {
     "metadata",
-    "parallel_tool_calls",
     "prediction",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "safety_identifier",
     "service_tier",
     "store",
-    "user",
 }
 # What is not supported, and the value that asks for nothing.
 _NEUTRAL: dict[str, object] = {
     "audio": None,
     "best_of": 1,
-    "echo": False,
-    "frequency_penalty": 0,
     "function_call": None,
     "functions": None,
-    "logit_bias": {},
     "modalities": ["text"],
-    "presence_penalty": 0,
-    "reasoning_effort": None,
     "response_format": {"type": "text"},
     "suffix": "",
     "verbosity": None,
@@ -63,8 +58,11 @@ _MUST = {
     "stop": f"must be a text of 1 to {_MOST_STOP} characters, or a list of at most 16 of them",
 }
 
+Token = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Stop = Annotated[str, Field(min_length=1, max_length=_MOST_STOP)]
 Objects = Annotated[list[dict[str, object]], Field(fail_fast=True)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
@@ -80,9 +78,10 @@ class _StreamOptions(BaseModel):
 
 
 class _Body(BaseModel):
-    """Keys of both kinds of bodies, with OpenAI's meanings. None: not given: one answer, a random seed, temperature 1,
-    no filters. top_k (0 and -1: no limit), min_p and repetition_penalty mean what they do in vLLM. At temperature 0 the
-    filters have no effect.
+    """Keys of both kinds of bodies, with OpenAI's meanings. None: not given: one answer, a random seed, the settings of
+    the model's generation_config.json, else temperature 1 and no filters. top_k (0 and -1: no limit), min_p,
+    repetition_penalty, min_tokens, ignore_eos and stop_token_ids are vLLM's. At temperature 0 the filters have no
+    effect.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -100,6 +99,15 @@ class _Body(BaseModel):
     top_k: Annotated[int, Field(ge=-1)] | None = None  # tokens are drawn from this many of the likeliest ones
     min_p: Share | None = None  # tokens less likely than this times the likeliest one are not drawn
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # above 1: repetition is rarer
+    presence_penalty: Penalty | None = None  # subtracted from the logits of tokens that the answer contains
+    frequency_penalty: Penalty | None = None  # subtracted from them as often as it contains them
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MOST_BIASES)] | None = None  # {"token id": added}
+    min_tokens: Annotated[int, Field(ge=0)] | None = None  # of an answer, before which nothing ends it
+    ignore_eos: bool | None = None  # True: the model's own end tokens do not end an answer
+    # further tokens that do
+    stop_token_ids: Annotated[list[Token], Field(max_length=_MOST_STOP_TOKENS, fail_fast=True)] | None = None
+    user: str | None = None  # who asks; clients take turns
+    safety_identifier: str | None = None  # the same
 
 
 class _Chat(_Body):
@@ -114,6 +122,9 @@ class _Chat(_Body):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
     tools: Objects | None = None  # in OpenAI's form, as the chat template takes them
     tool_choice: Literal["auto", "none"] | None = None  # "auto", as None: the model may call tools
+    parallel_tool_calls: bool | None = None  # False: of several calls the first is returned
+    # how long the model thinks, for templates that read it; "none" turns thinking off where that is all they read
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, object] | None = None  # the template's, as {"enable_thinking": false}
     add_generation_prompt: bool | None = None  # False: the prompt ends with the last message, and no answer begins
     continue_final_message: bool | None = None  # True: the last message is continued
@@ -131,6 +142,30 @@ class _Completion(_Body):
         | Annotated[list[Ids], Field(min_length=1, max_length=_MOST_ANSWERS, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
+    echo: bool | None = None  # True: the prompt comes before the answer, with its log-probabilities if asked for
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0: only with echo
+
+
+class _Tokenize(BaseModel):
+    """A body of /tokenize, with vLLM's keys: a text, or a conversation in the chat template."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None  # None: the first
+    prompt: str | None = None
+    messages: Annotated[Objects, Field(min_length=1)] | None = None
+    tools: Objects | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    add_special_tokens: bool | None = None  # of a text: False: no BOS
+    add_generation_prompt: bool | None = None  # of a conversation: False: no answer begins
+    return_token_strs: bool | None = None  # True: the tokens' texts too
+
+
+class _Detokenize(BaseModel):
+    """A body of /detokenize."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None  # None: the first
+    tokens: Ids
 
 
 type Models = Mapping[str, Readable]
@@ -146,10 +181,11 @@ def read_chat(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
     checked = _checked(_Chat, body)
     served = _model(checked.model, models)
     tools = _read(read_tools, checked.tools, "tools") if checked.tool_choice != "none" else None
-    try:
-        arguments = checked_arguments(checked.chat_template_kwargs, "chat_template_kwargs")
-    except ValueError as error:
-        raise ApiError(400, str(error), "chat_template_kwargs", "invalid_value") from None
+    template = template_for(served.tokenizer.chat_template, tools) or ""
+    if tools and template and "tools" not in template:
+        message = f"the chat template of {served.name} has no place for tools: leave them out"
+        raise ApiError(400, message, "tools", "unsupported_parameter")
+    arguments = _arguments(checked, served.name, template)
     continues = bool(checked.continue_final_message)
     if continues and checked.add_generation_prompt:
         message = "continue_final_message = True: set add_generation_prompt to false, or leave it out"
@@ -164,8 +200,30 @@ def read_chat(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
     schemas = schemas_of(tools) if tools else None
     opening = served.reader(bool(tools)).opening(prompt, continues) if begins or continues else ""
     role = "assistant" if begins else turns[-1]["role"]
-    request_values = _parsed_request(checked, [prompt], most, logprobs, chat=True)
-    return dataclasses.replace(request_values, schemas=schemas, opening=opening, role=role)
+    request_values = _parsed_request(checked, served, [prompt], most, logprobs, "chat")
+    many_calls = checked.parallel_tool_calls is not False
+    return dataclasses.replace(request_values, schemas=schemas, opening=opening, role=role, many_calls=many_calls)
+
+
+def _arguments(body: _Chat, name: str, template: str) -> Arguments | None:
+    """The template's further variables; ApiError (400) for a wrong name, or an effort that it does not read."""
+    arguments = _variables(body.chat_template_kwargs)
+    effort = body.reasoning_effort
+    if effort is None:
+        return arguments
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort, **(arguments or {})}
+    if "enable_thinking" in template:
+        return {"enable_thinking": effort != "none", **(arguments or {})}
+    message = f"reasoning_effort = {effort!r}: the chat template of {name} does not read it: leave it out"
+    raise ApiError(400, message, "reasoning_effort", "unsupported_parameter")
+
+
+def _variables(values: Mapping[str, object] | None) -> Arguments | None:
+    try:
+        return checked_arguments(values, "chat_template_kwargs")
+    except ValueError as error:
+        raise ApiError(400, str(error), "chat_template_kwargs", "invalid_value") from None
 
 
 def read_completion(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
@@ -181,11 +239,50 @@ def read_completion(body: object, models: Models, lengths: Lengths) -> ParsedReq
     if len(prompt_list) * (checked.n or 1) > _MOST_ANSWERS:
         raise ApiError(400, f"prompt and n ask for more than {_MOST_ANSWERS} answers: ask in several requests", "n")
     prompts = [_tokens(prompt, served, lengths[served.name]) for prompt in prompt_list]
-    most = checked.max_tokens or _COMPLETION_TOKENS
-    return _parsed_request(checked, prompts, most, checked.logprobs, chat=False)
+    most = _COMPLETION_TOKENS if checked.max_tokens is None else checked.max_tokens
+    if most == 0 and not checked.echo:
+        raise ApiError(400, "max_tokens = 0: needs echo, or ask for tokens", "max_tokens", "invalid_value")
+    request_values = _parsed_request(checked, served, prompts, most, checked.logprobs, "completion")
+    if not checked.echo:
+        return request_values
+    shown = [
+        prompt if isinstance(prompt, str) else served.text(ids)
+        for prompt, ids in zip(prompt_list, prompts, strict=True)
+    ]
+    rows = [dataclasses.replace(row, scores_prompt=checked.logprobs is not None) for row in request_values.rows]
+    echo = tuple(text for text in shown for _ in range(checked.n or 1))
+    return dataclasses.replace(request_values, rows=rows, echo=echo)
 
 
-def _checked[B: _Body](kind: type[B], body: object) -> B:
+def read_tokenize(body: object, models: Models, lengths: Lengths) -> dict[str, object]:
+    """The answer to a body of /tokenize. ApiError: as `read_chat`."""
+    checked = _checked(_Tokenize, body)
+    served = _model(checked.model or next(iter(models)), models)
+    if (checked.prompt is None) == (checked.messages is None):
+        raise ApiError(400, "prompt and messages: give one of them", "prompt", "invalid_value")
+    length = lengths[served.name]
+    if checked.messages is None:
+        ids = _tokens(checked.prompt, served, length, begins=checked.add_special_tokens is not False)
+    else:
+        begins = checked.add_generation_prompt is not False
+        tools = _read(read_tools, checked.tools, "tools")
+        turns = _read(read_messages, checked.messages, "messages")
+        ids = _conversation(turns, tools, served, _variables(checked.chat_template_kwargs), begins, False, length)
+    texts = {"token_strs": [served.text([token], True) for token in ids]} if checked.return_token_strs else {}
+    return {"count": len(ids), "max_model_len": length, "tokens": ids, **texts}
+
+
+def read_detokenize(body: object, models: Models, lengths: Lengths) -> dict[str, object]:
+    """The answer to a body of /detokenize. ApiError: as `read_completion`."""
+    checked = _checked(_Detokenize, body)
+    served = _model(checked.model or next(iter(models)), models)
+    size = len(served.tokenizer)
+    if wrong := next((token for token in checked.tokens if not 0 <= token < size), None):
+        raise ApiError(400, f"tokens: {wrong} is outside the vocabulary of {size}", "tokens", "invalid_value")
+    return {"prompt": served.text(_short_enough(checked.tokens, lengths[served.name] + 1), True)}
+
+
+def _checked[B: BaseModel](kind: type[B], body: object) -> B:
     """The body as `kind`; ApiError (400). Null counts as absent; keys that change no answer are dropped."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
@@ -202,10 +299,10 @@ def _checked[B: _Body](kind: type[B], body: object) -> B:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise _refused(kind, error) from None
+        raise _refused(error) from None
 
 
-def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
+def _refused(error: ValidationError) -> ApiError:
     """The ApiError for the first fault that pydantic found: an unknown, missing or wrong key."""
     fault = error.errors(include_url=False, include_context=False)[0]
     # Of a key with several types the place continues with the name of one of them, which is no key.
@@ -241,12 +338,13 @@ def _model(name: str, models: Models) -> Readable:
     return models[name]
 
 
-def _tokens(prompt: object, served: Readable, length: int) -> list[int]:
-    """Token ids of a text, or of ids as they are; ApiError (400) for lone surrogates, or too many."""
+def _tokens(prompt: object, served: Readable, length: int, begins: bool = True) -> list[int]:
+    """Token ids of a text, or of ids as they are; ApiError (400) for lone surrogates, or too many. begins: with BOS."""
     if not isinstance(prompt, str):
         return _short_enough(list(prompt), length)  # type: ignore[call-overload]
     try:
-        return _short_enough(prompt_tokens(served.tokenizer, prompt, max_tokens=length), length)
+        make = prompt_tokens if begins else text_tokens
+        return _short_enough(make(served.tokenizer, prompt, max_tokens=length), length)
     except TemplateError:
         raise ApiError(400, "prompt has surrogates, which are no characters: leave them out", "prompt") from None
 
@@ -314,38 +412,56 @@ def _read[T](read: Callable[[object, str], T], value: object, key: str) -> T:
 
 def _parsed_request(
     body: _Body,
+    served: Readable,
     prompts: list[list[int]],
     most: int | None,
     logprobs: int | None,
-    *,
-    chat: bool,
+    form: Literal["chat", "completion"],
 ) -> ParsedRequest:
-    """The ParsedRequest of a validated body, with the defaults. prompts: token ids, each with `body.n` consecutive
-    rows.
+    """The ParsedRequest of a validated body, with the defaults.
 
+    prompts: token ids, each with `body.n` consecutive rows.
     most: new tokens of an answer; None: what the context has room for.
     logprobs: likeliest tokens at each position; None: no log-probabilities.
     """
-    temperature = 1.0 if body.temperature is None else body.temperature
+    settings = {name: getattr(body, name) for name in SETTINGS if getattr(body, name) is not None}
+    settings = {name: neutral for name, (_, neutral) in SETTINGS.items()} | {**served.defaults, **settings}
+    if settings["temperature"] == 0:  # filters change nothing, and clients send them all the same
+        settings |= {name: SETTINGS[name][1] for name in ("top_k", "top_p", "min_p")}
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    draws = temperature > 0  # else filters change nothing, and clients send them all the same
     seed = secrets.randbits(32) if body.seed is None else body.seed
-    count = body.n or 1
     rows = [
         Row(
             prompt,
             most,
-            temperature,
+            float(settings["temperature"]),
             seed,
             index,
-            top_k=max(body.top_k or 0, 0) if draws else 0,
-            top_p=(body.top_p or 1.0) if draws else 1.0,
-            min_p=(body.min_p or 0.0) if draws else 0.0,
-            repetition_penalty=body.repetition_penalty or 1.0,
+            top_k=max(int(settings["top_k"]), 0),
+            top_p=float(settings["top_p"]),
+            min_p=float(settings["min_p"]),
+            repetition_penalty=float(settings["repetition_penalty"]),
             stop_strings=tuple(stops),
             top_logprobs=logprobs or 0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=_biases(body.logit_bias or {}),
+            min_tokens=min(body.min_tokens or 0, most or _MANY_TOKENS),
+            ignore_eos=bool(body.ignore_eos),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
         )
-        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(count))
+        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n or 1))
     ]
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return ParsedRequest(body.model, rows, sum(map(len, prompts)), chat, bool(body.stream), usage, logprobs is not None)
+    count = sum(map(len, prompts))
+    client = body.safety_identifier or body.user or ""
+    asks = logprobs is not None
+    return ParsedRequest(body.model, rows, count, form, bool(body.stream), usage, asks, client=client)
+
+
+def _biases(biases: Mapping[str, float]) -> dict[int, float]:
+    for token in biases:
+        if not token.isascii() or not token.isdecimal() or len(token) > _MOST_DIGITS:
+            message = f"logit_bias: {_short(token)} is no token id: ask /tokenize for a text's"
+            raise ApiError(400, message, "logit_bias", "invalid_value")
+    return {int(token): bias for token, bias in biases.items()}

@@ -8,11 +8,13 @@ import time
 
 from jaxtune.conversations.answers import Pieces
 from jaxtune.models.generation.requests import Piece, text_of
+from jaxtune.serve.engine import PromptScores
 from jaxtune.serve.requests import ParsedRequest
 from jaxtune.serve.served import ServedModel
 from jaxtune.serve.texts import Text
 
-type _Ranked = list[list[tuple[str, float]]]  # for each token, the most likely ones in its place: text, log-probability
+# for each token, the most likely ones in its place: text, log-probability
+type _Ranked = list[list[tuple[str, float]] | None]
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's for a token that has no probability: JSON has no infinity
 
@@ -27,28 +29,37 @@ class _Choice:
 
     def __init__(self, request_values: ParsedRequest, served: ServedModel, index: int):
         self._asked, self._served, self.index = request_values, served, index
-        stops, stream = request_values.rows[index].stop_strings, None
+        self._row, stream = request_values.rows[index], None
+        self._echo = request_values.echo[index] if request_values.echo else ""  # that was not returned yet
         decode = functools.partial(text_of, served.tokenizer)
-        if request_values.chat:
+        if request_values.form == "chat":
             reader = served.readable.reader(request_values.schemas is not None)
             stream = reader.stream(request_values.schemas, request_values.opening)
             decode = functools.partial(reader.text, calls=request_values.schemas is not None)
-        self._text = Text(decode, stops, stream)
+        self._text = Text(decode, self._row.stop_strings, stream, self._row.min_tokens)
         self._ids: list[int] = []  # whose log-probabilities were not given yet
-        self._logprobs: list[float] = []
-        self._ranked: list[list[tuple[int, float]]] = []  # the most likely tokens at the position of each of these
+        self._logprobs: list[float | None] = []  # None: of a prompt's first token
+        # the most likely tokens at the position of each of these
+        self._ranked: list[list[tuple[int, float]] | None] = []
         self._characters = 0  # before them
         self.tokens = 0
         self.reason: str | None = None
 
-    def add(self, piece: Piece, stream: bool) -> Pieces:
+    def add(self, piece: Piece | PromptScores, stream: bool) -> Pieces:
         """The thoughts and text that can be sent now: with `stream` what is certain, else all with the last tokens."""
+        pieces: Pieces = [("content", self._echo)] if self._echo else []
+        self._echo = ""
+        if isinstance(piece, PromptScores):
+            self._ids += self._row.prompt
+            self._logprobs += [None, *(max(value, _LEAST_LOGPROB) for value in piece.logprobs)]
+            self._ranked += [None, *piece.top_logprobs]
+            return pieces
         self.tokens += len(piece.ids)
         if self._asked.logprobs:
             self._ids += piece.ids
             self._logprobs += [max(value, _LEAST_LOGPROB) for value in piece.logprobs]
             self._ranked += piece.top_logprobs or [[] for _ in piece.ids]
-        pieces = self._text.add(piece.ids) if stream else self._text.keep(piece.ids)
+        pieces += self._text.add(piece.ids) if stream else self._text.keep(piece.ids)
         if piece.finish_reason is not None:
             pieces += self._text.end()
             self.reason = "tool_calls" if self._text.calls else piece.finish_reason
@@ -57,7 +68,7 @@ class _Choice:
     @property
     def calls(self) -> list[dict[str, object]]:
         """Tool calls in OpenAI's form, once the row has ended."""
-        return self._text.calls
+        return self._text.calls[: None if self._asked.many_calls else 1]
 
     def logprobs(self) -> dict[str, object] | None:
         """OpenAI's `logprobs` of all tokens since the last call, which it then forgets; at least -9999. None if they
@@ -65,16 +76,20 @@ class _Choice:
         """
         if not self._asked.logprobs:
             return None
-        form = _chat_logprobs if self._asked.chat else self._completion_logprobs
+        form = _chat_logprobs if self._asked.form == "chat" else self._completion_logprobs
         ranked = [
             [(self._served.token_text(number), max(value, _LEAST_LOGPROB)) for number, value in tokens]
+            if tokens is not None
+            else None
             for tokens in self._ranked
         ]
         result = form([*map(self._served.token_text, self._ids)], self._logprobs, ranked)
         self._ids, self._logprobs, self._ranked = [], [], []
         return result
 
-    def _completion_logprobs(self, tokens: list[str], logprobs: list[float], ranked: _Ranked) -> dict[str, object]:
+    def _completion_logprobs(
+        self, tokens: list[str], logprobs: list[float | None], ranked: _Ranked
+    ) -> dict[str, object]:
         """The `logprobs` object of /v1/completions. text_offset counts characters over the tokens' texts, across calls.
 
         ranked: for each token the likeliest at its position, (text, log-probability).
@@ -84,22 +99,20 @@ class _Choice:
             offsets.append(self._characters)
             self._characters += len(token)
         # Of tokens with the same text the most likely one, which comes first, is kept.
-        top = (
-            [dict(reversed(candidates)) for candidates in ranked] if self._asked.rows[self.index].top_logprobs else None
-        )
+        top = [candidates and dict(reversed(candidates)) for candidates in ranked] if self._row.top_logprobs else None
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
 
-def _chat_logprobs(tokens: list[str], logprobs: list[float], ranked: _Ranked) -> dict[str, object]:
+def _chat_logprobs(tokens: list[str], logprobs: list[float | None], ranked: _Ranked) -> dict[str, object]:
     """The `logprobs` object of /v1/chat/completions. ranked: as in _completion_logprobs."""
 
-    def entry(token: str, logprob: float) -> dict[str, object]:
+    def entry(token: str, logprob: float | None) -> dict[str, object]:
         is_text = "\ufffd" not in token  # a part of a character has no text of its own
         utf8 = list(token.encode("utf-8", "replace")) if is_text else None
         return {"token": token, "logprob": logprob, "bytes": utf8}
 
     content = [
-        entry(token, logprob) | {"top_logprobs": [entry(*candidate) for candidate in top]}
+        entry(token, logprob) | {"top_logprobs": [entry(*candidate) for candidate in top or ()]}
         for token, logprob, top in zip(tokens, logprobs, ranked, strict=True)
     ]
     return {"content": content, "refusal": None}
@@ -114,10 +127,11 @@ class Answer:
         self._asked = request_values
         self._choices = [_Choice(request_values, served, index) for index in range(len(request_values.rows))]
         self._pieces: list[Pieces] = [[] for _ in request_values.rows]
-        kind = "chat.completion" if request_values.chat else "text_completion"
+        self._is_chat = request_values.form == "chat"
+        kind = "chat.completion" if self._is_chat else "text_completion"
         self._head: dict[str, object] = {
-            "id": f"{'chatcmpl' if request_values.chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": f"{kind}.chunk" if request_values.chat and request_values.stream else kind,
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": f"{kind}.chunk" if self._is_chat and request_values.stream else kind,
             "created": int(time.time()),
             "model": request_values.model,
         }
@@ -127,7 +141,7 @@ class Answer:
         """Whether it has log-probabilities, whose JSON takes long."""
         return self._asked.logprobs
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: Piece | PromptScores) -> None:
         """Adds new tokens of the row with this index, for an answer that is sent whole."""
         self._pieces[index] += self._choices[index].add(piece, stream=False)
 
@@ -139,7 +153,7 @@ class Answer:
             thoughts, text = (
                 "".join(text for kind, text in pieces if kind == wanted_kind) for wanted_kind in ("thought", "content")
             )
-            if self._asked.chat:
+            if self._is_chat:
                 message: dict[str, object] = {"role": self._asked.role, "content": text, "refusal": None}
                 if thoughts:
                     message["reasoning_content"] = thoughts
@@ -153,12 +167,12 @@ class Answer:
 
     def first_chunks(self) -> list[dict[str, object]]:
         """What a stream begins with: for a chat the role of each choice."""
-        if not self._asked.chat:
+        if not self._is_chat:
             return []
         begin = {"role": self._asked.role, "content": ""}
         return [self._chunk({"index": c.index, "delta": begin, "finish_reason": None}) for c in self._choices]
 
-    def chunks(self, index: int, piece: Piece) -> list[dict[str, object]]:
+    def chunks(self, index: int, piece: Piece | PromptScores) -> list[dict[str, object]]:
         """What a stream sends for new tokens of a row. The first chunk has the log-probabilities since the last one.
         index: the row's among those of the request.
         """
@@ -167,7 +181,7 @@ class Answer:
 
         def chunk(delta: dict[str, object], reason: str | None) -> None:
             form: dict[str, object] = {"index": index, "finish_reason": reason}
-            form |= {"delta": delta} if self._asked.chat else {"text": delta.get("content", "")}
+            form |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
             chunk_list.append(self._chunk(form | {"logprobs": choice.logprobs()}))
 
         for kind, text in pieces:

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 from jaxtune.serve.errors import ApiError
-from jaxtune.serve.requests import ParsedRequest
+from jaxtune.serve.reading import Reading
 from jaxtune.serve.served import Readable
 from jaxtune.system import children
 from jaxtune.system.terminal import say
@@ -67,8 +67,8 @@ class Readers:
         self._models = pickle.dumps(dict(models))
         self._known.set()
 
-    async def read(self, path: str, data: bytes, lengths: Mapping[str, int]) -> ParsedRequest:
-        """What the body of a request to `path` asks for. ApiError: its limits, or it is wrong.
+    async def read(self, path: str, data: bytes, lengths: Mapping[str, int]) -> Reading:
+        """What the body of a request to `path` asks for, or the answer. ApiError: its limits, or it is wrong.
 
         lengths: {model: the most tokens of a prompt and its answer}.
         """
@@ -99,7 +99,7 @@ class Readers:
             if not self._closed.wait(_AGAIN_SECONDS):
                 say("jaxtune: a process that reads requests did not start; it is started again", file=sys.stderr)
 
-    def _read(self, message: bytes) -> ParsedRequest:
+    def _read(self, message: bytes) -> Reading:
         reader = self._idle.get()
         if reader is None or self._closed.is_set():
             self._idle.put(None)

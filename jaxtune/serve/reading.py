@@ -19,9 +19,13 @@ from jaxtune.system import children
 from jaxtune.system.terminal import say
 
 MEMORY_BYTES = 2 << 30  # that one request may take
-READS: dict[str, Callable[[object, Models, Lengths], ParsedRequest]] = {
+type Reading = ParsedRequest | dict[str, object]
+
+READS: dict[str, Callable[[object, Models, Lengths], Reading]] = {
     "/v1/chat/completions": bodies.read_chat,
     "/v1/completions": bodies.read_completion,
+    "/tokenize": bodies.read_tokenize,
+    "/detokenize": bodies.read_detokenize,
 }
 
 
@@ -46,7 +50,7 @@ def serve(descriptor: int, parent: int) -> None:
         children.send(connection, pickle.dumps(_answer(models, *pickle.loads(message))))
 
 
-def _answer(models: Models, path: str, data: bytes, lengths: Lengths) -> ParsedRequest | tuple:
+def _answer(models: Models, path: str, data: bytes, lengths: Lengths) -> Reading | tuple:
     """What the body asks for, or an ApiError's arguments."""
     try:
         with panics():

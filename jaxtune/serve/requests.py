@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Literal
 
 from jaxtune.conversations.calls import Schemas
 
@@ -23,6 +25,13 @@ class Row:
     stop_strings: tuple[str, ...]  # the answer ends with the token that completes one of them
     # how many of the most likely tokens at the position of each sampled one are returned with log-probabilities
     top_logprobs: int = 0
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that the answer contains
+    frequency_penalty: float = 0.0  # subtracted from them as often as it contains them
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)  # {token id: added to its logit}
+    min_tokens: int = 0  # tokens of the answer before which nothing ends it
+    ignore_eos: bool = False  # the model's own end tokens do not end it
+    stop_token_ids: tuple[int, ...] = ()  # further tokens that end it
+    scores_prompt: bool = False  # the log-probabilities of the prompt's tokens are returned before the answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +44,8 @@ class ParsedRequest:
     """One for each answer; those to the same prompt follow each other."""
     prompt_tokens: int
     """Of all prompts, each counted once."""
-    chat: bool
-    """/v1/chat/completions or /v1/completions."""
+    form: Literal["chat", "completion"]
+    """Of the answer: of /v1/chat/completions or /v1/completions."""
     stream: bool
     include_usage: bool
     """Whether a stream ends with the numbers of tokens; a whole answer always has them."""
@@ -47,3 +56,9 @@ class ParsedRequest:
     """What of an answer the prompt's end has, such as <think>."""
     role: str = "assistant"
     """Whose message a chat's answer is."""
+    many_calls: bool = True
+    """False: of several calls the first alone is returned."""
+    client: str = ""
+    """Who asks, as the request says."""
+    echo: tuple[str, ...] = ()
+    """Of each row, the text before its answer."""

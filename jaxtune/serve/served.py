@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from jaxtune.conversations.answers import AnswerReader
@@ -20,6 +21,8 @@ class Tokenizer(Protocol):
     # the chat template, a Jinja text or several by name; None or empty: the tokenizer has none, and chats are refused
     @property
     def chat_template(self) -> object: ...
+
+    def __len__(self) -> int: ...
 
     def __call__(self, text: str, /, **options: object) -> Mapping[str, list[int]]:
         """{"input_ids": token ids}"""
@@ -38,17 +41,32 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: list[dict[str, object]], /, **options: object) -> str: ...
 
 
+# Settings of generation_config.json that are defaults of requests: what is accepted, and what has no effect.
+SETTINGS: dict[str, tuple[Callable[[float], bool], float]] = {
+    "temperature": (lambda value: 0 <= value <= 2, 1.0),
+    "top_k": (lambda value: value >= 0 and value == int(value), 0),
+    "top_p": (lambda value: 0 < value <= 1, 1.0),
+    "min_p": (lambda value: 0 <= value <= 1, 0.0),
+    "repetition_penalty": (lambda value: 0 < value <= 100, 1.0),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Readable:
     """What requests to a model are read with, in a process without the model."""
 
     name: str
     tokenizer: Tokenizer
+    defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of SETTINGS, where requests have none
 
     @functools.cached_property
     def _readers(self) -> dict[bool, AnswerReader]:
         templates = self.tokenizer.chat_template
         return {tools: AnswerReader(self.tokenizer, template_for(templates, tools)) for tools in (False, True)}
+
+    def text(self, ids: Sequence[int], specials: bool = False) -> str:
+        """The text of token ids. specials: with special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=not specials, clean_up_tokenization_spaces=False)
 
     def reader(self, tools: bool) -> AnswerReader:
         """Reads answers to conversations with or without tools."""
@@ -67,7 +85,19 @@ class ServedModel:
 
     @functools.cached_property
     def readable(self) -> Readable:
-        return Readable(self.name, self.tokenizer)
+        return Readable(self.name, self.tokenizer, self.defaults)
+
+    @functools.cached_property
+    def defaults(self) -> dict[str, float]:
+        """SETTINGS of the model's generation_config.json that have an effect; those out of range are left out."""
+        source = getattr(self.model, "source", None)
+        recorded = json.loads(source.generation_config) if source is not None and source.generation_config else {}
+        defaults = {}
+        for name, (accepts, neutral) in SETTINGS.items():
+            value = recorded.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and accepts(value) and value != neutral:
+                defaults[name] = value
+        return defaults
 
     @functools.cached_property
     def _texts(self) -> dict[int, str]:

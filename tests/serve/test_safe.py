@@ -255,7 +255,7 @@ def test_many_log_probabilities_stop_nobody(models, engine):
     from jaxtune.serve.requests import ParsedRequest, Row
 
     row = Row([1], 3000, 0.0, 0, 0, 0, 1.0, 0.0, 1.0, (), 20)
-    asked = ParsedRequest("base", [row] * 16, 1, True, False, False, True)
+    asked = ParsedRequest("base", [row] * 16, 1, "chat", False, False, True)
     answer, tops = Answer(asked, models["base"]), [[(token, -1.0) for token in range(20)]] * 3000
     for index in range(16):
         answer.add(index, Piece(0, [5] * 3000, [-1.0] * 3000, "length", tops))

@@ -94,7 +94,7 @@ def test_calls_of_tools_are_taken_out(tokenizer, stream):
 class _Turns:
     """A tokenizer that shows what the chat template got."""
 
-    chat_template = "there is one"
+    chat_template = "tools have a place"
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer

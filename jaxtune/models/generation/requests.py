@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -121,6 +122,7 @@ class Request:
     # when it is queued (Prefills.add_waiting)
     key: bytes = b""
     done: bool = False  # whether it has ended
+    client: tuple[Hashable, ...] = ()  # who asks; see `in_turns`
 
     def take(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
         """Adds the device's new tokens, up to the one that completes a stop string. Returns (these, why the row ends or
@@ -136,6 +138,28 @@ class Request:
         if tokens and tokens[-1] in self.ends:
             return tokens, "stop"
         return tokens, "length" if len(self.tokens) >= self.limit else None
+
+
+def in_turns(requests: Iterable[Request]) -> list[Request]:
+    """The requests such that clients take turns, one request each, at each level of `client`: those with an equal first
+    entry are one client, among whose requests those with an equal second entry take turns.
+
+    >>> clients = [("a", 1), ("a", 1), ("a", 2), ("b", 3)]
+    >>> [request.client for request in in_turns(map(_of_client, clients))]
+    [('a', 1), ('b', 3), ('a', 2), ('a', 1)]
+    """
+    ordered = list(requests)
+    for level in range(max((len(request.client) for request in ordered), default=0), 0, -1):
+        groups: dict[Hashable, list[Request]] = {}
+        for request in ordered:
+            groups.setdefault(request.client[:level], []).append(request)
+        turns = itertools.zip_longest(*groups.values())
+        ordered = [request for turn in turns for request in turn if request is not None]
+    return ordered
+
+
+def _of_client(client: tuple[Hashable, ...]) -> Request:
+    return Request(0, [1], 1, 2, Sampling(), 0, 0, frozenset(), None, client=client)
 
 
 def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[int]:

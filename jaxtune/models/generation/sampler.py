@@ -16,7 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -39,9 +39,11 @@ from jaxtune.models.generation.requests import (
     checked_bias,
     checked_length,
     checked_prompt,
+    in_turns,
     seeds_of,
 )
 from jaxtune.models.generation.sampling import Kind, Sampling
+from jaxtune.models.generation.scores import prompt_scores
 from jaxtune.models.generation.slot_plan import (
     PREFILL_TOKENS,
     SLOTS,
@@ -153,6 +155,7 @@ class Sampler:
             self._programs, self._structure, self._shapes, prefill_tokens, at_once, one_at_a_time=alone
         )
         self._waiting: collections.deque[Request] = collections.deque()
+        self._unordered = False  # whether clients must take turns anew
         self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count
         self._rounds: collections.deque[_Round] = collections.deque()
@@ -205,6 +208,7 @@ class Sampler:
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
         min_new_tokens: int = 0,
+        client: tuple[Hashable, ...] = (),
     ) -> int:
         """Appends a prompt to the queue, also while rows decode. Returns the request's number.
 
@@ -226,6 +230,7 @@ class Sampler:
           frequency_penalty: subtracted from them as often as it contains them.
           logit_bias: {token id: what is added to its logit}; None: nothing.
           min_new_tokens: no end token or stop string ends the row before.
+          client: who asks: rows that wait take turns between clients (requests.in_turns).
 
         Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, filters
         with temperature 0, or while `run` has rows to yield.
@@ -271,6 +276,7 @@ class Sampler:
             frozenset(ends),
             StopStrings(strings, tokenizer, "Sampler") if strings else None,
             min_new_tokens,
+            client=client,
         )
         self._number += 1
         self._requests[request.number] = request
@@ -287,6 +293,20 @@ class Sampler:
     def pending(self) -> int:
         """The number of requests that are not done; at 0, a step only returns leftover pieces."""
         return len(self._requests)
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that have no slot."""
+        return len(self._waiting)
+
+    def score(self, prompt: Sequence[int], top: int = 0) -> tuple[list[float], list[list[tuple[int, float]]]]:
+        """(the log-probability of each token of a prompt but the first, the `top` likeliest tokens in the place of
+        each); also while rows decode. ValueError: as `submit`.
+        """
+        tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
+        if len(tokens) > self.plan.length:
+            raise ValueError(f"Sampler: the prompt of {len(tokens)} tokens: a row has {self.plan.length} positions")
+        return prompt_scores(self._structure, self._leaves, tokens, length_bucket(len(tokens)), top)
 
     def step(self) -> list[Piece]:
         """Makes about one round of progress: fills slots, dispatches a round if a row needs it, and reads the oldest if
@@ -387,6 +407,7 @@ class Sampler:
         """
         request.slot, request.key = None, self._prefills.add_waiting(request)
         (self._waiting.appendleft if first else self._waiting.append)(request)
+        self._unordered |= bool(request.client)
 
     def _fill(self) -> None:
         """Prefills prompts and gives ready requests free slots, in order. While at least half of the slots are taken, a
@@ -395,6 +416,11 @@ class Sampler:
         free = [slot for slot, request in enumerate(self._slots) if request is None]
         if not free or not self._waiting:
             return
+        if self._unordered:
+            self._unordered = False
+            again = [request for request in self._waiting if request.placements]
+            new = in_turns(request for request in self._waiting if not request.placements)
+            self._waiting = collections.deque([*again, *new])
         budget = self._room_per_round if 2 * len(free) <= len(self._slots) else float("inf")
         self._reserve(list(itertools.islice(self._waiting, len(free))))
         while free and self._waiting:
