@@ -12,6 +12,8 @@ import numpy as np
 
 from jaxtune.models.generation.limits import MOST_RANKED
 
+type Array = jax.Array | np.ndarray
+
 
 class Numbers(NamedTuple):
     """The sampling settings of N rows as arrays, so that one program serves all values."""
@@ -30,11 +32,11 @@ class Numbers(NamedTuple):
 class Adjustments(NamedTuple):
     """What is added to the logits of N rows; few rows have it, so most programs do without."""
 
-    presence_penalty: Any  # float32[N]; 0 where it is off
-    frequency_penalty: Any  # float32[N]; 0 where it is off
-    tokens: Any  # int32[N, B], padded with any
-    bias: Any  # float32[N, B], of these tokens; 0 is padding
-    until: Any  # int32[N, B]: added while the row has fewer tokens, the prompt's included
+    presence_penalty: Array  # float32[N]; 0 where it is off
+    frequency_penalty: Array  # float32[N]; 0 where it is off
+    tokens: Array  # int32[N, B], padded with any
+    bias: Array  # float32[N, B], of these tokens; 0 is padding
+    until: Array  # int32[N, B]: added while the row has fewer tokens, the prompt's included
 
 
 class Kind(NamedTuple):

@@ -24,6 +24,7 @@ from jaxtune.models.generation.layer_steps import States, split_layers, through_
 from jaxtune.models.generation.limits import MOST_RANKED
 from jaxtune.models.generation.sampling import (
     Adjustments,
+    Array,
     Kind,
     Numbers,
     Sampling,
@@ -41,8 +42,6 @@ from jaxtune.models.stack.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.decode.attention import inserted
 from jaxtune.pallas.decode.few_rows import MOST_ROWS, chosen_token, looked_up
-
-type Array = jax.Array | np.ndarray
 
 NEVER = np.iinfo(np.int32).max  # a length that no row reaches
 
