@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxtune.models.generation.requests import Piece
 from jaxtune.serve.engine import Answers, Engine, PromptScores
 from jaxtune.serve.errors import ApiError, encoded, panics
-from jaxtune.serve.forms import Answer
+from jaxtune.serve.forms import Answer, ResponsesAnswer, answer_to
 from jaxtune.serve.metrics import Metrics, Progress
 from jaxtune.serve.readers import Readers
 from jaxtune.serve.reading import Reading
@@ -63,6 +63,7 @@ def make_app(
             Route("/v1/models/{name:path}", api.one_model),
             Route("/v1/chat/completions", api.answer, methods=["POST"]),
             Route("/v1/completions", api.answer, methods=["POST"]),
+            Route("/v1/responses", api.answer, methods=["POST"]),
             Route("/tokenize", api.tokens, methods=["POST"]),
             Route("/detokenize", api.tokens, methods=["POST"]),
             Route("/metrics", api.metrics),
@@ -231,7 +232,7 @@ class _Api:
                 answers = await self._engine.submit(request_values.model, request_values.rows, client)
         except TimeoutError:
             raise self._too_late() from None
-        answer = Answer(request_values, self._models[request_values.model])
+        answer = answer_to(request_values, self._models[request_values.model])
         if request_values.stream:
             return _Stream(self._events(answer, answers, progress), answers, deadline, self._too_late())
         with contextlib.closing(answers):
@@ -265,7 +266,7 @@ class _Api:
         finally:
             self._bodies_bytes -= length
 
-    async def _whole(self, answer: Answer, answers: Answers, progress: Progress) -> bytes:
+    async def _whole(self, answer: Answer | ResponsesAnswer, answers: Answers, progress: Progress) -> bytes:
         while answers.left:
             index, piece = await answers.next()
             progress.add(_new_tokens(piece))
@@ -274,18 +275,21 @@ class _Api:
         progress.end()
         return await self._in_thread(lambda: encoded(answer.whole(), large=True))
 
-    async def _events(self, answer: Answer, answers: Answers, progress: Progress) -> AsyncIterator[bytes]:
+    async def _events(
+        self, answer: Answer | ResponsesAnswer, answers: Answers, progress: Progress
+    ) -> AsyncIterator[bytes]:
         for chunk in answer.first_chunks():
-            yield encoded(chunk)
+            yield answer.frame(chunk)
         while answers.left:
             index, piece = await answers.next()
             progress.add(_new_tokens(piece))
-            make = functools.partial(_encoded_chunks, answer, index, piece)
+            make = functools.partial(_frames, answer, index, piece)
             for chunk in await self._in_thread(make) if answer.is_large else make():
                 yield chunk
         progress.end()
         for chunk in answer.last_chunks():
-            yield encoded(chunk)
+            yield answer.frame(chunk)
+        yield answer.last_frame
 
     async def _in_thread[T](self, make: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._forms, make)
@@ -299,9 +303,9 @@ def _new_tokens(piece: Piece | PromptScores) -> int:
     return len(piece.ids) if isinstance(piece, Piece) else 0
 
 
-def _encoded_chunks(answer: Answer, index: int, piece: Piece | PromptScores) -> list[bytes]:
+def _frames(answer: Answer | ResponsesAnswer, index: int, piece: Piece | PromptScores) -> list[bytes]:
     with panics():
-        return [*map(encoded, answer.chunks(index, piece))]
+        return [*map(answer.frame, answer.chunks(index, piece))]
 
 
 async def _body(request: Request, count: Callable[[int], None]) -> bytes:
@@ -345,7 +349,7 @@ async def _unless_gone[T](receive: Receive, work: Coroutine[object, object, T]) 
 
 
 class _Stream(Response):
-    """An answer as server-sent events while it is made, ended by [DONE] or by an error as the last event. `answers` is
+    """An answer as server-sent events while it is made, an error as the last one. `answers` is
     closed however the response ends.
 
       deadline: in seconds of the event loop's clock.
@@ -353,10 +357,10 @@ class _Stream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], answers: Answers, deadline: float, too_late: ApiError):
+    def __init__(self, frames: AsyncIterator[bytes], answers: Answers, deadline: float, too_late: ApiError):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._answers, self._deadline, self._too_late = events, answers, deadline, too_late
+        self._frames, self._answers, self._deadline, self._too_late = frames, answers, deadline, too_late
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.closing(self._answers):
@@ -367,15 +371,14 @@ class _Stream(Response):
         not read it, the body stays incomplete and the server closes the connection.
         """
 
-        async def say_event(data: bytes) -> None:
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+        async def say_frame(data: bytes) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
 
         try:
             async with asyncio.timeout_at(self._deadline):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                async for event in self._events:
-                    await say_event(event)
-                await say_event(b"[DONE]")
+                async for frame in self._frames:
+                    await say_frame(frame)
                 await send({"type": "http.response.body", "body": b""})
                 return
         except TimeoutError:
@@ -388,5 +391,5 @@ class _Stream(Response):
             error = _reported(fault)
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                await say_event(encoded(error.body()))
+                await say_frame(b"data: " + encoded(error.body()) + b"\n\n")
                 await send({"type": "http.response.body", "body": b""})

@@ -178,30 +178,30 @@ def read_chat(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
     ApiError: 400: the body is wrong, the chat template is missing or refuses the messages, or the prompt is too long;
     404: no such model.
     """
-    checked = _checked(_Chat, body)
-    served = _model(checked.model, models)
-    tools = _read(read_tools, checked.tools, "tools") if checked.tool_choice != "none" else None
+    values = checked(_Chat, body)
+    served = _model(values.model, models)
+    tools = _read(read_tools, values.tools, "tools") if values.tool_choice != "none" else None
     template = template_for(served.tokenizer.chat_template, tools) or ""
     if tools and template and "tools" not in template:
         message = f"the chat template of {served.name} has no place for tools: leave them out"
         raise ApiError(400, message, "tools", "unsupported_parameter")
-    arguments = _arguments(checked, served.name, template)
-    continues = bool(checked.continue_final_message)
-    if continues and checked.add_generation_prompt:
+    arguments = _arguments(values, served.name, template)
+    continues = bool(values.continue_final_message)
+    if continues and values.add_generation_prompt:
         message = "continue_final_message = True: set add_generation_prompt to false, or leave it out"
         raise ApiError(400, message, "continue_final_message", "invalid_value")
-    begins = not continues and checked.add_generation_prompt is not False
-    turns = _read(read_messages, checked.messages, "messages")
+    begins = not continues and values.add_generation_prompt is not False
+    turns = _read(read_messages, values.messages, "messages")
     prompt = _conversation(turns, tools, served, arguments, begins, continues, lengths[served.name])
-    most = checked.max_completion_tokens or checked.max_tokens
-    logprobs = (checked.top_logprobs or 0) if checked.logprobs else None
-    if logprobs is None and checked.top_logprobs:
-        raise ApiError(400, f"top_logprobs = {checked.top_logprobs}: set logprobs to true too", "top_logprobs")
+    most = values.max_completion_tokens or values.max_tokens
+    logprobs = (values.top_logprobs or 0) if values.logprobs else None
+    if logprobs is None and values.top_logprobs:
+        raise ApiError(400, f"top_logprobs = {values.top_logprobs}: set logprobs to true too", "top_logprobs")
     schemas = schemas_of(tools) if tools else None
     opening = served.reader(bool(tools)).opening(prompt, continues) if begins or continues else ""
     role = "assistant" if begins else turns[-1]["role"]
-    request_values = _parsed_request(checked, served, [prompt], most, logprobs, "chat")
-    many_calls = checked.parallel_tool_calls is not False
+    request_values = _parsed_request(values, served, [prompt], most, logprobs, "chat")
+    many_calls = values.parallel_tool_calls is not False
     return dataclasses.replace(request_values, schemas=schemas, opening=opening, role=role, many_calls=many_calls)
 
 
@@ -231,66 +231,69 @@ def read_completion(body: object, models: Models, lengths: Lengths) -> ParsedReq
 
     ApiError: 400: the body is wrong, asks for more than 128 answers, or a prompt is too long; 404: no such model.
     """
-    checked = _checked(_Completion, body)
-    served = _model(checked.model, models)
-    prompt_value = checked.prompt
+    values = checked(_Completion, body)
+    served = _model(values.model, models)
+    prompt_value = values.prompt
     texts = [prompt_value] if isinstance(prompt_value, str) else prompt_value
     prompt_list = [texts] if isinstance(texts[0], int) else texts
-    if len(prompt_list) * (checked.n or 1) > _MOST_ANSWERS:
+    if len(prompt_list) * (values.n or 1) > _MOST_ANSWERS:
         raise ApiError(400, f"prompt and n ask for more than {_MOST_ANSWERS} answers: ask in several requests", "n")
     prompts = [_tokens(prompt, served, lengths[served.name]) for prompt in prompt_list]
-    most = _COMPLETION_TOKENS if checked.max_tokens is None else checked.max_tokens
-    if most == 0 and not checked.echo:
+    most = _COMPLETION_TOKENS if values.max_tokens is None else values.max_tokens
+    if most == 0 and not values.echo:
         raise ApiError(400, "max_tokens = 0: needs echo, or ask for tokens", "max_tokens", "invalid_value")
-    request_values = _parsed_request(checked, served, prompts, most, checked.logprobs, "completion")
-    if not checked.echo:
+    request_values = _parsed_request(values, served, prompts, most, values.logprobs, "completion")
+    if not values.echo:
         return request_values
     shown = [
         prompt if isinstance(prompt, str) else served.text(ids)
         for prompt, ids in zip(prompt_list, prompts, strict=True)
     ]
-    rows = [dataclasses.replace(row, scores_prompt=checked.logprobs is not None) for row in request_values.rows]
-    echo = tuple(text for text in shown for _ in range(checked.n or 1))
+    rows = [dataclasses.replace(row, scores_prompt=values.logprobs is not None) for row in request_values.rows]
+    echo = tuple(text for text in shown for _ in range(values.n or 1))
     return dataclasses.replace(request_values, rows=rows, echo=echo)
 
 
 def read_tokenize(body: object, models: Models, lengths: Lengths) -> dict[str, object]:
     """The answer to a body of /tokenize. ApiError: as `read_chat`."""
-    checked = _checked(_Tokenize, body)
-    served = _model(checked.model or next(iter(models)), models)
-    if (checked.prompt is None) == (checked.messages is None):
+    values = checked(_Tokenize, body)
+    served = _model(values.model or next(iter(models)), models)
+    if (values.prompt is None) == (values.messages is None):
         raise ApiError(400, "prompt and messages: give one of them", "prompt", "invalid_value")
     length = lengths[served.name]
-    if checked.messages is None:
-        ids = _tokens(checked.prompt, served, length, begins=checked.add_special_tokens is not False)
+    if values.messages is None:
+        ids = _tokens(values.prompt, served, length, begins=values.add_special_tokens is not False)
     else:
-        begins = checked.add_generation_prompt is not False
-        tools = _read(read_tools, checked.tools, "tools")
-        turns = _read(read_messages, checked.messages, "messages")
-        ids = _conversation(turns, tools, served, _variables(checked.chat_template_kwargs), begins, False, length)
-    texts = {"token_strs": [served.text([token], True) for token in ids]} if checked.return_token_strs else {}
+        begins = values.add_generation_prompt is not False
+        tools = _read(read_tools, values.tools, "tools")
+        turns = _read(read_messages, values.messages, "messages")
+        ids = _conversation(turns, tools, served, _variables(values.chat_template_kwargs), begins, False, length)
+    texts = {"token_strs": [served.text([token], True) for token in ids]} if values.return_token_strs else {}
     return {"count": len(ids), "max_model_len": length, "tokens": ids, **texts}
 
 
 def read_detokenize(body: object, models: Models, lengths: Lengths) -> dict[str, object]:
     """The answer to a body of /detokenize. ApiError: as `read_completion`."""
-    checked = _checked(_Detokenize, body)
-    served = _model(checked.model or next(iter(models)), models)
+    values = checked(_Detokenize, body)
+    served = _model(values.model or next(iter(models)), models)
     size = len(served.tokenizer)
-    if wrong := next((token for token in checked.tokens if not 0 <= token < size), None):
+    if wrong := next((token for token in values.tokens if not 0 <= token < size), None):
         raise ApiError(400, f"tokens: {wrong} is outside the vocabulary of {size}", "tokens", "invalid_value")
-    return {"prompt": served.text(_short_enough(checked.tokens, lengths[served.name] + 1), True)}
+    return {"prompt": served.text(_short_enough(values.tokens, lengths[served.name] + 1), True)}
 
 
-def _checked[B: BaseModel](kind: type[B], body: object) -> B:
-    """The body as `kind`; ApiError (400). Null counts as absent; keys that change no answer are dropped."""
+def checked[B: BaseModel](kind: type[B], body: object, neutral: Mapping[str, object] = _NEUTRAL) -> B:
+    """The body as `kind`; ApiError (400). Null counts as absent; keys that change no answer are dropped.
+
+    neutral: {unsupported key: the value that asks for nothing}.
+    """
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     body = {key: value for key, value in body.items() if value is not None and key not in _IGNORED}
-    for key in [key for key in body if key in _NEUTRAL]:
+    for key in [key for key in body if key in neutral]:
         value = body.pop(key)
-        if value != _NEUTRAL[key]:
-            fix = "leave it out" + (f", or set it to {json.dumps(_NEUTRAL[key])}" if _NEUTRAL[key] is not None else "")
+        if value != neutral[key]:
+            fix = "leave it out" + (f", or set it to {json.dumps(neutral[key])}" if neutral[key] is not None else "")
             raise ApiError(400, f"{key} = {_short(value)} is not supported: {fix}", key, "unsupported_parameter")
     for key in body:
         if key not in kind.model_fields:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import secrets
 import time
+from collections.abc import Sequence
 
 from jaxtune.conversations.answers import Pieces
 from jaxtune.models.generation.requests import Piece, text_of
 from jaxtune.serve.engine import PromptScores
+from jaxtune.serve.errors import encoded
 from jaxtune.serve.requests import ParsedRequest
+from jaxtune.serve.responses import Response
 from jaxtune.serve.served import ServedModel
 from jaxtune.serve.texts import Text
 
@@ -32,7 +35,7 @@ class _Choice:
         self._row, stream = request_values.rows[index], None
         self._echo = request_values.echo[index] if request_values.echo else ""  # that was not returned yet
         decode = functools.partial(text_of, served.tokenizer)
-        if request_values.form == "chat":
+        if request_values.form != "completion":
             reader = served.readable.reader(request_values.schemas is not None)
             stream = reader.stream(request_values.schemas, request_values.opening)
             decode = functools.partial(reader.text, calls=request_values.schemas is not None)
@@ -137,6 +140,15 @@ class Answer:
         }
 
     @property
+    def last_frame(self) -> bytes:
+        """What a stream ends with, after `last_chunks`."""
+        return b"data: [DONE]\n\n"
+
+    def frame(self, chunk: dict[str, object]) -> bytes:
+        """A server-sent event."""
+        return b"data: " + encoded(chunk) + b"\n\n"
+
+    @property
     def is_large(self) -> bool:
         """Whether it has log-probabilities, whose JSON takes long."""
         return self._asked.logprobs
@@ -200,9 +212,54 @@ class Answer:
         return self._head | {"choices": [choice]} | ({"usage": None} if self._asked.include_usage else {})
 
     def _usage(self) -> dict[str, int]:
-        prompt_tokens, answer_tokens = self._asked.prompt_tokens, sum(choice.tokens for choice in self._choices)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": answer_tokens,
-            "total_tokens": prompt_tokens + answer_tokens,
-        }
+        return _usage(self._asked, self._choices)
+
+
+def _usage(asked: ParsedRequest, choices: Sequence[_Choice]) -> dict[str, int]:
+    prompt_tokens, answer_tokens = asked.prompt_tokens, sum(choice.tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": answer_tokens,
+        "total_tokens": prompt_tokens + answer_tokens,
+    }
+
+
+class ResponsesAnswer:
+    """The same of /v1/responses."""
+
+    is_large = False
+    last_frame = b""
+
+    def __init__(self, request_values: ParsedRequest, served: ServedModel):
+        self._asked, self._choice = request_values, _Choice(request_values, served, 0)
+        self._response = Response(request_values)
+
+    def add(self, index: int, piece: Piece | PromptScores) -> None:
+        self._feed(piece, stream=False)
+
+    def whole(self) -> dict[str, object]:
+        return self._response.whole
+
+    def first_chunks(self) -> list[dict[str, object]]:
+        return self._response.begin()
+
+    def chunks(self, index: int, piece: Piece | PromptScores) -> list[dict[str, object]]:
+        return self._feed(piece, stream=True)
+
+    def last_chunks(self) -> list[dict[str, object]]:
+        return []
+
+    def frame(self, chunk: dict[str, object]) -> bytes:
+        return f"event: {chunk['type']}\n".encode() + b"data: " + encoded(chunk) + b"\n\n"
+
+    def _feed(self, piece: Piece | PromptScores, stream: bool) -> list[dict[str, object]]:
+        choice, events = self._choice, []
+        for kind, text in choice.add(piece, stream):
+            events += self._response.add(kind, text)
+        if choice.reason is not None:
+            events += self._response.end(choice.calls, choice.reason, _usage(self._asked, [choice]))
+        return events
+
+
+def answer_to(request_values: ParsedRequest, served: ServedModel) -> Answer | ResponsesAnswer:
+    return (ResponsesAnswer if request_values.form == "responses" else Answer)(request_values, served)

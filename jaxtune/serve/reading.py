@@ -15,6 +15,7 @@ from jaxtune.serve import bodies
 from jaxtune.serve.bodies import Lengths, Models
 from jaxtune.serve.errors import ApiError, panics
 from jaxtune.serve.requests import ParsedRequest
+from jaxtune.serve.responses import read_responses
 from jaxtune.system import children
 from jaxtune.system.terminal import say
 
@@ -24,6 +25,7 @@ type Reading = ParsedRequest | dict[str, object]
 READS: dict[str, Callable[[object, Models, Lengths], Reading]] = {
     "/v1/chat/completions": bodies.read_chat,
     "/v1/completions": bodies.read_completion,
+    "/v1/responses": read_responses,
     "/tokenize": bodies.read_tokenize,
     "/detokenize": bodies.read_detokenize,
 }

@@ -44,8 +44,8 @@ class ParsedRequest:
     """One for each answer; those to the same prompt follow each other."""
     prompt_tokens: int
     """Of all prompts, each counted once."""
-    form: Literal["chat", "completion"]
-    """Of the answer: of /v1/chat/completions or /v1/completions."""
+    form: Literal["chat", "completion", "responses"]
+    """Of the answer: of /v1/chat/completions, /v1/completions or /v1/responses."""
     stream: bool
     include_usage: bool
     """Whether a stream ends with the numbers of tokens; a whole answer always has them."""
@@ -60,5 +60,7 @@ class ParsedRequest:
     """False: of several calls the first alone is returned."""
     client: str = ""
     """Who asks, as the request says."""
+    shown: Mapping[str, object] | None = None
+    """What of the request an answer of /v1/responses repeats."""
     echo: tuple[str, ...] = ()
     """Of each row, the text before its answer."""
