@@ -30,7 +30,7 @@ from jaxtune.serve.forms import Answer, ResponsesAnswer, answer_to
 from jaxtune.serve.metrics import Metrics, Progress
 from jaxtune.serve.readers import Readers
 from jaxtune.serve.reading import Reading
-from jaxtune.serve.requests import ParsedRequest
+from jaxtune.serve.requests import ParsedRequest, Row
 from jaxtune.serve.served import ServedModel
 from jaxtune.system.loopback import refusal
 from jaxtune.system.terminal import say
@@ -224,15 +224,18 @@ class _Api:
         """
         request_values, deadline = await self._read(request)
         assert isinstance(request_values, ParsedRequest)
-        progress = self.numbers.answer(request_values.model, request_values.prompt_tokens)
+        served = self._models[request_values.model]
+        progress = self.numbers.answer(served.name, request_values.prompt_tokens)
         try:
             async with asyncio.timeout_at(deadline):
                 host = request.client.host if request.client is not None else ""
-                client = request_values.client or host
-                answers = await self._engine.submit(request_values.model, request_values.rows, client)
+                rows = request_values.rows
+                if any(row.grammar is not None for row in rows):
+                    rows = await self._in_thread(lambda: _constrained(request_values, served))
+                answers = await self._engine.submit(served.name, rows, request_values.client or host)
         except TimeoutError:
             raise self._too_late() from None
-        answer = answer_to(request_values, self._models[request_values.model])
+        answer = answer_to(request_values, served)
         if request_values.stream:
             return _Stream(self._events(answer, answers, progress), answers, deadline, self._too_late())
         with contextlib.closing(answers):
@@ -297,6 +300,13 @@ class _Api:
     def _too_late(self) -> ApiError:
         message = f"the answer was not made and read within {self._seconds:g} s: ask for fewer tokens (max_tokens)"
         return ApiError(504, message, code="timeout")
+
+
+def _constrained(request_values: ParsedRequest, served: ServedModel) -> list[Row]:
+    try:
+        return served.constrained(request_values)
+    except ValueError as error:
+        raise ApiError(400, f"the grammar is not followed: {error}", "response_format", "invalid_value") from None
 
 
 def _new_tokens(piece: Piece | PromptScores) -> int:

@@ -14,10 +14,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jaxtune.conversations.calls import schemas_of
+from jaxtune.conversations.calls import Schemas, schemas_of
 from jaxtune.conversations.messages import ConversationError, Message, read_messages, read_tools, template_for
 from jaxtune.conversations.prompts import prompt_tokens, text_tokens
 from jaxtune.conversations.templates import Arguments, TemplateError, checked_arguments
+from jaxtune.models.generation import grammars
 from jaxtune.models.generation.limits import MOST_BIASES, MOST_RANKED
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.requests import ParsedRequest, Row
@@ -46,7 +47,6 @@ _NEUTRAL: dict[str, object] = {
     "function_call": None,
     "functions": None,
     "modalities": ["text"],
-    "response_format": {"type": "text"},
     "suffix": "",
     "verbosity": None,
     "web_search_options": None,
@@ -75,6 +75,45 @@ class _StreamOptions(BaseModel):
     include_usage: bool | None = None  # True: the stream ends with the numbers of tokens; else it has none
     # accepted and ignored: OpenAI then adds random text, which hides the length of chunks from listeners
     include_obfuscation: bool | None = None
+
+
+class _JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    # Only `schema` has an effect: answers always follow it.
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Annotated[dict[str, object], Field(alias="schema")]
+
+
+class _ResponseFormat(BaseModel):
+    """What an answer is, after thoughts."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None  # of json_schema
+
+
+class _StructuredOutputs(BaseModel):
+    """The same by vLLM's key: one of them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    json_: Annotated[dict[str, object] | str | None, Field(alias="json")] = None  # a schema
+    regex: str | None = None  # in Rust's syntax
+    choice: Annotated[list[str], Field(max_length=1024, fail_fast=True)] | None = None
+    grammar: str | None = None  # in llguidance's Lark
+    json_object: bool | None = None
+
+
+class _Function(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+
+
+class _NamedTool(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"]
+    function: _Function
 
 
 class _Body(BaseModel):
@@ -106,6 +145,8 @@ class _Body(BaseModel):
     ignore_eos: bool | None = None  # True: the model's own end tokens do not end an answer
     # further tokens that do
     stop_token_ids: Annotated[list[Token], Field(max_length=_MOST_STOP_TOKENS, fail_fast=True)] | None = None
+    response_format: _ResponseFormat | None = None
+    structured_outputs: _StructuredOutputs | None = None
     user: str | None = None  # who asks; clients take turns
     safety_identifier: str | None = None  # the same
 
@@ -121,7 +162,8 @@ class _Chat(_Body):
     # how many of the most likely tokens at the position of each one are returned too; above 0 it needs logprobs
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
     tools: Objects | None = None  # in OpenAI's form, as the chat template takes them
-    tool_choice: Literal["auto", "none"] | None = None  # "auto", as None: the model may call tools
+    # "auto", as None: the model may call tools; "required" or one tool: it does
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
     parallel_tool_calls: bool | None = None  # False: of several calls the first is returned
     # how long the model thinks, for templates that read it; "none" turns thinking off where that is all they read
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -202,6 +244,10 @@ def read_chat(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
     role = "assistant" if begins else turns[-1]["role"]
     request_values = _parsed_request(values, served, [prompt], most, logprobs, "chat")
     many_calls = values.parallel_tool_calls is not False
+    if isinstance(values.tool_choice, _NamedTool) or values.tool_choice == "required":
+        grammar = _call_grammar(values.tool_choice, schemas or {}, served, many_calls)
+        rows = [dataclasses.replace(row, grammar=grammar) for row in request_values.rows]
+        request_values = dataclasses.replace(request_values, rows=rows)
     return dataclasses.replace(request_values, schemas=schemas, opening=opening, role=role, many_calls=many_calls)
 
 
@@ -217,6 +263,53 @@ def _arguments(body: _Chat, name: str, template: str) -> Arguments | None:
         return {"enable_thinking": effort != "none", **(arguments or {})}
     message = f"reasoning_effort = {effort!r}: the chat template of {name} does not read it: leave it out"
     raise ApiError(400, message, "reasoning_effort", "unsupported_parameter")
+
+
+def _call_grammar(choice: _NamedTool | str, schemas: Schemas, served: Readable, many: bool) -> str:
+    """Of answers that call one of the tools, or the one that is named; ApiError (400)."""
+    names = [choice.function.name] if isinstance(choice, _NamedTool) else [*schemas]
+    if not names or any(name not in schemas for name in names):
+        message = f"tool_choice = {_short(names[0]) if names else 'required'}: no such tool in tools"
+        raise ApiError(400, message, "tool_choice", "invalid_value")
+    chosen = {name: schemas[name] for name in names}
+    lark = served.reader(True).call_grammar(chosen, many and not isinstance(choice, _NamedTool))
+    if lark is None:
+        message = f"tool_choice: the calls of {served.name} are no JSON, so they cannot be required: use auto"
+        raise ApiError(400, message, "tool_choice", "unsupported_parameter")
+    return _followed(lambda: grammars.lark_grammar(lark), "tools")
+
+
+def _grammar(body: _Body) -> str | None:
+    """Of an answer's content; ApiError (400)."""
+    form, outputs = body.response_format, body.structured_outputs
+    if outputs is not None:
+        asked = outputs.model_dump(exclude_none=True)
+        if len(asked) != 1 or form is not None:
+            message = "structured_outputs: give one of json, regex, choice and grammar, and no response_format"
+            raise ApiError(400, message, "structured_outputs", "invalid_value")
+        [(kind, value)] = asked.items()
+        makes: dict[str, Callable[[], str]] = {
+            "json_": lambda: grammars.json_grammar(json.loads(value) if isinstance(value, str) else value),
+            "json_object": lambda: grammars.json_grammar({"type": "object"}),
+            "regex": lambda: grammars.regex_grammar(value),
+            "choice": lambda: grammars.choice_grammar(value),
+            "grammar": lambda: grammars.lark_grammar(value),
+        }
+        return _followed(makes[kind], "structured_outputs")
+    if form is None or form.type == "text":
+        return None
+    if (form.type == "json_schema") != (form.json_schema is not None):
+        message = f"response_format.json_schema: goes with type json_schema, and the type is {form.type}"
+        raise ApiError(400, message, "response_format", "invalid_value")
+    schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+    return _followed(lambda: grammars.json_grammar(schema), "response_format")
+
+
+def _followed(make: Callable[[], str], key: str) -> str:
+    try:
+        return make()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ApiError(400, f"{key}: {_words(error)}", key, "invalid_value") from None
 
 
 def _variables(values: Mapping[str, object] | None) -> Arguments | None:
@@ -432,6 +525,7 @@ def _parsed_request(
     if settings["temperature"] == 0:  # filters change nothing, and clients send them all the same
         settings |= {name: SETTINGS[name][1] for name in ("top_k", "top_p", "min_p")}
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    grammar = _grammar(body)
     seed = secrets.randbits(32) if body.seed is None else body.seed
     rows = [
         Row(
@@ -452,6 +546,7 @@ def _parsed_request(
             min_tokens=min(body.min_tokens or 0, most or _MANY_TOKENS),
             ignore_eos=bool(body.ignore_eos),
             stop_token_ids=tuple(body.stop_token_ids or ()),
+            grammar=grammar,
         )
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n or 1))
     ]

@@ -294,6 +294,7 @@ class Engine:
             logit_bias=row.logit_bias,
             min_new_tokens=row.min_tokens,
             client=(client, id(answers)),
+            constraint=row.constraint,
         )
         answers.numbers.append(number)
         self._of_request[name, number] = answers, index

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jaxtune.conversations.calls import Schemas
+
+if TYPE_CHECKING:
+    from jaxtune.models.generation.requests import Constraint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Row:
     min_tokens: int = 0  # tokens of the answer before which nothing ends it
     ignore_eos: bool = False  # the model's own end tokens do not end it
     stop_token_ids: tuple[int, ...] = ()  # further tokens that end it
+    grammar: str | None = None  # that the answer follows after its thoughts; of `grammars`
+    constraint: Constraint | None = None  # of the grammar, in the process of the sampler
     scores_prompt: bool = False  # the log-probabilities of the prompt's tokens are returned before the answer
 
 

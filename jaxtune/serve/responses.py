@@ -23,7 +23,6 @@ _NEUTRAL: dict[str, object] = {
     "max_tool_calls": None,
     "previous_response_id": None,
     "prompt": None,
-    "text": {"format": {"type": "text"}},
     "top_logprobs": 0,
     "truncation": "disabled",
 }
@@ -36,6 +35,11 @@ class _Reasoning(BaseModel):
     generate_summary: str | None = None
 
 
+class _Text(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    format: dict[str, object] | None = None  # as a chat's response_format, with the schema's keys beside the type
+
+
 class _Responses(BaseModel):
     """A body, with OpenAI's meanings; keys that a chat has too are checked as its."""
 
@@ -45,7 +49,8 @@ class _Responses(BaseModel):
     instructions: str | None = None  # the system message
     max_output_tokens: Positive | None = None
     tools: Objects | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    text: _Text | None = None
+    tool_choice: Literal["auto", "none", "required"] | dict[str, object] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: _Reasoning | None = None
     stream: bool | None = None
@@ -61,7 +66,7 @@ class _Responses(BaseModel):
 
 
 _PASSED = ("model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_PASSED += ("seed", "chat_template_kwargs", "user", "safety_identifier", "tools", "tool_choice")
+_PASSED += ("seed", "chat_template_kwargs", "user", "safety_identifier", "tools")
 
 
 def read_responses(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
@@ -77,6 +82,13 @@ def read_responses(body: object, models: Models, lengths: Lengths) -> ParsedRequ
     chat["messages"] = [*system, *items]
     chat["max_completion_tokens"] = checked.max_output_tokens
     chat["reasoning_effort"] = None if checked.reasoning is None else checked.reasoning.effort
+    choice = checked.tool_choice
+    named = isinstance(choice, dict)
+    chat["tool_choice"] = {"type": choice.get("type"), "function": {"name": choice.get("name")}} if named else choice
+    form = None if checked.text is None else checked.text.format
+    if form is not None:
+        schema = {key: value for key, value in form.items() if key != "type"}
+        chat["response_format"] = {"type": form.get("type")} | ({"json_schema": schema} if schema else {})
     request_values = bodies.read_chat(chat, models, lengths)
     row = request_values.rows[0]
     shown = {
@@ -85,7 +97,8 @@ def read_responses(body: object, models: Models, lengths: Lengths) -> ParsedRequ
         "metadata": body.get("metadata") or {} if isinstance(body, Mapping) else {},
         "parallel_tool_calls": checked.parallel_tool_calls is not False,
         "temperature": row.temperature,
-        "tool_choice": checked.tool_choice or "auto",
+        "text": {"format": form or {"type": "text"}},
+        "tool_choice": choice or "auto",
         "tools": checked.tools or [],
         "top_p": row.top_p,
     }
@@ -131,7 +144,6 @@ class Response:
             "model": request_values.model,
             "error": None,
             "previous_response_id": None,
-            "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             **(request_values.shown or {}),
         }

@@ -13,6 +13,9 @@ from jaxtune.conversations.messages import template_for
 
 if TYPE_CHECKING:
     from jaxtune.models.decoder import Decoder
+    from jaxtune.models.generation.grammars import Grammars
+    from jaxtune.models.generation.requests import Constraint
+    from jaxtune.serve.requests import ParsedRequest, Row
 
 
 class Tokenizer(Protocol):
@@ -98,6 +101,31 @@ class ServedModel:
             if isinstance(value, int | float) and not isinstance(value, bool) and accepts(value) and value != neutral:
                 defaults[name] = value
         return defaults
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        from jaxtune.models.ends import end_token_ids
+        from jaxtune.models.generation.grammars import Grammars
+
+        return Grammars(self.tokenizer, end_token_ids(self.model), self.model.config.vocab_size)
+
+    def constrained(self, request_values: ParsedRequest) -> list[Row]:
+        """The rows with constraints for their grammars. May take a second. ValueError: a grammar is not followed."""
+        rows = request_values.rows
+        if all(row.grammar is None for row in rows):
+            return rows
+        with_tools, is_chat = request_values.schemas is not None, request_values.form != "completion"
+        reader = self.readable.reader(with_tools) if is_chat else None
+
+        def constraint(row: Row) -> Constraint | None:
+            if row.grammar is None:
+                return None
+            if reader is None:
+                return self._grammars.constraint(row.grammar)
+            before = reader.before_content(row.prompt, request_values.opening)
+            return self._grammars.constraint(row.grammar, *before)
+
+        return [dataclasses.replace(row, constraint=constraint(row)) for row in rows]
 
     @functools.cached_property
     def _texts(self) -> dict[int, str]:

@@ -151,7 +151,7 @@ def test_thoughts_and_calls_are_items(tokenizer, stream):
         ({"input": [{"type": "image"}]}, "input.0.type"),
         ({"previous_response_id": "r"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"format": {"type": "json"}}}, "response_format.type"),
         ({"temperature": 3.0}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperatur": 1.0}, "temperatur"),

@@ -27,6 +27,18 @@ class Decodes(Protocol):
         ...
 
 
+class Constraint(Protocol):
+    """Which tokens one row may make."""
+
+    def mask(self) -> np.ndarray | None:
+        """uint32[(V + 31) // 32], a bit for each token that may come next, the lowest first; None: any may."""
+        ...
+
+    def accept(self, tokens: Sequence[int]) -> bool:
+        """Takes the row's new tokens; True: its text is complete."""
+        ...
+
+
 def text_of(tokenizer: Decodes, ids: Sequence[int]) -> str:
     """The text of an answer, without special tokens. Spaces before punctuation stay, so that text shown while tokens
     arrive is how the whole text begins.
@@ -123,6 +135,7 @@ class Request:
     key: bytes = b""
     done: bool = False  # whether it has ended
     client: tuple[Hashable, ...] = ()  # who asks; see `in_turns`
+    constraint: Constraint | None = None
 
     def take(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
         """Adds the device's new tokens, up to the one that completes a stop string. Returns (these, why the row ends or
@@ -135,6 +148,8 @@ class Request:
             if end is not None:
                 del self.tokens[self.start + end :]
                 return self.tokens[self.start + count_before :], "stop"
+        if self.constraint is not None and self.constraint.accept(tokens):
+            return tokens, "stop"
         if tokens and tokens[-1] in self.ends:
             return tokens, "stop"
         return tokens, "length" if len(self.tokens) >= self.limit else None

@@ -30,6 +30,7 @@ from jaxtune.models.generation.converted import Converted, convertible_of
 from jaxtune.models.generation.limits import MOST_BIASES
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.requests import (
+    Constraint,
     Decodes,
     FinishReason,
     Piece,
@@ -67,6 +68,7 @@ class _Round:
     """A call of `decode` that was dispatched and is not read yet."""
 
     emitted: device.Emitted  # its results, which may not have arrived
+    steps: int
     # {slot: (the request that it decodes, Request.placements at that time)}. A row that paused in an earlier round
     # makes no tokens in this one; if `placements` is another when this one is read, it has a slot again and is not
     # queued once more
@@ -209,6 +211,7 @@ class Sampler:
         logit_bias: Mapping[int, float] | None = None,
         min_new_tokens: int = 0,
         client: tuple[Hashable, ...] = (),
+        constraint: Constraint | None = None,
     ) -> int:
         """Appends a prompt to the queue, also while rows decode. Returns the request's number.
 
@@ -230,6 +233,8 @@ class Sampler:
           frequency_penalty: subtracted from them as often as it contains them.
           logit_bias: {token id: what is added to its logit}; None: nothing.
           min_new_tokens: no end token or stop string ends the row before.
+          constraint: which tokens the row may make; while one such row decodes, rounds have a single step, and the
+            device waits for the host.
           client: who asks: rows that wait take turns between clients (requests.in_turns).
 
         Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, filters
@@ -277,6 +282,7 @@ class Sampler:
             StopStrings(strings, tokenizer, "Sampler") if strings else None,
             min_new_tokens,
             client=client,
+            constraint=constraint,
         )
         self._number += 1
         self._requests[request.number] = request
@@ -315,8 +321,11 @@ class Sampler:
         waiting.look()
         with timing.phase("sample"):
             self._fill()
+            constrained = any(request is not None and request.constraint is not None for request in self._slots)
+            while constrained and self._rounds:  # the masks depend on the newest tokens
+                self._read_round()
             if self._has_work():
-                self._dispatch()
+                self._dispatch(self._masks() if constrained else None)
                 if len(self._rounds) >= _IN_FLIGHT:
                     self._read_round()
             elif self._rounds:
@@ -526,18 +535,29 @@ class Sampler:
     def _has_work(self) -> bool:
         return any(r is not None and len(r.tokens) + r.rounds * self._steps < r.limit for r in self._slots)
 
-    def _dispatch(self) -> None:
-        """Starts a round of decoding steps, without waiting; the states are donated. The host's changes of slots take
-        effect in it.
+    def _masks(self) -> np.ndarray:
+        """Rows.masks of the slots."""
+        masks = np.full((len(self._slots), (self.config.vocab_size + 31) // 32), device.NO_MASK)
+        for slot, request in enumerate(self._slots):
+            if request is not None and request.constraint is not None:
+                mask = request.constraint.mask()
+                if mask is not None:
+                    masks[slot] = mask
+        return masks
+
+    def _dispatch(self, masks: np.ndarray | None) -> None:
+        """Starts a round of decoding steps, or of a single one with masks, without waiting; the states are donated. The
+        host's changes of slots take effect in it.
         """
+        steps = self._steps if masks is None else 1
         rows = self._sent_rows or jax.tree.map(np.copy, self._rows)  # the host changes its arrays
         if rows is self._sent_rows and isinstance(rows.start, np.ndarray):
             rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
         self._sent_rows = rows
         kind = self._kind_of_slots()
-        rows = rows if kind.adjusts else rows._replace(adjustments=None)
+        rows = rows._replace(adjustments=rows.adjustments if kind.adjusts else None, masks=masks)
         seen = self._seen if kind.penalises else None
-        arguments = self._structure, kind, self._steps, self._leaves, self._states, self._live, seen
+        arguments = self._structure, kind, steps, self._leaves, self._states, self._live, seen
         self._states, self._live, seen, emitted = self._programs.decode(*arguments, *self._changes(), rows)
         self._seen = seen if kind.penalises else self._seen
         if not self._on_host:
@@ -548,7 +568,7 @@ class Sampler:
         }
         for request, _ in requests.values():
             request.rounds += 1
-        self._rounds.append(_Round(emitted, requests))
+        self._rounds.append(_Round(emitted, steps, requests))
 
     def _kind_of_slots(self) -> Kind:
         """What the rows need, by an earlier round's kind if there was the same; else with what the last round had, so
@@ -599,7 +619,7 @@ class Sampler:
                 self._pieces.append(Piece(request.number, new_tokens, values, None, tops))
             # It paused, so that its states are computed anew. In a round that was dispatched before that was known, it
             # made no token either, but has left its slot.
-            if count < self._steps and request.placements == placed and self._slots[slot] is request:
+            if count < oldest.steps and request.placements == placed and self._slots[slot] is request:
                 self._slots[slot] = None
                 self._enqueue(request, first=True)
 

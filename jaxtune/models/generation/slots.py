@@ -43,6 +43,7 @@ from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.decode.attention import inserted
 from jaxtune.pallas.decode.few_rows import MOST_ROWS, chosen_token, looked_up
 
+NO_MASK = np.uint32(0xFFFFFFFF)
 NEVER = np.iinfo(np.int32).max  # a length that no row reaches
 
 
@@ -69,6 +70,8 @@ class Rows(NamedTuple):
     index: Array  # uint32[N]: tells rows with the same seed apart
     numbers: Numbers  # the sampling settings
     adjustments: Adjustments | None = None  # None without Kind.adjusts
+    # uint32[N, (V + 31) // 32]: a bit for each token that each row may make; None: any. Only for rounds of one step
+    masks: Array | None = None
 
 
 def empty_adjustments(count: int, width: int) -> Adjustments:
@@ -398,13 +401,16 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, rows: Rows, length, unifor
     logprob_temperature, logits = numbers.logprob_temperature, model.logits(hidden)[:, 0]
     token, logprob, peak, total = chosen_token(logits, vocab_size, numbers.temperature, logprob_temperature, uniform)
     logits = logits[:, :vocab_size].astype(jnp.float32)
-    if kind.penalises or kind.filters or kind.adjusts:
+    if kind.penalises or kind.filters or kind.adjusts or rows.masks is not None:
         # Rows without these settings keep their token, so that its bits do not depend on the settings of other rows.
         adjustments = rows.adjustments
         scores = logits if adjustments is None else biased(logits, adjustments, length)
         if kind.penalises:
             scores = penalised(scores, seen > 0, numbers.repetition_penalty[:, None])
             scores = scores if adjustments is None else lessened(scores, adjustments, seen >> 1)
+        if rows.masks is not None:
+            bits = rows.masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+            scores = jnp.where(bits.reshape(len(logits), -1)[:, :vocab_size] > 0, scores, -jnp.inf)
         filtered_token = likeliest = scores.argmax(-1).astype(jnp.int32)
         if uniform is not None:
             scores = scores / numbers.temperature[:, None]
@@ -415,6 +421,8 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, rows: Rows, length, unifor
         if adjustments is not None:
             is_filtered |= (adjustments.presence_penalty != 0) | (adjustments.frequency_penalty != 0)
             is_filtered |= (adjustments.bias != 0).any(-1)
+        if rows.masks is not None:
+            is_filtered |= (rows.masks != NO_MASK).any(-1)
         token = jnp.where(is_filtered, filtered_token, token)
         of_token = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
         logprob = jnp.where(is_filtered, (of_token - peak) / logprob_temperature - total, logprob)
