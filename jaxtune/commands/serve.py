@@ -140,7 +140,9 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
         # They are made in this order, each with its part of the memory that those before it have left.
         shares = (1 / (len(models) - index) for index in range(len(models)))
         samplers = {
-            name: functools.partial(Sampler, served.model, options.slots, options.length, memory_share=share)
+            name: functools.partial(
+                Sampler, served.model, options.slots, options.length, memory_share=share, first_at_once=True
+            )
             for (name, served), share in zip(models.items(), shares, strict=True)
         }
         engine = Engine(samplers, {name: served.tokenizer for name, served in models.items()})

@@ -101,6 +101,27 @@ def test_a_kind_that_no_row_needs_is_left(sampler):
     assert kind() == plain
 
 
+def test_a_first_token_comes_at_once_where_few_decode():
+    with Sampler(model_of(), 8, 64) as late, Sampler(model_of(), 8, 64, first_at_once=True) as early:
+
+        def pieces(sampler, count: int) -> dict[int, list[int]]:
+            """{row: how many tokens each of its pieces has}"""
+            rows: dict[int, list[int]] = {sampler.submit([1, 2, n], 11, eos_token_ids=[]): [] for n in range(count)}
+            made: dict[int, list[int]] = {}
+            while sampler.pending:
+                for piece in sampler.step():
+                    rows[piece.request].append(len(piece.ids))
+                    made.setdefault(piece.request, []).extend(piece.ids)
+            texts.append([*made.values()])
+            return rows
+
+        texts: list[list[list[int]]] = []
+        assert {*map(tuple, pieces(late, 2).values())} == {(8, 3)}
+        assert {*map(tuple, pieces(early, 2).values())} == {(1, 8, 2)}
+        assert texts[0] == texts[1]
+        assert {*map(tuple, pieces(early, 3).values())} == {(8, 3)}
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -34,7 +34,9 @@ def served_models() -> dict[str, ServedModel]:
 
 
 def engine_of(models: dict[str, ServedModel], slots: int = 4, length: int = 256) -> Engine:
-    made = {name: functools.partial(Sampler, one.model, slots, length) for name, one in models.items()}
+    made = {
+        name: functools.partial(Sampler, one.model, slots, length, first_at_once=True) for name, one in models.items()
+    }
     return Engine(made, {name: one.tokenizer for name, one in models.items()})
 
 

@@ -308,3 +308,9 @@ def test_a_key_in_a_file(tmp_path, capsys):
     for wrong in (file, pipe, tmp_path / "none"):
         with pytest.raises(ValueError, match="--api-key-file"):
             _key_in(wrong)
+
+
+def test_readers_have_no_device():
+    """So they start in seconds and take no memory of one."""
+    code = "import sys, jaxtune.serve.reading; sys.exit('jax' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

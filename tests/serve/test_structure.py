@@ -116,6 +116,7 @@ def fits(value: object, schema: dict, root: dict) -> bool:
     return value is None if kind == "null" else isinstance(value, bool)
 
 
+@pytest.mark.full
 def test_two_hundred_schemas_always_parse(models, compiler, tokenizer):
     """Answers of a model that knows nothing of JSON, drawn at a high temperature."""
     draw = random.Random(11)

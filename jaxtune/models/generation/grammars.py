@@ -72,8 +72,9 @@ class Grammars:
         from llguidance import hf
 
         self._width, self._tokenizer = (vocab_size + 31) // 32, tokenizer
-        known = [token for token in ends if token < len(tokenizer)]
-        self._compiler = hf.from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), known or None)
+        end_tokens = [token for token in ends if token < len(tokenizer)]
+        self._last: tuple[str, LLMatcher] | None = None  # the last grammar; a request's rows have the same
+        self._compiler = hf.from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), end_tokens or None)
 
     def constraint(
         self, grammar: str, thoughts_end: re.Pattern[str] | None = None, thinks: bool = False, opens: int | None = None
@@ -84,14 +85,16 @@ class Grammars:
         thinks: whether the row begins within thoughts.
         opens: a token that opens thoughts if it is the row's first; None: there is none.
         """
-        matcher = _llguidance().LLMatcher(self._compiler, grammar)
-        if matcher.is_error():
-            raise ValueError(" ".join(matcher.get_error().split())[:300])
+        if self._last is None or self._last[0] != grammar:
+            matcher = _llguidance().LLMatcher(self._compiler, grammar)
+            if matcher.is_error():
+                raise ValueError(" ".join(matcher.get_error().split())[:300])
+            self._last = grammar, matcher
 
         def decode(ids: Sequence[int]) -> str:
             return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-        return GrammarConstraint(matcher, self._width, decode, thoughts_end, thinks, opens)
+        return GrammarConstraint(self._last[1].deep_copy(), self._width, decode, thoughts_end, thinks, opens)
 
 
 class GrammarConstraint:

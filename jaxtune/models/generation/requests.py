@@ -129,7 +129,7 @@ class Request:
     # how often it was placed in a slot, by which the sampler knows results of an earlier stay in a slot; more than once
     # only if a longrope model changes its factors, and its states are computed anew
     placements: int = 0
-    rounds: int = 0  # how many rounds that decode it were dispatched to the device and have not been read
+    ahead: int = 0  # the most tokens that dispatched rounds make, which have not been read
     # identifies the tokens of which its states are computed, so that requests with equal prompts share a prefill; set
     # when it is queued (Prefills.add_waiting)
     key: bytes = b""

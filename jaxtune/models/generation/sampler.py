@@ -60,6 +60,7 @@ from jaxtune.system import lifetimes, timing, waiting
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _FEWEST_BIASES = 8  # and that of biases
+_FEW = 4  # as a share of the slots, the rows among which a new one has a round of one step
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
 
 
@@ -105,6 +106,8 @@ class Sampler:
       prefill_tokens: the most that one program prefills (four times as many while most slots are free), and about the
         most between two rounds.
       prefills_alone: a row's bits do not depend on other prompts.
+      first_at_once: while few slots are taken, a new row's first round has one step, so that its first token comes
+        early; a program more is compiled.
 
     Attributes:
       plan: the SlotPlan in use.
@@ -126,6 +129,7 @@ class Sampler:
         tokens_per_round: int = 8,
         prefill_tokens: int = PREFILL_TOKENS,
         prefills_alone: bool = False,
+        first_at_once: bool = False,
     ):
         for name, value in (("tokens_per_round", tokens_per_round), ("prefill_tokens", prefill_tokens)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -164,6 +168,7 @@ class Sampler:
         self._end = lifetimes.end_with(self, _wait_for, self._rounds, self._prefills)
         self._closed = False
         self._pieces: list[Piece] = []  # the next step returns these
+        self._first_at_once = first_at_once and tokens_per_round > 1
         self._runs = False  # whether `run` has rows to yield
         self._kinds: list[Kind] = []  # of the rounds so far, each once
         self._on_host = jax.default_backend() == "cpu"  # where results lie in the host's memory already
@@ -533,7 +538,7 @@ class Sampler:
     # ---- rounds
 
     def _has_work(self) -> bool:
-        return any(r is not None and len(r.tokens) + r.rounds * self._steps < r.limit for r in self._slots)
+        return any(r is not None and len(r.tokens) + r.ahead < r.limit for r in self._slots)
 
     def _masks(self) -> np.ndarray:
         """Rows.masks of the slots."""
@@ -549,7 +554,7 @@ class Sampler:
         """Starts a round of decoding steps, or of a single one with masks, without waiting; the states are donated. The
         host's changes of slots take effect in it.
         """
-        steps = self._steps if masks is None else 1
+        steps = 1 if masks is not None or self._joined() else self._steps
         rows = self._sent_rows or jax.tree.map(np.copy, self._rows)  # the host changes its arrays
         if rows is self._sent_rows and isinstance(rows.start, np.ndarray):
             rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
@@ -567,8 +572,14 @@ class Sampler:
             slot: (request, request.placements) for slot, request in enumerate(self._slots) if request is not None
         }
         for request, _ in requests.values():
-            request.rounds += 1
+            request.ahead += steps
         self._rounds.append(_Round(emitted, steps, requests))
+
+    def _joined(self) -> bool:
+        """Whether a round of one step gives a new row its first token early, at the cost of few others."""
+        rows = [request for request in self._slots if request is not None] if self._first_at_once else []
+        is_new = any(len(request.tokens) == request.start and not request.ahead for request in rows)
+        return is_new and len(rows) <= max(1, len(self._slots) // _FEW)
 
     def _kind_of_slots(self) -> Kind:
         """What the rows need, by an earlier round's kind if there was the same; else with what the last round had, so
@@ -599,7 +610,7 @@ class Sampler:
         with timing.phase("wait", "the device"):
             tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, oldest.emitted)
         for slot, (request, placed) in oldest.requests.items():
-            request.rounds -= 1
+            request.ahead -= oldest.steps
             if request.done:  # by a stop string or a cancellation that the device did not know of yet
                 continue
             count = int(counts[slot])
