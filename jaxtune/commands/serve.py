@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 from jaxtune.commands import common
 from jaxtune.system import progress, timing
 from jaxtune.system.extras import install
+from jaxtune.system.files import read_plain
 from jaxtune.system.loopback import HOST, is_loopback
 from jaxtune.system.terminal import say
 
 if TYPE_CHECKING:
+    from jaxtune.serve.readers import Readers
     from jaxtune.serve.served import ServedModel
 
 _KEY = "JAXTUNE_API_KEY"
+_MOST_KEY_BYTES = 65_536
 
 
 # arguments: the words after `jaxtune serve`: a model folder, hub name or adapter folder, and options. It returns after
@@ -31,6 +34,13 @@ def run(arguments: Sequence[str]) -> None:
     Many clients share the slots of a model's sampler. SIGTERM, SIGHUP or Ctrl-C ends the server: no new requests are
     taken, answers have --grace seconds to end, and the exit code is 0. A second one ends it at once.
     """
+    from jaxtune.serve import signals
+
+    with signals.ending_start():
+        _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> None:
     parser = common.parser("serve", run.__doc__)
     parser.add_argument("model", help="model folder, GGUF file, hub name or adapter folder")
     parser.add_argument(
@@ -43,7 +53,14 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--host", default=HOST, help=f"address to listen on (default: {HOST}, this machine alone)")
     parser.add_argument("--port", type=int, default=8000, help="0: a free one (default: 8000)")
     parser.add_argument(
-        "--api-key", metavar="KEY", help=f"that clients must bring (default: ${_KEY}); required with another --host"
+        "--api-key-file",
+        metavar="FILE",
+        help="a file with the key that clients must bring; required with another --host",
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"the key itself, which other users of the machine can see in `ps` (default: ${_KEY})",
     )
     parser.add_argument(
         "--slots", type=int, metavar="N", help="rows of one model that decode at once (default: by memory, at most 64)"
@@ -60,9 +77,13 @@ def run(arguments: Sequence[str]) -> None:
     common.add_numbers(parser)
     common.add_timing(parser)
     options = parser.parse_args(arguments)
+    if options.api_key is not None and options.api_key_file is not None:
+        parser.error("--api-key and --api-key-file: give one of them")
     key = options.api_key if options.api_key is not None else os.environ.get(_KEY)
+    if options.api_key_file is not None:
+        key = _key_in(Path(options.api_key_file).expanduser())
     if key == "":
-        parser.error(f"--api-key (or ${_KEY}) is empty: give a key, or none")
+        parser.error(f"--api-key (or --api-key-file, or ${_KEY}) is empty: give a key, or none")
     for flag, value, right in (
         ("--timeout", options.timeout, options.timeout > 0),
         ("--grace", options.grace, 0 <= options.grace < float("inf")),
@@ -70,20 +91,39 @@ def run(arguments: Sequence[str]) -> None:
         if not right:
             parser.error(f"{flag} {value:g}: must be {'positive' if flag == '--timeout' else '0 or more'}")
     if key is None and not is_loopback(options.host):
-        parser.error(f"--host {options.host} can be reached from other machines: give --api-key KEY, or set {_KEY}")
+        parser.error(
+            f"--host {options.host} can be reached from other machines: give --api-key-file FILE, or set {_KEY}"
+        )
     try:
+        import prometheus_client
         import starlette
         import uvicorn
     except ImportError as error:
-        raise ValueError(f"serve needs starlette and uvicorn ({error}): {install('serve')}") from None
-    del starlette, uvicorn
-    common.begin_import()
-    _serve(options, key)
+        raise ValueError(
+            f"serve needs starlette, uvicorn and prometheus-client ({error}): {install('serve')}"
+        ) from None
+    del prometheus_client, starlette, uvicorn
+    from jaxtune.serve.readers import Readers
+
+    with Readers() as readers:
+        common.begin_import()
+        _serve(options, key, readers)
     if options.timing:
         progress.show_timing()
 
 
-def _serve(options: argparse.Namespace, key: str | None) -> None:
+def _key_in(file: Path) -> str:
+    """The one line of a file; ValueError for other contents."""
+    try:
+        lines = read_plain(file, _MOST_KEY_BYTES).decode().splitlines()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--api-key-file {file}: cannot be read: {error}") from None
+    if len(lines) != 1:
+        raise ValueError(f"--api-key-file {file}: has {len(lines)} lines; a key is one")
+    return lines[0].strip()
+
+
+def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> None:
     """Opens the socket, loads the models, and serves them until a signal. key: that clients must send; None: no key.
 
     Each of N models has a sampler, made in order: the first may take 1/N of the free device memory for its slots, the
@@ -96,17 +136,21 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
     timing.imported()
     with server.listen(options.host, options.port) as listener:
         models = {served.name: served for served in _models(options)}
+        readers.serve({name: served.readable for name, served in models.items()})
         # They are made in this order, each with its part of the memory that those before it have left.
         shares = (1 / (len(models) - index) for index in range(len(models)))
         samplers = {
-            name: functools.partial(Sampler, served.model, options.slots, options.length, memory_share=share)
+            name: functools.partial(
+                Sampler, served.model, options.slots, options.length, memory_share=share, first_at_once=True
+            )
             for (name, served), share in zip(models.items(), shares, strict=True)
         }
-        engine = Engine(samplers, {name: served.decoder for name, served in models.items()})
+        engine = Engine(samplers, {name: served.tokenizer for name, served in models.items()})
         for name, plan in engine.plans.items():
-            say(f"{name}: {plan}")
+            defaults = ", ".join(f"{key} {value:g}" for key, value in models[name].defaults.items())
+            say(f"{name}: {plan}" + f"; unless a request says otherwise: {defaults}" * bool(defaults))
         with timing.phase("serve"):
-            server.Server(models, engine, listener, key, options.timeout, options.grace).run_until_signal()
+            server.Server(models, engine, listener, key, options.timeout, options.grace, readers).run_until_signal()
 
 
 def _models(options: argparse.Namespace) -> list[ServedModel]:

@@ -6,6 +6,7 @@ Thoughts are cut first: a call within one is no call. `AnswerReader` reads whole
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
@@ -82,6 +83,8 @@ THOUGHTS = (
 )
 _CHANNELS = ("<|channel|>", "<|message|>")  # gpt-oss's
 _CHANNEL_MARKS = (*_CHANNELS, "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+_FINAL = re.compile(r"<\|channel\|>final[^<]*(<\|constrain\|>[^<]*)?<\|message\|>")
+SPACES = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{0,40}"}}  # or a model may write them for ever
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
@@ -110,6 +113,37 @@ class AnswerReader:
     def of(cls, tokenizer: Tokenizer, tools: object = None) -> AnswerReader:
         """The reader for the tokenizer's own template, of several the one for `tools`."""
         return cls(tokenizer, template_for(tokenizer.chat_template, tools))
+
+    def call_grammar(self, schemas: Schemas, many: bool) -> str | None:
+        """A grammar of answers that call tools, in llguidance's Lark; None for a family whose calls are not JSON.
+
+        schemas: {tool's name: JSON schema of its arguments} of the tools that may be called.
+        many: whether several calls may follow each other.
+        """
+        form = self.form or HERMES
+        if self._channels or not form.body:
+            return None
+        key = "parameters" if form.leading else "arguments"
+
+        def mark(text: str) -> str:
+            token = self._call_marks.get(text)
+            return json.dumps(text) if token is None else f"<[{token}]>"
+
+        begin = f'{mark(form.opens)} "\\n"? ' if form.opens else ""
+        end = f' "\\n"? {mark(form.closes)}' if form.closes else ""
+        call = " | ".join(f"call_{index}" for index in range(len(schemas)))
+        if form.body == "list":
+            more = f' (", " ({call}))*' if many else ""
+            lines = [f'start: {begin}"[" ({call}){more} "]"{end}']
+        else:
+            more = ' ("\\n"? block)*' if many and form.closes else ""
+            lines = [f"start: block{more}", f"block: {begin}({call}){end}"]
+        for index, (name, schema) in enumerate(schemas.items()):
+            before = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ', ensure_ascii=False)
+            lines.append(f'call_{index}: {before} value_{index} "}}"')
+            value = schema if isinstance(schema, Mapping) and schema else {"type": "object"}
+            lines.append(f"value_{index}: %json {json.dumps({**value, **SPACES})}")
+        return "\n".join(lines)
 
     @property
     def marks_are_special(self) -> bool:
@@ -164,6 +198,24 @@ class AnswerReader:
             open_ends = opened and self._thoughts.closes not in thought
             return next(text for text in openings if (opened + thought).startswith(text)) if open_ends else ""
         return next((text for text in openings if tail.endswith(text)), "")
+
+    def before_content(
+        self, prompt_ids: Sequence[int], opening: str
+    ) -> tuple[re.Pattern[str] | None, bool, int | None]:
+        """(what ends thoughts, in text with special tokens, or None if there are none; whether an answer begins in
+        thoughts; the token with which it may open some, or None).
+
+        prompt_ids: token ids of the prompt.
+        opening: the beginning of the answer that the prompt's end holds.
+        """
+        if self._channels:
+            return _FINAL, True, None
+        if self._thoughts is None:
+            return None, False, None
+        tail = str(self._tokenizer.decode(list(prompt_ids[-_TAIL:]), skip_special_tokens=False)).rstrip()
+        is_over = tail.endswith(self._thoughts.closes)
+        opens = None if is_over or opening else self._thought_marks.get(self._thoughts.opens)
+        return re.compile(re.escape(self._thoughts.closes)), bool(opening), opens
 
     def stream(self, schemas: Schemas | None = None, opening: str = "") -> AnswerStream:
         """A stream that reads an answer piece by piece.

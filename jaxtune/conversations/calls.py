@@ -7,7 +7,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 type Arguments = dict[str, Any]
 # {tool's name: JSON schema of its parameters}.
@@ -42,6 +42,8 @@ class CallForm:
     """In place of `opens`: beginnings of an answer that consists of calls; part of their text."""
     marks: tuple[str, ...] = ()
     """Further tokens within the text."""
+    body: Literal["object", "list", ""] = ""
+    """JSON that may be between: an object of a call, or a list of them; "": neither."""
 
 
 def schemas_of(tools: object) -> Arguments:
@@ -314,17 +316,41 @@ FORMS = (
         _kimi,
         marks=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     ),
-    CallForm("Mistral [TOOL_CALLS]", ("[TOOL_CALLS]",), "[TOOL_CALLS]", "", _mistral, marks=("[ARGS]", "[CALL_ID]")),
+    CallForm(
+        "Mistral [TOOL_CALLS]",
+        ("[TOOL_CALLS]",),
+        "[TOOL_CALLS]",
+        "",
+        _mistral,
+        marks=("[ARGS]", "[CALL_ID]"),
+        body="list",
+    ),
     CallForm("LFM2 <|tool_call_start|>", ("<|tool_call_start|>",), "<|tool_call_start|>", "<|tool_call_end|>", _python),
     CallForm("OLMo <function_calls>", ("<function_calls>",), "<function_calls>", "</function_calls>", _python),
-    CallForm("Phi-4 <|tool_call|>", ("<|tool_call|>", "<|/tool_call|>"), "<|tool_call|>", "<|/tool_call|>", _json_call),
-    CallForm("Granite <|tool_call|>", ("<|tool_call|>",), "<|tool_call|>", "", _json_calls),
-    CallForm("Command <|START_ACTION|>", ("<|START_ACTION|>",), "<|START_ACTION|>", "<|END_ACTION|>", _json_calls),
+    CallForm(
+        "Phi-4 <|tool_call|>",
+        ("<|tool_call|>", "<|/tool_call|>"),
+        "<|tool_call|>",
+        "<|/tool_call|>",
+        _json_call,
+        body="object",
+    ),
+    CallForm("Granite <|tool_call|>", ("<|tool_call|>",), "<|tool_call|>", "", _json_calls, body="list"),
+    CallForm(
+        "Command <|START_ACTION|>",
+        ("<|START_ACTION|>",),
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        _json_calls,
+        body="list",
+    ),
     CallForm("MiniMax <invoke>", ("<minimax:tool_call>",), "<minimax:tool_call>", "</minimax:tool_call>", _invoked),
     CallForm("Seed <function=NAME>", ("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", _xml),
     CallForm("GLM <arg_key>", ("<tool_call>", "<arg_key>"), "<tool_call>", "</tool_call>", _glm),
     CallForm("Qwen3-Coder <function=NAME>", ("<tool_call>", "<function="), "<tool_call>", "</tool_call>", _xml),
-    CallForm("Hermes and Qwen <tool_call> JSON", ("<tool_call>",), "<tool_call>", "</tool_call>", _json_call),
+    CallForm(
+        "Hermes and Qwen <tool_call> JSON", ("<tool_call>",), "<tool_call>", "</tool_call>", _json_call, body="object"
+    ),
     CallForm(
         "Llama 3 JSON",
         ("<|start_header_id|>", "tool_calls"),
@@ -333,6 +359,7 @@ FORMS = (
         _llama,
         leading=("{", "<|python_tag|>"),
         marks=("<|python_tag|>",),
+        body="object",
     ),
 )
 HERMES = next(form for form in FORMS if form.name.startswith("Hermes"))

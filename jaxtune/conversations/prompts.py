@@ -25,6 +25,7 @@ def prompt_tokens(
     arguments: Arguments | None = None,
     begins_answer: bool = True,
     continues: bool = False,
+    max_tokens: int | None = None,
 ) -> list[int]:
     """The token ids with which a model is asked: BOS once if the tokenizer adds one, no EOS. Special tokens in tool
     results stay text.
@@ -38,6 +39,7 @@ def prompt_tokens(
       arguments: further variables, such as {"enable_thinking": False}.
       begins_answer: end with the beginning of an answer.
       continues: the last message is continued; no answer begins.
+      max_tokens: of a longer prompt this many of its first tokens are made, or some more.
     """
     text, cuts = (prompt, []) if isinstance(prompt, str) else ("", [])
     if not isinstance(prompt, str):
@@ -56,19 +58,20 @@ def prompt_tokens(
             arguments=arguments,
         )
         text, cuts = unguarded(text, mark)
-    return with_beginning(tokenizer, text_tokens(tokenizer, text, cuts))
+    return with_beginning(tokenizer, text_tokens(tokenizer, text, cuts, max_tokens))
 
 
-def text_tokens(tokenizer: Tokenizer, text: str, cuts: Sequence[int] = ()) -> list[int]:
+def text_tokens(tokenizer: Tokenizer, text: str, cuts: Sequence[int] = (), max_tokens: int | None = None) -> list[int]:
     """The token ids of a text, without special tokens around it. Raises TemplateError for surrogates.
 
     tokenizer: of the model.
     text: may contain special tokens, which are read as such.
     cuts: ascending character indices that no token crosses; only fast tokenizers follow them.
+    max_tokens: as for `prompt_tokens`; only fast tokenizers follow it.
     """
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise TemplateError("not valid Unicode: half of a surrogate pair")
     if not getattr(tokenizer, "is_fast", False):
         return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
-    tokens = tokenize_pieces(tokenizer, text, cuts) if cuts else tokenize(tokenizer, [text])[0]
+    tokens = tokenize_pieces(tokenizer, text, cuts, max_tokens) if cuts else tokenize(tokenizer, [text], max_tokens)[0]
     return tokens.ids.tolist()

@@ -8,39 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
-import json
 import sys
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxtune.serve.bodies import ParsedRequest, read_chat, read_completion
-from jaxtune.serve.engine import Answers, Engine
-from jaxtune.serve.errors import ApiError, encoded
-from jaxtune.serve.forms import Answer
+from jaxtune.models.generation.requests import Piece
+from jaxtune.serve.engine import Answers, Engine, PromptScores
+from jaxtune.serve.errors import ApiError, encoded, panics
+from jaxtune.serve.forms import Answer, ResponsesAnswer, answer_to
+from jaxtune.serve.metrics import Metrics, Progress
+from jaxtune.serve.readers import Readers
+from jaxtune.serve.reading import Reading
+from jaxtune.serve.requests import ParsedRequest, Row
 from jaxtune.serve.served import ServedModel
 from jaxtune.system.loopback import refusal
 from jaxtune.system.terminal import say
 
 _MOST_BODY_BYTES = 16 * 2**20
+_MOST_BODIES_BYTES = 16 * _MOST_BODY_BYTES  # of all that arrive or wait to be read
 _BODY_SECONDS = 30.0  # within which a body must have arrived
 _CLIENT_LEFT = 499  # the status that proxies log for it
 _LAST_WORDS_SECONDS = 1.0  # for the error that ends a stream
 
-type Reader = Callable[[object, Mapping[str, ServedModel]], ParsedRequest]
-
 
 def make_app(
-    models: Mapping[str, ServedModel], engine: Engine, key: str | None, local: bool, seconds: float, encoding: Executor
+    models: Mapping[str, ServedModel], engine: Engine, key: str | None, local: bool, seconds: float, readers: Readers
 ) -> ASGIApp:
     """The ASGI application with all routes of the server.
 
@@ -50,16 +53,20 @@ def make_app(
     local: the server listens on a loopback address only: Host and Origin are checked, so that no web page in the
       user's browser can ask it.
     seconds: from the arrival of a body until its answer has been made and, if streamed, read; else error 504.
-    encoding: an executor of one thread, which tokenises prompts.
+    readers: read the bodies.
     """
-    api = _Api(models, engine, seconds, encoding)
+    api = _Api(models, engine, seconds, readers)
     app = Starlette(
         routes=[
             Route("/health", api.health),
             Route("/v1/models", api.list_models),
             Route("/v1/models/{name:path}", api.one_model),
-            Route("/v1/chat/completions", api.chat, methods=["POST"]),
-            Route("/v1/completions", api.completions, methods=["POST"]),
+            Route("/v1/chat/completions", api.answer, methods=["POST"]),
+            Route("/v1/completions", api.answer, methods=["POST"]),
+            Route("/v1/responses", api.answer, methods=["POST"]),
+            Route("/tokenize", api.tokens, methods=["POST"]),
+            Route("/detokenize", api.tokens, methods=["POST"]),
+            Route("/metrics", api.metrics),
         ],
         exception_handlers={
             ApiError: _refuse,
@@ -68,7 +75,8 @@ def make_app(
             Exception: _fault,
         },
     )
-    return _Guard(app, key, local)
+    paths = {route.path for route in app.routes if isinstance(route, Route)}
+    return _Counted(_Guard(app, key, local), api.numbers, paths)
 
 
 class Json(Response):
@@ -93,7 +101,7 @@ async def _refuse(_: Request, error: Exception) -> Response:
 async def _not_found(request: Request, error: Exception) -> Response:
     """An unknown path (404) or method (405) in OpenAI's form."""
     assert isinstance(error, HTTPException)
-    return _error(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    return _error(ApiError(error.status_code, f"{request.method} {request.scope['path']}: {error.detail}"))
 
 
 async def _client_gone(_: Request, error: Exception) -> Response:
@@ -109,6 +117,23 @@ def _reported(error: Exception) -> ApiError:
     """Prints an unexpected error's traceback on stderr; the client gets only the name of its type (500)."""
     say("jaxtune: a request failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
     return ApiError(500, f"the server failed: {type(error).__name__}")
+
+
+class _Counted:
+    """Counts answers by path and status."""
+
+    def __init__(self, app: ASGIApp, numbers: Metrics, paths: set[str]):
+        self._app, self._numbers, self._paths = app, numbers, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._numbers.request(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting)
 
 
 class _Guard:
@@ -127,33 +152,53 @@ class _Guard:
 
     def _refused(self, request: Request) -> ApiError | None:
         """The error for a request that must not be answered. Host and Origin also count for /health, the key does not.
-
-        Keys are compared as bytes and in constant time, so that the time does not show how many characters are right.
+        Sets `state.trusted`: the key is right, or there is none.
         """
         why = refusal(request.headers.get("host"), request.headers.get("origin")) if self._local else None
         if why is not None:
             return ApiError(403, why)
-        if self._key is None or request.url.path == "/health":
+        # Not of `request.url`, which is made of the header Host too.
+        trusted = request.state.trusted = self._key is None or _brings(request, self._key)
+        if trusted or request.scope["path"] == "/health":
             return None
-        kind, _, presented = request.headers.get("authorization", "").partition(" ")
-        right = kind.lower() == "bearer" and hmac.compare_digest(
-            presented.strip().encode("latin-1"), self._key.encode()
-        )
-        return None if right else ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+def _brings(request: Request, key: str) -> bool:
+    """Whether a request has the key. They are compared as bytes and in constant time, so that the time does not show
+    how many characters are right.
+    """
+    kind, _, presented = request.headers.get("authorization", "").partition(" ")
+    return kind.lower() == "bearer" and hmac.compare_digest(presented.strip().encode("latin-1"), key.encode())
 
 
 class _Api:
     """The handlers of the routes."""
 
-    def __init__(self, models: Mapping[str, ServedModel], engine: Engine, seconds: float, encoding: Executor):
-        self._models, self._engine, self._seconds, self._encoding = models, engine, seconds, encoding
+    def __init__(self, models: Mapping[str, ServedModel], engine: Engine, seconds: float, readers: Readers):
+        self._models, self._engine, self._seconds, self._readers = models, engine, seconds, readers
+        self.numbers = Metrics(engine)
+        self._bodies_bytes = 0
+        self._forms = ThreadPoolExecutor(2, "answers")
         self._began = int(time.time())
 
-    async def health(self, _: Request) -> Response:
-        """GET /health, without a key: 200, or 503 from a failed round of the engine until one of any model succeeds."""
-        if self._engine.failure is not None:
-            return Json({"status": "failing", "error": self._engine.failure}, 503)
-        return Json({"status": "ok"})
+    async def health(self, request: Request) -> Response:
+        """GET /health: 200, or 503 from a failed round of the engine until one of any model succeeds; without the key
+        no word of the error.
+        """
+        if self._engine.failure is None:
+            return Json({"status": "ok"})
+        error = {"error": self._engine.failure} if request.state.trusted else {}
+        return Json({"status": "failing", **error}, 503)
+
+    async def metrics(self, _: Request) -> Response:
+        """GET /metrics, in Prometheus' text form."""
+        return Response(self.numbers.text(), media_type="text/plain; version=0.0.4")
+
+    async def tokens(self, request: Request) -> Response:
+        """POST /tokenize and /detokenize."""
+        answer, _ = await self._read(request)
+        return Response(await self._in_thread(lambda: encoded(answer, large=True)), media_type=Json.media_type)
 
     async def list_models(self, _: Request) -> Response:
         """GET /v1/models: the base model first, then its adapters."""
@@ -173,48 +218,110 @@ class _Api:
         card = {"id": served.name, "object": "model", "created": self._began, "owned_by": "jaxtune"}
         return card | {"parent": served.base, "max_model_len": self._engine.plans[served.name].length}
 
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        return await self._answer(request, read_chat)
-
-    async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
-        return await self._answer(request, read_completion)
-
-    async def _answer(self, request: Request, read: Reader) -> Response:
-        """Answers a request, whole or as a stream; an error in a stream that is being sent is its last event.
-
-        Prompts are tokenised in a thread, because that may take seconds, and one request at a time, because two threads
-        must not encode with one tokenizer at once. ApiError: a wrong, large or late body, refused rows, a failed
-        engine, or (504) the time is over.
+    async def answer(self, request: Request) -> Response:
+        """Answers a request, whole or as a stream; an error in a stream that is being sent is its last event. ApiError:
+        a wrong, large or late body, refused rows, a failed engine, or (504) the time is over.
         """
-        body = await self._engine.unless_ended(_body(request))
-        deadline = asyncio.get_running_loop().time() + self._seconds
+        request_values, deadline = await self._read(request)
+        assert isinstance(request_values, ParsedRequest)
+        served = self._models[request_values.model]
+        progress = self.numbers.answer(served.name, request_values.prompt_tokens)
         try:
             async with asyncio.timeout_at(deadline):
-                loop = asyncio.get_running_loop()
-                reading = loop.run_in_executor(self._encoding, read, body, self._models)
-                request_values = await self._engine.unless_ended(reading)
-                answers = await self._engine.submit(request_values.served.name, request_values.rows)
+                host = request.client.host if request.client is not None else ""
+                rows = request_values.rows
+                if any(row.grammar is not None for row in rows):
+                    rows = await self._in_thread(lambda: _constrained(request_values, served))
+                answers = await self._engine.submit(served.name, rows, request_values.client or host)
         except TimeoutError:
             raise self._too_late() from None
+        answer = answer_to(request_values, served)
         if request_values.stream:
-            return _Stream(_events(request_values, answers), answers, deadline, self._too_late())
+            return _Stream(self._events(answer, answers, progress), answers, deadline, self._too_late())
         with contextlib.closing(answers):
             try:
                 async with asyncio.timeout_at(deadline):
-                    form = await _unless_gone(request.receive, _whole_answer(request_values, answers))
+                    data = await _unless_gone(request.receive, self._whole(answer, answers, progress))
             except TimeoutError:
                 raise self._too_late() from None
-        return Response(status_code=_CLIENT_LEFT) if form is None else Json(form)
+        return Response(status_code=_CLIENT_LEFT) if data is None else Response(data, media_type=Json.media_type)
+
+    async def _read(self, request: Request) -> tuple[Reading, float]:
+        """What a request asks for, and the end of its time."""
+        length = 0
+
+        def count(arrived_bytes: int) -> None:
+            nonlocal length
+            if self._bodies_bytes + arrived_bytes > _MOST_BODIES_BYTES:
+                raise ApiError(429, "other requests' bodies fill the memory for them: ask again later", code="busy")
+            length += arrived_bytes
+            self._bodies_bytes += arrived_bytes
+
+        try:
+            data = await self._engine.unless_ended(_body(request, count))
+            deadline = asyncio.get_running_loop().time() + self._seconds
+            lengths = {name: plan.length for name, plan in self._engine.plans.items()}
+            async with asyncio.timeout_at(deadline):
+                reading = self._readers.read(request.scope["path"], data, lengths)
+                return await self._engine.unless_ended(reading), deadline
+        except TimeoutError:
+            raise self._too_late() from None
+        finally:
+            self._bodies_bytes -= length
+
+    async def _whole(self, answer: Answer | ResponsesAnswer, answers: Answers, progress: Progress) -> bytes:
+        while answers.left:
+            index, piece = await answers.next()
+            progress.add(_new_tokens(piece))
+            with panics():
+                answer.add(index, piece)
+        progress.end()
+        return await self._in_thread(lambda: encoded(answer.whole(), large=True))
+
+    async def _events(
+        self, answer: Answer | ResponsesAnswer, answers: Answers, progress: Progress
+    ) -> AsyncIterator[bytes]:
+        for chunk in answer.first_chunks():
+            yield answer.frame(chunk)
+        while answers.left:
+            index, piece = await answers.next()
+            progress.add(_new_tokens(piece))
+            make = functools.partial(_frames, answer, index, piece)
+            for chunk in await self._in_thread(make) if answer.is_large else make():
+                yield chunk
+        progress.end()
+        for chunk in answer.last_chunks():
+            yield answer.frame(chunk)
+        yield answer.last_frame
+
+    async def _in_thread[T](self, make: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._forms, make)
 
     def _too_late(self) -> ApiError:
         message = f"the answer was not made and read within {self._seconds:g} s: ask for fewer tokens (max_tokens)"
         return ApiError(504, message, code="timeout")
 
 
-async def _body(request: Request) -> object:
-    """A request's decoded JSON; ApiError for more than 16 MiB (413), over 30 s (408), or no JSON (400)."""
+def _constrained(request_values: ParsedRequest, served: ServedModel) -> list[Row]:
+    try:
+        return served.constrained(request_values)
+    except ValueError as error:
+        raise ApiError(400, f"the grammar is not followed: {error}", "response_format", "invalid_value") from None
+
+
+def _new_tokens(piece: Piece | PromptScores) -> int:
+    return len(piece.ids) if isinstance(piece, Piece) else 0
+
+
+def _frames(answer: Answer | ResponsesAnswer, index: int, piece: Piece | PromptScores) -> list[bytes]:
+    with panics():
+        return [*map(answer.frame, answer.chunks(index, piece))]
+
+
+async def _body(request: Request, count: Callable[[int], None]) -> bytes:
+    """A request's body; ApiError for more than 16 MiB (413), over 30 s (408), or what `count` raises for the bytes of a
+    piece.
+    """
     too_large = ApiError(413, f"the body has more than {_MOST_BODY_BYTES:,} bytes: send less", code="too_large")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > _MOST_BODY_BYTES:
@@ -223,33 +330,13 @@ async def _body(request: Request) -> object:
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for piece in request.stream():
+                count(len(piece))
                 data += piece
                 if len(data) > _MOST_BODY_BYTES:
                     raise too_large
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:g} s") from None
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-
-
-async def _whole_answer(request_values: ParsedRequest, answers: Answers) -> dict[str, object]:
-    answer = Answer(request_values)
-    while answers.left:
-        answer.add(*await answers.next())
-    return answer.whole()
-
-
-async def _events(request_values: ParsedRequest, answers: Answers) -> AsyncIterator[dict[str, object]]:
-    answer = Answer(request_values)
-    for chunk in answer.first_chunks():
-        yield chunk
-    while answers.left:
-        for chunk in answer.chunks(*await answers.next()):
-            yield chunk
-    for chunk in answer.last_chunks():
-        yield chunk
+    return bytes(data)
 
 
 async def _unless_gone[T](receive: Receive, work: Coroutine[object, object, T]) -> T | None:
@@ -272,7 +359,7 @@ async def _unless_gone[T](receive: Receive, work: Coroutine[object, object, T]) 
 
 
 class _Stream(Response):
-    """An answer as server-sent events while it is made, ended by [DONE] or by an error as the last event. `answers` is
+    """An answer as server-sent events while it is made, an error as the last one. `answers` is
     closed however the response ends.
 
       deadline: in seconds of the event loop's clock.
@@ -280,10 +367,10 @@ class _Stream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[object], answers: Answers, deadline: float, too_late: ApiError):
+    def __init__(self, frames: AsyncIterator[bytes], answers: Answers, deadline: float, too_late: ApiError):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._answers, self._deadline, self._too_late = events, answers, deadline, too_late
+        self._frames, self._answers, self._deadline, self._too_late = frames, answers, deadline, too_late
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.closing(self._answers):
@@ -294,15 +381,14 @@ class _Stream(Response):
         not read it, the body stays incomplete and the server closes the connection.
         """
 
-        async def say_event(data: bytes) -> None:
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+        async def say_frame(data: bytes) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
 
         try:
             async with asyncio.timeout_at(self._deadline):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                async for event in self._events:
-                    await say_event(encoded(event))
-                await say_event(b"[DONE]")
+                async for frame in self._frames:
+                    await say_frame(frame)
                 await send({"type": "http.response.body", "body": b""})
                 return
         except TimeoutError:
@@ -315,5 +401,5 @@ class _Stream(Response):
             error = _reported(fault)
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                await say_event(encoded(error.body()))
+                await say_frame(b"data: " + encoded(error.body()) + b"\n\n")
                 await send({"type": "http.response.body", "body": b""})

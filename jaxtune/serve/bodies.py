@@ -1,5 +1,5 @@
-"""The JSON of a request, checked. Names and defaults are OpenAI's, with top_k, min_p and repetition_penalty of other
-servers. What changes nothing here is ignored, what cannot be followed is refused.
+"""The JSON of a request, checked. Names and defaults are OpenAI's, further names are vLLM's. What changes nothing here
+is ignored, what cannot be followed is refused.
 """
 
 from __future__ import annotations
@@ -14,43 +14,39 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jaxtune.conversations.answers import AnswerReader
 from jaxtune.conversations.calls import Schemas, schemas_of
-from jaxtune.conversations.messages import ConversationError, Message, read_messages, read_tools
-from jaxtune.conversations.prompts import prompt_tokens
-from jaxtune.conversations.templates import TemplateError, checked_arguments
-from jaxtune.models.generation.sampling import MOST_RANKED
-from jaxtune.serve.engine import Row
+from jaxtune.conversations.messages import ConversationError, Message, read_messages, read_tools, template_for
+from jaxtune.conversations.prompts import prompt_tokens, text_tokens
+from jaxtune.conversations.templates import Arguments, TemplateError, checked_arguments
+from jaxtune.models.generation import grammars
+from jaxtune.models.generation.limits import MOST_BIASES, MOST_RANKED
 from jaxtune.serve.errors import ApiError
-from jaxtune.serve.served import ServedModel, Tokenizer
+from jaxtune.serve.requests import ParsedRequest, Row
+from jaxtune.serve.served import SETTINGS, Readable
 
 _MOST_ANSWERS = 128  # to one request
+_MOST_STOP = 256  # characters of a stop string, for which each new token is searched
+_MOST_STOP_TOKENS = 64
+_MOST_SHOWN = 80  # characters of a client's value in an error
+_MOST_DIGITS = 9  # of a token id
+_MANY_TOKENS = 2**30
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens where it is not a chat
 # What clients may say that changes no answer here.
 _IGNORED = {
     "metadata",
-    "parallel_tool_calls",
     "prediction",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "safety_identifier",
     "service_tier",
     "store",
-    "user",
 }
 # What is not supported, and the value that asks for nothing.
 _NEUTRAL: dict[str, object] = {
     "audio": None,
     "best_of": 1,
-    "echo": False,
-    "frequency_penalty": 0,
     "function_call": None,
     "functions": None,
-    "logit_bias": {},
     "modalities": ["text"],
-    "presence_penalty": 0,
-    "reasoning_effort": None,
-    "response_format": {"type": "text"},
     "suffix": "",
     "verbosity": None,
     "web_search_options": None,
@@ -59,12 +55,17 @@ _NEUTRAL: dict[str, object] = {
 # Said of a key that has several types, in place of what is wrong with one of them.
 _MUST = {
     "prompt": "must be a text, a list of texts, token ids, or a list of lists of them",
-    "stop": "must be a text that is not empty, or a list of at most 16 of them",
+    "stop": f"must be a text of 1 to {_MOST_STOP} characters, or a list of at most 16 of them",
 }
 
+Token = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Stop = Annotated[str, Field(min_length=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Stop = Annotated[str, Field(min_length=1, max_length=_MOST_STOP)]
+Objects = Annotated[list[dict[str, object]], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
 class _StreamOptions(BaseModel):
@@ -76,10 +77,50 @@ class _StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
+class _JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    # Only `schema` has an effect: answers always follow it.
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Annotated[dict[str, object], Field(alias="schema")]
+
+
+class _ResponseFormat(BaseModel):
+    """What an answer is, after thoughts."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None  # of json_schema
+
+
+class _StructuredOutputs(BaseModel):
+    """The same by vLLM's key: one of them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    json_: Annotated[dict[str, object] | str | None, Field(alias="json")] = None  # a schema
+    regex: str | None = None  # in Rust's syntax
+    choice: Annotated[list[str], Field(max_length=1024, fail_fast=True)] | None = None
+    grammar: str | None = None  # in llguidance's Lark
+    json_object: bool | None = None
+
+
+class _Function(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+
+
+class _NamedTool(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"]
+    function: _Function
+
+
 class _Body(BaseModel):
-    """Keys of both kinds of bodies, with OpenAI's meanings. None: not given: one answer, a random seed, temperature 1,
-    no filters. top_k (0 and -1: no limit), min_p and repetition_penalty mean what they do in vLLM. At temperature 0 the
-    filters have no effect.
+    """Keys of both kinds of bodies, with OpenAI's meanings. None: not given: one answer, a random seed, the settings of
+    the model's generation_config.json, else temperature 1 and no filters. top_k (0 and -1: no limit), min_p,
+    repetition_penalty, min_tokens, ignore_eos and stop_token_ids are vLLM's. At temperature 0 the filters have no
+    effect.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -88,7 +129,7 @@ class _Body(BaseModel):
     n: Annotated[int, Field(ge=1, le=_MOST_ANSWERS)] | None = None  # answers to each prompt
     # the random draws of an equal request with an equal seed are equal; only the low 32 bits count
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None  # strings that end an answer
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None  # strings that end an answer
     stream: bool | None = None  # True: the answer is sent in chunks while it is made
     stream_options: _StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # 0: the most likely token is always taken
@@ -97,6 +138,17 @@ class _Body(BaseModel):
     top_k: Annotated[int, Field(ge=-1)] | None = None  # tokens are drawn from this many of the likeliest ones
     min_p: Share | None = None  # tokens less likely than this times the likeliest one are not drawn
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # above 1: repetition is rarer
+    presence_penalty: Penalty | None = None  # subtracted from the logits of tokens that the answer contains
+    frequency_penalty: Penalty | None = None  # subtracted from them as often as it contains them
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MOST_BIASES)] | None = None  # {"token id": added}
+    min_tokens: Annotated[int, Field(ge=0)] | None = None  # of an answer, before which nothing ends it
+    ignore_eos: bool | None = None  # True: the model's own end tokens do not end an answer
+    # further tokens that do
+    stop_token_ids: Annotated[list[Token], Field(max_length=_MOST_STOP_TOKENS, fail_fast=True)] | None = None
+    response_format: _ResponseFormat | None = None
+    structured_outputs: _StructuredOutputs | None = None
+    user: str | None = None  # who asks; clients take turns
+    safety_identifier: str | None = None  # the same
 
 
 class _Chat(_Body):
@@ -104,13 +156,17 @@ class _Chat(_Body):
     out of the prompt; without tools an answer is not searched for calls.
     """
 
-    messages: Annotated[list[dict[str, object]], Field(min_length=1)]  # the conversation that the answer continues
+    messages: Annotated[Objects, Field(min_length=1)]  # the conversation that the answer continues
     max_completion_tokens: Positive | None = None  # the most tokens of the answer
     logprobs: bool | None = None  # True: the log-probability of each token of the answer is returned
     # how many of the most likely tokens at the position of each one are returned too; above 0 it needs logprobs
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
-    tools: list[dict[str, object]] | None = None  # in OpenAI's form, as the chat template takes them
-    tool_choice: Literal["auto", "none"] | None = None  # "auto", as None: the model may call tools
+    tools: Objects | None = None  # in OpenAI's form, as the chat template takes them
+    # "auto", as None: the model may call tools; "required" or one tool: it does
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
+    parallel_tool_calls: bool | None = None  # False: of several calls the first is returned
+    # how long the model thinks, for templates that read it; "none" turns thinking off where that is all they read
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, object] | None = None  # the template's, as {"enable_thinking": false}
     add_generation_prompt: bool | None = None  # False: the prompt ends with the last message, and no answer begins
     continue_final_message: bool | None = None  # True: the last message is continued
@@ -123,106 +179,227 @@ class _Completion(_Body):
 
     prompt: (
         str
-        | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=_MOST_ANSWERS)]
-        | Annotated[list[list[int]], Field(min_length=1, max_length=_MOST_ANSWERS)]
+        | Annotated[list[int], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=_MOST_ANSWERS, fail_fast=True)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=_MOST_ANSWERS, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
+    echo: bool | None = None  # True: the prompt comes before the answer, with its log-probabilities if asked for
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0: only with echo
 
 
-@dataclasses.dataclass(frozen=True)
-class ParsedRequest:
-    """What one request asks for, checked, with all defaults."""
+class _Tokenize(BaseModel):
+    """A body of /tokenize, with vLLM's keys: a text, or a conversation in the chat template."""
 
-    served: ServedModel
-    rows: list[Row]
-    """One for each answer; those to the same prompt follow each other."""
-    prompt_tokens: int
-    """Of all prompts, each counted once."""
-    chat: bool
-    """/v1/chat/completions or /v1/completions."""
-    stream: bool
-    include_usage: bool
-    """Whether a stream ends with the numbers of tokens; a whole answer always has them."""
-    logprobs: bool
-    reader: AnswerReader | None = None
-    """Tells thoughts, text and calls apart; None: all is text."""
-    schemas: Schemas | None = None
-    """Tools whose calls are looked for, {name: JSON schema}; None: none are."""
-    opening: str = ""
-    """What of an answer the prompt's end has, such as <think>."""
-    role: str = "assistant"
-    """Whose message a chat's answer is."""
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None  # None: the first
+    prompt: str | None = None
+    messages: Annotated[Objects, Field(min_length=1)] | None = None
+    tools: Objects | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    add_special_tokens: bool | None = None  # of a text: False: no BOS
+    add_generation_prompt: bool | None = None  # of a conversation: False: no answer begins
+    return_token_strs: bool | None = None  # True: the tokens' texts too
 
 
-def read_chat(body: object, models: Mapping[str, ServedModel]) -> ParsedRequest:
-    """What a body of /v1/chat/completions, decoded JSON of any type, asks for. May take seconds.
+class _Detokenize(BaseModel):
+    """A body of /detokenize."""
 
-    ApiError: 400: the body is wrong, or the chat template is missing or refuses the messages; 404: no such model.
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None  # None: the first
+    tokens: Ids
+
+
+type Models = Mapping[str, Readable]
+type Lengths = Mapping[str, int]  # {model: the most tokens of a prompt and its answer}
+
+
+def read_chat(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
+    """What a body of /v1/chat/completions, decoded JSON of any type, asks for.
+
+    ApiError: 400: the body is wrong, the chat template is missing or refuses the messages, or the prompt is too long;
+    404: no such model.
     """
-    checked = _checked(_Chat, body)
-    served = _model(checked.model, models)
-    tools = _read(read_tools, checked.tools, "tools") if checked.tool_choice != "none" else None
-    try:
-        arguments = checked_arguments(checked.chat_template_kwargs, "chat_template_kwargs")
-    except ValueError as error:
-        raise ApiError(400, str(error), "chat_template_kwargs", "invalid_value") from None
-    continues = bool(checked.continue_final_message)
-    if continues and checked.add_generation_prompt:
+    values = checked(_Chat, body)
+    served = _model(values.model, models)
+    tools = _read(read_tools, values.tools, "tools") if values.tool_choice != "none" else None
+    template = template_for(served.tokenizer.chat_template, tools) or ""
+    if tools and template and "tools" not in template:
+        message = f"the chat template of {served.name} has no place for tools: leave them out"
+        raise ApiError(400, message, "tools", "unsupported_parameter")
+    arguments = _arguments(values, served.name, template)
+    continues = bool(values.continue_final_message)
+    if continues and values.add_generation_prompt:
         message = "continue_final_message = True: set add_generation_prompt to false, or leave it out"
         raise ApiError(400, message, "continue_final_message", "invalid_value")
-    begins = not continues and checked.add_generation_prompt is not False
-    turns = _read(read_messages, checked.messages, "messages")
-    prompt = _conversation(turns, tools, served, arguments, begins, continues)
-    most = checked.max_completion_tokens or checked.max_tokens
-    logprobs = (checked.top_logprobs or 0) if checked.logprobs else None
-    if logprobs is None and checked.top_logprobs:
-        raise ApiError(400, f"top_logprobs = {checked.top_logprobs}: set logprobs to true too", "top_logprobs")
-    request_values, reader = (
-        _parsed_request(checked, served, [prompt], most, logprobs, chat=True),
-        served.reader(bool(tools)),
-    )
+    begins = not continues and values.add_generation_prompt is not False
+    turns = _read(read_messages, values.messages, "messages")
+    prompt = _conversation(turns, tools, served, arguments, begins, continues, lengths[served.name])
+    most = values.max_completion_tokens or values.max_tokens
+    logprobs = (values.top_logprobs or 0) if values.logprobs else None
+    if logprobs is None and values.top_logprobs:
+        raise ApiError(400, f"top_logprobs = {values.top_logprobs}: set logprobs to true too", "top_logprobs")
     schemas = schemas_of(tools) if tools else None
-    opening = reader.opening(prompt, continues) if begins or continues else ""
+    opening = served.reader(bool(tools)).opening(prompt, continues) if begins or continues else ""
     role = "assistant" if begins else turns[-1]["role"]
-    return dataclasses.replace(request_values, reader=reader, schemas=schemas, opening=opening, role=role)
+    request_values = _parsed_request(values, served, [prompt], most, logprobs, "chat")
+    many_calls = values.parallel_tool_calls is not False
+    if isinstance(values.tool_choice, _NamedTool) or values.tool_choice == "required":
+        grammar = _call_grammar(values.tool_choice, schemas or {}, served, many_calls)
+        rows = [dataclasses.replace(row, grammar=grammar) for row in request_values.rows]
+        request_values = dataclasses.replace(request_values, rows=rows)
+    return dataclasses.replace(request_values, schemas=schemas, opening=opening, role=role, many_calls=many_calls)
 
 
-def read_completion(body: object, models: Mapping[str, ServedModel]) -> ParsedRequest:
-    """What a body of /v1/completions, decoded JSON of any type, asks for: n rows for each prompt. May take seconds.
+def _arguments(body: _Chat, name: str, template: str) -> Arguments | None:
+    """The template's further variables; ApiError (400) for a wrong name, or an effort that it does not read."""
+    arguments = _variables(body.chat_template_kwargs)
+    effort = body.reasoning_effort
+    if effort is None:
+        return arguments
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort, **(arguments or {})}
+    if "enable_thinking" in template:
+        return {"enable_thinking": effort != "none", **(arguments or {})}
+    message = f"reasoning_effort = {effort!r}: the chat template of {name} does not read it: leave it out"
+    raise ApiError(400, message, "reasoning_effort", "unsupported_parameter")
 
-    ApiError: 400: the body is wrong, or asks for more than 128 answers; 404: no such model.
+
+def _call_grammar(choice: _NamedTool | str, schemas: Schemas, served: Readable, many: bool) -> str:
+    """Of answers that call one of the tools, or the one that is named; ApiError (400)."""
+    names = [choice.function.name] if isinstance(choice, _NamedTool) else [*schemas]
+    if not names or any(name not in schemas for name in names):
+        message = f"tool_choice = {_short(names[0]) if names else 'required'}: no such tool in tools"
+        raise ApiError(400, message, "tool_choice", "invalid_value")
+    chosen = {name: schemas[name] for name in names}
+    lark = served.reader(True).call_grammar(chosen, many and not isinstance(choice, _NamedTool))
+    if lark is None:
+        message = f"tool_choice: the calls of {served.name} are no JSON, so they cannot be required: use auto"
+        raise ApiError(400, message, "tool_choice", "unsupported_parameter")
+    return _followed(lambda: grammars.lark_grammar(lark), "tools")
+
+
+def _grammar(body: _Body) -> str | None:
+    """Of an answer's content; ApiError (400)."""
+    form, outputs = body.response_format, body.structured_outputs
+    if outputs is not None:
+        asked = outputs.model_dump(exclude_none=True)
+        if len(asked) != 1 or form is not None:
+            message = "structured_outputs: give one of json, regex, choice and grammar, and no response_format"
+            raise ApiError(400, message, "structured_outputs", "invalid_value")
+        [(kind, value)] = asked.items()
+        makes: dict[str, Callable[[], str]] = {
+            "json_": lambda: grammars.json_grammar(json.loads(value) if isinstance(value, str) else value),
+            "json_object": lambda: grammars.json_grammar({"type": "object"}),
+            "regex": lambda: grammars.regex_grammar(value),
+            "choice": lambda: grammars.choice_grammar(value),
+            "grammar": lambda: grammars.lark_grammar(value),
+        }
+        return _followed(makes[kind], "structured_outputs")
+    if form is None or form.type == "text":
+        return None
+    if (form.type == "json_schema") != (form.json_schema is not None):
+        message = f"response_format.json_schema: goes with type json_schema, and the type is {form.type}"
+        raise ApiError(400, message, "response_format", "invalid_value")
+    schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+    return _followed(lambda: grammars.json_grammar(schema), "response_format")
+
+
+def _followed(make: Callable[[], str], key: str) -> str:
+    try:
+        return make()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ApiError(400, f"{key}: {_words(error)}", key, "invalid_value") from None
+
+
+def _variables(values: Mapping[str, object] | None) -> Arguments | None:
+    try:
+        return checked_arguments(values, "chat_template_kwargs")
+    except ValueError as error:
+        raise ApiError(400, str(error), "chat_template_kwargs", "invalid_value") from None
+
+
+def read_completion(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
+    """What a body of /v1/completions, decoded JSON of any type, asks for: n rows for each prompt.
+
+    ApiError: 400: the body is wrong, asks for more than 128 answers, or a prompt is too long; 404: no such model.
     """
-    checked = _checked(_Completion, body)
-    served = _model(checked.model, models)
-    prompt_value = checked.prompt
+    values = checked(_Completion, body)
+    served = _model(values.model, models)
+    prompt_value = values.prompt
     texts = [prompt_value] if isinstance(prompt_value, str) else prompt_value
     prompt_list = [texts] if isinstance(texts[0], int) else texts
-    prompts = [_tokens(prompt, served.tokenizer) for prompt in prompt_list]
-    if len(prompts) * (checked.n or 1) > _MOST_ANSWERS:
+    if len(prompt_list) * (values.n or 1) > _MOST_ANSWERS:
         raise ApiError(400, f"prompt and n ask for more than {_MOST_ANSWERS} answers: ask in several requests", "n")
-    most = checked.max_tokens or _COMPLETION_TOKENS
-    return _parsed_request(checked, served, prompts, most, checked.logprobs, chat=False)
+    prompts = [_tokens(prompt, served, lengths[served.name]) for prompt in prompt_list]
+    most = _COMPLETION_TOKENS if values.max_tokens is None else values.max_tokens
+    if most == 0 and not values.echo:
+        raise ApiError(400, "max_tokens = 0: needs echo, or ask for tokens", "max_tokens", "invalid_value")
+    request_values = _parsed_request(values, served, prompts, most, values.logprobs, "completion")
+    if not values.echo:
+        return request_values
+    shown = [
+        prompt if isinstance(prompt, str) else served.text(ids)
+        for prompt, ids in zip(prompt_list, prompts, strict=True)
+    ]
+    rows = [dataclasses.replace(row, scores_prompt=values.logprobs is not None) for row in request_values.rows]
+    echo = tuple(text for text in shown for _ in range(values.n or 1))
+    return dataclasses.replace(request_values, rows=rows, echo=echo)
 
 
-def _checked[B: _Body](kind: type[B], body: object) -> B:
-    """The body as `kind`; ApiError (400). Null counts as absent; keys that change no answer are dropped."""
+def read_tokenize(body: object, models: Models, lengths: Lengths) -> dict[str, object]:
+    """The answer to a body of /tokenize. ApiError: as `read_chat`."""
+    values = checked(_Tokenize, body)
+    served = _model(values.model or next(iter(models)), models)
+    if (values.prompt is None) == (values.messages is None):
+        raise ApiError(400, "prompt and messages: give one of them", "prompt", "invalid_value")
+    length = lengths[served.name]
+    if values.messages is None:
+        ids = _tokens(values.prompt, served, length, begins=values.add_special_tokens is not False)
+    else:
+        begins = values.add_generation_prompt is not False
+        tools = _read(read_tools, values.tools, "tools")
+        turns = _read(read_messages, values.messages, "messages")
+        ids = _conversation(turns, tools, served, _variables(values.chat_template_kwargs), begins, False, length)
+    texts = {"token_strs": [served.text([token], True) for token in ids]} if values.return_token_strs else {}
+    return {"count": len(ids), "max_model_len": length, "tokens": ids, **texts}
+
+
+def read_detokenize(body: object, models: Models, lengths: Lengths) -> dict[str, object]:
+    """The answer to a body of /detokenize. ApiError: as `read_completion`."""
+    values = checked(_Detokenize, body)
+    served = _model(values.model or next(iter(models)), models)
+    size = len(served.tokenizer)
+    if wrong := next((token for token in values.tokens if not 0 <= token < size), None):
+        raise ApiError(400, f"tokens: {wrong} is outside the vocabulary of {size}", "tokens", "invalid_value")
+    return {"prompt": served.text(_short_enough(values.tokens, lengths[served.name] + 1), True)}
+
+
+def checked[B: BaseModel](kind: type[B], body: object, neutral: Mapping[str, object] = _NEUTRAL) -> B:
+    """The body as `kind`; ApiError (400). Null counts as absent; keys that change no answer are dropped.
+
+    neutral: {unsupported key: the value that asks for nothing}.
+    """
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     body = {key: value for key, value in body.items() if value is not None and key not in _IGNORED}
-    for key in [key for key in body if key in _NEUTRAL]:
+    for key in [key for key in body if key in neutral]:
         value = body.pop(key)
-        if value != _NEUTRAL[key]:
-            fix = "leave it out" + (f", or set it to {json.dumps(_NEUTRAL[key])}" if _NEUTRAL[key] is not None else "")
+        if value != neutral[key]:
+            fix = "leave it out" + (f", or set it to {json.dumps(neutral[key])}" if neutral[key] is not None else "")
             raise ApiError(400, f"{key} = {_short(value)} is not supported: {fix}", key, "unsupported_parameter")
+    for key in body:
+        if key not in kind.model_fields:
+            near = difflib.get_close_matches(key[:_MOST_STOP], kind.model_fields, 1)
+            raise _unknown(key, f"did you mean {near[0]}?" if near else "leave it out")
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise _refused(kind, error) from None
+        raise _refused(error) from None
 
 
-def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
-    """The ApiError for the first fault that pydantic found: an unknown (with the nearest), missing or wrong key."""
+def _refused(error: ValidationError) -> ApiError:
+    """The ApiError for the first fault that pydantic found: an unknown, missing or wrong key."""
     fault = error.errors(include_url=False, include_context=False)[0]
     # Of a key with several types the place continues with the name of one of them, which is no key.
     keys = itertools.takewhile(
@@ -230,49 +407,62 @@ def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
     )
     param = ".".join(map(str, keys))
     if fault["type"] == "extra_forbidden":
-        *outer_keys, unknown = map(str, fault["loc"])
-        near = [] if outer_keys else difflib.get_close_matches(unknown, kind.model_fields, 1)
-        param = ".".join([*outer_keys, unknown])
-        hint = f"did you mean {near[0]}?" if near else "leave it out"
-        return ApiError(400, f"unknown parameter {param}: {hint}", param, "unknown_parameter")
+        return _unknown(".".join(map(str, fault["loc"])), "leave it out")
     if fault["type"] == "missing":
         return ApiError(400, f"{param} is missing", param, "missing_required_parameter")
     why = _MUST.get(param.rpartition(".")[2], fault["msg"])
     return ApiError(400, f"{param} = {_short(fault['input'])}: {why}", param, "invalid_value")
 
 
+def _unknown(key: str, hint: str) -> ApiError:
+    key = key[:_MOST_SHOWN]
+    return ApiError(400, f"unknown parameter {key}: {hint}", key, "unknown_parameter")
+
+
 def _short(value: object) -> str:
     """A repr of at most 80 characters: values come from clients and may be of any size."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    if isinstance(value, list | dict) and len(value) > _MOST_SHOWN:
+        return f"{type(value).__name__} of {len(value)}"
+    text = repr(value[: _MOST_SHOWN + 1] if isinstance(value, str) else value)
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
-def _model(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
+def _model(name: str, models: Models) -> Readable:
     """ApiError 404 for a name that is not served."""
     if name not in models:
         raise ApiError(404, f"model = {_short(name)}: there are {', '.join(models)}", "model", "model_not_found")
     return models[name]
 
 
-def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a text, or of ids as they are; ApiError (400) for lone surrogates."""
+def _tokens(prompt: object, served: Readable, length: int, begins: bool = True) -> list[int]:
+    """Token ids of a text, or of ids as they are; ApiError (400) for lone surrogates, or too many. begins: with BOS."""
     if not isinstance(prompt, str):
-        return list(prompt)  # type: ignore[call-overload]
+        return _short_enough(list(prompt), length)  # type: ignore[call-overload]
     try:
-        return prompt_tokens(tokenizer, prompt)
+        make = prompt_tokens if begins else text_tokens
+        return _short_enough(make(served.tokenizer, prompt, max_tokens=length), length)
     except TemplateError:
         raise ApiError(400, "prompt has surrogates, which are no characters: leave them out", "prompt") from None
+
+
+def _short_enough(ids: list[int], length: int) -> list[int]:
+    if len(ids) < length:
+        return ids
+    message = f"the prompt has more than {length - 1} tokens, and a row with its answer at most {length}: shorten it"
+    raise ApiError(400, message, code="context_length_exceeded")
 
 
 def _conversation(
     turns: list[Message],
     tools: list[Message] | None,
-    served: ServedModel,
+    served: Readable,
     arguments: Mapping[str, object] | None,
     begins: bool,
     continues: bool,
+    length: int,
 ) -> list[int]:
-    """Token ids of a chat's prompt; ApiError (400) if the template is missing or refuses the messages.
+    """Token ids of a chat's prompt; ApiError (400) if the template is missing or refuses the messages, or for more than
+    `length` tokens.
 
     begins, continues: it ends with the beginning of an answer, or within the last message.
     """
@@ -284,13 +474,25 @@ def _conversation(
         message = "continue_final_message = True: the last message has no text to continue"
         raise ApiError(400, message, "continue_final_message", "invalid_value")
     try:
-        return prompt_tokens(
-            tokenizer, turns, tools=tools, arguments=arguments, begins_answer=begins, continues=continues
+        prompt = prompt_tokens(
+            tokenizer,
+            turns,
+            tools=tools,
+            arguments=arguments,
+            begins_answer=begins,
+            continues=continues,
+            max_tokens=length,
         )
     except TemplateError as error:
         raise ApiError(
-            400, f"the chat template refuses these messages: {error.__cause__ or error}", "messages"
+            400, f"the chat template refuses these messages: {_words(error.__cause__ or error)}", "messages"
         ) from error
+    return _short_enough(prompt, length)
+
+
+def _words(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    return text if len(text) <= 1000 else text[:997] + "..."
 
 
 def _read[T](read: Callable[[object, str], T], value: object, key: str) -> T:
@@ -306,39 +508,58 @@ def _read[T](read: Callable[[object, str], T], value: object, key: str) -> T:
 
 def _parsed_request(
     body: _Body,
-    served: ServedModel,
+    served: Readable,
     prompts: list[list[int]],
     most: int | None,
     logprobs: int | None,
-    *,
-    chat: bool,
+    form: Literal["chat", "completion"],
 ) -> ParsedRequest:
-    """The ParsedRequest of a validated body, with the defaults. prompts: token ids, each with `body.n` consecutive
-    rows.
+    """The ParsedRequest of a validated body, with the defaults.
 
+    prompts: token ids, each with `body.n` consecutive rows.
     most: new tokens of an answer; None: what the context has room for.
     logprobs: likeliest tokens at each position; None: no log-probabilities.
     """
-    temperature = 1.0 if body.temperature is None else body.temperature
+    settings = {name: getattr(body, name) for name in SETTINGS if getattr(body, name) is not None}
+    settings = {name: neutral for name, (_, neutral) in SETTINGS.items()} | {**served.defaults, **settings}
+    if settings["temperature"] == 0:  # filters change nothing, and clients send them all the same
+        settings |= {name: SETTINGS[name][1] for name in ("top_k", "top_p", "min_p")}
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    draws = temperature > 0  # else filters change nothing, and clients send them all the same
+    grammar = _grammar(body)
     seed = secrets.randbits(32) if body.seed is None else body.seed
-    count = body.n or 1
     rows = [
         Row(
             prompt,
             most,
-            temperature,
+            float(settings["temperature"]),
             seed,
             index,
-            top_k=max(body.top_k or 0, 0) if draws else 0,
-            top_p=(body.top_p or 1.0) if draws else 1.0,
-            min_p=(body.min_p or 0.0) if draws else 0.0,
-            repetition_penalty=body.repetition_penalty or 1.0,
+            top_k=max(int(settings["top_k"]), 0),
+            top_p=float(settings["top_p"]),
+            min_p=float(settings["min_p"]),
+            repetition_penalty=float(settings["repetition_penalty"]),
             stop_strings=tuple(stops),
             top_logprobs=logprobs or 0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=_biases(body.logit_bias or {}),
+            min_tokens=min(body.min_tokens or 0, most or _MANY_TOKENS),
+            ignore_eos=bool(body.ignore_eos),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            grammar=grammar,
         )
-        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(count))
+        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n or 1))
     ]
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return ParsedRequest(served, rows, sum(map(len, prompts)), chat, bool(body.stream), usage, logprobs is not None)
+    count = sum(map(len, prompts))
+    client = body.safety_identifier or body.user or ""
+    asks = logprobs is not None
+    return ParsedRequest(body.model, rows, count, form, bool(body.stream), usage, asks, client=client)
+
+
+def _biases(biases: Mapping[str, float]) -> dict[int, float]:
+    for token in biases:
+        if not token.isascii() or not token.isdecimal() or len(token) > _MOST_DIGITS:
+            message = f"logit_bias: {_short(token)} is no token id: ask /tokenize for a text's"
+            raise ApiError(400, message, "logit_bias", "invalid_value")
+    return {int(token): bias for token, bias in biases.items()}

@@ -7,17 +7,19 @@ weights. Samplers with rows take turns, a round of tokens each.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import queue
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 
 from jaxtune.models.generation.requests import Decodes, Piece
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.errors import ApiError
+from jaxtune.serve.requests import Row
 from jaxtune.system import lifetimes
 from jaxtune.system.terminal import say
 
@@ -25,21 +27,12 @@ _MOST_ROWS = 1024  # that wait or decode; more are refused, as their clients wou
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One answer that is asked for; a request with n=3 has three rows."""
+class PromptScores:
+    """Comes before a row's first tokens if Row.scores_prompt."""
 
-    prompt: list[int]  # token ids
-    max_new_tokens: int | None  # the most tokens of the answer; None: as many as the row has room for
-    temperature: float  # 0: the most likely token is always taken
-    seed: int  # of the request; what a row draws depends on this (its low 32 bits) and `index`
-    index: int  # the row's number among those of its request, from 0
-    top_k: int  # tokens are drawn from the k most likely ones; 0: from all
-    top_p: float  # tokens are drawn from the most likely ones that have this much probability in sum; 1: from all
-    min_p: float  # tokens less likely than this times the most likely one are not drawn; 0: all are
-    repetition_penalty: float  # above 1: tokens that occurred before become less likely; 1: it does nothing
-    stop_strings: tuple[str, ...]  # the answer ends with the token that completes one of them
-    # how many of the most likely tokens at the position of each sampled one are returned with log-probabilities
-    top_logprobs: int = 0
+    logprobs: list[float]  # of each token of the prompt but the first, in nats
+    # the likeliest tokens in the place of each and their log-probabilities, as many as Row.top_logprobs
+    top_logprobs: list[list[tuple[int, float]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,22 +59,22 @@ class Answers:
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self.model, self.count, self.left = model, count, count
         self.numbers: list[int] = []  # of the sampler's requests; the engine's thread sets them
-        self._made: asyncio.Queue[tuple[int, Piece | _Failed]] = asyncio.Queue()
+        self._made: asyncio.Queue[tuple[int, Piece | PromptScores | _Failed]] = asyncio.Queue()
         self._closed = False
 
-    async def next(self) -> tuple[int, Piece]:
-        """Waits for (index of a row in the request, its new tokens); only while `left` is not 0.
+    async def next(self) -> tuple[int, Piece | PromptScores]:
+        """Waits for (index of a row, its new tokens or its prompt's scores); only while `left` is not 0.
 
         ApiError: the engine failed, or the server stops.
         """
         index, piece = await self._made.get()
         if isinstance(piece, _Failed):
             raise piece.error
-        if piece.finish_reason is not None:
+        if isinstance(piece, Piece) and piece.finish_reason is not None:
             self.left -= 1
         return index, piece
 
-    def put(self, index: int, piece: Piece | _Failed) -> None:
+    def put(self, index: int, piece: Piece | PromptScores | _Failed) -> None:
         """Queues a row's tokens or its error, from the engine's thread; nothing happens after the event loop's end.
         index: the row's among those of the request.
         """
@@ -117,6 +110,7 @@ class Engine:
         self._make, self._tokenizers = samplers, tokenizers
         self._samplers = {name: make() for name, make in samplers.items()}
         self._of_request: dict[tuple[str, int], tuple[Answers, int]] = {}  # of the engine's thread
+        self._scoring: collections.deque[tuple[Answers, int, Row, Hashable]] = collections.deque()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._rows = 0  # that wait or decode, as the event loop counts
         self._ended: ApiError | None = None
@@ -130,8 +124,9 @@ class Engine:
 
     # ---- called in the event loop's thread
 
-    async def submit(self, model: str, rows: Sequence[Row]) -> Answers:
+    async def submit(self, model: str, rows: Sequence[Row], client: Hashable = None) -> Answers:
         """Queues all rows or none, after the current pass of the engine's thread; a cancelled call cancels the rows.
+        Rows of clients take turns, and so do a client's requests.
 
         ApiError: 400: the sampler refuses a row; 429: more than 1,024 rows would wait or decode; 500: any other
         failure; or the error of `end`.
@@ -146,7 +141,7 @@ class Engine:
         self._open.add(answers)
         submitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._awaited.add(submitted)
-        self._commands.put(lambda: self._submit(answers, rows, submitted))
+        self._commands.put(lambda: self._submit(answers, rows, submitted, client))
         try:
             await submitted
         except BaseException:
@@ -193,6 +188,11 @@ class Engine:
                 future.set_exception(error)
         self._commands.put(self._cancel_all)
 
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """{model: (rows that decode, rows that wait)}, of about now."""
+        samplers = self._samplers.copy()
+        return {name: (sampler.pending - sampler.waiting, sampler.waiting) for name, sampler in samplers.items()}
+
     def close(self, seconds: float) -> bool:
         """Asks the thread to end; False if it has not within `seconds`: a pass that compiles may take minutes."""
         _end_thread(self._commands, self._thread, seconds)
@@ -202,6 +202,8 @@ class Engine:
 
     def _drive(self) -> None:
         while self._obey():
+            if self._scoring:
+                self._score_one()
             for name in list(self._samplers):
                 if self._samplers[name].pending:
                     self._step(name)
@@ -209,8 +211,8 @@ class Engine:
             sampler.close()
 
     def _obey(self) -> bool:
-        """Calls the queued functions, and waits for one while no sampler has rows; False after `close`."""
-        waits = not any(sampler.pending for sampler in self._samplers.values())
+        """Calls the queued functions, and waits for one while there are no rows; False after `close`."""
+        waits = not self._scoring and not any(sampler.pending for sampler in self._samplers.values())
         while True:
             try:
                 command = self._commands.get(waits)
@@ -221,15 +223,15 @@ class Engine:
             command()
             waits = False
 
-    def _submit(self, answers: Answers, rows: Sequence[Row], submitted: asyncio.Future[None]) -> None:
+    def _submit(self, answers: Answers, rows: Sequence[Row], submitted: asyncio.Future[None], client: Hashable) -> None:
         """Submits rows to their sampler; `submitted` gets None or the ApiError, in the event loop. Raises nothing."""
         error: ApiError | None = self._ended
         if error is None:
             try:
-                self._place_rows(answers, rows)
+                self._place_rows(answers, rows, client)
             except ValueError as refused:
-                error = ApiError(400, str(refused).removeprefix("Sampler: "), code=_code(str(refused)))
-            except Exception as failed:  # whatever a device or a compiler raises: the thread must not end
+                error = _refusal(refused)
+            except BaseException as failed:  # whatever a device, compiler or tokenizer raises: the thread must not end
                 error = self._failed(failed)
 
         def report() -> None:
@@ -243,39 +245,70 @@ class Engine:
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             submitted.get_loop().call_soon_threadsafe(report)
 
-    def _place_rows(self, answers: Answers, rows: Sequence[Row]) -> None:
-        """Submits rows to their model's sampler, which is made anew after a failure. ValueError: it refuses a row, and
-        the others are cancelled; RuntimeError: too little memory for a new sampler.
-        """
-        name = answers.model
+    def _sampler(self, name: str) -> Sampler:
+        """A model's sampler, made anew after a failure. RuntimeError: too little memory for it."""
         if name not in self._samplers:
             try:
                 self._samplers[name] = self._make[name]()
             except ValueError as error:  # which is no fault of the request
                 raise RuntimeError(str(error)) from error
             self.plans[name] = self._samplers[name].plan
-        sampler = self._samplers[name]
+        return self._samplers[name]
+
+    def _place_rows(self, answers: Answers, rows: Sequence[Row], client: Hashable) -> None:
+        """Submits rows to their model's sampler, or queues them to be scored before. ValueError: it refuses a row, and
+        the others are cancelled.
+        """
+        self._sampler(answers.model)
         try:
             for index, row in enumerate(rows):
-                number = sampler.submit(
-                    row.prompt,
-                    row.max_new_tokens,
-                    row.temperature,
-                    row.seed,
-                    index=row.index,
-                    top_k=row.top_k,
-                    top_p=row.top_p,
-                    min_p=row.min_p,
-                    top_logprobs=row.top_logprobs,
-                    repetition_penalty=row.repetition_penalty,
-                    stop_strings=row.stop_strings,
-                    tokenizer=self._tokenizers[name],
-                )
-                answers.numbers.append(number)
-                self._of_request[name, number] = answers, index
+                if row.scores_prompt:
+                    self._scoring.append((answers, index, row, client))
+                else:
+                    self._place(answers, index, row, client)
         except ValueError:
             self._forget(answers)
             raise
+
+    def _place(self, answers: Answers, index: int, row: Row, client: Hashable) -> None:
+        name, sampler = answers.model, self._sampler(answers.model)
+        if row.max_new_tokens == 0:
+            answers.put(index, Piece(-1, [], [], "length"))
+            return
+        number = sampler.submit(
+            row.prompt,
+            row.max_new_tokens,
+            row.temperature,
+            row.seed,
+            index=row.index,
+            top_k=row.top_k,
+            top_p=row.top_p,
+            min_p=row.min_p,
+            top_logprobs=row.top_logprobs,
+            repetition_penalty=row.repetition_penalty,
+            stop_strings=row.stop_strings,
+            tokenizer=self._tokenizers[name],
+            eos_token_ids=[*([] if row.ignore_eos else sampler.ends), *row.stop_token_ids],
+            presence_penalty=row.presence_penalty,
+            frequency_penalty=row.frequency_penalty,
+            logit_bias=row.logit_bias,
+            min_new_tokens=row.min_tokens,
+            client=(client, id(answers)),
+            constraint=row.constraint,
+        )
+        answers.numbers.append(number)
+        self._of_request[name, number] = answers, index
+
+    def _score_one(self) -> None:
+        """Scores the prompt of the row that waits longest for it, and submits the row."""
+        answers, index, row, client = self._scoring.popleft()
+        try:
+            answers.put(index, PromptScores(*self._sampler(answers.model).score(row.prompt, row.top_logprobs)))
+            self._place(answers, index, row, client)
+        except ValueError as refused:
+            answers.put(index, _Failed(_refusal(refused)))
+        except BaseException as failed:  # as in _submit
+            answers.put(index, _Failed(self._failed(failed)))
 
     def _forget(self, answers: Answers) -> None:
         sampler = self._samplers.get(answers.model)
@@ -285,6 +318,7 @@ class Engine:
                 del self._of_request[answers.model, number]
                 sampler.cancel(number)
         answers.numbers.clear()
+        self._scoring = collections.deque(waiting for waiting in self._scoring if waiting[0] is not answers)
 
     def _step(self, name: str) -> None:
         """One round of a model's sampler. If it raises, the sampler is dropped and all its rows end with the error,
@@ -292,7 +326,7 @@ class Engine:
         """
         try:
             pieces = self._samplers[name].step()
-        except Exception as failed:  # as in _submit; the sampler's arrays may be gone
+        except BaseException as failed:  # as in _submit; the sampler's arrays may be gone
             del self._samplers[name]
             error = self._failed(failed)
             for key in [key for key in self._of_request if key[0] == name]:
@@ -312,8 +346,9 @@ class Engine:
         for name, number in self._of_request:
             self._samplers[name].cancel(number)
         self._of_request.clear()
+        self._scoring.clear()
 
-    def _failed(self, error: Exception) -> ApiError:
+    def _failed(self, error: BaseException) -> ApiError:
         """Prints an unexpected error's traceback, sets `failure`, and returns an ApiError for the caller to raise,
         whose text, the error's first line, reaches the client; the engine continues.
         """
@@ -328,6 +363,7 @@ def _end_thread(commands: queue.SimpleQueue, thread: threading.Thread, seconds: 
     thread.join(seconds)
 
 
-def _code(refused: str) -> str | None:
-    """OpenAI's error code for a sampler's refusal: clients shorten a conversation at context_length_exceeded."""
-    return "context_length_exceeded" if "positions" in refused else None
+def _refusal(refused: ValueError) -> ApiError:
+    """With OpenAI's code for too long a row, at which clients shorten a conversation."""
+    code = "context_length_exceeded" if "positions" in str(refused) else None
+    return ApiError(400, str(refused).removeprefix("Sampler: "), code=code)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 # Of OpenAI: what the client did, and what the server failed to do.
 _INVALID, _SERVER = "invalid_request_error", "server_error"
@@ -30,13 +31,46 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def encoded(body: object) -> bytes:
-    """JSON in UTF-8. Lone surrogates are escapes, NaN and infinities null, so that no text or number makes it fail."""
+@contextlib.contextmanager
+def panics() -> Iterator[None]:
+    """An ApiError for a panic of the tokenizers library, which is no Exception and would end a thread."""
     try:
-        text = json.dumps(body, ensure_ascii=False, allow_nan=False)
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ApiError(400, f"the tokenizer fails on this text: {str(error)[:200]}") from None
+
+
+_SPLIT = 5  # levels of a large body; the values below are encoded by calls of their own
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
+def encoded(body: object, large: bool = False) -> bytes:
+    """JSON in UTF-8. Lone surrogates are escapes, NaN and infinities null, so that no text or number makes it fail.
+
+    large: in many calls, between which other threads run.
+    """
+    return "".join(_pieces(body, _SPLIT if large else 0)).encode("utf-8", "backslashreplace")
+
+
+def _pieces(value: object, depth: int) -> Iterator[str]:
+    if depth and isinstance(value, list | tuple | dict) and value:
+        named = isinstance(value, dict)
+        yield "{" if named else "["
+        separator = ""
+        for item in value.items() if named else value:
+            if named:
+                separator += _ENCODER.encode(item[0]) + ": "
+            yield separator
+            yield from _pieces(item[1] if named else item, depth - 1)
+            separator = ", "
+        yield "}" if named else "]"
+        return
+    try:
+        yield _ENCODER.encode(value)
     except ValueError:
-        text = json.dumps(_finite(body), ensure_ascii=False)
-    return text.encode("utf-8", "backslashreplace")
+        yield _ENCODER.encode(_finite(value))
 
 
 def _finite(value: object) -> object:

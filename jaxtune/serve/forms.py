@@ -5,14 +5,19 @@ from __future__ import annotations
 import functools
 import secrets
 import time
+from collections.abc import Sequence
 
 from jaxtune.conversations.answers import Pieces
 from jaxtune.models.generation.requests import Piece, text_of
-from jaxtune.serve.bodies import ParsedRequest
-from jaxtune.serve.served import Tokenizer
+from jaxtune.serve.engine import PromptScores
+from jaxtune.serve.errors import encoded
+from jaxtune.serve.requests import ParsedRequest
+from jaxtune.serve.responses import Response
+from jaxtune.serve.served import ServedModel
 from jaxtune.serve.texts import Text
 
-type _Ranked = list[list[tuple[str, float]]]  # for each token, the most likely ones in its place: text, log-probability
+# for each token, the most likely ones in its place: text, log-probability
+type _Ranked = list[list[tuple[str, float]] | None]
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's for a token that has no probability: JSON has no infinity
 
@@ -25,30 +30,39 @@ class _Choice:
       reason: OpenAI's finish_reason; None: the row has not ended.
     """
 
-    def __init__(self, request_values: ParsedRequest, index: int):
-        self._asked, self.index = request_values, index
-        self._tokenizer = request_values.served.decoder
-        reader, tokenizer = request_values.reader, self._tokenizer
-        stops, stream, decode = request_values.rows[index].stop_strings, None, functools.partial(text_of, tokenizer)
-        if reader is not None:
+    def __init__(self, request_values: ParsedRequest, served: ServedModel, index: int):
+        self._asked, self._served, self.index = request_values, served, index
+        self._row, stream = request_values.rows[index], None
+        self._echo = request_values.echo[index] if request_values.echo else ""  # that was not returned yet
+        decode = functools.partial(text_of, served.tokenizer)
+        if request_values.form != "completion":
+            reader = served.readable.reader(request_values.schemas is not None)
             stream = reader.stream(request_values.schemas, request_values.opening)
             decode = functools.partial(reader.text, calls=request_values.schemas is not None)
-        self._text = Text(decode, stops, stream)
+        self._text = Text(decode, self._row.stop_strings, stream, self._row.min_tokens)
         self._ids: list[int] = []  # whose log-probabilities were not given yet
-        self._logprobs: list[float] = []
-        self._ranked: list[list[tuple[int, float]]] = []  # the most likely tokens at the position of each of these
+        self._logprobs: list[float | None] = []  # None: of a prompt's first token
+        # the most likely tokens at the position of each of these
+        self._ranked: list[list[tuple[int, float]] | None] = []
         self._characters = 0  # before them
         self.tokens = 0
         self.reason: str | None = None
 
-    def add(self, piece: Piece, stream: bool) -> Pieces:
+    def add(self, piece: Piece | PromptScores, stream: bool) -> Pieces:
         """The thoughts and text that can be sent now: with `stream` what is certain, else all with the last tokens."""
+        pieces: Pieces = [("content", self._echo)] if self._echo else []
+        self._echo = ""
+        if isinstance(piece, PromptScores):
+            self._ids += self._row.prompt
+            self._logprobs += [None, *(max(value, _LEAST_LOGPROB) for value in piece.logprobs)]
+            self._ranked += [None, *piece.top_logprobs]
+            return pieces
         self.tokens += len(piece.ids)
         if self._asked.logprobs:
             self._ids += piece.ids
             self._logprobs += [max(value, _LEAST_LOGPROB) for value in piece.logprobs]
             self._ranked += piece.top_logprobs or [[] for _ in piece.ids]
-        pieces = self._text.add(piece.ids) if stream else self._text.keep(piece.ids)
+        pieces += self._text.add(piece.ids) if stream else self._text.keep(piece.ids)
         if piece.finish_reason is not None:
             pieces += self._text.end()
             self.reason = "tool_calls" if self._text.calls else piece.finish_reason
@@ -57,7 +71,7 @@ class _Choice:
     @property
     def calls(self) -> list[dict[str, object]]:
         """Tool calls in OpenAI's form, once the row has ended."""
-        return self._text.calls
+        return self._text.calls[: None if self._asked.many_calls else 1]
 
     def logprobs(self) -> dict[str, object] | None:
         """OpenAI's `logprobs` of all tokens since the last call, which it then forgets; at least -9999. None if they
@@ -65,16 +79,20 @@ class _Choice:
         """
         if not self._asked.logprobs:
             return None
-        form = _chat_logprobs if self._asked.chat else self._completion_logprobs
+        form = _chat_logprobs if self._asked.form == "chat" else self._completion_logprobs
         ranked = [
-            [(_token(self._tokenizer, number), max(value, _LEAST_LOGPROB)) for number, value in tokens]
+            [(self._served.token_text(number), max(value, _LEAST_LOGPROB)) for number, value in tokens]
+            if tokens is not None
+            else None
             for tokens in self._ranked
         ]
-        result = form([_token(self._tokenizer, number) for number in self._ids], self._logprobs, ranked)
+        result = form([*map(self._served.token_text, self._ids)], self._logprobs, ranked)
         self._ids, self._logprobs, self._ranked = [], [], []
         return result
 
-    def _completion_logprobs(self, tokens: list[str], logprobs: list[float], ranked: _Ranked) -> dict[str, object]:
+    def _completion_logprobs(
+        self, tokens: list[str], logprobs: list[float | None], ranked: _Ranked
+    ) -> dict[str, object]:
         """The `logprobs` object of /v1/completions. text_offset counts characters over the tokens' texts, across calls.
 
         ranked: for each token the likeliest at its position, (text, log-probability).
@@ -84,27 +102,20 @@ class _Choice:
             offsets.append(self._characters)
             self._characters += len(token)
         # Of tokens with the same text the most likely one, which comes first, is kept.
-        top = (
-            [dict(reversed(candidates)) for candidates in ranked] if self._asked.rows[self.index].top_logprobs else None
-        )
+        top = [candidates and dict(reversed(candidates)) for candidates in ranked] if self._row.top_logprobs else None
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
 
-def _token(tokenizer: Tokenizer, number: int) -> str:
-    """The text of one token alone: U+FFFD for a part of a character, a special token's own text."""
-    return tokenizer.decode([number], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _chat_logprobs(tokens: list[str], logprobs: list[float], ranked: _Ranked) -> dict[str, object]:
+def _chat_logprobs(tokens: list[str], logprobs: list[float | None], ranked: _Ranked) -> dict[str, object]:
     """The `logprobs` object of /v1/chat/completions. ranked: as in _completion_logprobs."""
 
-    def entry(token: str, logprob: float) -> dict[str, object]:
+    def entry(token: str, logprob: float | None) -> dict[str, object]:
         is_text = "\ufffd" not in token  # a part of a character has no text of its own
         utf8 = list(token.encode("utf-8", "replace")) if is_text else None
         return {"token": token, "logprob": logprob, "bytes": utf8}
 
     content = [
-        entry(token, logprob) | {"top_logprobs": [entry(*candidate) for candidate in top]}
+        entry(token, logprob) | {"top_logprobs": [entry(*candidate) for candidate in top or ()]}
         for token, logprob, top in zip(tokens, logprobs, ranked, strict=True)
     ]
     return {"content": content, "refusal": None}
@@ -115,19 +126,34 @@ class Answer:
     `first_chunks`, `chunks` for each Piece, `last_chunks`.
     """
 
-    def __init__(self, request_values: ParsedRequest):
+    def __init__(self, request_values: ParsedRequest, served: ServedModel):
         self._asked = request_values
-        self._choices = [_Choice(request_values, index) for index in range(len(request_values.rows))]
+        self._choices = [_Choice(request_values, served, index) for index in range(len(request_values.rows))]
         self._pieces: list[Pieces] = [[] for _ in request_values.rows]
-        kind = "chat.completion" if request_values.chat else "text_completion"
+        self._is_chat = request_values.form == "chat"
+        kind = "chat.completion" if self._is_chat else "text_completion"
         self._head: dict[str, object] = {
-            "id": f"{'chatcmpl' if request_values.chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": f"{kind}.chunk" if request_values.chat and request_values.stream else kind,
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": f"{kind}.chunk" if self._is_chat and request_values.stream else kind,
             "created": int(time.time()),
-            "model": request_values.served.name,
+            "model": request_values.model,
         }
 
-    def add(self, index: int, piece: Piece) -> None:
+    @property
+    def last_frame(self) -> bytes:
+        """What a stream ends with, after `last_chunks`."""
+        return b"data: [DONE]\n\n"
+
+    def frame(self, chunk: dict[str, object]) -> bytes:
+        """A server-sent event."""
+        return b"data: " + encoded(chunk) + b"\n\n"
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it has log-probabilities, whose JSON takes long."""
+        return self._asked.logprobs
+
+    def add(self, index: int, piece: Piece | PromptScores) -> None:
         """Adds new tokens of the row with this index, for an answer that is sent whole."""
         self._pieces[index] += self._choices[index].add(piece, stream=False)
 
@@ -139,7 +165,7 @@ class Answer:
             thoughts, text = (
                 "".join(text for kind, text in pieces if kind == wanted_kind) for wanted_kind in ("thought", "content")
             )
-            if self._asked.chat:
+            if self._is_chat:
                 message: dict[str, object] = {"role": self._asked.role, "content": text, "refusal": None}
                 if thoughts:
                     message["reasoning_content"] = thoughts
@@ -153,12 +179,12 @@ class Answer:
 
     def first_chunks(self) -> list[dict[str, object]]:
         """What a stream begins with: for a chat the role of each choice."""
-        if not self._asked.chat:
+        if not self._is_chat:
             return []
         begin = {"role": self._asked.role, "content": ""}
         return [self._chunk({"index": c.index, "delta": begin, "finish_reason": None}) for c in self._choices]
 
-    def chunks(self, index: int, piece: Piece) -> list[dict[str, object]]:
+    def chunks(self, index: int, piece: Piece | PromptScores) -> list[dict[str, object]]:
         """What a stream sends for new tokens of a row. The first chunk has the log-probabilities since the last one.
         index: the row's among those of the request.
         """
@@ -167,7 +193,7 @@ class Answer:
 
         def chunk(delta: dict[str, object], reason: str | None) -> None:
             form: dict[str, object] = {"index": index, "finish_reason": reason}
-            form |= {"delta": delta} if self._asked.chat else {"text": delta.get("content", "")}
+            form |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
             chunk_list.append(self._chunk(form | {"logprobs": choice.logprobs()}))
 
         for kind, text in pieces:
@@ -186,9 +212,54 @@ class Answer:
         return self._head | {"choices": [choice]} | ({"usage": None} if self._asked.include_usage else {})
 
     def _usage(self) -> dict[str, int]:
-        prompt_tokens, answer_tokens = self._asked.prompt_tokens, sum(choice.tokens for choice in self._choices)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": answer_tokens,
-            "total_tokens": prompt_tokens + answer_tokens,
-        }
+        return _usage(self._asked, self._choices)
+
+
+def _usage(asked: ParsedRequest, choices: Sequence[_Choice]) -> dict[str, int]:
+    prompt_tokens, answer_tokens = asked.prompt_tokens, sum(choice.tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": answer_tokens,
+        "total_tokens": prompt_tokens + answer_tokens,
+    }
+
+
+class ResponsesAnswer:
+    """The same of /v1/responses."""
+
+    is_large = False
+    last_frame = b""
+
+    def __init__(self, request_values: ParsedRequest, served: ServedModel):
+        self._asked, self._choice = request_values, _Choice(request_values, served, 0)
+        self._response = Response(request_values)
+
+    def add(self, index: int, piece: Piece | PromptScores) -> None:
+        self._feed(piece, stream=False)
+
+    def whole(self) -> dict[str, object]:
+        return self._response.whole
+
+    def first_chunks(self) -> list[dict[str, object]]:
+        return self._response.begin()
+
+    def chunks(self, index: int, piece: Piece | PromptScores) -> list[dict[str, object]]:
+        return self._feed(piece, stream=True)
+
+    def last_chunks(self) -> list[dict[str, object]]:
+        return []
+
+    def frame(self, chunk: dict[str, object]) -> bytes:
+        return f"event: {chunk['type']}\n".encode() + b"data: " + encoded(chunk) + b"\n\n"
+
+    def _feed(self, piece: Piece | PromptScores, stream: bool) -> list[dict[str, object]]:
+        choice, events = self._choice, []
+        for kind, text in choice.add(piece, stream):
+            events += self._response.add(kind, text)
+        if choice.reason is not None:
+            events += self._response.end(choice.calls, choice.reason, _usage(self._asked, [choice]))
+        return events
+
+
+def answer_to(request_values: ParsedRequest, served: ServedModel) -> Answer | ResponsesAnswer:
+    return (ResponsesAnswer if request_values.form == "responses" else Answer)(request_values, served)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from jaxtune.conversations.answers import AnswerReader
 from jaxtune.conversations.messages import template_for
-from jaxtune.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from jaxtune.models.decoder import Decoder
+    from jaxtune.models.generation.grammars import Grammars
+    from jaxtune.models.generation.requests import Constraint
+    from jaxtune.serve.requests import ParsedRequest, Row
 
 
 class Tokenizer(Protocol):
@@ -19,6 +24,8 @@ class Tokenizer(Protocol):
     # the chat template, a Jinja text or several by name; None or empty: the tokenizer has none, and chats are refused
     @property
     def chat_template(self) -> object: ...
+
+    def __len__(self) -> int: ...
 
     def __call__(self, text: str, /, **options: object) -> Mapping[str, list[int]]:
         """{"input_ids": token ids}"""
@@ -37,27 +44,97 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: list[dict[str, object]], /, **options: object) -> str: ...
 
 
+# Settings of generation_config.json that are defaults of requests: what is accepted, and what has no effect.
+SETTINGS: dict[str, tuple[Callable[[float], bool], float]] = {
+    "temperature": (lambda value: 0 <= value <= 2, 1.0),
+    "top_k": (lambda value: value >= 0 and value == int(value), 0),
+    "top_p": (lambda value: 0 < value <= 1, 1.0),
+    "min_p": (lambda value: 0 <= value <= 1, 0.0),
+    "repetition_penalty": (lambda value: 0 < value <= 100, 1.0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Readable:
+    """What requests to a model are read with, in a process without the model."""
+
+    name: str
+    tokenizer: Tokenizer
+    defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of SETTINGS, where requests have none
+
+    @functools.cached_property
+    def _readers(self) -> dict[bool, AnswerReader]:
+        templates = self.tokenizer.chat_template
+        return {tools: AnswerReader(self.tokenizer, template_for(templates, tools)) for tools in (False, True)}
+
+    def text(self, ids: Sequence[int], specials: bool = False) -> str:
+        """The text of token ids. specials: with special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=not specials, clean_up_tokenization_spaces=False)
+
+    def reader(self, tools: bool) -> AnswerReader:
+        """Reads answers to conversations with or without tools."""
+        return self._readers[tools]
+
+
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
     """A model, with an adapter or without, under the name by which clients ask for it."""
 
     name: str  # the `model` of a request's body
     model: Decoder  # the base model, or the base model with an adapter; the command makes the model's sampler of it
-    tokenizer: Tokenizer  # encodes prompts
+    tokenizer: Tokenizer  # decodes here; `readers` encode
     # for a model with an adapter, the name of its base model, which /v1/models shows as `parent`; None: it is the base
     base: str | None = None
-    # a copy of the tokenizer that decodes answers and finds stop strings: one object cannot encode in one thread and
-    # decode in another at once
-    decoder: Tokenizer = dataclasses.field(init=False)
-
-    def __post_init__(self):
-        object.__setattr__(self, "decoder", copy.deepcopy(self.tokenizer))
 
     @functools.cached_property
-    def _readers(self) -> dict[bool, AnswerReader]:
-        templates = self.tokenizer.chat_template
-        return {tools: AnswerReader(self.decoder, template_for(templates, tools)) for tools in (False, True)}
+    def readable(self) -> Readable:
+        return Readable(self.name, self.tokenizer, self.defaults)
 
-    def reader(self, tools: bool) -> AnswerReader:
-        """Reads answers to conversations with or without tools."""
-        return self._readers[tools]
+    @functools.cached_property
+    def defaults(self) -> dict[str, float]:
+        """SETTINGS of the model's generation_config.json that have an effect; those out of range are left out."""
+        source = getattr(self.model, "source", None)
+        recorded = json.loads(source.generation_config) if source is not None and source.generation_config else {}
+        defaults = {}
+        for name, (accepts, neutral) in SETTINGS.items():
+            value = recorded.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and accepts(value) and value != neutral:
+                defaults[name] = value
+        return defaults
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        from jaxtune.models.ends import end_token_ids
+        from jaxtune.models.generation.grammars import Grammars
+
+        return Grammars(self.tokenizer, end_token_ids(self.model), self.model.config.vocab_size)
+
+    def constrained(self, request_values: ParsedRequest) -> list[Row]:
+        """The rows with constraints for their grammars. May take a second. ValueError: a grammar is not followed."""
+        rows = request_values.rows
+        if all(row.grammar is None for row in rows):
+            return rows
+        with_tools, is_chat = request_values.schemas is not None, request_values.form != "completion"
+        reader = self.readable.reader(with_tools) if is_chat else None
+
+        def constraint(row: Row) -> Constraint | None:
+            if row.grammar is None:
+                return None
+            if reader is None:
+                return self._grammars.constraint(row.grammar)
+            before = reader.before_content(row.prompt, request_values.opening)
+            return self._grammars.constraint(row.grammar, *before)
+
+        return [dataclasses.replace(row, constraint=constraint(row)) for row in rows]
+
+    @functools.cached_property
+    def _texts(self) -> dict[int, str]:
+        return {}
+
+    def token_text(self, token: int) -> str:
+        """The text of one token alone: U+FFFD for a part of a character, a special token's own text."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            self._texts[token] = text
+        return text

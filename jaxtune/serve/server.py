@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as StillBusy
+from collections.abc import Mapping
 from types import FrameType
 
 import uvicorn
 
+from jaxtune.serve import connections, signals
 from jaxtune.serve.app import make_app
 from jaxtune.serve.engine import Engine
 from jaxtune.serve.errors import ApiError
+from jaxtune.serve.readers import Readers
 from jaxtune.serve.served import ServedModel
 from jaxtune.system.loopback import is_loopback
 from jaxtune.system.terminal import say
@@ -28,14 +25,14 @@ _IDLE_SECONDS = 30  # after which a connection without a request is closed
 _CLOSING_SECONDS = 5  # after the grace: for last words to clients that read
 _THREAD_SECONDS = 5.0  # for the threads to end what they are at
 _SLICE_SECONDS = 0.1
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_BACKLOG = 1024  # connections that wait to be accepted
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on an IP address or a name's first one, at `port` (0: a free one); else ValueError."""
     try:
         [(family, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        return socket.create_server(address[:2], family=family, backlog=1024)
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"--host {host} --port {port} is not available ({error}): choose another, or port 0 for a free one"
@@ -64,14 +61,15 @@ class Server(uvicorn.Server):
         key: str | None,
         seconds: float,
         grace: float,
+        readers: Readers,
     ):
         self._engine, self._listener, self._grace = engine, listener, grace
-        self._encoding = ThreadPoolExecutor(1, "tokenizer")
         self.second: signal.Signals | None = None
         config = uvicorn.Config(
-            make_app(models, engine, key, is_loopback(listener.getsockname()[0]), seconds, self._encoding),
+            make_app(models, engine, key, is_loopback(listener.getsockname()[0]), seconds, readers),
             loop="asyncio",
-            http="h11",
+            http=connections.Connection,
+            backlog=connections.ACCEPTED_AT_ONCE,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -87,44 +85,23 @@ class Server(uvicorn.Server):
     def run_until_signal(self) -> None:
         """Serves until a signal, and returns when all answers have ended, after `grace` seconds with error 503.
 
-        If the threads have not ended five seconds later, as in a compile, which nothing interrupts, or at a second
-        signal, this ends the process: exit code 0, or 128 plus the second's number. KeyboardInterrupt: after a second
-        signal.
+        If the engine's thread has not ended five seconds later, as in a compile, which nothing interrupts, or at a
+        second signal, this ends the process: exit code 0, or 128 plus the second's number. KeyboardInterrupt: after a
+        second signal.
         """
-        with self._signals():
+        with signals.handled(self.handle_exit):
             self.run(sockets=[self._listener])
-            if not self._threads_ended():
-                for stream in (sys.stdout, sys.stderr):
-                    with contextlib.suppress(OSError, ValueError):
-                        stream.flush()
-                os._exit(0 if self.second is None else 128 + self.second)
+            if not self._engine_ended():
+                signals.leave(0 if self.second is None else 128 + self.second)
         if self.second is not None:
             raise KeyboardInterrupt(self.second.name)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """All signals go to `handle_exit` within it, before and after uvicorn's own time too."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _threads_ended(self) -> bool:
-        """Ends the engine's thread and the tokenizer's; False if they are still at work after some seconds."""
-        last_task = self._encoding.submit(int)
-        self._encoding.shutdown(wait=False)
+    def _engine_ended(self) -> bool:
+        """Ends the engine's thread; False if it is still at work after some seconds."""
         deadline, earlier = time.monotonic() + _THREAD_SECONDS, self.second
         while time.monotonic() < deadline and self.second is earlier:
             if self._engine.close(_SLICE_SECONDS):
-                with contextlib.suppress(StillBusy):
-                    last_task.result(_SLICE_SECONDS)
-                    return True
+                return True
         return False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -140,6 +117,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Also prints the server's address."""
         await super().startup(sockets)
+        self._listener.listen(_BACKLOG)  # uvicorn's backlog is also what is accepted at once
         host, port = self._listener.getsockname()[:2]
         say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1  (Ctrl-C ends it)", flush=True)
 

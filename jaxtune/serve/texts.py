@@ -20,15 +20,20 @@ class Text:
 
     Args:
       stops: end the text and are no part of it.
+      least: tokens in which no stop is looked for.
       stream: tells thoughts, text and calls apart; None: all is text.
     Attributes:
       calls: entries of OpenAI's `tool_calls`, after `end`.
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], stream: AnswerStream | None = None
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str],
+        stream: AnswerStream | None = None,
+        least: int = 0,
     ):
-        self._decode, self._stops, self._stream = decode, stops, stream
+        self._decode, self._stops, self._stream, self._least = decode, stops, stream, least if stops else 0
         self._ids: list[int] = []
         # Of the tokens up to `_known` the text is known. It is decoded anew from `_begin`, so that a token has the
         # spaces before it that it has in the whole text.
@@ -47,8 +52,11 @@ class Text:
         self._text += decoded[len(before) :]
         self._begin, self._known = self._known, len(self._ids)
         certain = len(self._text)
+        if self._least >= len(self._ids):
+            return self._new_pieces(self._text)
+        start = self._stops_from()
         for stop in self._stops:
-            offset = self._text.find(stop, self._read)
+            offset = self._text.find(stop, max(self._read, start))
             certain = min(certain, len(self._text) - overlap(self._text, stop) if offset < 0 else offset)
         return self._new_pieces(self._text[: max(certain, self._read)])
 
@@ -60,12 +68,17 @@ class Text:
     def end(self) -> Pieces:
         """Returns what was not returned yet, and sets `calls`."""
         text = self._decode(self._ids)
-        offsets = [offset for offset in (text.find(stop) for stop in self._stops) if offset >= 0]
+        start = self._stops_from()
+        offsets = [offset for offset in (text.find(stop, start) for stop in self._stops) if offset >= 0]
         pieces = self._new_pieces(text[: min(offsets)] if offsets else text)
         if self._stream is not None:
             pieces += self._stream.end()
             self.calls = [_openai_call(call) for call in self._stream.calls]
         return pieces
+
+    def _stops_from(self) -> int:
+        """The first character in which a stop may begin."""
+        return len(self._decode(self._ids[: self._least])) if self._least else 0
 
     def _new_pieces(self, text: str) -> Pieces:
         """The new pieces of `text`, the answer's text from its start."""

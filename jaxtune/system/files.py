@@ -184,15 +184,26 @@ def sync(path: str | os.PathLike) -> None:
         os.close(descriptor)
 
 
-def read_plain(path: str | os.PathLike) -> bytes:
-    """The content of a regular file. Raises OSError for anything else: where others may write, a pipe could block a
-    read forever.
+def read_plain(path: str | os.PathLike, most_bytes: int = 2**29) -> bytes:
+    """The content of a regular file. Raises OSError for anything else, or a larger one: where others may write, a pipe
+    could block a read forever, and a file without data be as long as it says.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{os.fspath(path)} is not a regular file")
+        _require_plain(path, os.fstat(descriptor), most_bytes)
         return file.read()
+
+
+def require_plain(path: str | os.PathLike, most_bytes: int | None = None) -> None:
+    """Raises OSError unless the path is, or links to, a regular file of at most `most_bytes`. It is not opened."""
+    _require_plain(path, os.stat(path), most_bytes)
+
+
+def _require_plain(path: str | os.PathLike, status: os.stat_result, most_bytes: int | None) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"{os.fspath(path)} is not a regular file")
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise OSError(f"{os.fspath(path)} has {status.st_size:,} bytes; at most {most_bytes:,} are read")
 
 
 # ---- leftovers of killed processes

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +14,9 @@ import pytest
 from random_weights import rewrite
 from tiny import CONFIGS
 
+import jaxtune
 from jaxtune.models import hf
-from jaxtune.models.files.model_folder import find_config
+from jaxtune.models.files.model_folder import find_config, load_tokenizer, read_json
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.hf import from_pretrained
 
@@ -25,6 +29,55 @@ def test_a_published_config_may_be_changed_by_who_asks_for_it():
     given["rope_scaling"]["factor"] = given["vocab_size"] = 1
     assert find_config(name)["rope_scaling"]["factor"] == PUBLISHED[name]["rope_scaling"]["factor"] != 1
     assert find_config(name)["vocab_size"] != 1
+
+
+# ---- files that are none
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(path))
+
+
+def _device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _endless(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(64 << 30)
+
+
+NAMES = (
+    *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("chat_template.jinja", "merges.txt", "vocab.json", "additional_chat_templates/tool_use.jinja"),
+)
+
+
+@pytest.mark.parametrize("make", [_pipe, _socket, _device, _endless])
+def test_a_file_that_is_none_or_endless_is_refused(tmp_path, make, monkeypatch):
+    """In seconds, whichever of the names it has."""
+    monkeypatch.chdir(tmp_path)
+    base = Path(jaxtune.__file__).parent / "quickstart" / "base"
+    for number, name in enumerate(NAMES):
+        if make is _endless and name.endswith(".safetensors"):  # its header says how long it is
+            continue
+        folder = tmp_path / str(number)
+        shutil.copytree(base, folder)
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        make(path)
+        for load in (from_pretrained, load_tokenizer, find_config):
+            with pytest.raises(ValueError, match=re.escape(name)):
+                load(folder)
+        with pytest.raises(ValueError, match=re.escape(name)):
+            read_json(path)
 
 
 # ---- weights that do not fit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import http.client
@@ -17,6 +18,7 @@ import jaxtune
 from jaxtune.models.ends import with_end_tokens
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.engine import Engine
+from jaxtune.serve.readers import Readers
 from jaxtune.serve.served import ServedModel
 from jaxtune.serve.server import Server, listen
 
@@ -32,18 +34,37 @@ def served_models() -> dict[str, ServedModel]:
 
 
 def engine_of(models: dict[str, ServedModel], slots: int = 4, length: int = 256) -> Engine:
-    made = {name: functools.partial(Sampler, one.model, slots, length) for name, one in models.items()}
-    return Engine(made, {name: one.decoder for name, one in models.items()})
+    made = {
+        name: functools.partial(Sampler, one.model, slots, length, first_at_once=True) for name, one in models.items()
+    }
+    return Engine(made, {name: one.tokenizer for name, one in models.items()})
+
+
+_readers: dict[tuple, Readers] = {}
+
+
+def readers_of(models: dict[str, ServedModel]) -> Readers:
+    key = tuple((name, id(served.tokenizer)) for name, served in models.items())
+    if key not in _readers:
+        _readers[key] = readers = Readers(2)
+        readers.serve({name: served.readable for name, served in models.items()})
+        atexit.register(readers.close)
+    return _readers[key]
 
 
 @contextlib.contextmanager
 def serving(
-    models: dict[str, ServedModel], engine: Engine, key: str | None = None, seconds: float = 120.0, grace: float = 5.0
+    models: dict[str, ServedModel],
+    engine: Engine,
+    key: str | None = None,
+    seconds: float = 120.0,
+    grace: float = 5.0,
+    readers: Readers | None = None,
 ) -> Iterator[tuple[int, Server]]:
-    """(port, server); the engine is left as it is."""
+    """(port, server); the engine is left as it is. readers: None: those of all servers of these tokenizers."""
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = Server(models, engine, listener, key, seconds, grace)
+    server = Server(models, engine, listener, key, seconds, grace, readers or readers_of(models))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     wait_until(lambda: server.started)

@@ -16,7 +16,7 @@ import pytest
 import jaxtune
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.engine import Engine
-from tests.serve.running import ask, engine_of, events, served_models, serving, wait_until
+from tests.serve.running import ask, engine_of, events, readers_of, served_models, serving, wait_until
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -189,10 +189,20 @@ WRONG = [
     (GOOD | {"top_logprobs": 2}, 400, "top_logprobs", "set logprobs to true"),
     (GOOD | {"n": 1000}, 400, "n", "at most 128|less than or equal to 128"),
     (GOOD | {"max_tokens": True}, 400, "max_tokens", "valid integer"),
-    (GOOD | {"stop": ["a", ""]}, 400, "stop", "not empty"),
-    (GOOD | {"frequency_penalty": 1}, 400, "frequency_penalty", "set it to 0"),
-    (GOOD | {"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
-    (GOOD | {"tool_choice": "required"}, 400, "tool_choice", "'auto' or 'none'"),
+    (GOOD | {"stop": ["a", ""]}, 400, "stop", "1 to 256 characters"),
+    (GOOD | {"frequency_penalty": 2.1}, 400, "frequency_penalty", "less than or equal to 2"),
+    (GOOD | {"presence_penalty": -3}, 400, "presence_penalty", "greater than or equal to -2"),
+    (GOOD | {"logit_bias": {"a": 1}}, 400, "logit_bias", "'a' is no token id"),
+    (GOOD | {"logit_bias": {"1": 101}}, 400, "logit_bias", "less than or equal to 100"),
+    (GOOD | {"logit_bias": {"99999": 1}}, 400, None, "outside the vocabulary"),
+    (GOOD | {"stop_token_ids": [-1]}, 400, "stop_token_ids.0", "greater than or equal to 0"),
+    (GOOD | {"min_tokens": -1}, 400, "min_tokens", "greater than or equal to 0"),
+    (GOOD | {"reasoning_effort": "much"}, 400, "reasoning_effort", "'none', 'minimal'"),
+    (GOOD | {"reasoning_effort": "low"}, 400, "reasoning_effort", "does not read it"),
+    (GOOD | {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "has no place for tools"),
+    (GOOD | {"chat_template_kwargs": {"messages": 1}}, 400, "chat_template_kwargs", "not the template's own"),
+    (GOOD | {"response_format": {"type": "json"}}, 400, "response_format.type", "'json_object'"),
+    (GOOD | {"tool_choice": "required"}, 400, "tool_choice", "no such tool"),
     (GOOD | {"continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message", "to false"),
     (GOOD | {"max_tokens": 1000}, 400, None, "need 1015 positions"),
     (GOOD | {"messages": [{"role": "user", "content": "a b c " * 900}]}, 400, None, "shorten"),
@@ -358,7 +368,7 @@ def test_a_second_signal_ends_at_once(models, patient):
 
     own = engine_of({"base": models["base"]})
     with listen("127.0.0.1", 0) as listener:
-        server = Server(models, own, listener, None, 60.0, 60.0)
+        server = Server(models, own, listener, None, 60.0, 60.0, readers_of(models))
         server.handle_exit(signal.SIGINT, None)
         server.handle_exit(signal.SIGTERM, None)
         with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
@@ -386,7 +396,7 @@ def test_a_second_signal_ends_answers_that_have_begun(models, patient):
 
     signalled: list[float] = []
     with listen("127.0.0.1", 0) as listener:
-        server = Server(models, own, listener, None, 60.0, 60.0)
+        server = Server(models, own, listener, None, 60.0, 60.0, readers_of(models))
         client = threading.Thread(target=ask_and_interrupt)
         client.start()
         with pytest.raises(KeyboardInterrupt, match="SIGTERM"):

@@ -94,7 +94,7 @@ def test_calls_of_tools_are_taken_out(tokenizer, stream):
 class _Turns:
     """A tokenizer that shows what the chat template got."""
 
-    chat_template = "there is one"
+    chat_template = "tools have a place"
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
@@ -119,6 +119,7 @@ def test_tools_reach_the_template_and_their_calls_the_client(tokenizer):
 
     turns = _Turns(tokenizer)
     served = ServedModel("m", None, turns)  # type: ignore[arg-type]
+    models, lengths = {"m": served.readable}, {"m": 1000}
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
@@ -128,21 +129,21 @@ def test_tools_reach_the_template_and_their_calls_the_client(tokenizer):
         {"role": "tool", "tool_call_id": "c", "content": "3"},
     ]
     body = {"model": "m", "messages": messages, "tools": [tool]}
-    asked = read_chat(body, {"m": served})
+    asked = read_chat(body, models, lengths)
     [(given, tools)] = turns.asked
     assert tools == [tool] and asked.schemas == {"add": {}}
     assert given[0] == {"role": "system", "content": "Be short."} and given[1]["content"] == "1 + 2"
     assert given[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1} and given[2]["content"] == ""
     assert given[3] == {"role": "tool", "tool_call_id": "c", "content": "3"}
-    assert read_chat(body | {"tool_choice": "none"}, {"m": served}).schemas is None and turns.asked[1][1] is None
+    assert read_chat(body | {"tool_choice": "none"}, models, lengths).schemas is None and turns.asked[1][1] is None
 
     ids = tokenizer(f"<tool_call>{CALLS[0][0]}</tool_call>")["input_ids"]
-    answer = Answer(asked)
+    answer = Answer(asked, served)
     answer.add(0, Piece(0, ids, [0.0] * len(ids), "stop"))
     [choice] = answer.whole()["choices"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
-    chunks = Answer(asked).chunks(0, Piece(0, ids, [0.0] * len(ids), "stop"))
+    chunks = Answer(asked, served).chunks(0, Piece(0, ids, [0.0] * len(ids), "stop"))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0]["tool_calls"][0]["index"] == 0 and deltas[1] == {} and len(deltas) == 2
 

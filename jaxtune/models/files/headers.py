@@ -15,6 +15,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxtune.system.files import require_plain
+
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
 # The dtypes of all tensors that can be read, those of quantised weights included.
 STORED = DTYPES | {
@@ -47,8 +49,9 @@ class TensorEntry:
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """{name: entry}, without the file's metadata. Dtypes that cannot be used are left to check_entry and check_size.
 
-    Raises ValueError for a file that is truncated, too long or not safetensors.
+    Raises ValueError for a file that is truncated, too long or not safetensors, and OSError for a pipe or device.
     """
+    require_plain(file)
     actual = file.stat().st_size
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

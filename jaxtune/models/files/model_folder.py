@@ -15,11 +15,18 @@ from jaxtune.models import values
 from jaxtune.models.files import headers, transformers_import
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.system import timing
-from jaxtune.system.files import atomic_write, writing
+from jaxtune.system.files import atomic_write, read_plain, require_plain, writing
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Not *.safetensors: some repositories contain the weights a second time under another name.
 _HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
+# What is read of a folder, by us or by transformers.
+_WEIGHT_SUFFIXES = (".safetensors", ".gguf")
+_READ_PATTERNS = (
+    *(f"*{suffix}" for suffix in (*_WEIGHT_SUFFIXES, ".json", ".jinja", ".model", ".txt", ".tiktoken")),
+    "additional_chat_templates/*.jinja",
+)
+_MOST_BYTES = 2**29  # of a file that has no weights
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
 # Buffers that older versions of transformers saved with the weights; they are computed from the config.
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
@@ -29,7 +36,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError, which names the file, for anything else."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(read_plain(file))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
@@ -102,7 +109,16 @@ def is_gguf(path: Path) -> bool:
 
 
 def _in_folder(folder: Path) -> Path:
-    """The folder, or the one GGUF file in a folder without config.json; ValueError for several."""
+    """The folder, or the one GGUF file in a folder without config.json; ValueError for several, or a file that is a
+    pipe, device or socket, or endless.
+    """
+    for file in (file for pattern in _READ_PATTERNS for file in folder.glob(pattern)):
+        if file.is_dir() or not file.exists():
+            continue
+        try:
+            require_plain(file, None if file.suffix in _WEIGHT_SUFFIXES else _MOST_BYTES)
+        except OSError as error:
+            raise ValueError(f"{folder}: {error}: replace it with the model's own file") from None
     if (folder / "config.json").exists() or not (files := sorted(folder.glob("*.gguf"))):
         return folder
     if len(files) > 1:
@@ -252,7 +268,7 @@ def read_generation_config(folder: Path) -> str | None:
     ends = read_json(file).get("eos_token_id")
     if ends is not None:
         values.token_ids(f"{file}: eos_token_id", ends)
-    return file.read_text(encoding="utf-8")
+    return read_plain(file).decode()
 
 
 def _token(key: str, value: Any) -> None:

@@ -18,6 +18,7 @@ from jaxtune.models.files import file_plan, headers, shards, stored_weights
 from jaxtune.models.files.file_plan import Planned
 from jaxtune.models.files.stored_weights import StoredEntry
 from jaxtune.models.registry import config_from_hf, is_passthrough, whole_tensor_name
+from jaxtune.system.files import read_plain
 
 _PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # quantization_config's lists of plain modules
@@ -47,7 +48,7 @@ def divide(
     if hf is folder_config:
         return text_entries, Passthrough(passthrough_entries, None)
     files = [passthrough_entries[0].file.parent / name for name in _PROCESSORS]
-    processors = tuple((file.name, file.read_bytes()) for file in files if file.exists())
+    processors = tuple((file.name, read_plain(file)) for file in files if file.exists())
     return text_entries, Passthrough(passthrough_entries, json.dumps(folder_config), processors)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -23,6 +24,18 @@ class Decodes(Protocol):
         skip_special_tokens: leave out special tokens.
         clean_up_tokenization_spaces: remove spaces before punctuation.
         """
+        ...
+
+
+class Constraint(Protocol):
+    """Which tokens one row may make."""
+
+    def mask(self) -> np.ndarray | None:
+        """uint32[(V + 31) // 32], a bit for each token that may come next, the lowest first; None: any may."""
+        ...
+
+    def accept(self, tokens: Sequence[int]) -> bool:
+        """Takes the row's new tokens; True: its text is complete."""
         ...
 
 
@@ -80,11 +93,15 @@ class StopStrings:
         # A string can start in earlier tokens. A character has at most four tokens (its bytes); some tokens have none.
         self._reach = 4 * max(map(len, strings)) + 8
 
-    def end(self, new: Sequence[int], searched_count: int) -> int | None:
+    def end(self, new: Sequence[int], searched_count: int, first: int = 0) -> int | None:
         """The number of new tokens up to and including the first that completes a string, or None.
 
         searched_count: how many of `new` were searched before.
+        first: as many tokens at the beginning of `new` are not searched.
         """
+        if first:
+            end = self.end(new[first:], max(0, searched_count - first))
+            return None if end is None else first + end
         if not self._in(new[max(0, searched_count - self._reach) :]):
             return None
         return next((count for count in range(searched_count + 1, len(new) + 1) if self._in(new[:count])), None)
@@ -107,15 +124,18 @@ class Request:
     index: int  # tells rows with the same seed apart
     ends: frozenset[int]  # tokens that end it
     stops: StopStrings | None  # strings that end it, or None
+    least: int = 0  # new tokens in which no string is looked for
     slot: int | None = None  # the slot in which it decodes; None while it waits
     # how often it was placed in a slot, by which the sampler knows results of an earlier stay in a slot; more than once
     # only if a longrope model changes its factors, and its states are computed anew
     placements: int = 0
-    rounds: int = 0  # how many rounds that decode it were dispatched to the device and have not been read
+    ahead: int = 0  # the most tokens that dispatched rounds make, which have not been read
     # identifies the tokens of which its states are computed, so that requests with equal prompts share a prefill; set
     # when it is queued (Prefills.add_waiting)
     key: bytes = b""
     done: bool = False  # whether it has ended
+    client: tuple[Hashable, ...] = ()  # who asks; see `in_turns`
+    constraint: Constraint | None = None
 
     def take(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
         """Adds the device's new tokens, up to the one that completes a stop string. Returns (these, why the row ends or
@@ -124,13 +144,37 @@ class Request:
         count_before = len(self.tokens) - self.start
         self.tokens += tokens
         if self.stops is not None and tokens:
-            end = self.stops.end(self.tokens[self.start :], count_before)
+            end = self.stops.end(self.tokens[self.start :], count_before, self.least)
             if end is not None:
                 del self.tokens[self.start + end :]
                 return self.tokens[self.start + count_before :], "stop"
+        if self.constraint is not None and self.constraint.accept(tokens):
+            return tokens, "stop"
         if tokens and tokens[-1] in self.ends:
             return tokens, "stop"
         return tokens, "length" if len(self.tokens) >= self.limit else None
+
+
+def in_turns(requests: Iterable[Request]) -> list[Request]:
+    """The requests such that clients take turns, one request each, at each level of `client`: those with an equal first
+    entry are one client, among whose requests those with an equal second entry take turns.
+
+    >>> clients = [("a", 1), ("a", 1), ("a", 2), ("b", 3)]
+    >>> [request.client for request in in_turns(map(_of_client, clients))]
+    [('a', 1), ('b', 3), ('a', 2), ('a', 1)]
+    """
+    ordered = list(requests)
+    for level in range(max((len(request.client) for request in ordered), default=0), 0, -1):
+        groups: dict[Hashable, list[Request]] = {}
+        for request in ordered:
+            groups.setdefault(request.client[:level], []).append(request)
+        turns = itertools.zip_longest(*groups.values())
+        ordered = [request for turn in turns for request in turn if request is not None]
+    return ordered
+
+
+def _of_client(client: tuple[Hashable, ...]) -> Request:
+    return Request(0, [1], 1, 2, Sampling(), 0, 0, frozenset(), None, client=client)
 
 
 def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[int]:
@@ -149,6 +193,15 @@ def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[in
         bad = int(row.min() if row.min() < 0 else row.max())
         raise ValueError(f"{name} contains token id {bad}, outside the vocabulary of {vocab_size}")
     return row.tolist()
+
+
+def checked_bias(token: int, bias: float, vocab_size: int) -> tuple[int, float]:
+    """Raises ValueError for a token outside the vocabulary, or a bias that is no number."""
+    if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+        raise ValueError(f"Sampler: logit_bias: token id {token!r} is outside the vocabulary of {vocab_size}")
+    if np.isnan(bias) or bias == np.inf:
+        raise ValueError(f"Sampler: logit_bias: {bias!r} for token {token}: must be a finite number, or -inf")
+    return int(token), float(bias)
 
 
 def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions: int, name: str, whose: str) -> int:

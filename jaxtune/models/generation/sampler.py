@@ -16,7 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -27,19 +27,24 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import end_token_ids
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.converted import Converted, convertible_of
+from jaxtune.models.generation.limits import MOST_BIASES
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.requests import (
+    Constraint,
     Decodes,
     FinishReason,
     Piece,
     Request,
     Row,
     StopStrings,
+    checked_bias,
     checked_length,
     checked_prompt,
+    in_turns,
     seeds_of,
 )
 from jaxtune.models.generation.sampling import Kind, Sampling
+from jaxtune.models.generation.scores import prompt_scores
 from jaxtune.models.generation.slot_plan import (
     PREFILL_TOKENS,
     SLOTS,
@@ -54,6 +59,8 @@ from jaxtune.models.generation.structure import flattened
 from jaxtune.system import lifetimes, timing, waiting
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
+_FEWEST_BIASES = 8  # and that of biases
+_FEW = 4  # as a share of the slots, the rows among which a new one has a round of one step
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
 
 
@@ -62,6 +69,7 @@ class _Round:
     """A call of `decode` that was dispatched and is not read yet."""
 
     emitted: device.Emitted  # its results, which may not have arrived
+    steps: int
     # {slot: (the request that it decodes, Request.placements at that time)}. A row that paused in an earlier round
     # makes no tokens in this one; if `placements` is another when this one is read, it has a slot again and is not
     # queued once more
@@ -98,9 +106,12 @@ class Sampler:
       prefill_tokens: the most that one program prefills (four times as many while most slots are free), and about the
         most between two rounds.
       prefills_alone: a row's bits do not depend on other prompts.
+      first_at_once: while few slots are taken, a new row's first round has one step, so that its first token comes
+        early; a program more is compiled.
 
     Attributes:
       plan: the SlotPlan in use.
+      ends: ids of the tokens that end a row, by the model's files.
 
     Raises ValueError for a model that scores texts, divided weights, or too little memory or positions.
     """
@@ -118,13 +129,14 @@ class Sampler:
         tokens_per_round: int = 8,
         prefill_tokens: int = PREFILL_TOKENS,
         prefills_alone: bool = False,
+        first_at_once: bool = False,
     ):
         for name, value in (("tokens_per_round", tokens_per_round), ("prefill_tokens", prefill_tokens)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Sampler: {name} = {value!r}: must be a positive integer")
         if not model.config.head.is_text:
             raise ValueError(f"Sampler: {model.config.head.description} and cannot continue texts")
-        self.config, self._ends = model.config, end_token_ids(model)
+        self.config, self.ends = model.config, end_token_ids(model)
         self._structure, self._leaves = flattened(model)
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         room = room_bytes(memory_share)
@@ -149,6 +161,7 @@ class Sampler:
             self._programs, self._structure, self._shapes, prefill_tokens, at_once, one_at_a_time=alone
         )
         self._waiting: collections.deque[Request] = collections.deque()
+        self._unordered = False  # whether clients must take turns anew
         self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count
         self._decoding: dict[Hashable, Callable] = {}  # programs of rounds by what their shapes follow from
@@ -156,8 +169,9 @@ class Sampler:
         self._end = lifetimes.end_with(self, _wait_for, self._rounds, self._prefills)
         self._closed = False
         self._pieces: list[Piece] = []  # the next step returns these
+        self._first_at_once = first_at_once and tokens_per_round > 1
         self._runs = False  # whether `run` has rows to yield
-        self._kind = Kind(False, False, False)
+        self._kinds: list[Kind] = []  # of the rounds so far, each once
         self._on_host = jax.default_backend() == "cpu"  # where results lie in the host's memory already
         self._number, self._capacity, self._states, self._seen = 0, 0, None, None
         self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
@@ -198,6 +212,12 @@ class Sampler:
         eos_token_ids: int | Sequence[int] | None = None,
         scaled_logprobs: bool = False,
         top_logprobs: int = 0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        min_new_tokens: int = 0,
+        client: tuple[Hashable, ...] = (),
+        constraint: Constraint | None = None,
     ) -> int:
         """Appends a prompt to the queue, also while rows decode. Returns the request's number.
 
@@ -215,6 +235,13 @@ class Sampler:
           eos_token_ids: end the row; None: those of the model's files.
           scaled_logprobs: log-probabilities are of the logits divided by the temperature.
           top_logprobs: how many of the most likely tokens come with each new token, 0 to 20.
+          presence_penalty: subtracted from the logits of tokens that the answer contains.
+          frequency_penalty: subtracted from them as often as it contains them.
+          logit_bias: {token id: what is added to its logit}; None: nothing.
+          min_new_tokens: no end token or stop string ends the row before.
+          constraint: which tokens the row may make; while one such row decodes, rounds have a single step, and the
+            device waits for the host.
+          client: who asks: rows that wait take turns between clients (requests.in_turns).
 
         Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, filters
         with temperature 0, or while `run` has rows to yield.
@@ -227,18 +254,41 @@ class Sampler:
         whose = "the model has" if self.plan.length == self.config.context_length else "a row of this sampler has"
         limit = checked_length(tokens, max_new_tokens, self.plan.length, "Sampler: the prompt", whose)
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
-        ends = self._ends if eos_token_ids is None else np.atleast_1d(np.asarray(eos_token_ids, np.int64)).tolist()
+        ends = self.ends if eos_token_ids is None else np.atleast_1d(np.asarray(eos_token_ids, np.int64)).tolist()
         ends = [token for token in ends if 0 <= token < self.config.vocab_size]  # no other can be sampled
+        biases = [
+            (*checked_bias(token, bias, self.config.vocab_size), device.NEVER)
+            for token, bias in (logit_bias or {}).items()
+        ]
+        biases += [(token, -np.inf, len(tokens) + min_new_tokens) for token in ends if min_new_tokens > 0]
+        if len(biases) > MOST_BIASES:
+            raise ValueError(
+                f"Sampler: logit_bias and end tokens are {len(biases)}; at most {MOST_BIASES} are followed"
+            )
         request = Request(
             self._number,
             tokens,
             len(tokens),
             limit,
-            Sampling(temperature, top_k, top_p, min_p, repetition_penalty, top_logprobs, scaled_logprobs),
+            Sampling(
+                temperature,
+                top_k,
+                top_p,
+                min_p,
+                repetition_penalty,
+                top_logprobs,
+                scaled_logprobs,
+                presence_penalty,
+                frequency_penalty,
+                tuple(biases),
+            ),
             int(seed),
             int(index),
             frozenset(ends),
             StopStrings(strings, tokenizer, "Sampler") if strings else None,
+            min_new_tokens,
+            client=client,
+            constraint=constraint,
         )
         self._number += 1
         self._requests[request.number] = request
@@ -256,6 +306,20 @@ class Sampler:
         """The number of requests that are not done; at 0, a step only returns leftover pieces."""
         return len(self._requests)
 
+    @property
+    def waiting(self) -> int:
+        """The number of requests that have no slot."""
+        return len(self._waiting)
+
+    def score(self, prompt: Sequence[int], top: int = 0) -> tuple[list[float], list[list[tuple[int, float]]]]:
+        """(the log-probability of each token of a prompt but the first, the `top` likeliest tokens in the place of
+        each); also while rows decode. ValueError: as `submit`.
+        """
+        tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
+        if len(tokens) > self.plan.length:
+            raise ValueError(f"Sampler: the prompt of {len(tokens)} tokens: a row has {self.plan.length} positions")
+        return prompt_scores(self._structure, self._leaves, tokens, length_bucket(len(tokens)), top)
+
     def step(self) -> list[Piece]:
         """Makes about one round of progress: fills slots, dispatches a round if a row needs it, and reads the oldest if
         two are dispatched or none was needed. Returns new pieces, at most one a request; [] does not mean done.
@@ -263,8 +327,11 @@ class Sampler:
         waiting.look()
         with timing.phase("sample"):
             self._fill()
+            constrained = any(request is not None and request.constraint is not None for request in self._slots)
+            while constrained and self._rounds:  # the masks depend on the newest tokens
+                self._read_round()
             if self._has_work():
-                self._dispatch()
+                self._dispatch(self._masks() if constrained else None)
                 if len(self._rounds) >= _IN_FLIGHT:
                     self._read_round()
             elif self._rounds:
@@ -355,6 +422,7 @@ class Sampler:
         """
         request.slot, request.key = None, self._prefills.add_waiting(request)
         (self._waiting.appendleft if first else self._waiting.append)(request)
+        self._unordered |= bool(request.client)
 
     def _fill(self) -> None:
         """Prefills prompts and gives ready requests free slots, in order. While at least half of the slots are taken, a
@@ -363,6 +431,11 @@ class Sampler:
         free = [slot for slot, request in enumerate(self._slots) if request is None]
         if not free or not self._waiting:
             return
+        if self._unordered:
+            self._unordered = False
+            again = [request for request in self._waiting if request.placements]
+            new = in_turns(request for request in self._waiting if not request.placements)
+            self._waiting = collections.deque([*again, *new])
         budget = self._room_per_round if 2 * len(free) <= len(self._slots) else float("inf")
         self._reserve(list(itertools.islice(self._waiting, len(free))))
         while free and self._waiting:
@@ -393,14 +466,36 @@ class Sampler:
         arrays = (rows.start, rows.limit, rows.pause, rows.seed, rows.index, *rows.numbers)
         for array, value in zip(arrays, (*values, *numbers), strict=True):
             array[slot] = value
+        self._adjust(slot, request.sampling)
         self._sent_rows = None
-        self._kind = self._kind | request.sampling.kind
-        if self._kind.penalises and self._seen is None:
-            self._seen = jnp.zeros((len(self._slots), self.config.vocab_size), bool)
         if request.sampling.kind.penalises:
+            if self._seen is None:
+                self._seen = jnp.zeros((len(self._slots), self.config.vocab_size), jnp.int32)
             padded = np.zeros(length_bucket(len(request.tokens)), np.int32)
             padded[: len(request.tokens)] = request.tokens
-            self._seen = device.mark_seen(self._seen, np.int32(slot), padded, np.int32(len(request.tokens)))
+            counts = np.int32(request.start), np.int32(len(request.tokens))
+            self._seen = device.mark_seen(self._seen, np.int32(slot), padded, *counts)
+
+    def _adjust(self, slot: int, sampling: Sampling) -> None:
+        """Sets a slot's Adjustments, which the arrays have once a request needs them."""
+        adjustments, count = self._rows.adjustments, len(sampling.biases)
+        if adjustments is None:
+            if not sampling.kind.adjusts:
+                return
+            adjustments = device.empty_adjustments(len(self._slots), _FEWEST_BIASES)
+        if (added := count - adjustments.bias.shape[1]) > 0:
+            added += (1 << (count - 1).bit_length()) - count
+            wide = (np.pad(array, ((0, 0), (0, added))) for array in adjustments[2:])
+            adjustments = device.Adjustments(*adjustments[:2], *wide)
+        self._rows = self._rows._replace(adjustments=adjustments)
+        adjustments.presence_penalty[slot], adjustments.frequency_penalty[slot] = (
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
+        adjustments.bias[slot] = 0
+        for column, values in enumerate(sampling.biases):
+            for array, value in zip(adjustments[2:], values, strict=True):
+                array[slot, column] = value
 
     def _widen_ends(self, columns: int) -> None:
         present_columns = self._rows.ends.shape[1]
@@ -444,22 +539,37 @@ class Sampler:
     # ---- rounds
 
     def _has_work(self) -> bool:
-        return any(r is not None and len(r.tokens) + r.rounds * self._steps < r.limit for r in self._slots)
+        return any(r is not None and len(r.tokens) + r.ahead < r.limit for r in self._slots)
 
-    def _dispatch(self) -> None:
-        """Starts a round of decoding steps, without waiting; the states are donated. The host's changes of slots take
-        effect in it.
+    def _masks(self) -> np.ndarray:
+        """Rows.masks of the slots."""
+        masks = np.full((len(self._slots), (self.config.vocab_size + 31) // 32), device.NO_MASK)
+        for slot, request in enumerate(self._slots):
+            if request is not None and request.constraint is not None:
+                mask = request.constraint.mask()
+                if mask is not None:
+                    masks[slot] = mask
+        return masks
+
+    def _dispatch(self, masks: np.ndarray | None) -> None:
+        """Starts a round of decoding steps, or of a single one with masks, without waiting; the states are donated. The
+        host's changes of slots take effect in it.
         """
+        steps = 1 if masks is not None or self._joined() else self._steps
         rows = self._sent_rows or jax.tree.map(np.copy, self._rows)  # the host changes its arrays
         if rows is self._sent_rows and isinstance(rows.start, np.ndarray):
             rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
         self._sent_rows = rows
-        statics = self._structure, self._kind, self._steps
-        arguments = self._leaves, self._states, self._live, self._seen, *self._changes(), rows
-        shapes = self._kind, self._capacity, rows.ends.shape, self._seen is None  # the others' stay the same
+        kind = self._kind_of_slots()
+        rows = rows._replace(adjustments=rows.adjustments if kind.adjusts else None, masks=masks)
+        seen = self._seen if kind.penalises else None
+        leaves, treedef = jax.tree.flatten(rows)
+        shapes = kind, steps, self._capacity, treedef, *(leaf.shape for leaf in leaves)  # the others' follow
+        arguments = self._leaves, self._states, self._live, seen, *self._changes(), rows
         if shapes not in self._decoding:
-            self._decoding[shapes] = self._programs.decode.program(*statics, *arguments)
-        self._states, self._live, self._seen, emitted = self._decoding[shapes](*arguments)
+            self._decoding[shapes] = self._programs.decode.program(self._structure, kind, steps, *arguments)
+        self._states, self._live, seen, emitted = self._decoding[shapes](*arguments)
+        self._seen = seen if kind.penalises else self._seen
         if not self._on_host:
             for array in jax.tree.leaves(emitted):
                 array.copy_to_host_async()
@@ -467,8 +577,26 @@ class Sampler:
             slot: (request, request.placements) for slot, request in enumerate(self._slots) if request is not None
         }
         for request, _ in requests.values():
-            request.rounds += 1
-        self._rounds.append(_Round(emitted, requests))
+            request.ahead += steps
+        self._rounds.append(_Round(emitted, steps, requests))
+
+    def _joined(self) -> bool:
+        """Whether a round of one step gives a new row its first token early, at the cost of few others."""
+        rows = [request for request in self._slots if request is not None] if self._first_at_once else []
+        is_new = any(len(request.tokens) == request.start and not request.ahead for request in rows)
+        return is_new and len(rows) <= max(1, len(self._slots) // _FEW)
+
+    def _kind_of_slots(self) -> Kind:
+        """What the rows need, by an earlier round's kind if there was the same; else with what the last round had, so
+        that few programs are compiled.
+        """
+        needed = Kind(False, False, False)
+        for request in self._slots:
+            needed = needed if request is None else needed | request.sampling.kind
+        if needed not in self._kinds:
+            self._kinds.append(needed | self._kinds[-1] if self._kinds else needed)
+            needed = self._kinds[-1]
+        return needed
 
     def _changes(self) -> tuple[device.Array, device.Live]:
         """(bool[slots]: changed since the last call, new numbers). Without changes nothing is sent: the device would
@@ -487,7 +615,7 @@ class Sampler:
         with timing.phase("wait", "the device"):
             tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, oldest.emitted)
         for slot, (request, placed) in oldest.requests.items():
-            request.rounds -= 1
+            request.ahead -= oldest.steps
             if request.done:  # by a stop string or a cancellation that the device did not know of yet
                 continue
             count = int(counts[slot])
@@ -507,7 +635,7 @@ class Sampler:
                 self._pieces.append(Piece(request.number, new_tokens, values, None, tops))
             # It paused, so that its states are computed anew. In a round that was dispatched before that was known, it
             # made no token either, but has left its slot.
-            if count < self._steps and request.placements == placed and self._slots[slot] is request:
+            if count < oldest.steps and request.placements == placed and self._slots[slot] is request:
                 self._slots[slot] = None
                 self._enqueue(request, first=True)
 

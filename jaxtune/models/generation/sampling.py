@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-MOST_RANKED = 20  # the most tokens of which top_logprobs gives log-probabilities
+from jaxtune.models.generation.limits import MOST_RANKED
+
+type Array = jax.Array | np.ndarray
 
 
 class Numbers(NamedTuple):
@@ -26,13 +29,24 @@ class Numbers(NamedTuple):
     logprob_temperature: Any
 
 
+class Adjustments(NamedTuple):
+    """What is added to the logits of N rows; few rows have it, so most programs do without."""
+
+    presence_penalty: Array  # float32[N]; 0 where it is off
+    frequency_penalty: Array  # float32[N]; 0 where it is off
+    tokens: Array  # int32[N, B], padded with any
+    bias: Array  # float32[N, B], of these tokens; 0 is padding
+    until: Array  # int32[N, B]: added while the row has fewer tokens, the prompt's included
+
+
 class Kind(NamedTuple):
     """The operations that a program must contain for its rows; static, so that one that no row needs costs nothing."""
 
     draws: bool  # the random choice of tokens; False: every row takes its most likely token
     filters: bool  # top_k, top_p or min_p, which all need the logits in sorted order
-    penalises: bool  # the repetition penalty
+    penalises: bool  # a penalty of repetition, presence or frequency, which need the tokens that a row contains
     ranks: bool = False  # the log-probabilities of the most likely tokens (top_logprobs)
+    adjusts: bool = False  # Adjustments
 
     def __or__(self, other: Kind) -> Kind:  # type: ignore[override]
         """The operations that either needs."""
@@ -41,8 +55,9 @@ class Kind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The sampling settings of one row, applied in the order repetition_penalty, temperature, top_k, top_p, min_p.
-    Raises ValueError for one out of range, or filters with temperature 0, where they have no effect.
+    """The sampling settings of one row, applied in the order biases, repetition_penalty, frequency_penalty and
+    presence_penalty, temperature, top_k, top_p, min_p. Raises ValueError for one out of range, or filters with
+    temperature 0, where they have no effect.
     """
 
     # the logits are divided by it, and a token is drawn at random; 0: the most likely token is taken
@@ -55,6 +70,10 @@ class Sampling:
     top_logprobs: int = 0  # how many of the most likely tokens are returned with each new token; at most MOST_RANKED
     scaled_logprobs: bool = False
     """Whether log-probabilities are of the logits divided by the temperature; always without penalty and filters."""
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that the answer already contains
+    frequency_penalty: float = 0.0  # subtracted from them as often as the answer contains them
+    # (token, what is added to its logit, as long as the row has fewer tokens than this, the prompt's included)
+    biases: tuple[tuple[int, float, int], ...] = ()
 
     def __post_init__(self):
         for key, right, must in (
@@ -64,6 +83,8 @@ class Sampling:
             ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
             ("top_logprobs", self.top_logprobs in range(MOST_RANKED + 1), f"a whole number from 0 to {MOST_RANKED}"),
             ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "positive"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
         ):
             if not right:
                 raise ValueError(f"generate: {key} = {getattr(self, key)!r}: must be {must}")
@@ -77,7 +98,9 @@ class Sampling:
     def kind(self) -> Kind:
         draws = self.temperature > 0
         filters = draws and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-        return Kind(draws, filters, self.repetition_penalty != 1.0, self.top_logprobs > 0)
+        counts = (self.presence_penalty, self.frequency_penalty) != (0.0, 0.0)
+        penalises = self.repetition_penalty != 1.0 or counts
+        return Kind(draws, filters, penalises, self.top_logprobs > 0, counts or bool(self.biases))
 
     def numbers(self, vocab_size: int) -> Numbers:
         """The settings as numpy scalars; those that are off get values without an effect."""
@@ -86,6 +109,20 @@ class Sampling:
         draws, temperature = np.bool_(self.kind.draws), np.float32(self.temperature or 1.0)
         of_logprob = temperature if self.scaled_logprobs else np.float32(1.0)
         return Numbers(draws, temperature, np.int32(top_k), top_p, min_p, penalty, of_logprob)
+
+
+def biased(logits: jax.Array, adjustments: Adjustments, length: jax.Array) -> jax.Array:
+    """The logits [N, V] with biases. length: int32[N], tokens of each row."""
+    bias = jnp.where(length[:, None] < adjustments.until, adjustments.bias, 0.0)
+    return logits.at[jnp.arange(len(logits))[:, None], adjustments.tokens].add(bias)
+
+
+def lessened(logits: jax.Array, adjustments: Adjustments, made: jax.Array) -> jax.Array:
+    """The logits [N, V] less the penalties of presence and frequency. made: int32[N, V], how often each answer contains
+    a token.
+    """
+    presence, frequency = (a[:, None] for a in (adjustments.presence_penalty, adjustments.frequency_penalty))
+    return logits - frequency * made - presence * (made > 0)
 
 
 def penalised(logits: jax.Array, seen: jax.Array, penalty: Any) -> jax.Array:

@@ -21,12 +21,16 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.converted import head_of_step
 from jaxtune.models.generation.layer_steps import States, split_layers, through_layers
+from jaxtune.models.generation.limits import MOST_RANKED
 from jaxtune.models.generation.sampling import (
-    MOST_RANKED,
+    Adjustments,
+    Array,
     Kind,
     Numbers,
     Sampling,
+    biased,
     filtered,
+    lessened,
     penalised,
     uniform_of,
 )
@@ -40,8 +44,7 @@ from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.decode.attention import inserted
 from jaxtune.pallas.decode.few_rows import MOST_ROWS, chosen_token, looked_up
 
-type Array = jax.Array | np.ndarray
-
+NO_MASK = np.uint32(0xFFFFFFFF)
 NEVER = np.iinfo(np.int32).max  # a length that no row reaches
 
 
@@ -67,6 +70,15 @@ class Rows(NamedTuple):
     seed: Array
     index: Array  # uint32[N]: tells rows with the same seed apart
     numbers: Numbers  # the sampling settings
+    adjustments: Adjustments | None = None  # None without Kind.adjusts
+    # uint32[N, (V + 31) // 32]: a bit for each token that each row may make; None: any. Only for rounds of one step
+    masks: Array | None = None
+
+
+def empty_adjustments(count: int, width: int) -> Adjustments:
+    """Numpy arrays that change nothing. width: tokens of a row for which each has room."""
+    floats, ints = np.zeros((count, width), np.float32), np.zeros((count, width), np.int32)
+    return Adjustments(np.zeros(count, np.float32), np.zeros(count, np.float32), ints, floats, ints.copy())
 
 
 def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
@@ -268,15 +280,20 @@ def grown(state: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def mark_seen(seen, slot, tokens, length) -> jax.Array:
+def mark_seen(seen, slot, tokens, start, length) -> jax.Array:
     """Replaces the tokens that a slot's row contains.
 
-    seen: bool[N, V], of all slots; donated.
+    seen: int32[N, V], of all slots: 2 for each time that the answer contains a token, and 1 if the prompt does;
+      donated.
     slot: int32[], the slot.
     tokens: int32[T], the row's, with padding.
-    length: int32[], how many of them count.
+    start, length: int32[], how many of them are the prompt's, and how many count.
     """
-    row = jnp.zeros(seen.shape[1], bool).at[tokens].max(jnp.arange(len(tokens)) < length)
+    index = jnp.arange(len(tokens))
+    zeros = jnp.zeros(seen.shape[1], jnp.int32)
+    row = zeros.at[tokens].max(jnp.int32(index < start)) + zeros.at[tokens].add(
+        2 * jnp.int32((index >= start) & (index < length))
+    )
     return seen.at[slot].set(row)
 
 
@@ -297,7 +314,7 @@ def _decode(
     seen, Emitted); the first three are the next call's, and donated.
 
       batch_invariant: a row has the same bits beside any other rows.
-      seen: bool[N, V], whether each row contains a token; None without Kind.penalises.
+      seen: int32[N, V] of `mark_seen`; None without Kind.penalises.
       changed, new_live: bool[N], slots in which the host started or ended a row; their `live`.
     """
     live = Live(*(jnp.where(changed, new, old) for new, old in zip(new_live, live, strict=True)))
@@ -319,13 +336,13 @@ def _decode(
             )
             new, real = live.token[:, None], live.active
             hidden, states = through_layers(model, splits, new, states, positions, tables, real, batch_invariant)
-            token, logprob, ranked = _chosen(model, kind, hidden, seen, rows.numbers, draws)
+            token, logprob, ranked = _chosen(model, kind, hidden, seen, rows, live.length, draws)
         length = live.length + live.active
         continues = live.active & (length < rows.limit) & (length <= rows.pause)
         for column in range(rows.ends.shape[1]):  # a reduction would be a kernel of its own
             continues &= token != rows.ends[:, column]
         if kind.penalises:
-            seen = seen.at[jnp.arange(len(token)), token].max(live.active)
+            seen = seen.at[jnp.arange(len(token)), token].add(2 * live.active)
         live = Live(token, length, continues)
         # What a scan slices and stacks would be copied, and the next kernels wait for copies.
         draws = None if uniform is None else jnp.where(continues, _of_step(uniform, step + 1), -1.0)
@@ -366,20 +383,28 @@ def _uniform(rows: Rows, lengths, steps: int) -> jax.Array:
     return jnp.where(rows.numbers.draws, draws, -1.0)
 
 
-def _chosen(model: Decoder, kind: Kind, hidden, seen, numbers: Numbers, uniform):
+def _chosen(model: Decoder, kind: Kind, hidden, seen, rows: Rows, length, uniform):
     """(tokens int32[N], log-probabilities float32[N] of logits / logprob_temperature without penalty and filters,
     `ranked` of Emitted of this step).
 
       hidden: [N, 1, hidden], after the final norm.
+      length: int32[N], tokens of each row.
       uniform: float32[N]; None without Kind.draws.
     """
-    vocab_size = model.config.vocab_size
+    vocab_size, numbers = model.config.vocab_size, rows.numbers
     logprob_temperature, logits = numbers.logprob_temperature, model.logits(hidden)[:, 0]
     token, logprob, peak, total = chosen_token(logits, vocab_size, numbers.temperature, logprob_temperature, uniform)
     logits = logits[:, :vocab_size].astype(jnp.float32)
-    if kind.penalises or kind.filters:
+    if kind.penalises or kind.filters or kind.adjusts or rows.masks is not None:
         # Rows without these settings keep their token, so that its bits do not depend on the settings of other rows.
-        scores = penalised(logits, seen, numbers.repetition_penalty[:, None]) if kind.penalises else logits
+        adjustments = rows.adjustments
+        scores = logits if adjustments is None else biased(logits, adjustments, length)
+        if kind.penalises:
+            scores = penalised(scores, seen > 0, numbers.repetition_penalty[:, None])
+            scores = scores if adjustments is None else lessened(scores, adjustments, seen >> 1)
+        if rows.masks is not None:
+            bits = rows.masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+            scores = jnp.where(bits.reshape(len(logits), -1)[:, :vocab_size] > 0, scores, -jnp.inf)
         filtered_token = likeliest = scores.argmax(-1).astype(jnp.int32)
         if uniform is not None:
             scores = scores / numbers.temperature[:, None]
@@ -387,6 +412,11 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, numbers: Numbers, uniform)
             filtered_token = jnp.where(uniform >= 0, looked_up(scores, likeliest, jnp.maximum(uniform, 0.0)), likeliest)
         is_filtered = (numbers.repetition_penalty != 1) | (numbers.top_k < vocab_size) | (numbers.top_p < 1)
         is_filtered |= numbers.min_p > 0
+        if adjustments is not None:
+            is_filtered |= (adjustments.presence_penalty != 0) | (adjustments.frequency_penalty != 0)
+            is_filtered |= (adjustments.bias != 0).any(-1)
+        if rows.masks is not None:
+            is_filtered |= (rows.masks != NO_MASK).any(-1)
         token = jnp.where(is_filtered, filtered_token, token)
         of_token = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
         logprob = jnp.where(is_filtered, (of_token - peak) / logprob_temperature - total, logprob)

@@ -4,22 +4,18 @@ that it starts in hundredths of a second and has no device.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import pickle
-import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxtune.train.user_code import errors, frames, modules
+from jaxtune.system import children
+from jaxtune.train.user_code import errors, modules
 
 if TYPE_CHECKING:
     import asyncio
 
-_PR_SET_PDEATHSIG = 1
 _runner: asyncio.Runner | None = None
 
 
@@ -27,17 +23,12 @@ def serve(descriptor: int, parent: int) -> None:
     """Answers messages from the socket `descriptor`: a function's reference and pickled arguments (None: load it only).
     Dies with `parent`.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if (connection := children.attach(descriptor, parent)) is None:
         return
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # the run decides; SIG_IGN would pass to the function's own processes
-    connection = socket.socket(fileno=descriptor)
     functions: dict[bytes, Callable] = {}
-    while (message := frames.receive(connection)) is not None:
+    while (message := children.receive(connection)) is not None:
         reference, arguments = pickle.loads(message)
-        frames.send(connection, _answer(functions, reference, arguments))
+        children.send(connection, _answer(functions, reference, arguments))
         sys.stdout.flush()
 
 

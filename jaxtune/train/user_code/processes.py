@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
-from jaxtune.system import waiting
-from jaxtune.train.user_code import frames, modules
+from jaxtune.system import children, waiting
+from jaxtune.train.user_code import modules
 from jaxtune.train.user_code.errors import Elsewhere, UserCodeError
 
 # The run's search path, and nothing else of it: no device, no open file but the socket.
@@ -184,7 +184,7 @@ class Isolated:
 
 def _exchange(connection: socket.socket, message: bytes, answer: Future[bytes | None]) -> None:
     try:
-        frames.send(connection, message)
-        answer.set_result(frames.receive(connection))
+        children.send(connection, message)
+        answer.set_result(children.receive(connection))
     except OSError:  # the process has ended
         answer.set_result(None)

@@ -1,10 +1,28 @@
-"""Messages to functions' processes: a length and as many bytes. Standard library alone."""
+"""A socket between a process and its child: messages of a length and as many bytes. Standard library alone."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import socket
+import sys
 
 _HEAD = 8  # bytes of the length
+_PR_SET_PDEATHSIG = 1
+
+
+def attach(descriptor: int, parent: int) -> socket.socket | None:
+    """The child's end of the socket; the child dies with the thread that started it, and not by its signals. None:
+    `parent` has ended.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # SIG_IGN would pass to the child's own processes
+    return socket.socket(fileno=descriptor)
 
 
 def send(connection: socket.socket, message: bytes) -> None:

@@ -1,0 +1,137 @@
+"""Rows whose text follows a grammar: JSON of a schema, a regular expression, calls of tools. By llguidance."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxtune.conversations.answers import SPACES
+from jaxtune.conversations.tokenizing import Tokenizer
+from jaxtune.system.extras import install
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_MOST_BYTES = 256 * 1024  # of a grammar
+_TAIL = 16  # tokens in which the end of thoughts is looked for
+
+
+def json_grammar(schema: Mapping[str, object]) -> str:
+    """Of JSON that a schema describes. ValueError for a schema that is not supported."""
+    return checked(json.dumps({"grammars": [{"json_schema": {**schema, **SPACES}}]}))
+
+
+def regex_grammar(pattern: str) -> str:
+    """Of texts that a regular expression matches whole, in Rust's syntax. ValueError for another one."""
+    return checked(_llguidance().LLMatcher.grammar_from_regex(pattern))
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """Of one of several texts. ValueError for none."""
+    if not choices:
+        raise ValueError("there is no choice")
+    return lark_grammar("start: " + " | ".join(json.dumps(choice) for choice in choices))
+
+
+def lark_grammar(lark: str) -> str:
+    """Of texts of a grammar in llguidance's dialect of Lark. ValueError for another one."""
+    return checked(_llguidance().LLMatcher.grammar_from_lark(lark))
+
+
+def checked(grammar: str) -> str:
+    """The grammar; ValueError if llguidance cannot follow it."""
+    if len(grammar) > _MOST_BYTES:
+        raise ValueError(f"the grammar has {len(grammar):,} characters; at most {_MOST_BYTES:,} are followed")
+    is_error, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(grammar)
+    if is_error:
+        raise ValueError(" ".join(messages[0].split())[:300])
+    return grammar
+
+
+def _llguidance():
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ValueError(f"grammars need llguidance ({error}): {install('serve')}") from None
+    return llguidance
+
+
+class Grammars:
+    """Constraints for the rows of one model.
+
+    tokenizer: a fast one.
+    ends: ids of the tokens that end a row.
+    vocab_size: the model's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], vocab_size: int):
+        from llguidance import hf
+
+        self._width, self._tokenizer = (vocab_size + 31) // 32, tokenizer
+        end_tokens = [token for token in ends if token < len(tokenizer)]
+        self._last: tuple[str, LLMatcher] | None = None  # the last grammar; a request's rows have the same
+        self._compiler = hf.from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), end_tokens or None)
+
+    def constraint(
+        self, grammar: str, thoughts_end: re.Pattern[str] | None = None, thinks: bool = False, opens: int | None = None
+    ) -> GrammarConstraint:
+        """Of one row.
+
+        thoughts_end: what ends thoughts, after which the grammar begins; None: the text has none.
+        thinks: whether the row begins within thoughts.
+        opens: a token that opens thoughts if it is the row's first; None: there is none.
+        """
+        if self._last is None or self._last[0] != grammar:
+            matcher = _llguidance().LLMatcher(self._compiler, grammar)
+            if matcher.is_error():
+                raise ValueError(" ".join(matcher.get_error().split())[:300])
+            self._last = grammar, matcher
+
+        def decode(ids: Sequence[int]) -> str:
+            return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+        return GrammarConstraint(self._last[1].deep_copy(), self._width, decode, thoughts_end, thinks, opens)
+
+
+class GrammarConstraint:
+    """A `requests.Constraint`: any thoughts, then a text of the grammar."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        width: int,
+        decode: Callable[[Sequence[int]], str],
+        thoughts_end: re.Pattern[str] | None,
+        thinks: bool,
+        opens: int | None,
+    ):
+        self._matcher, self._width, self._decode = matcher, width, decode
+        self._thoughts_end, self._thinks, self._opens = thoughts_end, thinks and thoughts_end is not None, opens
+        self._thoughts: list[int] = []
+
+    def mask(self) -> np.ndarray | None:
+        if self._thinks:
+            return None
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        mask = np.zeros(self._width, np.uint32)
+        mask[: len(bits)] = bits[: self._width]
+        if self._opens is not None:
+            mask[self._opens // 32] |= np.uint32(1) << np.uint32(self._opens % 32)
+        return mask
+
+    def accept(self, tokens: Sequence[int]) -> bool:
+        for token in tokens:
+            first, self._opens = self._opens, None
+            if self._thinks:
+                assert self._thoughts_end is not None
+                self._thoughts = [*self._thoughts[-_TAIL:], token]
+                self._thinks = self._thoughts_end.search(self._decode(self._thoughts)) is None
+            elif first is not None and token == first:
+                self._thinks = True
+            elif not self._matcher.consume_token(token):
+                return True
+        return not self._thinks and self._matcher.is_stopped()

@@ -1,0 +1,163 @@
+"""Processes that read requests' bodies, each with limits of time and memory: neither a body nor a template or tokenizer
+of the model stops the server or another request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+from jaxtune.serve.errors import ApiError
+from jaxtune.serve.reading import Reading
+from jaxtune.serve.served import Readable
+from jaxtune.system import children
+from jaxtune.system.terminal import say
+
+_SECONDS = 30.0  # in which a body must be read
+_START_SECONDS = 300.0  # in which a process must have started
+_AGAIN_SECONDS = 5.0  # before a process that did not start is started again
+_MOST = 4
+_ENTRY = """import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from jaxtune.serve.reading import serve
+serve(int(sys.argv[2]), int(sys.argv[3]))"""
+# A thread for each core would take memory, and the processes are several already.
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+
+
+class Readers:
+    """They start at once, and read after `serve`; `close` ends them.
+
+    count: None: half as many as CPUs, 2 to 4.
+    """
+
+    def __init__(self, count: int | None = None):
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        count = count or min(_MOST, max(2, cpus // 2))
+        self._models = b""
+        self._known, self._closed = threading.Event(), threading.Event()
+        self._idle: queue.SimpleQueue[_Reader | None] = queue.SimpleQueue()
+        self._readers = [_Reader() for _ in range(count)]
+        # A process dies with the thread that starts it, so that has to be one that stays.
+        self._starts = ThreadPoolExecutor(count, "start of a reader")
+        self._reads = ThreadPoolExecutor(count, "reader")
+        for reader in self._readers:
+            self._starts.submit(self._start, reader)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def serve(self, models: Mapping[str, Readable]) -> None:
+        """Gives the processes the models, once."""
+        self._models = pickle.dumps(dict(models))
+        self._known.set()
+
+    async def read(self, path: str, data: bytes, lengths: Mapping[str, int]) -> Reading:
+        """What the body of a request to `path` asks for, or the answer. ApiError: its limits, or it is wrong.
+
+        lengths: {model: the most tokens of a prompt and its answer}.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._reads, self._read, pickle.dumps((path, data, dict(lengths))))
+
+    def close(self) -> None:
+        self._closed.set()
+        self._known.set()
+        for reader in self._readers:
+            reader.end()
+            self._idle.put(None)
+        for threads in (self._starts, self._reads):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self, reader: _Reader) -> None:
+        """Starts a process, again until it has the models."""
+        while not self._closed.is_set():
+            reader.start()
+            if self._closed.is_set():
+                reader.end()
+                return
+            self._known.wait()
+            if reader.ask(self._models, _START_SECONDS) is not None:
+                self._idle.put(reader)
+                return
+            reader.end()
+            if not self._closed.wait(_AGAIN_SECONDS):
+                say("jaxtune: a process that reads requests did not start; it is started again", file=sys.stderr)
+
+    def _read(self, message: bytes) -> Reading:
+        reader = self._idle.get()
+        if reader is None or self._closed.is_set():
+            self._idle.put(None)
+            raise ApiError(503, "the server is stopping: ask again when it is back", code="stopping")
+        began = time.monotonic()
+        answer = reader.ask(message, _SECONDS)
+        if answer is None:
+            reader.end()
+            with contextlib.suppress(RuntimeError):  # after `close`
+                self._starts.submit(self._start, reader)
+            late = time.monotonic() - began >= _SECONDS
+            why = f"took longer than {_SECONDS:g} s" if late else "ended the process that read it"
+            raise ApiError(400, f"reading the request (its JSON, the chat template, tokens) {why}: send less")
+        self._idle.put(reader)
+        parsed = pickle.loads(answer)
+        if isinstance(parsed, tuple):
+            raise ApiError(*parsed)
+        return parsed
+
+
+class _Reader:
+    """A process and the socket to it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._connection: socket.socket | None = None
+
+    def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _ENTRY, path, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | _ENVIRONMENT,
+                start_new_session=True,
+            )
+        self._connection = ours
+
+    def ask(self, message: bytes, seconds: float) -> bytes | None:
+        """Its answer; None if it ended, or did not answer within `seconds`."""
+        connection = self._connection
+        if connection is None:
+            return None
+        try:
+            connection.settimeout(seconds)
+            children.send(connection, message)
+            return children.receive(connection)
+        except OSError:  # TimeoutError is one
+            return None
+
+    def end(self) -> None:
+        process, connection, self._process, self._connection = self._process, self._connection, None, None
+        if process is not None:
+            process.kill()
+            process.wait()
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
+            connection.close()

@@ -1,0 +1,83 @@
+"""The process that reads requests' bodies: JSON, checks, the chat template, tokens. It has no device and no JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import resource
+import sys
+import traceback
+from collections.abc import Callable
+
+from jaxtune.models.files.model_folder import transformers_without_torch
+from jaxtune.serve import bodies
+from jaxtune.serve.bodies import Lengths, Models
+from jaxtune.serve.errors import ApiError, panics
+from jaxtune.serve.requests import ParsedRequest
+from jaxtune.serve.responses import read_responses
+from jaxtune.system import children
+from jaxtune.system.terminal import say
+
+MEMORY_BYTES = 2 << 30  # that one request may take
+type Reading = ParsedRequest | dict[str, object]
+
+READS: dict[str, Callable[[object, Models, Lengths], Reading]] = {
+    "/v1/chat/completions": bodies.read_chat,
+    "/v1/completions": bodies.read_completion,
+    "/v1/responses": read_responses,
+    "/tokenize": bodies.read_tokenize,
+    "/detokenize": bodies.read_detokenize,
+}
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Answers messages of the socket `descriptor`: first the models, then (path, body, lengths). Dies with the thread
+    that started it.
+    """
+    if (connection := children.attach(descriptor, parent)) is None:
+        return
+    with transformers_without_torch() as transformers:
+        _ = transformers.PreTrainedTokenizerFast  # which pickles of tokenizers need, imported before they arrive
+        message = children.receive(connection)
+        if message is None:
+            return
+        models = pickle.loads(message)
+    for model in models.values():
+        if model.tokenizer.chat_template:
+            model.reader(tools=False)
+    _limit_memory()
+    children.send(connection, b"")
+    while (message := children.receive(connection)) is not None:
+        children.send(connection, pickle.dumps(_answer(models, *pickle.loads(message))))
+
+
+def _answer(models: Models, path: str, data: bytes, lengths: Lengths) -> Reading | tuple:
+    """What the body asks for, or an ApiError's arguments."""
+    try:
+        with panics():
+            return READS[path](_decoded(data), models, lengths)
+    except ApiError as error:
+        return error.status, error.message, error.param, error.code
+    except MemoryError:
+        return 400, f"reading the body takes more than {MEMORY_BYTES >> 30} GiB of memory: send less"
+    except Exception as error:
+        say("jaxtune: a body was not read:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
+        return 500, f"the server failed: {type(error).__name__}"
+
+
+def _decoded(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise ApiError(400, f"the body is not JSON: {str(error)[:200]}") from None
+
+
+def _limit_memory() -> None:
+    """Allows MEMORY_BYTES of private memory more than is taken now; only where /proc tells that."""
+    with contextlib.suppress(OSError, ValueError):
+        with open("/proc/self/statm") as file:
+            taken = int(file.read().split()[5]) * resource.getpagesize()
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        limit = taken + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
