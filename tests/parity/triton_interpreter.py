@@ -61,7 +61,9 @@ _CONVERT = interpreter._convert_float
 
 
 def _convert(numbers, given, wanted, rounding):
-    """The interpreter cuts numbers off when it converts them to e4m3, which GPUs round."""
+    """The interpreter cuts numbers off when it converts them to e4m3 or bfloat16, which GPUs round."""
+    if given == tl.float32 and wanted == tl.bfloat16:
+        return numbers.view(np.float32).astype(jnp.bfloat16).view(np.uint16)
     if wanted != tl.float8e4nv:
         return _CONVERT(numbers, given, wanted, rounding)
     assert given == tl.float32

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import jax
@@ -17,7 +17,7 @@ from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.formats import FP8, MXFP4, NVFP4, Stored
 from jaxtune.pallas.formats.four_bit import FourBit
 from jaxtune.pallas.formats.fp8 import ROW
-from jaxtune.pallas.quant_matmul import fp8_product, mosaic, reference, triton
+from jaxtune.pallas.quant_matmul import coded, fp8_product, mosaic, reference, triton
 from jaxtune.pallas.quant_matmul.as_stored import product_of
 
 # Implementations of decoding and of small products; products of many tokens use the vendor's GEMM.
@@ -95,26 +95,28 @@ def quant_matmul(
     typed = isinstance(dropout_key, jax.Array) and jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
     if dropout_key is not None and not typed:
         check.array("dropout_key", dropout_key, "2", jnp.uint32)  # of jax.random.PRNGKey
-    kernels, as_stored = choose(weights, x.dtype, fp8, implementation)
+    chosen = choose(weights, x.dtype, fp8, implementation)
     if not (isinstance(dropout_run, int) and dropout_run == 0):
         check.array("dropout_run", jnp.asarray(dropout_run), "", INTEGERS)
-    return reference.matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_run, kernels, as_stored)
+    dropout = dropout_rate, dropout_key, dropout_run
+    return reference.matmul(x, weights, loras, biases, *dropout, *chosen)
 
 
 def choose(
     weights: Sequence[jax.Array | Stored], dtype, fp8: bool, implementation: str | None
-) -> tuple[ModuleType, tuple[str | None, ...]]:
-    """How a call's products are computed: (kernels, as_stored) of reference.Static. dtype: of x. fp8: FP8 weights are
-    multiplied undecoded.
+) -> tuple[ModuleType, tuple[str | None, ...], Callable | None]:
+    """How a call's products are computed: (kernels, as_stored, few) of reference.Static.
 
-      weights: of one call. implementation: the requested name, or None.
+    dtype: of x. fp8: FP8 weights are multiplied undecoded.
+    weights: of one call. implementation: the requested name, or None.
     """
     as_stored = (implementation,) if fp8 and any(product_of(weight) is not None for weight in weights) else ()
     decoded_weights = [weight for weight in weights if not as_stored or product_of(weight) is None]
+    few = coded.few_products if implementation is None else None
     if as_stored and not decoded_weights:
-        return reference, as_stored
+        return reference, as_stored, None
     name = dispatch.choose("quant_matmul", implementations(decoded_weights, dtype, implementation), implementation)
-    return IMPLEMENTATIONS[name], as_stored
+    return IMPLEMENTATIONS[name], as_stored, few
 
 
 def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -9,7 +9,7 @@ a residual.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -33,6 +33,8 @@ class Static(NamedTuple):
     # (): all quantised weights are decoded; else a tuple of one: the requested implementation of products with weights
     # as they are stored, or None
     as_stored: tuple[str | None, ...]
+    # coded.few_products, which decodes in registers; None: it may not multiply
+    few: Callable[[jax.Array, Mapping[int, jax.Array | Stored]], dict[int, jax.Array]] | None = None
 
 
 class Rounded(NamedTuple):
@@ -102,15 +104,18 @@ def decoded(weight, x, kernels: ModuleType):
     return weight, x
 
 
-def _product_and_adapter(x, weight, contract, kernels: ModuleType, thin_operands=None, bias=None):
+def _product_and_adapter(x, weight, contract, kernels: ModuleType, thin_operands=None, bias=None, product=None):
     """x times one weight, plus an adapter's product and a bias, in x's dtype: [tokens, out] for contract (1, 1), the
     forward, and [tokens, in] for (1, 0), the backward. Without the barrier most of the adapter's part may be lost.
 
       thin_operands: None, or in the forward one adapter's (u [tokens, r], b [out, r]); in the backward all adapters' (u
       [tokens, sum of ranks], a [sum of ranks, in]).
+      product: x times the weight, if it is known.
     """
     call = (weight, x.dtype, x.shape[0])
-    if isinstance(weight, Stored) and contract == (1, 1) and kernels.small_refusal(*call) is None:
+    if product is not None:
+        out = product
+    elif isinstance(weight, Stored) and contract == (1, 1) and kernels.small_refusal(*call) is None:
         out = kernels.small_matmul(x, weight)
     else:
         if thin_operands is not None:
@@ -186,8 +191,10 @@ def outputs(x, weights, loras, biases, inner, static: Static, coded: dict | None
         for owner, thin_input, (_, b) in zip(static.owners, adapter_inputs(loras, inner, static), loras, strict=True):
             adapters[owner] = (thin_input, b)
     coded = dict(coded or {})
+    plain = {index: weight for index, weight in enumerate(weights) if _kind(weight, static)[0] is None}
+    few = {} if static.few is None else static.few(x, plain)
     results = []
-    for weight, adapter, bias in zip(weights, adapters, biases, strict=True):
+    for index, (weight, adapter, bias) in enumerate(zip(weights, adapters, biases, strict=True)):
         stored, kind = _kind(weight, static)
         if stored is not None:
             if (stored, kind) not in coded:
@@ -195,7 +202,8 @@ def outputs(x, weights, loras, biases, inner, static: Static, coded: dict | None
             out = stored.forward(coded[stored, kind], weight, adapter, x.dtype, static.as_stored[0])
             results.append(out if bias is None else out + bias.astype(out.dtype))
         else:
-            results.append(_product_and_adapter(x, weight, (1, 1), static.kernels, adapter, bias))
+            product = few.get(index)
+            results.append(_product_and_adapter(x, weight, (1, 1), static.kernels, adapter, bias, product))
     return tuple(results)
 
 
@@ -340,14 +348,14 @@ def dropout(x, rate, key, run: jax.Array | int = 0):
     return jnp.where(keep, x.astype(jnp.float32) / (1.0 - rate), 0).astype(x.dtype)
 
 
-def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, as_stored: tuple):
+def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, as_stored, few):
     """quant_matmul of checked arguments and a chosen implementation. A row_scale multiplies both products, in float32,
     before the bias is added.
 
       x: [..., in]. weights: [out_i, in]. loras, biases: a LoraWeights or None, an array or None for each.
       dropout_rate, dropout_key: of the adapters' inputs; a rate of 0: no dropout.
       dropout_part: x's number among equal runs of rows.
-      kernels: the module that decodes and multiplies few tokens. as_stored: of Static.
+      kernels: the module that decodes and multiplies few tokens. as_stored, few: of Static.
     """
     flat = x.reshape(-1, x.shape[-1])
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)
@@ -362,7 +370,7 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     # A row scale is applied between the product and its bias.
     row_scales = [None if lora is None else lora.row_scale for lora in loras]
     product_biases = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
-    static = Static(owners, scales, kernels, as_stored)
+    static = Static(owners, scales, kernels, as_stored, few)
     inner, source = low_rank_input(flat, source, pairs)
     products: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, product_biases, inner, static)
     finished = []

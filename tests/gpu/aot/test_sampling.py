@@ -182,3 +182,13 @@ def test_an_adapter_adds_no_kernel_to_a_step():
         kernels.append(collections.Counter(re.findall(r" (fusion|custom-call|copy|convert|reduce|slice)\(", text)))
         assert text.count('name = "product_kernel"') == 4
     assert kernels[0] == kernels[1]
+
+
+@pytest.mark.parametrize(("slots", "calls"), [(1, 4), (16, 4), (17, 0)])
+def test_few_rows_multiply_codes(slots, calls):
+    """Products that share x are one kernel, and no step decodes a weight; more rows multiply decoded weights."""
+    layers = 2
+    _, programs = lowered("llama-3.1-8b", layers, load_in="fp8", slots=slots)
+    text = programs["decode"].compile().as_text()
+    assert text.count('"coded_kernel"') == calls * layers
+    assert ("dequantise" in text) == (not calls)

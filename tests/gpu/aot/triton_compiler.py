@@ -27,6 +27,7 @@ _POINTERS = {
     jnp.float16: "*fp16",
     jnp.float32: "*fp32",
     jnp.int32: "*i32",
+    jnp.int8: "*i8",
     jnp.uint8: "*u8",
     jnp.float8_e4m3fn: "*fp8e4nv",
 }
@@ -50,6 +51,7 @@ class Compiled:
     shared_bytes: int
     spilled_bytes: int  # stores of registers to memory, a thread
     ptx: str
+    widths: list[int]  # numbers in a row that a thread has of an operand of the tensor cores
 
 
 @contextlib.contextmanager
@@ -95,9 +97,9 @@ def compile_call(call, capability: tuple[int, int], folder) -> Compiled:
         "enable_fp_fusion": settings.get("contract", True),
     }
     number = 10 * capability[0] + capability[1]
-    said = recall(
-        (source.hash(), number, sorted(options.items())), functools.partial(_compile, source, number, options, folder)
-    )
+    fields = [field.name for field in dataclasses.fields(Compiled)]
+    parts = source.hash(), number, sorted(options.items()), fields
+    said = recall(parts, functools.partial(_compile, source, number, options, folder))
     return Compiled(kernel.__name__, **said)
 
 
@@ -123,4 +125,6 @@ def _compile(source, number: int, options: dict, folder) -> dict:
     ).stderr
     spilled = re.search(r"(\d+) bytes spill stores", said)
     assert spilled is not None, said
-    return {"shared_bytes": compiled.metadata.shared, "spilled_bytes": int(spilled[1]), "ptx": ptx}
+    widths = sorted({int(width) for width in re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"])})
+    shared = compiled.metadata.shared
+    return {"shared_bytes": shared, "spilled_bytes": int(spilled[1]), "ptx": ptx, "widths": widths}
