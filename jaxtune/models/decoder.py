@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -242,7 +243,7 @@ class Decoder(nnx.Module):
                 last = jnp.maximum(layout.doc_end - 1, 0)
                 lengths = jnp.take_along_axis(jnp.broadcast_to(positions, shape), last, axis=1) + 1
             tables = rotary_tables(self.config, positions, lengths)
-            return PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
+            return dataclasses.replace(layout, rotary=tables)
 
     @_on_any_mesh
     def run(
