@@ -231,8 +231,8 @@ class Decoder(nnx.Module):
 
         shape: (rows, length).
         segment_ids: int32[B, T], the document of each token in a packed row; 0 is padding. None: one document a row.
-        positions: int32[B, T]; None: they restart with each document. If given, a document's length is its last token's
-          position + 1 (longrope).
+        positions: int32[B, T], or int32[B, T, axes] (RopeConfig.sections); None: they restart with each document. If
+          given, a document's length is its last token's position + 1 (longrope).
         max_documents: an upper bound on the documents of a row, for faster attention; None: unknown.
         """
         with jax.named_scope("layout"):
@@ -241,7 +241,8 @@ class Decoder(nnx.Module):
                 positions, lengths = layout.positions(), layout.doc_end - layout.doc_start
             else:  # a document's length is its last token's position + 1
                 last = jnp.maximum(layout.doc_end - 1, 0)
-                lengths = jnp.take_along_axis(jnp.broadcast_to(positions, shape), last, axis=1) + 1
+                index = positions if positions.ndim == 2 else positions.max(-1)
+                lengths = jnp.take_along_axis(jnp.broadcast_to(index, shape), last, axis=1) + 1
             tables = rotary_tables(self.config, positions, lengths)
             return dataclasses.replace(layout, rotary=tables)
 

@@ -2,7 +2,7 @@
 experts with a shared expert.
 """
 
-from jaxtune.models.families.common import Family
+from jaxtune.models.families.common import Family, RotaryByAxis
 from jaxtune.models.families.common.names import QWEN_EXPERTS, ROUTED_NORMS
 from jaxtune.models.families.common.table import (
     DELTA_DEFAULTS,
@@ -15,7 +15,7 @@ from jaxtune.models.families.common.table import (
 FAMILY = Family(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
-    (*delta_net(), shared_experts(renormalize=True)),
+    (*delta_net(), RotaryByAxis(), shared_experts(renormalize=True)),
     defaults=DELTA_DEFAULTS
     | {
         "num_experts": 256,
