@@ -45,8 +45,8 @@ class RopeConfig:
     head_dim: int | None = None  # size of the heads that it rotates; None: the decoder's head_dim
     # queries are multiplied by 1 + beta ln(1 + floor(position / original context)) (Llama 4, Ministral 3)
     llama_4_scaling_beta: float = 0.0
-    # where positions have several axes, how many rotated pairs turn by each (mrope_section of Qwen: time, height, width,
-    # interleaved); (): positions have one axis. Positions that are equal on all axes, as text's are, turn as with one.
+    # where positions have several axes, how many rotated pairs turn by each, interleaved (mrope_section of Qwen: time,
+    # height, width); (): positions have one axis. Positions that are equal on all axes, as in text, turn as with one.
     sections: tuple[int, ...] = ()
 
     def __post_init__(self):

@@ -27,11 +27,13 @@ def savable(model: Decoder) -> tuple[str, str]:
 
 def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
     """Yields (Hugging Face module name, Linear) of all linears in the layers, such as model.layers.0.self_attn.q_proj,
-    of routers only Gemma 4's, and at last the projection of per-layer embeddings.
+    of routers only Gemma 4's, then the projection of per-layer embeddings, and at last a tower's.
     """
     yield from ((name, matrix) for name, matrix in _in_layers(model) if not matrix.num_experts)
     if model.per_layer is not None:
         yield "model.per_layer_model_projection", model.per_layer.projection
+    if model.vision is not None:
+        yield from model.vision.linears()
 
 
 def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
@@ -156,8 +158,8 @@ def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) ->
     return [name for name in names if any(name_matches(name, target) for target in target_parameters)]
 
 
-def freeze(model: Decoder) -> Decoder:
-    """A new model over the same arrays in which nothing is trained, adapters included."""
+def freeze[M: nnx.Module](model: M) -> M:
+    """A new model or module over the same arrays in which nothing is trained, adapters included."""
     model = copy_structure(model)
     for _, module in nnx.iter_modules(model):
         for name, value in list(vars(module).items()):

@@ -4,6 +4,7 @@ experts with a shared expert.
 
 from jaxtune.models.families.common import Family, RotaryByAxis
 from jaxtune.models.families.common.names import QWEN_EXPERTS, ROUTED_NORMS
+from jaxtune.models.families.common.qwen_vision import qwen_tower
 from jaxtune.models.families.common.table import (
     DELTA_DEFAULTS,
     DELTA_FIELDS,
@@ -29,5 +30,6 @@ FAMILY = Family(
     expert_files=QWEN_EXPERTS,
     text_of=("qwen3_5_moe",),
     passthrough_tensors=QWEN_PASSTHROUGH,
+    tower=qwen_tower,
     text_alone=True,
 )
