@@ -76,8 +76,10 @@ class TokenDataset:
             patches_per_row=self.patches_per_row,
         )
         if not rows.report.trained_tokens:
+            pictures = [] if rows.report.pictures is None else rows.report.pictures.warnings()
             raise NothingUsable(
                 f"no document has a trained token within its first data.length={self.length} tokens; raise data.length"
+                + "".join(f"; {sentence}" for sentence in pictures)
             )
         return rows if self.teacher is None else TaughtRows(rows, self.teacher)
 

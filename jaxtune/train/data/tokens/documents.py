@@ -56,8 +56,12 @@ class Documents:
         """The CRC-32 of `tokens` and pictures, by which checkpoints recognise rows; a selection has the same. Reads all
         tokens.
         """
-        pictures = b"" if self.pictures is None else self.pictures.fingerprint()
-        return crc32([np.ascontiguousarray(self.tokens), pictures])
+        return crc32([np.ascontiguousarray(self.tokens), self.picture_fingerprint])
+
+    @property
+    def picture_fingerprint(self) -> bytes:
+        """By which the pictures are known; empty without any. A selection has the same."""
+        return b"" if self.pictures is None else self.pictures.fingerprint()
 
     @property
     def identity(self) -> str:

@@ -83,7 +83,6 @@ class DocumentPictures:
         return range(first, first + int(np.count_nonzero(self.starts[first:][: self.counts[document]] < count)))
 
     def fingerprint(self) -> bytes:
-        """By which pictures are known, whichever documents are selected."""
         return b"".join([self.digests[self.entries].tobytes(), np.ascontiguousarray(self.grids).tobytes()])
 
     def digests_of(self, document: int) -> bytes:
