@@ -14,6 +14,7 @@ import numpy as np
 import picture_rows as rows
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import shaken
 
 import jaxtune
@@ -21,6 +22,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.requests import PromptPictures
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import linears, with_trained_tower
+from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf, tower_config
 from jaxtune.models.stack.residual_plan import RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.formats import Stored
@@ -386,3 +388,40 @@ def test_refused_generation(model):
         jaxtune.generate(model, [prompt, prompt], 2, pictures=[given])
     with pytest.raises(ValueError, match="deterministic log-probabilities of prompts with pictures"):
         jaxtune.generate(model, [prompt], 2, pictures=[given], deterministic=True, output_logprobs=True)
+
+
+@pytest.mark.full
+def test_a_mesh_gives_what_one_device_gives(model):
+    """Rows divided over two devices, with and without gradients of a tower."""
+    draw = np.random.default_rng(2)
+    batch = rows.packed([[rows.document(draw, 2, (4, 4), 3)], [rows.document(draw, 1, (2, 6), 4)]], LENGTH, PATCHES, 1)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    divided = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    (loss, hidden), (dmodel, dpatches) = run(model, batch)
+    graph, state = nnx.split(model)
+    state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+    (loss2, hidden2), (dmodel2, dpatches2) = gradients((graph, state), divided[-1].patches, divided)
+    for one, other in zip(
+        jax.tree.leaves((loss, hidden, dmodel, dpatches)),
+        jax.tree.leaves((loss2, hidden2, dmodel2, dpatches2)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4 * max(1.0, np.abs(one).max()))
+
+
+@pytest.mark.full
+def test_a_tower_s_weights_are_divided_and_gathered(model):
+    """As the engine runs a model over a mesh's shards: in a shard_map, whose layers gather weights one at a time."""
+    batch = batch_of(2, (4, 4), 3, most=1)
+    graph, trained, frozen = nnx.split(jaxtune.models.lora.freeze(model), nnx.Param, ...)
+    mesh = partition.make_mesh(1, 2)
+    divided = partition.divide(frozen, mesh)
+    shards = jax.tree.leaves(divided, is_leaf=lambda leaf: isinstance(leaf, partition.Shard))
+    assert sum(isinstance(shard, partition.Shard) for shard in shards) > 8
+
+    def hidden(frozen, batch):
+        *tensors, pictures = batch
+        return nnx.merge(graph, trained, frozen).hidden_states(*tensors, pictures=pictures)
+
+    run = partition.divided(hidden, mesh, (partition.specs(divided), partition.WHOLE), partition.WHOLE)
+    np.testing.assert_allclose(jax.jit(run)(divided, batch), hidden(frozen, batch), atol=1e-5)
