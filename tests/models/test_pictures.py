@@ -14,12 +14,15 @@ import numpy as np
 import picture_rows as rows
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import shaken
 
 import jaxtune
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.requests import PromptPictures
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import linears, with_trained_tower
+from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf, tower_config
 from jaxtune.models.stack.residual_plan import RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.formats import Stored
@@ -314,3 +317,111 @@ def test_pictures_need_a_tower(model):
         text(*batch_of(2, (2, 2), 3))
     with pytest.raises(ValueError, match="with_trained_tower: this model has no tower"):
         with_trained_tower(text)
+
+
+def prompt_of(pieces):
+    tokens, _, positions, pictures = rows.packed([[pieces]], *rows.size(pieces))
+    return tokens[0].tolist(), PromptPictures(pictures, positions[0])
+
+
+def greedily(model, pieces, count):
+    """One token after the other, each from the whole row."""
+    pieces = list(pieces)
+    for _ in range(count):
+        batch = rows.packed([[pieces]], LENGTH, PATCHES)
+        pieces.append(int(model(*batch)[0, rows.size(pieces)[0] - 1].argmax()))
+    return pieces[-count:]
+
+
+def test_generation_steps_as_the_whole_row_says(model):
+    """Prompts with pictures, equal ones too, beside text; their new tokens' positions differ from their indices."""
+    draw = np.random.default_rng(7)
+    documents = [
+        rows.document(draw, 2, (4, 6), 3),
+        rows.document(draw, 5),
+        rows.document(draw, 1, (6, 4), 2, (2, 2), 1),
+        rows.document(draw, 2, (4, 6), 3),
+    ]
+    documents.append(documents[0])
+    prompts, pictures = zip(*map(prompt_of, documents), strict=True)
+    assert [each.delta for each in pictures] == [-3, 0, -3, -3, -3]
+    pictures = [None if index == 1 else each for index, each in enumerate(pictures)]
+    answers = jaxtune.generate(model, prompts, 6, eos_token_ids=(), pictures=pictures)
+    assert answers == [greedily(model, pieces, 6) for pieces in documents]
+    assert answers[0] != answers[3]  # the same tokens but for pixels and a few ids
+    text = [prompts[1]]
+    assert jaxtune.generate(model, text, 6, eos_token_ids=()) == [answers[1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda prompt, given: (prompt[:-2], given), r"of 6 tokens has pictures with positions \(8, 3\)"),
+        (lambda prompt, given: (prompt, given._replace(positions=given.positions[:, 0])), r"must be \(8, 3\)"),
+        (lambda prompt, given: _cut(prompt, given, 6), "ends in a picture: a text token must follow"),
+        (lambda prompt, given: (prompt, _moved(given)), "24 patches and feature 7: 4 patches are a feature"),
+    ],
+)
+def test_refused_prompts(model, change, message):
+    prompt, given = change(*prompt_of(rows.document(np.random.default_rng(7), 0, (4, 6), 2)))
+    with pytest.raises(ValueError, match=message):
+        jaxtune.generate(model, [prompt], 2, pictures=[given])
+
+
+def _cut(prompt, given, count):
+    features = given.pictures.picture_features[:, :count]
+    pictures = dataclasses.replace(given.pictures, picture_features=features)
+    return prompt[:count], PromptPictures(pictures, given.positions[:count])
+
+
+def _moved(given):
+    pictures = dataclasses.replace(given.pictures, picture_features=given.pictures.picture_features + 2)
+    return given._replace(pictures=pictures)
+
+
+def test_refused_generation(model):
+    text = Decoder(model.config, jax.random.key(0), "float32")
+    prompt, given = prompt_of(rows.document(np.random.default_rng(7), 1, (2, 2), 2))
+    with pytest.raises(ValueError, match="the prompt has pictures, and the model was loaded without its tower"):
+        jaxtune.generate(text, [prompt], 2, pictures=[given])
+    with pytest.raises(ValueError, match="pictures of 1 prompts for 2 prompts"):
+        jaxtune.generate(model, [prompt, prompt], 2, pictures=[given])
+    with pytest.raises(ValueError, match="deterministic log-probabilities of prompts with pictures"):
+        jaxtune.generate(model, [prompt], 2, pictures=[given], deterministic=True, output_logprobs=True)
+
+
+@pytest.mark.full
+def test_a_mesh_gives_what_one_device_gives(model):
+    """Rows divided over two devices, with and without gradients of a tower."""
+    draw = np.random.default_rng(2)
+    batch = rows.packed([[rows.document(draw, 2, (4, 4), 3)], [rows.document(draw, 1, (2, 6), 4)]], LENGTH, PATCHES, 1)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    divided = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    (loss, hidden), (dmodel, dpatches) = run(model, batch)
+    graph, state = nnx.split(model)
+    state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+    (loss2, hidden2), (dmodel2, dpatches2) = gradients((graph, state), divided[-1].patches, divided)
+    for one, other in zip(
+        jax.tree.leaves((loss, hidden, dmodel, dpatches)),
+        jax.tree.leaves((loss2, hidden2, dmodel2, dpatches2)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4 * max(1.0, np.abs(one).max()))
+
+
+@pytest.mark.full
+def test_a_tower_s_weights_are_divided_and_gathered(model):
+    """As the engine runs a model over a mesh's shards: in a shard_map, whose layers gather weights one at a time."""
+    batch = batch_of(2, (4, 4), 3, most=1)
+    graph, trained, frozen = nnx.split(jaxtune.models.lora.freeze(model), nnx.Param, ...)
+    mesh = partition.make_mesh(1, 2)
+    divided = partition.divide(frozen, mesh)
+    shards = jax.tree.leaves(divided, is_leaf=lambda leaf: isinstance(leaf, partition.Shard))
+    assert sum(isinstance(shard, partition.Shard) for shard in shards) > 8
+
+    def hidden(frozen, batch):
+        *tensors, pictures = batch
+        return nnx.merge(graph, trained, frozen).hidden_states(*tensors, pictures=pictures)
+
+    run = partition.divided(hidden, mesh, (partition.specs(divided), partition.WHOLE), partition.WHOLE)
+    np.testing.assert_allclose(jax.jit(run)(divided, batch), hidden(frozen, batch), atol=1e-5)

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from tiny_models import shaken
 
 import jaxtune
+from jaxtune.models.generation.requests import PromptPictures
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.lora import with_trained_tower
 from jaxtune.models.registry import tensor_names, whole_tensor_name
@@ -176,6 +177,19 @@ def test_folders_both_ways(both, tmp_path):
     assert text.vision is None and text.base_digest == ours.base_digest
     save_pretrained(text, tmp_path / "text")  # whose tower passes through
     _same_weights(load(tmp_path / "text"), theirs)
+
+
+def test_greedy_generation(both):
+    """Prompts of several pictures; new tokens go on from the pictures' largest side."""
+    _, theirs, ours = both()
+    draw = np.random.default_rng(11)
+    for pieces in (rows.document(draw, 2, (4, 8), 3), rows.document(draw, 1, (2, 6), 2, (4, 4), 2)):
+        theirs.model.rope_deltas = None
+        given, (tokens, _, positions, pictures) = arguments(pieces), rows.packed([[pieces]], *rows.size(pieces))
+        with torch.no_grad():
+            want = theirs.generate(**given, max_new_tokens=10, do_sample=False)[0, tokens.shape[1] :].tolist()
+        prompt = PromptPictures(pictures, positions[0])
+        assert jaxtune.generate(ours, tokens.tolist(), 10, eos_token_ids=(), pictures=[prompt]) == [want]
 
 
 def _same_weights(one, other):

@@ -35,6 +35,7 @@ from jaxtune.models.generation.xla_options import prompt_options, sampler_option
 from jaxtune.models.layers.segment import Context
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
+from jaxtune.models.vision.pictures import Pictures
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.decode.attention import inserted
 from jaxtune.pallas.decode.few_rows import MOST_ROWS, chosen_token, looked_up
@@ -66,14 +67,18 @@ class Rows(NamedTuple):
     seed: Array
     index: Array  # uint32[N]: tells rows with the same seed apart
     numbers: Numbers  # the sampling settings
+    # int32[N]: a new token's position less its index in the row, where pictures advance by fewer positions than they
+    # have tokens; None for a model that reads no pictures
+    delta: Array | None = None
 
 
-def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
+def empty_rows(count: int, ends: int, vocab_size: int, pictures: bool = False) -> Rows:
     """Numpy arrays of empty slots.
 
     count: of the slots.
     ends: end tokens for which each has room.
     vocab_size: tokens of the model's vocabulary.
+    pictures: whether the model reads pictures.
     """
 
     def zeros(dtype):
@@ -89,6 +94,7 @@ def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
         zeros(np.uint32),
         zeros(np.uint32),
         numbers,
+        zeros(np.int32) if pictures else None,
     )
 
 
@@ -167,21 +173,25 @@ def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...],
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), row_states)
 
 
-def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, totals) -> States:
+def _prefill(
+    structure: Structure, capacity: int, leaves, tokens, lengths, totals, positions=None, pictures=None
+) -> States:
     """The states, with room for `capacity` tokens, after the first lengths[i] tokens of each row i, by the forward pass
     of training.
 
       tokens: int32[R, T], prompts without their last token, padded at the end.
       lengths, totals: int32[R], from 1 to T; tokens of the whole prompt, which choose a longrope model's factors.
+      positions: int32[R, T, axes], where they are not the tokens' indices; None: they are.
+      pictures: Pictures of the rows; None: text alone.
     """
     model = structure.model(leaves)
-    layout = _rows_layout(model.config, tokens.shape, lengths, totals)
+    layout = _rows_layout(model.config, tokens.shape, lengths, totals, positions)
 
     def first_state(layer, spec, residuals):
         return layer.first_state(residuals, lengths, capacity - tokens.shape[1], Context(spec, layout))
 
     with jax.named_scope("prefill"):
-        return _forward(model, tokens, layout, first_state)
+        return _forward(model, tokens, layout, first_state, pictures)
 
 
 def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, totals) -> States:
@@ -212,18 +222,23 @@ def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, tot
         return _forward(model, tokens, layout, first_state)
 
 
-def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals) -> PackedLayout:
-    """The layout of `shape` (R, T) rows with one prompt each."""
+def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals, positions=None) -> PackedLayout:
+    """The layout of `shape` (R, T) rows with one prompt each. positions: int32[R, T, axes]; None: the indices."""
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     layout = packed_layout(shape, (index < lengths[:, None]).astype(jnp.int32), max_documents=1)
-    return dataclasses.replace(layout, rotary=rotary_tables(config, index, totals[:, None]))
+    tables = rotary_tables(config, index if positions is None else positions, totals[:, None])
+    return dataclasses.replace(layout, rotary=tables)
 
 
-def _forward(model: Decoder, tokens, layout: PackedLayout, first_state: Callable[..., object]) -> States:
+def _forward(
+    model: Decoder, tokens, layout: PackedLayout, first_state: Callable[..., object], pictures: Pictures | None = None
+) -> States:
     """Runs prompts, int32[R, T], through all layers as training does: a state for each. first_state: (layer, its spec,
     {name: residual} of `state_reads` and `gives`) -> state.
     """
     x = model.embed(tokens)
+    if pictures is not None:
+        x = model.with_pictures(x, pictures)
     states, shared = [], {}
     decoder_values = model.per_layer_inputs(tokens, x) or [{}] * len(model.layers)
     for layer, spec, layer_values in zip(model.layers, model.config.layers, decoder_values, strict=True):
@@ -320,9 +335,8 @@ def _decode(
         """Makes a token in each active slot: (the next step_state, Emitted.ranked of this step)."""
         states, live, positions, draws, seen, tokens, logprobs = step_state
         with jax.named_scope("decode"):
-            tables = rotary_tables(
-                model.config, jnp.maximum(positions, 0)[:, None], jnp.maximum(live.length, 1)[:, None]
-            )
+            index = jnp.maximum(positions, 0) if rows.delta is None else jnp.maximum(positions, 0) + rows.delta
+            tables = rotary_tables(model.config, index[:, None], jnp.maximum(live.length, 1)[:, None])
             new, real = live.token[:, None], live.active
             hidden, states = through_layers(model, splits, new, states, positions, tables, real, batch_invariant)
             token, logprob, ranked = _chosen(model, kind, hidden, seen, rows.numbers, draws)
