@@ -109,7 +109,7 @@ class Pretrained:
             outer = stretched(outer, stretch.get("rope_scaling"), stretch.get("max_position_embeddings"))
             hf = text_config(outer)
             self.config = config = config_from_hf(hf)
-            self._tower = tower = tower_config(outer) if pictures else None
+            self.tower = tower = tower_config(outer) if pictures else None
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
         most = config.context_length
@@ -181,6 +181,11 @@ class Pretrained:
         shapes = {name: v.get_value().shape for name, (_, v) in self._variables.items() if name not in stay}
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
         return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._kept, self._dtypes)
+
+    @property
+    def source(self) -> Source:
+        """Of the model that `load` makes."""
+        return self._source
 
     def _in_tower(self, name: str) -> bool:
         return self._variables[name][0][0] == "vision"

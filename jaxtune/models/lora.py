@@ -399,7 +399,8 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
         return False
     choice = ("r", "lora_alpha", "target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
     try:
-        expected = _ranks_and_alphas(model, *(settings[key] for key in choice))
+        chosen = (settings[key] for key in choice)
+        expected = _ranks_and_alphas(model, *chosen, exclude_modules=settings.get("exclude_modules"))
     except ValueError:
         return False
     loras = {name: matrix.lora for name, matrix in matrices(model) if matrix.lora is not None}

@@ -26,8 +26,13 @@ class PictureOptions:
 
     def access(self, file: str) -> PictureAccess:
         """Where a row of `file` may have its pictures."""
-        beside = [str(Path(file).parent)] if Path(file).is_file() else []
-        return PictureAccess((self.folder,) if self.folder else (*beside, "."), remote=self.remote)
+        return picture_access(file, self.folder, self.remote)
+
+
+def picture_access(file: str, folder: str | None, remote: bool) -> PictureAccess:
+    """Where a row of `file` may have its pictures. folder, remote: as in PictureOptions."""
+    beside = [str(Path(file).parent)] if Path(file).is_file() else []
+    return PictureAccess((folder,) if folder else (*beside, "."), remote=remote)
 
 
 @dataclasses.dataclass(frozen=True)
