@@ -10,7 +10,7 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, QWEN_TOWER
 FAMILY = Family(
     "qwen3",
     "Qwen3ForCausalLM",
-    (ATTENTION_BIAS, *UPPER_WINDOWS, RotaryByAxis(sections=())),
+    (ATTENTION_BIAS, RotaryByAxis(sections=()), *UPPER_WINDOWS),
     defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
     fields={"qk_norm": "head"},
     prepare=switched_window,
