@@ -20,7 +20,7 @@ from jaxtune.models.placement import gathers, host_table, partition
 from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.residual_plan import RECOMPUTE, ResidualPlan
-from jaxtune.models.stack.stack import run_stack
+from jaxtune.models.stack.stack import run_in_parts
 from jaxtune.models.vision.pictures import Pictures
 from jaxtune.models.vision.tower import Tower, TowerConfig
 from jaxtune.pallas.attention import PackedLayout, packed_layout
@@ -208,9 +208,12 @@ class Decoder(nnx.Module):
                 x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
             return x
 
-    def with_pictures(self, x: jax.Array, pictures: Pictures, dropout_key: jax.Array | None = None) -> jax.Array:
-        """x [B, T, hidden], the embeddings, with the pictures' features at their tokens. The residuals of a tower that
-        trains are recomputed; a frozen one has no backward.
+    def with_pictures(
+        self, x: jax.Array, pictures: Pictures, dropout_key: jax.Array | None = None
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """(x [B, T, hidden], the embeddings, with the pictures' features at their tokens; what is added to the stream
+        after each of the first layers, [B, T, hidden]). The residuals of a tower that trains are recomputed; a frozen
+        one has no backward.
 
         dropout_key: draws the adapters' dropout masks; None: no dropout.
 
@@ -225,9 +228,14 @@ class Decoder(nnx.Module):
                 features = self.vision(pictures, plan, dropout_key)
             else:
                 features = jax.lax.stop_gradient(self.vision(pictures))
-            index = pictures.picture_features[..., None]
-            at_tokens = jnp.take_along_axis(features, jnp.maximum(index, 0), axis=1)
-            return jnp.where(index >= 0, at_tokens.astype(x.dtype), x)
+            index = jnp.asarray(pictures.picture_features)[..., None]
+
+            def put(x: jax.Array, features: jax.Array) -> jax.Array:
+                at_tokens = jnp.take_along_axis(features, jnp.maximum(index, 0), axis=1)
+                return jnp.where(index >= 0, at_tokens.astype(x.dtype), x)
+
+            first, *deep = features
+            return put(x, first), [put(jnp.zeros_like(x), each) for each in deep]
 
     def per_layer_inputs(
         self,
@@ -321,13 +329,14 @@ class Decoder(nnx.Module):
         if noise is not None:
             with jax.named_scope("embed"):
                 x = noised(x, layout, *noise)
+        deep = []
         if pictures is not None:
             tower_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers + 1)
-            x = self.with_pictures(x, pictures, tower_key)
+            x, deep = self.with_pictures(x, pictures, tower_key)
         projection_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers)
         layer_inputs = self.per_layer_inputs(tokens, x, projection_key, table_rows.get("per_layer"))
-        layers = self.layers, self.config.layers
-        x, values = run_stack(*layers, x, layout, plan, dropout_key, gradient_sums, aux, layer_inputs)
+        parts = range(1, len(deep) + 1), lambda x, index: x + deep[index], self.layers, self.config.layers
+        x, values = run_in_parts(*parts, x, layout, plan, dropout_key, gradient_sums, aux, layer_inputs)
         with jax.named_scope("final_norm"):
             return self.norm(x), values
 

@@ -172,7 +172,7 @@ def with_trained_tower(model: Decoder, layers: bool = True, merger: bool = True)
     """A new model over the same arrays whose tower trains, whole.
 
       layers: with its projection of patches and learned positions, or these stay as they are.
-      merger: or it stays as it is.
+      merger: with those of earlier layers, or they stay as they are.
 
     Raises ValueError for a model without a tower, or with quantised weights.
     """
@@ -183,7 +183,7 @@ def with_trained_tower(model: Decoder, layers: bool = True, merger: bool = True)
     model = copy_structure(model)
     assert model.vision is not None
     for path, module in nnx.iter_modules(model.vision):
-        if (merger if path[:1] == ("merger",) else layers) and path:
+        if path and (merger if path[0] in ("merger", "deep_mergers") else layers):
             for name, value in list(vars(module).items()):
                 if isinstance(value, Frozen):
                     setattr(module, name, trained(value, value.get_value()))

@@ -64,6 +64,30 @@ HF = {
     "dtype": "float32",
 }
 
+# Full attention alone, without gates, and features after two of the tower's layers for the first two of the text's.
+QWEN3_VL = HF | {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "model_type": "qwen3_vl_text",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000.0,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    },
+    "vision_config": HF["vision_config"]
+    | {"model_type": "qwen3_vl_vision", "depth": 3, "deepstack_visual_indexes": [0, 2]},
+}
+
 Piece = int | np.ndarray  # a token, or a picture's patches float32[height, width, NUMBERS]
 
 

@@ -25,14 +25,23 @@ from jaxtune.models.lora import linears, with_trained_tower
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf, tower_config
 from jaxtune.models.stack.residual_plan import RECOMPUTE, LayerPlan, ResidualPlan
+from jaxtune.models.stack.stack import run_in_parts
 from jaxtune.pallas.formats import Stored
 
 LENGTH, PATCHES = 40, 56
 
 
 @pytest.fixture(scope="module")
-def model():
-    return shaken(model_from_config(rows.HF, jax.random.key(0), "float32", pictures=True))
+def models():
+    configs = {"qwen3_5": rows.HF, "qwen3_vl": rows.QWEN3_VL}
+    return {
+        name: shaken(model_from_config(hf, jax.random.key(0), "float32", pictures=True)) for name, hf in configs.items()
+    }
+
+
+@pytest.fixture
+def model(models):
+    return models["qwen3_5"]
 
 
 def losses(model, tokens, segments, positions, pictures, plan=None):
@@ -75,9 +84,11 @@ def divided(shapes, seed):
     return filled
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl"])
 @hypothesis.given(shapes=st.lists(documents, min_size=1, max_size=7), seed=st.integers(0, 2**16))
-def test_packed_rows_are_each_document_alone(model, shapes, seed):
+def test_packed_rows_are_each_document_alone(name, models, shapes, seed):
     """Hidden states, the sum of losses, and every gradient, of weights and of pixels."""
+    model = models[name]
     filled = divided(shapes, seed)
     (loss, hidden), (dmodel, dpatches) = run(model, rows.packed(filled, LENGTH, PATCHES))
     total, dtotal = 0.0, None
@@ -101,6 +112,7 @@ def test_packed_rows_are_each_document_alone(model, shapes, seed):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * max(1.0, np.abs(want).max()))
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl"])
 @hypothesis.given(
     shapes=st.lists(
         documents.filter(lambda shape: any(isinstance(part, tuple) for part in shape)), min_size=3, max_size=3
@@ -108,11 +120,13 @@ def test_packed_rows_are_each_document_alone(model, shapes, seed):
     changed=st.integers(0, 2),
     seed=st.integers(0, 2**16),
 )
-def test_nothing_leaks_between_documents_and_rows(model, shapes, changed, seed):
+def test_nothing_leaks_between_documents_and_rows(name, models, shapes, changed, seed):
     """Other pixels and tokens in one document leave every other one as it was, bit for bit: in states of attention and
     of the delta rule, before it and behind it, in its row and in the other, forward and backward."""
+    model = models[name]
     filled = divided(shapes, seed)
     where = [(row, number) for row, packed in enumerate(filled) for number in range(len(packed))]
+    hypothesis.assume(where)
     row, number = where[changed % len(where)]
     draw = np.random.default_rng(seed + 1)
     filled_again = [list(packed) for packed in filled]
@@ -209,9 +223,9 @@ def test_plans_and_dropout(model):
     """Whatever is recomputed in tower and text; dropout changes the result, the same way each time."""
     batch = batch_of(2, (4, 4), 3, (2, 2), 1, most=2)
     pictures = batch[-1]
-    want = model.vision(pictures)
+    want = model.vision(pictures)[0]
     for layer in (RECOMPUTE, LayerPlan("offload")):
-        np.testing.assert_allclose(model.vision(pictures, ResidualPlan.uniform(layer, 2)), want, atol=1e-6)
+        np.testing.assert_allclose(model.vision(pictures, ResidualPlan.uniform(layer, 2))[0], want, atol=1e-6)
     loss, _ = losses(model, *batch)
     again, _ = losses(model, *batch, plan=ResidualPlan.uniform(RECOMPUTE, 2))
     np.testing.assert_allclose(loss, again, rtol=1e-5)
@@ -225,6 +239,33 @@ def test_plans_and_dropout(model):
     assert np.abs(dropped(1) - dropped(2)).max() > 1e-3
 
 
+@pytest.mark.parametrize("deep", [(), (1,), (1, 2)])
+def test_a_stack_in_parts(models, deep):
+    """Its output and gradients, also added to sums, are those of the whole stack, whatever is recomputed."""
+    model = models["qwen3_vl"]
+    graph, trained, rest = nnx.split(model, nnx.Param, ...)
+    layout = model.layout((2, 8))
+    x = jax.random.normal(jax.random.key(1), (2, 8, 64))
+    mixed = ResidualPlan((RECOMPUTE, LayerPlan("offload"), LayerPlan()), whole_weights=2)
+    sums = jax.tree.map(lambda a: jnp.ones(a.shape), trained["layers"])
+
+    def total(trained, x, sums, ends, plan):
+        model = nnx.merge(graph, trained, rest)
+        between = lambda x, index: 2 * x  # noqa: E731
+        x, _ = run_in_parts(ends, between, model.layers, model.config.layers, x, layout, plan, None, sums)
+        return jnp.square(x).sum() / 4 ** len(ends)
+
+    whole = jax.grad(total, (0, 1))(trained, x, None, deep, None)
+    for plan in (None, mixed):
+        (dtrained, dx, dsums) = jax.grad(total, (0, 1, 2))(trained, x, sums, deep, plan)
+        np.testing.assert_allclose(dx, whole[1], rtol=1e-4, atol=1e-4 * np.abs(whole[1]).max())
+        for got, want in zip(jax.tree.leaves(dsums), jax.tree.leaves(whole[0]["layers"]), strict=True):
+            np.testing.assert_allclose(got - 1, want, rtol=1e-3, atol=1e-4 * max(1, np.abs(want).max()))
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(dtrained["layers"]))
+    with pytest.raises(ValueError, match="the residual plan has 2 layers, the model 3"):
+        total(trained, x, None, (1,), ResidualPlan.uniform(RECOMPUTE, 2))
+
+
 def test_quantised_text_beside_a_tower_in_16_bits(model, tmp_path):
     save_pretrained(model, tmp_path / "base")
     quantised, _ = from_pretrained(tmp_path / "base", dtype="float32", load_in="nf4", pictures=True)
@@ -232,7 +273,7 @@ def test_quantised_text_beside_a_tower_in_16_bits(model, tmp_path):
         assert isinstance(linear.stored_weight, Stored) != name.startswith("model.visual."), name
     assert not quantised.vision.trains
     batch = batch_of(2, (4, 4), 3)
-    np.testing.assert_array_equal(quantised.vision(batch[-1]), model.vision(batch[-1]))
+    np.testing.assert_array_equal(quantised.vision(batch[-1])[0], model.vision(batch[-1])[0])
     adapted = jaxtune.get_peft_model(quantised, r=2)
     assert {name for name, linear in linears(adapted) if linear.lora is not None} == {n for n, _ in linears(model)}
     # Written as it is, with the tower among the modules that are not quantised.
@@ -267,16 +308,20 @@ def test_a_convolution_has_no_adapter(model):
     assert sum(linear.lora is not None for _, linear in linears(adapted)) == 4
 
 
-VISION_9B = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "out_hidden_size": 4096}
-
-
-def test_the_published_tower():
-    """Qwen3.5-9B's: 456,010,480 parameters, heads of 72."""
-    text = {**rows.HF["text_config"], "hidden_size": 4096}
-    config = tower_config({**rows.HF, "text_config": text, "vision_config": VISION_9B})
+@pytest.mark.parametrize(
+    ("hf", "count"), [(rows.HF, 456_010_480), (rows.QWEN3_VL, 576_388_336)], ids=["Qwen3.5-9B", "Qwen3-VL-8B"]
+)
+def test_published_towers(hf, count):
+    vision = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "out_hidden_size": 4096}
+    text = {**hf["text_config"], "hidden_size": 4096}
+    config = tower_config({**hf, "text_config": text, "vision_config": vision})
     shapes = nnx.state(nnx.eval_shape(lambda: jaxtune.models.vision.tower.Tower(config, jax.random.key(0), "bfloat16")))
-    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 456_010_480
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == count
     assert (config.blocks.head_dim, config.side, config.patch_numbers) == (72, 48, 1536)
+
+
+def with_deep(indices):
+    return {**rows.QWEN3_VL, "vision_config": {**rows.QWEN3_VL["vision_config"], "deepstack_visual_indexes": indices}}
 
 
 def with_vision(**changes):
@@ -291,11 +336,14 @@ def with_vision(**changes):
         (with_vision(num_heads=8), "heads of 6 numbers .* multiple of 4"),
         (with_vision(out_hidden_size=32), r"out_hidden_size = 32: must be 64, text_config\.hidden_size"),
         (with_vision(deepstack_visual_indexes=[8]), r"deepstack_visual_indexes = \[8\] is not supported"),
+        (with_deep([1, 0]), r"deepstack_visual_indexes = \[1, 0\]: must ascend, below the 3 layers"),
+        (with_deep([0, 3]), r"deepstack_visual_indexes = \[0, 3\]: must ascend, below the 3 layers"),
+        (with_deep([0, 1, 2, 3]), r"deepstack_visual_indexes = \[0, 1, 2, 3\]: text_config has 3 layers"),
         (with_vision(depth=0), r"vision_config\.depth = 0"),
         (with_vision(hidden_act="relu"), r"vision_config\.hidden_act 'relu' is not supported"),
         (
             rows.HF["text_config"],
-            "pictures of a 'qwen3_5_text' model are not supported; they are of qwen3_5, qwen3_5_moe",
+            "pictures of a 'qwen3_5_text' model are not supported; they are of qwen3_vl, qwen3_5, qwen3_5_moe",
         ),
         ({k: v for k, v in rows.HF.items() if k != "vision_config"}, "lacks 'vision_config', which pictures need"),
     ],

@@ -40,6 +40,7 @@ CONFIGS = {
         "text_config": rows.HF["text_config"] | EXPERTS,
         "vision_config": rows.HF["vision_config"] | {"model_type": "qwen3_5_moe_vision", "depth": 1},
     },
+    "qwen3_vl": rows.QWEN3_VL,
 }
 
 
@@ -101,13 +102,15 @@ def drawn(shape, seed):
 @jax.jit
 def run(model_and_state, tokens, segments, positions, pictures):
     model = nnx.merge(*model_and_state)
-    return model.vision.patch_states(pictures), model.vision(pictures), model(tokens, segments, positions, pictures)
+    logits = model(tokens, segments, positions, pictures)
+    return model.vision.patch_states(pictures)[-1], model.vision(pictures), logits
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl"])
 @hypothesis.given(shape=shapes, seed=st.integers(0, 2**16))
-def test_tower_positions_and_logits(both, shape, seed):
+def test_tower_positions_and_logits(name, both, shape, seed):
     """Of any document: the tower's states of patches, the merged features, the positions, the logits."""
-    _, theirs, ours = both()
+    _, theirs, ours = both(name)
     pieces = drawn(shape, seed)
     given, (length, patches) = arguments(pieces), rows.size(pieces)
     batch = rows.packed([[pieces]], LENGTH, PATCHES)
@@ -116,7 +119,9 @@ def test_tower_positions_and_logits(both, shape, seed):
         if patches:
             seen = theirs.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])
             np.testing.assert_allclose(states[0, :patches], seen.last_hidden_state, atol=2e-5, rtol=1e-4)
-            np.testing.assert_allclose(features[0, : patches // 4], seen.pooler_output, atol=2e-5, rtol=1e-4)
+            wanted = [seen.pooler_output, *(getattr(seen, "deepstack_features", None) or [])]
+            for got, want in zip(features, wanted, strict=True):
+                np.testing.assert_allclose(got[0, : patches // 4], want, atol=2e-5, rtol=1e-4)
         grid = given.get("image_grid_thw", torch.zeros((0, 3), dtype=torch.int64))
         positions, _ = theirs.model.get_rope_index(given["input_ids"], given["mm_token_type_ids"], grid)
         np.testing.assert_array_equal(batch[2][0, :length], positions[:, 0].numpy().T)
@@ -166,9 +171,10 @@ def test_loss_and_gradient_of_every_tensor(name, both):
         )
 
 
-def test_folders_both_ways(both, tmp_path):
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl"])
+def test_folders_both_ways(name, both, tmp_path):
     """Saved with its tower, transformers loads it; its logits are the original's."""
-    folder, theirs, ours = both()
+    folder, theirs, ours = both(name)
     save_pretrained(ours, tmp_path / "out", max_shard_bytes=100_000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     again = load(tmp_path / "out")
@@ -179,9 +185,10 @@ def test_folders_both_ways(both, tmp_path):
     _same_weights(load(tmp_path / "text"), theirs)
 
 
-def test_greedy_generation(both):
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl"])
+def test_greedy_generation(name, both):
     """Prompts of several pictures; new tokens go on from the pictures' largest side."""
-    _, theirs, ours = both()
+    _, theirs, ours = both(name)
     draw = np.random.default_rng(11)
     for pieces in (rows.document(draw, 2, (4, 8), 3), rows.document(draw, 1, (2, 6), 2, (4, 4), 2)):
         theirs.model.rope_deltas = None
@@ -200,17 +207,18 @@ def _same_weights(one, other):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("name", "settings"),
     [
-        dict(target_modules="all-linear"),
-        dict(target_modules="all-linear", exclude_modules=".*visual.*"),
-        dict(target_modules=r".*visual\.merger\.linear.*"),
-        dict(target_modules=["attn.proj", "qkv", "q_proj"], use_dora=True),
+        ("qwen3_5", dict(target_modules="all-linear")),
+        ("qwen3_5", dict(target_modules="all-linear", exclude_modules=".*visual.*")),
+        ("qwen3_5", dict(target_modules=r".*visual\.merger\.linear.*")),
+        ("qwen3_5", dict(target_modules=["attn.proj", "qkv", "q_proj"], use_dora=True)),
+        ("qwen3_vl", dict(target_modules="all-linear")),
     ],
-    ids=["all", "text", "merger", "some"],
+    ids=["all", "text", "merger", "some", "deep"],
 )
-def test_adapters_both_ways(both, tmp_path, settings):
-    folder, _, ours = both()
+def test_adapters_both_ways(both, tmp_path, name, settings):
+    folder, _, ours = both(name)
     pieces = rows.document(np.random.default_rng(1), 3, (4, 6), 5, (2, 4), 2)
     given, batch = arguments(pieces), rows.packed([[pieces]], *rows.size(pieces))
     torch.manual_seed(0)

@@ -132,7 +132,10 @@ def whole_config(
         for name in ("rope_parameters", "per_layer_config"):  # what `family_keys` says in another spelling
             text.pop(name, None)
         text |= {
-            key: value for key, value in family_keys.items() if key != "architectures" and not key.endswith("_token_id")
+            key: value
+            for key, value in family_keys.items()
+            if key not in ("architectures", *(["model_type"] if "model_type" in text else []))
+            and not key.endswith("_token_id")
         }
     dtypes = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
     folder_config |= {key: value for key, value in dtypes.items() if key in folder_config or key not in text}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.models.config import DecoderConfig
@@ -122,13 +123,13 @@ class PromptPictures(NamedTuple):
         features = np.full((1, tokens), -1, np.int32)
         features[0, :count] = np.asarray(pictures.picture_features)[0, :count]
 
-        def of_patches(array) -> np.ndarray:
-            array = np.asarray(array)
-            return np.pad(array, ((0, 0), (0, patches - array.shape[1]), *((0, 0),) * (array.ndim - 2)))
+        def of_patches(array: jax.Array) -> jax.Array:
+            widths = ((0, 0), (0, patches - array.shape[1]), *((0, 0),) * (array.ndim - 2))
+            return jnp.asarray(np.pad(np.asarray(array), widths))
 
         arrays = pictures.patches, pictures.patch_segments, pictures.patch_grids, pictures.patch_coordinates
         values, segments, grids, coordinates = map(of_patches, arrays)
-        return positions, Pictures(values, segments, grids, coordinates, features, pictures.max_pictures)
+        return positions, Pictures(values, segments, grids, coordinates, jnp.asarray(features), pictures.max_pictures)
 
 
 def check_pictures(

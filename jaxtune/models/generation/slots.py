@@ -237,9 +237,9 @@ def _forward(
     {name: residual} of `state_reads` and `gives`) -> state.
     """
     x = model.embed(tokens)
+    states, shared, deep = [], {}, []
     if pictures is not None:
-        x = model.with_pictures(x, pictures)
-    states, shared = [], {}
+        x, deep = model.with_pictures(x, pictures)
     decoder_values = model.per_layer_inputs(tokens, x) or [{}] * len(model.layers)
     for layer, spec, layer_values in zip(model.layers, model.config.layers, decoder_values, strict=True):
         graph, *state = nnx.split(layer, nnx.Param, ...)
@@ -248,6 +248,7 @@ def _forward(
         x, residuals, *_ = layer_forward(graph, spec, residual_names, *state, x, layout, None, taken=inputs)
         shared |= {name: residuals[residual] for residual, name in layer.gives.items()}
         states.append(first_state(layer, spec, residuals))
+        x = x + deep[len(states) - 1] if len(states) <= len(deep) else x
     return states
 
 

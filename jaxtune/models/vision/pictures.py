@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import numpy as np
-
-type Array = jax.Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass
@@ -21,11 +18,11 @@ class Pictures:
     height, width), an argument beside this.
     """
 
-    patches: Array  # float[rows, P, F], normalised pixels; zeros at padding
-    patch_segments: Array  # int32[rows, P], the picture's number in its row, from 1; 0 at padding
-    patch_grids: Array  # int32[rows, P, 2], (height, width) of the patch's picture, in patches; 0 at padding
-    patch_coordinates: Array  # int32[rows, P, 2], (row, column) of the patch in its picture; 0 at padding
+    patches: jax.Array  # float[rows, P, F], normalised pixels; zeros at padding
+    patch_segments: jax.Array  # int32[rows, P], the picture's number in its row, from 1; 0 at padding
+    patch_grids: jax.Array  # int32[rows, P, 2], (height, width) of the patch's picture, in patches; 0 at padding
+    patch_coordinates: jax.Array  # int32[rows, P, 2], (row, column) of the patch in its picture; 0 at padding
     # int32[rows, T], for each token the index of its feature among the row's P / (merge x merge); -1 for text
-    picture_features: Array
+    picture_features: jax.Array
     # a static guarantee that no row has more pictures, for faster attention; None: unknown
     max_pictures: int | None = dataclasses.field(default=None, metadata=dict(static=True))

@@ -5,6 +5,7 @@ stand at a text's picture tokens.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +19,7 @@ from jaxtune.models.linear import Linear
 from jaxtune.models.norm import norm_of
 from jaxtune.models.rope import rotary_table
 from jaxtune.models.stack.residual_plan import ResidualPlan
-from jaxtune.models.stack.stack import run_stack
+from jaxtune.models.stack.stack import run_in_parts
 from jaxtune.models.vision.pictures import Pictures
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.gated import ACTIVATIONS
@@ -27,7 +28,7 @@ from jaxtune.pallas.quant_matmul import quant_matmul
 
 @dataclasses.dataclass(frozen=True)
 class TowerConfig:
-    """Shape of a tower as Qwen3.5 has it. Raises ValueError for sizes that do not fit each other."""
+    """Shape of a tower as Qwen3.5 and Qwen3-VL have it. Raises ValueError for sizes that do not fit each other."""
 
     blocks: DecoderConfig  # of its layers; vocabulary, embedding and head are not used
     channels: int  # numbers of a pixel
@@ -38,8 +39,13 @@ class TowerConfig:
     out_size: int  # numbers of a feature, the text's hidden size
     prefix: str  # of its tensors' names in checkpoints, such as "model.visual"
     names: tuple[tuple[str, str], ...]  # (attribute, its name in checkpoints) where they differ
+    # ascending indices of layers whose outputs are merged, too: the i-th features are added after text layer i
+    deep: tuple[int, ...] = ()
 
     def __post_init__(self):
+        layers = self.blocks.num_layers
+        if any(first >= second for first, second in itertools.pairwise((-1, *self.deep, layers))):
+            raise ValueError(f"deepstack_visual_indexes = {list(self.deep)}: must ascend, below the {layers} layers")
         if self.side**2 != self.positions:
             raise ValueError(f"num_position_embeddings = {self.positions}: must be a square")
         if self.blocks.head_dim % 4:
@@ -110,12 +116,16 @@ class LearnedPositions(nnx.Module):
 
 
 class Merger(nnx.Module):
-    """down(gelu(up(the normed patches of a block, joined))): [B, P, hidden] -> [B, P / merge^2, out_size]."""
+    """down(gelu(up(the normed patches of a block, joined))): [B, P, hidden] -> [B, P / merge^2, out_size].
 
-    def __init__(self, config: TowerConfig, key: jax.Array, dtype):
+    norms_joined: whether the norm is over a joined block, not over each patch.
+    """
+
+    def __init__(self, config: TowerConfig, key: jax.Array, dtype, norms_joined: bool = False):
         blocks, keys = config.blocks, jax.random.split(key, 2)
         joined = blocks.hidden_size * config.merge_size**2
-        self.norm = norm_of(blocks, blocks.hidden_size, dtype)
+        self.norms_joined = norms_joined
+        self.norm = norm_of(blocks, joined if norms_joined else blocks.hidden_size, dtype)
 
         def drawn(k, out_size):
             return Linear(joined, out_size, bias=True, std=blocks.initializer_range, key=k, dtype=dtype)
@@ -128,14 +138,15 @@ class Merger(nnx.Module):
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """key: draws the adapters' dropout masks; None: no dropout."""
         keys = (None, None) if key is None else jax.random.split(key)
-        x = self.norm(x).reshape(x.shape[0], -1, self.up_proj.sizes[1])
+        blocks = (x.shape[0], -1, self.up_proj.sizes[1])
+        x = self.norm(x.reshape(blocks)) if self.norms_joined else self.norm(x).reshape(blocks)
         return self.down_proj(ACTIVATIONS["gelu"](self.up_proj(x, keys[0])), keys[1])
 
 
 class Tower(nnx.Module):
     """Makes features of pictures: a projection of patches, learned positions, layers in which the patches of a picture
-    see each other, turned by row and column, and a merger. Its linears are never quantised: of a 9B it has a twentieth
-    of the weights, which pixels need more than text does.
+    see each other, turned by row and column, and a merger, of some families several. Its linears are never quantised:
+    of a 9B it has a twentieth of the weights, which pixels need more than text does.
 
       key: draws the initial weights. dtype: of the weights as stored; it computes in the patches' dtype.
     """
@@ -149,6 +160,8 @@ class Tower(nnx.Module):
         layers = [Block(blocks, spec, k, dtype) for spec, k in zip(blocks.layers, keys[3:], strict=True)]
         self.layers = nnx.List(layers)
         self.merger = Merger(config, keys[2], dtype)
+        deep = [Merger(config, jax.random.fold_in(key, index), dtype, norms_joined=True) for index in config.deep]
+        self.deep_mergers = nnx.List(deep)
         for _, linear in self.linears():
             linear.quantizable = False
 
@@ -157,18 +170,25 @@ class Tower(nnx.Module):
         """Whether any of its tensors is trained, adapters included."""
         return bool(jax.tree.leaves(nnx.state(self, nnx.Param)))
 
+    @property
+    def mergers(self) -> list[tuple[tuple, Merger]]:
+        """(path from the Tower, merger) of those of the layers `deep`, and at last of the last layer."""
+        deep = [(("deep_mergers", index), merger) for index, merger in enumerate(self.deep_mergers)]
+        return [*deep, (("merger",), self.merger)]
+
     def linears(self) -> Iterator[tuple[str, Linear]]:
-        """Yields (Hugging Face module name, Linear), such as model.visual.blocks.0.attn.qkv; the merger's last."""
+        """Yields (Hugging Face module name, Linear), such as model.visual.blocks.0.attn.qkv; the mergers' last."""
         for index, layer in enumerate(self.layers):
             for part, name, matrix in layer.matrices():
                 yield self.config.tensor_name(("layers", index, part, name)), matrix
-        for name in ("up_proj", "down_proj"):
-            yield self.config.tensor_name(("merger", name)), getattr(self.merger, name)
+        for path, merger in self.mergers:
+            for name in ("up_proj", "down_proj"):
+                yield self.config.tensor_name((*path, name)), getattr(merger, name)
 
     def patch_states(
         self, pictures: Pictures, plan: ResidualPlan | None = None, dropout_key: jax.Array | None = None
-    ) -> jax.Array:
-        """The last layer's output for each patch, [B, P, hidden].
+    ) -> list[jax.Array]:
+        """The outputs [B, P, hidden] of the layers `deep`, and at last of the last layer.
 
         plan: where each layer's residuals are until the backward; None: all stay in device memory.
         dropout_key: draws the adapters' dropout masks; None: no dropout.
@@ -181,11 +201,25 @@ class Tower(nnx.Module):
         by_axis = [rotary_table(rope, size, size, pictures.patch_coordinates[..., axis]) for axis in (0, 1)]
         table = tuple(jnp.concatenate(parts, -1) for parts in zip(*by_axis, strict=True))
         layout = dataclasses.replace(layout, rotary=(table,))
-        return run_stack(self.layers, config.blocks.layers, x, layout, plan, dropout_key)[0]
+        states: list[jax.Array] = []
+
+        def keep(x: jax.Array, index: int) -> jax.Array:
+            states.append(x)
+            return x
+
+        ends = tuple(index + 1 for index in config.deep)
+        x, _ = run_in_parts(ends, keep, self.layers, config.blocks.layers, x, layout, plan, dropout_key)
+        return [*states, x]
 
     def __call__(
         self, pictures: Pictures, plan: ResidualPlan | None = None, dropout_key: jax.Array | None = None
-    ) -> jax.Array:
-        """The features [B, P / merge^2, out_size]; those of padding mean nothing. Arguments as for `patch_states`."""
-        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        return self.merger(self.patch_states(pictures, plan, keys[0]), keys[1])
+    ) -> tuple[jax.Array, ...]:
+        """The features, each [B, P / merge^2, out_size]: those that stand at tokens, then those that are added after
+        the text's first layers; of padding they mean nothing. Arguments as for `patch_states`.
+        """
+        layers_key, *keys = (None,) * (2 + len(self.config.deep))
+        if dropout_key is not None:
+            layers_key, *keys = jax.random.split(dropout_key, 2 + len(self.config.deep))
+        states = self.patch_states(pictures, plan, layers_key)
+        *deep, last = (merger(x, k) for (_, merger), x, k in zip(self.mergers, states, keys, strict=True))
+        return last, *deep

@@ -35,8 +35,8 @@ def left_out(model: Decoder, tower: str | None) -> list[str] | None:
     if model.vision is None:
         return None
     layers, merger = _trained(tower)
-    of_merger = model.vision.config.tensor_name(("merger", ""))
-    names = [name for name, _ in model.vision.linears() if not (merger if name.startswith(of_merger) else layers)]
+    of_layers = model.vision.config.tensor_name(("layers", ""))
+    names = [name for name, _ in model.vision.linears() if not (layers if name.startswith(of_layers) else merger)]
     return [*names, model.vision.config.tensor_name(("projection",))]  # a convolution has no adapter
 
 

@@ -1,6 +1,9 @@
-"""vision_config of Qwen3.5 and 3.6."""
+"""vision_config of Qwen3.5 and 3.6, and of Qwen3-VL."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
 
 from jaxtune.models import values
 from jaxtune.models.config import DecoderConfig, LayerSpec, Part, RopeConfig, in_sequence
@@ -24,12 +27,12 @@ _NAMES = {
     "o_proj": "proj",
     "up_proj": "linear_fc1",
     "down_proj": "linear_fc2",
+    "deep_mergers": "deepstack_merger_list",
 }
 
 
-def _check_deepstack(key: str, value: object) -> None:
-    if value != []:
-        raise ValueError(f"{key} = {value!r} is not supported: only [] is, a tower whose last layer alone is read")
+def _check_indices(key: str, value: object) -> None:
+    values.items(key, value, functools.partial(values.whole, least=0))
 
 
 def _key(name: str, check, default: object) -> Key:
@@ -49,13 +52,15 @@ _KEYS = (
     _key("out_hidden_size", values.whole, 3584),
     _key("num_position_embeddings", values.whole, 2304),
     _key("initializer_range", values.not_negative, 0.02),
-    _key("deepstack_visual_indexes", _check_deepstack, []),
+    _key("deepstack_visual_indexes", _check_indices, None),
     _key("rope_parameters", check_parameters, {}),
 )
 
 
-def qwen_tower(hf: Config) -> TowerConfig:
-    """The TowerConfig of a config.json with vision_config. Raises ValueError for a value that is not supported."""
+def qwen_tower(hf: Config, deep: Sequence[int] = ()) -> TowerConfig:
+    """The TowerConfig of a config.json with vision_config. deep: deepstack_visual_indexes of a file that has none; ():
+    the family has none. Raises ValueError for a value that is not supported.
+    """
     values.mapping("config.json: vision_config", hf["vision_config"])
     named = {f"vision_config.{name}": value for name, value in hf["vision_config"].items()}
     require_allowed(named, _KEYS)
@@ -69,6 +74,17 @@ def qwen_tower(hf: Config) -> TowerConfig:
         raise ValueError(
             f"config.json: vision_config.out_hidden_size = {vision['out_hidden_size']}: must be {text_hidden}, "
             "text_config.hidden_size, as a feature stands in place of a token's embedding"
+        )
+    indices = vision["deepstack_visual_indexes"]
+    if indices and not deep:
+        raise ValueError(
+            f"config.json: vision_config.deepstack_visual_indexes = {indices!r} is not supported: only [] is, as "
+            f"transformers reads the last layer alone in a {hf.get('model_type')!r} model"
+        )
+    indices = tuple(deep if indices is None else indices)
+    if len(indices) > (layers := hf["text_config"].get("num_hidden_layers", len(indices))):
+        raise ValueError(
+            f"config.json: vision_config.deepstack_visual_indexes = {list(indices)}: text_config has {layers} layers"
         )
     theta = float(vision["rope_parameters"].get("rope_theta", 10_000.0))
     blocks = DecoderConfig(
@@ -103,4 +119,5 @@ def qwen_tower(hf: Config) -> TowerConfig:
         out_size=vision["out_hidden_size"],
         prefix="model.visual",
         names=tuple(_NAMES.items()),
+        deep=indices,
     )

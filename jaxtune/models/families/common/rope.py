@@ -196,13 +196,13 @@ class RotaryByAxis(Rotary):
     """An entry for one rotary base whose pairs turn by several axes of positions (RopeConfig.sections)."""
 
     sections: tuple[int, ...] = (11, 11, 10)
-    """mrope_section of a file that has none."""
+    """mrope_section of a file that has none; (): such a file's positions have one axis."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
         parameters = self.parameters_of(hf)
         sections = tuple(parameters.get("mrope_section", self.sections))
-        if len(sections) != len(self.sections):
-            raise ValueError(f"config.json: mrope_section = {list(sections)}: must have {len(self.sections)} numbers")
+        if len(sections) != 3 and sections != self.sections:
+            raise ValueError(f"config.json: mrope_section = {list(sections)}: must have 3 numbers")
         return {"rotary": (dataclasses.replace(rope_config(hf, parameters), sections=sections),)}
 
     def write(self, config: DecoderConfig) -> Fields:

@@ -193,5 +193,6 @@ def delta_net(fused: bool = False) -> tuple[Entry, ...]:
 
 
 DELTA_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25}
-QWEN_PASSTHROUGH = ("model.visual.", "visual.", "mtp.")  # of a vision tower, and of multi-token prediction layers
+QWEN_TOWER = ("model.visual.", "visual.")
+QWEN_PASSTHROUGH = (*QWEN_TOWER, "mtp.")  # and of multi-token prediction layers
 DELTA_FIELDS = {"attention_gate": True, "qk_norm": "head", "norm_offset": 1.0}
