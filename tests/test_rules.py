@@ -57,7 +57,7 @@ FAMILIES = "jaxtune.models.families"  # its folder common is what families share
 ORDER = {
     "models": [
         *("values", "heads", "config", "fitted", "placement", "programs", "norm", "rope"),
-        *("qat", "linear", "layers", "stack", "decoder"),
+        *("qat", "linear", "layers", "stack", "vision", "decoder"),
         *("expressions", "lora", "reward", "ends", "observed_inputs"),
         *("families", "registry", "precision", "components"),
         *("files", "adapters", "hf", "generation"),

@@ -133,7 +133,7 @@ timing.follow_jax()
 # Other names that scripts import, and what to do about them.
 _ELSEWHERE = {
     "FastVisionModel": "images are not supported; FastLanguageModel loads the text part of Gemma 3, Gemma 4, Qwen3.5, "
-    "Mistral Small 3.1 and 3.2, and Ministral 3",
+    "Qwen3-VL, Mistral Small 3.1 and 3.2, and Ministral 3",
     "UnslothVisionDataCollator": "images are not supported",
     "PatchFastRL": "nothing has to be patched: leave the call out",
     "CPOTrainer": "its loss is not here; that of loss_type='simpo' with cpo_alpha=0 is jaxtune.train's objective=simpo",

@@ -1,8 +1,9 @@
 """Reads conversations in the forms that people and programs write to one list of messages.
 
 A message is a dict with `role` (system, user, assistant or tool), `content` (text), and where present
-`reasoning_content`, `tool_calls` (arguments as objects), `name`, `tool_call_id`, `train` and `train_detail`. Unknown
-keys stay, as a template may read them. Reading a result again changes nothing.
+`reasoning_content`, `tool_calls` (arguments as objects), `name`, `tool_call_id`, `train`, `train_detail` and
+`pictures`: those for which the characters PICTURE of the content stand, in order. Unknown keys stay, as a template may
+read them. Reading a result again changes nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +12,19 @@ import ast
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from jaxtune.conversations.pictures import (
+    PICTURE,
+    TAG,
+    Picture,
+    PictureAccess,
+    PictureError,
+    is_picture_part,
+    picture_of_part,
+    read_picture,
+)
 
 type Message = dict[str, Any]
 
@@ -61,10 +73,12 @@ NEUTRAL = frozenset(
     )
 )
 _READ = frozenset(
-    ("role", "content", "reasoning_content", "tool_calls", "name", "tool_call_id", "train", "train_detail")
+    ("role", "content", "reasoning_content", "tool_calls", "name", "tool_call_id", "train", "train_detail", "pictures")
 )
 _MARKING = re.compile(r"(^|_)(loss|train\w*|learn\w*|mask\w*|weight\w*|superv\w*|grad|gradient)(_|$)")
 _TRUTH = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False, "yes": True, "no": False}
+_NO_ANSWER = "an answer has a picture: models write text; put it into a turn of the user"
+_MARK_IN_TEXT = f"its text has U+{ord(PICTURE):X}, which stands for pictures: leave it out"
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _THOUGHT_PARTS = ("reasoning", "thinking", "reasoning_text")
 _CALL_PARTS = ("tool_call", "tool_use", "function_call")
@@ -90,16 +104,18 @@ class ConversationError(ValueError):
         return f"{location}: {self.why}" if location else self.why
 
 
-def read_messages(value: object, column: str = "messages") -> list[Message]:
+def read_messages(value: object, column: str = "messages", pictures: PictureAccess | None = None) -> list[Message]:
     """The messages of a conversation: a list of turns, one turn, columns of turns, or their JSON text.
 
     Consecutive assistant turns become one message if one of them calls tools. Raises ConversationError with a path that
     begins with `column`.
+
+      pictures: where pictures may be read from; None refuses them.
     """
     messages = []
     for index, turn in enumerate(turns_of(value, column)):
         try:
-            messages.append(_message(turn))
+            messages.append(_message(turn, pictures))
         except ConversationError as error:
             raise error.inside(column, index) from None
     _refuse_selected_questions(messages, column)
@@ -157,6 +173,71 @@ def with_system(messages: list[Message], system: str) -> list[Message]:
     return [{"role": "system", "content": system}, *messages] if system.strip() and not begins else messages
 
 
+def with_pictures(messages: Sequence[Message], pictures: Sequence[Picture]) -> list[Message]:
+    """The messages with a row's pictures: for parts without a payload and tags <image>, in order; before the first
+    user's text if there are none of either. Raises ConversationError if their numbers differ.
+    """
+    awaited = sum(picture is None for message in messages for picture in _marked(message))
+    tags = sum(message["content"].count(TAG) for message in messages) if pictures else 0
+    counted = {awaited: False, awaited + tags: True} if awaited else {tags: True}
+    if pictures and not awaited and not tags:
+        first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None:
+            raise ConversationError("there are pictures, and no user's message to which they belong")
+        opened = {**messages[first], "content": PICTURE * len(pictures) + messages[first]["content"]}
+        opened["pictures"] = [*pictures, *_marked(messages[first])]
+        return [*messages[:first], opened, *messages[first + 1 :]]
+    if len(pictures) not in counted:
+        raise ConversationError(
+            f"there are {len(pictures)} pictures for {awaited} parts of the type image without one"
+            + (f" and {tags} tags {TAG}" if tags else "")
+        )
+    waiting = iter(pictures)
+    return [_placed(message, waiting, counted[len(pictures)]) for message in messages]
+
+
+def _placed(message: Message, waiting: Iterator[Picture], reads_tags: bool) -> Message:
+    content, pictures = message["content"], iter(_marked(message))
+    if not _marked(message) and not (reads_tags and TAG in content):
+        return message
+    if message["role"] == "assistant":
+        raise ConversationError(_NO_ANSWER)
+    if len(_marked(message)) != content.count(PICTURE):
+        raise ConversationError(_MARK_IN_TEXT)
+    placed = []
+    for mark in re.findall(f"{PICTURE}|{TAG}" if reads_tags else PICTURE, content):
+        picture = next(pictures) if mark == PICTURE else None
+        placed.append(next(waiting) if picture is None else picture)
+    return {**message, "content": content.replace(TAG, PICTURE) if reads_tags else content, "pictures": placed}
+
+
+def column_pictures(cell: object, access: PictureAccess, column: str) -> list[Picture]:
+    """The pictures of a column: one, a list of them, or the JSON of a list. Raises ConversationError."""
+    if isinstance(cell, str) and cell.lstrip().startswith("["):
+        cell = _loaded(cell, "is not JSON", column)
+    cells = cell if isinstance(cell, list | tuple) else [cell]
+    pictures = []
+    for index, value in enumerate(cells):
+        try:
+            pictures.append(read_picture(value, access))
+        except PictureError as error:
+            raise ConversationError(str(error), column, *([index] if cells is cell else [])) from None
+    return pictures
+
+
+def pictures_of(message: Message) -> list[Picture]:
+    """The pictures for which the characters PICTURE of a message's content stand."""
+    return [picture for picture in _marked(message) if picture is not None]
+
+
+def _marked(message: Message) -> list[Picture | None]:
+    """`pictures` of a message that was read here; a row may have another key of that name."""
+    pictures = message.get("pictures")
+    if not isinstance(pictures, list) or PICTURE not in message["content"]:
+        return []
+    return pictures if all(isinstance(picture, Picture | None) for picture in pictures) else []
+
+
 def unknown_keys(messages: Iterable[Mapping[str, object]]) -> list[str]:
     """Keys that only a template may read."""
     return list(dict.fromkeys(key for message in messages for key in message if key not in _READ))
@@ -167,9 +248,24 @@ def for_template(messages: Iterable[Message], template: str) -> list[Message]:
     thinking = "reasoning_content" not in template and re.search(r"\bthinking\b", template) is not None
     names = {"reasoning_content": "thinking"} if thinking else {}
     return [
-        {names.get(key, key): value for key, value in message.items() if key not in ("train", "train_detail")}
+        {
+            names.get(key, key): value
+            for key, value in (message if not pictures_of(message) else _in_parts(message)).items()
+            if key not in ("train", "train_detail")
+        }
         for message in messages
     ]
+
+
+def _in_parts(message: Message) -> Message:
+    """A message with pictures as a template takes it."""
+    parts = _parts(message["content"])
+    return {key: parts if key == "content" else value for key, value in message.items() if key != "pictures"}
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    pieces = re.split(f"({PICTURE})", content)
+    return [{"type": "image"} if text == PICTURE else {"type": "text", "text": text} for text in pieces if text]
 
 
 def exclusion(columns: Mapping[str, object]) -> str:
@@ -298,7 +394,7 @@ def _decoded_turn(turn: object) -> object:
     return turns_in(turn, "") if isinstance(turn, str) else turn
 
 
-def _message(turn: object) -> Message:
+def _message(turn: object, access: PictureAccess | None) -> Message:
     """A turn of any of the known forms as a Message; ConversationError for one that cannot be read."""
     if not isinstance(turn, Mapping):
         raise ConversationError(f"a turn is not an object but {type(turn).__name__}")
@@ -320,8 +416,14 @@ def _message(turn: object) -> Message:
         if not calls:
             raise ConversationError("a turn of a call has no call", key or "content")
     elif content is not None:
-        text, thought, content_calls = _within(key, _content, content, role)
+        text, thought, content_calls, pictures = _within(key, _content, content, role, access)
         message["content"], calls = text, content_calls or calls
+        if pictures and role == "assistant":
+            raise ConversationError(_NO_ANSWER, str(key))
+        if pictures:
+            message["pictures"] = pictures
+        if access is not None and (column := next((name for name in ("images", "image") if extra.get(name)), None)):
+            [message] = with_pictures([message], column_pictures(extra.pop(column), access, column))
         thoughts = [*thoughts, thought] if thought.strip() else thoughts
     elif role in ("user", "system"):
         raise ConversationError(f"a message of the role {role} has no content")
@@ -367,29 +469,44 @@ def _role(extra: Message) -> tuple[str, bool]:
     return ROLES[name], name in CALLS
 
 
-def _content(value: object, role: str) -> tuple[str, str, list[Message]]:
-    """(Text, thought, calls) of text, a list of typed parts, or a tool's result. ConversationError for a part that is
-    no text, such as an image.
+def _content(
+    value: object, role: str, access: PictureAccess | None
+) -> tuple[str, str, list[Message], list[Picture | None]]:
+    """(Text with PICTURE for pictures, thought, calls, pictures) of text, a list of typed parts, or a tool's result;
+    None is a picture of a column. ConversationError for another part, such as a video.
     """
     if isinstance(value, str):
-        return value, "", []
+        return value, "", [], []
     if role == "tool" and _is_data(value):
-        return json.dumps(value, ensure_ascii=False, default=str), "", []
+        return json.dumps(value, ensure_ascii=False, default=str), "", [], []
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, Iterable) or isinstance(value, bytes):
         raise ConversationError(f"content is neither text nor a list of parts but {type(value).__name__}")
-    texts, thoughts, calls = [], [], []
+    texts, thoughts, calls, pictures = [], [], [], []
     for index, part in enumerate(value):
+        if access is not None and is_picture_part(part):
+            try:
+                pictures.append(picture_of_part(part, access))
+            except PictureError as error:
+                raise ConversationError(str(error), index) from None
+            texts.append(PICTURE)
+            continue
         kind, text = _part(part)
         if kind in _CALL_PARTS:
             written = part if text is None else text
             calls += _calls(written)[1]
         elif text is None or kind not in (*_TEXT_PARTS, *_THOUGHT_PARTS):
-            raise ConversationError(f"a part of the type {kind[:80]} in content; only text can be read", index)
+            raise ConversationError(
+                f"a part of the type {kind[:80]} in content; only text can be read" + " and pictures" * bool(access),
+                index,
+            )
         else:
             (thoughts if kind in _THOUGHT_PARTS else texts).append(text)
-    return "".join(texts), "".join(thoughts), calls
+    joined = "".join(texts)
+    if pictures and joined.count(PICTURE) != len(pictures):
+        raise ConversationError(_MARK_IN_TEXT)
+    return joined, "".join(thoughts), calls, pictures
 
 
 def _is_data(value: object) -> bool:

@@ -87,7 +87,9 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
         Source(lambda: None, (Tensor(name, factors.shape, lambda _, factors=factors: factors, True),))
         for name, factors in rope_factors(config).items()
     ]
-    variables, rounded = tensors_of(model), _rounded(model)
+    tower = () if model.vision is None else (f"{model.vision.config.prefix}.",)  # llama.cpp has it in another file
+    variables = {name: variable for name, variable in tensors_of(model).items() if not name.startswith(tower)}
+    rounded = _rounded(model)
     for name, variable in variables.items():
         make = functools.partial(_dense, weights.maker(name, variable), model.dtype)
         shape = tuple(variable.get_value().shape)
@@ -173,6 +175,10 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
     for name, _, lora in adapted:
         if name == _UNADAPTED:
             raise ValueError(f"gguf-adapter: {name} is adapted, and llama.cpp ignores that adapter; export gguf")
+        if model.vision is not None and name.startswith(f"{model.vision.config.prefix}."):
+            raise ValueError(
+                f"gguf-adapter: {name} is adapted, and llama.cpp's adapters are of text; export safetensors"
+            )
         if lora.magnitude is not None:
             raise ValueError(f"gguf-adapter: {name} has use_dora, which llama.cpp does not support; export gguf")
     for module_name, module in (("embed_tokens", model.embedding), ("lm_head", model.head)):

@@ -40,7 +40,10 @@ def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
             part, spec = str(path[2]), config.layers[int(str(path[1]))]
             if part not in norms and part not in spec.hf_names:  # a layer of one's own: no checkpoint names it
                 named = {**norms, part: part}
-        name = tensor_name((*path, "weight"), named, config.layers, config.head.name).removesuffix(".weight")
+        if model.vision is not None and path[0] == "vision":
+            name = model.vision.config.tensor_name(path[1:])
+        else:
+            name = tensor_name((*path, "weight"), named, config.layers, config.head.name).removesuffix(".weight")
         routes = isinstance(module, Router) or "router" in path
         kind = ROUTER if routes else NORMS if isinstance(module, RMSNorm | LayerNorm) else ""
         tied = isinstance(module, Embedding) and model.head is None

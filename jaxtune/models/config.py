@@ -6,6 +6,7 @@ feed-forward and its norms).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -44,6 +45,9 @@ class RopeConfig:
     head_dim: int | None = None  # size of the heads that it rotates; None: the decoder's head_dim
     # queries are multiplied by 1 + beta ln(1 + floor(position / original context)) (Llama 4, Ministral 3)
     llama_4_scaling_beta: float = 0.0
+    # where positions have several axes, how many rotated pairs turn by each, interleaved (mrope_section of Qwen: time,
+    # height, width); (): positions have one axis. Positions that are equal on all axes, as in text, turn as with one.
+    sections: tuple[int, ...] = ()
 
     def __post_init__(self):
         values.number("rope_theta", self.theta, above=1)
@@ -58,6 +62,7 @@ class RopeConfig:
             values.positive("attention_factor", self.attention_factor)
         values.boolean("truncate", self.truncate)
         values.not_negative("llama_4_scaling_beta", self.llama_4_scaling_beta)
+        values.items("mrope_section", self.sections, functools.partial(values.whole, least=0))
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor = {self.high_freq_factor}: must be above low_freq_factor = {self.low_freq_factor}"
@@ -260,7 +265,8 @@ class DecoderConfig:
     norm_eps: float = 1e-6  # added to the mean square in norms
     norm_offset: float = 0.0  # norms multiply by norm_offset + weight in fp32 (1.0 in Gemma, whose weights start at 0)
     float32_norm: bool = False  # norms multiply by their weight in fp32 too, and round once (OLMo 2, gpt-oss)
-    centred_norm: bool = False  # norms subtract the mean first: LayerNorm without bias (Command R)
+    centred_norm: bool = False  # norms subtract the mean first: LayerNorm (Command R)
+    norm_bias: bool = False  # centred norms have a bias
     residual_scale: float = 1.0  # factor on the output of each part before it is added to the residual stream (Granite)
     # RMSNorm of queries and keys over each head, or over the whole projection (OLMo 2)
     qk_norm: Literal["head", "projection"] | None = None

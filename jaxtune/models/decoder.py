@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,8 +19,10 @@ from jaxtune.models.norm import norm_of
 from jaxtune.models.placement import gathers, host_table, partition
 from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.models.rope import rotary_tables
-from jaxtune.models.stack.residual_plan import ResidualPlan
-from jaxtune.models.stack.stack import run_stack
+from jaxtune.models.stack.residual_plan import RECOMPUTE, ResidualPlan
+from jaxtune.models.stack.stack import run_in_parts
+from jaxtune.models.vision.pictures import Pictures
+from jaxtune.models.vision.tower import Tower, TowerConfig
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.draws import uniform
 from jaxtune.pallas.meshes import on_any_mesh
@@ -107,6 +110,7 @@ class Decoder(nnx.Module):
 
       key: draws the initial weights: normal with config.initializer_range, norms one, biases zero.
       dtype: of weights and compute: bfloat16, float16 or float32.
+      tower: of a model that reads pictures, too.
 
     Attributes:
       head: gives logits or scores; None if the embedding is the head (tied).
@@ -116,8 +120,10 @@ class Decoder(nnx.Module):
     # A frozen model that this one is trained to imitate (train/objectives/teachers.py); it is no part of this model's
     # outputs and files.
     teacher: Decoder | None = None
+    # Makes features of pictures, which stand at picture tokens; None: the model reads text alone.
+    vision: Tower | None = None
 
-    def __init__(self, config: DecoderConfig, key: jax.Array, dtype="bfloat16"):
+    def __init__(self, config: DecoderConfig, key: jax.Array, dtype="bfloat16", tower: TowerConfig | None = None):
         self.config = config
         self.dtype = jnp.dtype(dtype).name
         # Set by hf.py. base_digest covers config.json and every byte of the weights (64 hexadecimal digits); by it, a
@@ -143,6 +149,8 @@ class Decoder(nnx.Module):
             size, std = (config.hidden_size, config.head.outputs or config.vocab_size), config.initializer_range
             tied = config.tie_embeddings
             self.head = None if tied else Linear(*size, bias=False, std=std, key=keys[1], dtype=dtype)
+            if tower is not None:
+                self.vision = Tower(tower, jax.random.fold_in(key, 1), dtype)
 
     @property
     def head_variable(self) -> nnx.Variable:
@@ -200,6 +208,35 @@ class Decoder(nnx.Module):
                 x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
             return x
 
+    def with_pictures(
+        self, x: jax.Array, pictures: Pictures, dropout_key: jax.Array | None = None
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """(x [B, T, hidden], the embeddings, with the pictures' features at their tokens; what is added to the stream
+        after each of the first layers, [B, T, hidden]). The residuals of a tower that trains are recomputed; a frozen
+        one has no backward.
+
+        dropout_key: draws the adapters' dropout masks; None: no dropout.
+
+        Raises ValueError for a model without a tower.
+        """
+        if self.vision is None:
+            raise ValueError("pictures: this model was loaded without its tower; load it with pictures=True")
+        pictures = dataclasses.replace(pictures, patches=pictures.patches.astype(self.dtype))
+        with jax.named_scope("pictures"):
+            if self.vision.trains:
+                plan = ResidualPlan.uniform(RECOMPUTE, len(self.vision.layers))
+                features = self.vision(pictures, plan, dropout_key)
+            else:
+                features = jax.lax.stop_gradient(self.vision(pictures))
+            index = jnp.asarray(pictures.picture_features)[..., None]
+
+            def put(x: jax.Array, features: jax.Array) -> jax.Array:
+                at_tokens = jnp.take_along_axis(features, jnp.maximum(index, 0), axis=1)
+                return jnp.where(index >= 0, at_tokens.astype(x.dtype), x)
+
+            first, *deep = features
+            return put(x, first), [put(jnp.zeros_like(x), each) for each in deep]
+
     def per_layer_inputs(
         self,
         tokens: jax.Array,
@@ -230,8 +267,8 @@ class Decoder(nnx.Module):
 
         shape: (rows, length).
         segment_ids: int32[B, T], the document of each token in a packed row; 0 is padding. None: one document a row.
-        positions: int32[B, T]; None: they restart with each document. If given, a document's length is its last token's
-          position + 1 (longrope).
+        positions: int32[B, T], or int32[B, T, axes] (RopeConfig.sections); None: they restart with each document. If
+          given, a document's length is its last token's position + 1 (longrope).
         max_documents: an upper bound on the documents of a row, for faster attention; None: unknown.
         """
         with jax.named_scope("layout"):
@@ -240,9 +277,10 @@ class Decoder(nnx.Module):
                 positions, lengths = layout.positions(), layout.doc_end - layout.doc_start
             else:  # a document's length is its last token's position + 1
                 last = jnp.maximum(layout.doc_end - 1, 0)
-                lengths = jnp.take_along_axis(jnp.broadcast_to(positions, shape), last, axis=1) + 1
+                index = positions if positions.ndim == 2 else positions.max(-1)
+                lengths = jnp.take_along_axis(jnp.broadcast_to(index, shape), last, axis=1) + 1
             tables = rotary_tables(self.config, positions, lengths)
-            return PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
+            return dataclasses.replace(layout, rotary=tables)
 
     @_on_any_mesh
     def run(
@@ -258,13 +296,15 @@ class Decoder(nnx.Module):
         aux: tuple[str, ...] = (),
         noise: tuple[jax.Array, float] | None = None,
         table_rows: Mapping[str, jax.Array] | None = None,
+        pictures: Pictures | None = None,
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Runs the model without its head: (hidden states [B, T, hidden] after the final norm, in the compute dtype;
         {name: sum over the layers} of the values that `aux` names).
 
           tokens: int32[B, T].
           segment_ids: int32[B, T], the document of each token in a packed row; 0 is padding. None: one document a row.
-          positions: int32[B, T], each token's position; None: they restart with each document.
+          positions: int32[B, T], or int32[B, T, axes] of a family with several, each token's position; None: they
+            restart with each document.
           max_documents: an upper bound on the documents of a row, for faster attention; None: unknown.
           plan: where each layer's residuals are until the backward; None: all stay in device memory.
           dropout_key: draws the adapters' dropout masks; None: no dropout.
@@ -273,6 +313,7 @@ class Decoder(nnx.Module):
           aux: names of values that layers compute beside their outputs, such as "router_sums".
           noise: (key, alpha) of NEFTune's noise on the embeddings; None: no noise.
           table_rows: {name in `tables`: the tokens' rows [B, T, size]} of tables on the host; None: no table is there.
+          pictures: of the rows; None: text alone.
 
         Raises ValueError for a plan that does not fit, an unknown name in `aux`, or missing rows.
         """
@@ -288,10 +329,14 @@ class Decoder(nnx.Module):
         if noise is not None:
             with jax.named_scope("embed"):
                 x = noised(x, layout, *noise)
+        deep = []
+        if pictures is not None:
+            tower_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers + 1)
+            x, deep = self.with_pictures(x, pictures, tower_key)
         projection_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers)
         layer_inputs = self.per_layer_inputs(tokens, x, projection_key, table_rows.get("per_layer"))
-        layers = self.layers, self.config.layers
-        x, values = run_stack(*layers, x, layout, plan, dropout_key, gradient_sums, aux, layer_inputs)
+        parts = range(1, len(deep) + 1), lambda x, index: x + deep[index], self.layers, self.config.layers
+        x, values = run_in_parts(*parts, x, layout, plan, dropout_key, gradient_sums, aux, layer_inputs)
         with jax.named_scope("final_norm"):
             return self.norm(x), values
 
@@ -304,6 +349,7 @@ class Decoder(nnx.Module):
         max_documents: int | None = None,
         plan: ResidualPlan | None = None,
         dropout_key: jax.Array | None = None,
+        pictures: Pictures | None = None,
     ) -> jax.Array:
         """The hidden states [B, T, hidden] after the final norm, in the compute dtype.
 
@@ -313,9 +359,16 @@ class Decoder(nnx.Module):
         max_documents: an upper bound on the documents of a row; None: unknown.
         plan: where each layer's residuals are until the backward; None: all stay in device memory.
         dropout_key: draws the adapters' dropout masks; None: no dropout.
+        pictures: of the rows; None: text alone.
         """
         return self.run(
-            tokens, segment_ids, positions, max_documents=max_documents, plan=plan, dropout_key=dropout_key
+            tokens,
+            segment_ids,
+            positions,
+            max_documents=max_documents,
+            plan=plan,
+            dropout_key=dropout_key,
+            pictures=pictures,
         )[0]
 
     @_on_any_mesh
@@ -337,9 +390,11 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def __call__(
-        self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        pictures: Pictures | None = None,
     ) -> jax.Array:
-        """tokens int32[B, T] -> logits float32[B, T, vocab], or scores float32[B, T, 1]. Other arguments as for
-        `layout`.
-        """
-        return self.logits(self.hidden_states(tokens, segment_ids, positions))
+        """tokens int32[B, T] -> logits float32[B, T, vocab], or scores float32[B, T, 1]; the rest as for `run`."""
+        return self.logits(self.hidden_states(tokens, segment_ids, positions, pictures=pictures))

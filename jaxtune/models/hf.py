@@ -4,6 +4,7 @@ twice.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -26,7 +27,6 @@ from jaxtune.models.adapters.trained_over import TrainedOver
 from jaxtune.models.components import of_tensors, resolved, set_compute
 from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.families.common import tensor_name
 from jaxtune.models.files import expert_files, file_plan, load_memory, passthrough, quant, shards, stored_weights
 from jaxtune.models.files.digests import base_digest, random_digest
 from jaxtune.models.files.file_plan import Group, Planned
@@ -53,7 +53,15 @@ from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import freeze, matrices
 from jaxtune.models.placement import partition
 from jaxtune.models.precision import DTYPES
-from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
+from jaxtune.models.registry import (
+    config_from_hf,
+    family,
+    is_nested,
+    tensor_names,
+    text_config,
+    text_tensor_name,
+    tower_config,
+)
 from jaxtune.pallas.formats import FORMATS, Stored, format_of
 from jaxtune.system import terminal, timing
 from jaxtune.system.disk import require_room
@@ -76,6 +84,7 @@ class Pretrained:
       max_length: tokens of the longest row, which must have positions; None: not checked.
       precision: {pattern over names: dtype or format}, which cannot name weights that are `packed`.
       positions: {"rope_scaling", "max_position_embeddings"} in place of the files' (files/positions.py).
+      pictures: whether the tower is loaded too.
 
     Attributes:
       packed: whether the checkpoint has quantised weights that stay so in the model.
@@ -90,6 +99,7 @@ class Pretrained:
         max_length: int | None = None,
         precision: Mapping[str, str] = types.MappingProxyType({}),
         positions: Mapping[str, Any] = types.MappingProxyType({}),
+        pictures: bool = False,
     ):
         quant.check_load_in(load_in)
         self._dtype = dtype_name(dtype)
@@ -99,6 +109,7 @@ class Pretrained:
             outer = stretched(outer, stretch.get("rope_scaling"), stretch.get("max_position_embeddings"))
             hf = text_config(outer)
             self.config = config = config_from_hf(hf)
+            self.tower = tower = tower_config(outer) if pictures else None
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
         most = config.context_length
@@ -113,22 +124,20 @@ class Pretrained:
                 f"{folder}: config.json: num_hidden_layers = {config.num_layers}: the weights are {len(entries)} "
                 "tensors, fewer than one a layer; correct it, or fetch the weights again"
             )
-        model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), self._dtype))
-        norms = family(config.family).norms
+        model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), self._dtype, tower))
         words = resolved(model, precision)
         set_compute(model, words)
         self._graph, state = nnx.split(model)
-        flat = list(nnx.to_flat_state(state))
-        self._variables = {tensor_name(where, norms, config.layers, config.head.name): (where, v) for where, v in flat}
+        name_of = tensor_names(model)
+        self._variables = {name_of(where): (where, variable) for where, variable in nnx.to_flat_state(state)}
         shapes = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         if is_gguf(folder):
             entries = gguf_entries(folder, config, shapes)
-        entries, passthrough_parts = passthrough.divide(entries, config, hf, outer)
+        entries, passthrough_parts = passthrough.divide(entries, config, hf, outer, tower)
         generation = read_generation_config(folder)
         positions_text = json.dumps(stretch) if stretch else None
-        self._source = Source(
-            os.fspath(path), json.dumps(hf), generation, passthrough_parts, is_nested(outer), positions_text
-        )
+        nested = tower is not None or is_nested(outer)
+        self._source = Source(os.fspath(path), json.dumps(hf), generation, passthrough_parts, nested, positions_text)
         if hf is not outer:
             renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
             entries = {name: entry for name, entry in renamed.items() if name is not None}
@@ -142,6 +151,7 @@ class Pretrained:
         packed = {name for name, entry in entries.items() if is_kept_packed(entry, load_in)}
         # Linears in transformers 4 (the first) or also in 5; here they are small arrays that stay in 16 bits.
         packed -= {name for name in packed if config.moe is not None and name.endswith(_ROUTERS)}
+        packed -= {name for name in packed if self._in_tower(name)}  # which computes in 16 bits
         if odd := packed - self._quantizable:
             raise ValueError(f"{folder}: {listed(odd)} is quantised; only linears of layers can be")
         self._kept, self.packed = frozenset(packed), bool(packed)
@@ -172,13 +182,21 @@ class Pretrained:
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
         return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._kept, self._dtypes)
 
+    @property
+    def source(self) -> Source:
+        """Of the model that `load` makes."""
+        return self._source
+
+    def _in_tower(self, name: str) -> bool:
+        return self._variables[name][0][0] == "vision"
+
     def load(
         self,
         cancelled: threading.Event | None = None,
         mesh: jax.sharding.Mesh | None = None,
         stay: Collection[str] = (),
     ) -> Decoder:
-        """Reads the weights. They are all trainable, or all frozen if any is quantised.
+        """Reads the weights. They are all trainable, or all frozen if any is quantised; a tower's are frozen.
 
           cancelled: once another thread sets it, the load ends early with a CancelledError.
           mesh: the devices over which the model is divided; a divided tensor is never whole anywhere, unless it is
@@ -203,11 +221,17 @@ class Pretrained:
             return partition.shardings(variable.replace(tensor), mesh).get_value()
 
         forms = self._encoded, self._kept
-        arrays, digest = read_tensors(self._entries, self._dtype, *forms, cancelled, where, self._dtypes, stay)
+        # A text model is the same base with and without its tower.
+        text, tower = ({n: e for n, e in self._entries.items() if self._in_tower(n) == of} for of in (False, True))
+        arrays, digest = read_tensors(text, self._dtype, *forms, cancelled, where, self._dtypes, stay)
+        if tower:
+            arrays |= read_tensors(tower, self._dtype, *forms, cancelled, where, self._dtypes, stay)[0]
         state = nnx.from_flat_state([(path, v.replace(arrays[name])) for name, (path, v) in self._variables.items()])
         model = nnx.merge(self._graph, state)
         if self.packed or self._encoded:
             model = freeze(model)
+        elif model.vision is not None:
+            model.vision = freeze(model.vision)
         model.source, model.base_fingerprint, model.qat = self._source, digest.sampled.hex(), self._qat
         model.base_digest = base_digest(self.config, digest.whole)
         return model
@@ -221,14 +245,15 @@ def from_pretrained(
     precision: Mapping[str, str] | None = None,
     rope_scaling: Mapping[str, object] | None = None,
     max_position_embeddings: int | None = None,
+    pictures: bool = False,
 ) -> tuple[Decoder, Any]:
     """Loads a causal language model in Hugging Face's format, a model that scores texts, or an adapter with the base
     that it names, to the default device: (model, tokenizer or None).
 
     With an adapter only that is trainable; else all weights are, or none if any is quantised. Of a model with a vision
-    tower only the text part is loaded; save_pretrained copies the towers and multi-token prediction layers of
-    Qwen3-Next, Qwen3.5 and Gemma 4 from their files, and drops those of other models. For an adapter, None stands for
-    what its folder records of its training.
+    tower only the text part is loaded, unless it is asked for (`pictures`); save_pretrained copies the towers and
+    multi-token prediction layers of Qwen3-Next, Qwen3.5 and Gemma 4 from their files, and drops those of other models.
+    For an adapter, None stands for what its folder records of its training.
 
       path: a folder with config.json and safetensors, a hub name (the local cache comes first), a GGUF file, whose
         numbers are decoded, or a PEFT folder.
@@ -242,15 +267,18 @@ def from_pretrained(
         "bf16"}.
       rope_scaling, max_position_embeddings: in place of config.json's, for longer documents, as in transformers:
         {"rope_type": "yarn", "factor": 4.0}.
+      pictures: True loads the tower of Qwen3.5 and 3.6, too, frozen and in 16 bits or `dtype`, so that the model reads
+        pictures; an adapter's names are then those of the whole model.
 
     Raises ValueError for an unsupported model; missing, extra or misshaped tensors; a damaged file; pickles; too little
     memory.
     """
     if base_of(path) is not None:
-        model, tokenizer = load_base(path, dtype, load_in, max_length, precision, rope_scaling, max_position_embeddings)
+        longer = rope_scaling, max_position_embeddings
+        model, tokenizer = load_base(path, dtype, load_in, max_length, precision, *longer, pictures)
         return load_adapter(model, path), tokenizer
     positions = {"rope_scaling": rope_scaling, "max_position_embeddings": max_position_embeddings}
-    pretrained = Pretrained(path, dtype or _DTYPE, _format(load_in), max_length, precision or {}, positions)
+    pretrained = Pretrained(path, dtype or _DTYPE, _format(load_in), max_length, precision or {}, positions, pictures)
     return _loaded(pretrained, (pretrained.folder,))
 
 
@@ -262,6 +290,7 @@ def load_base(
     precision: Mapping[str, str] | None = None,
     rope_scaling: Mapping[str, object] | None = None,
     max_position_embeddings: int | None = None,
+    pictures: bool = False,
 ) -> tuple[Decoder, Any]:
     """Loads an adapter's base without the adapter, as it was in training if the adapter's folder records that: (base,
     the adapter folder's tokenizer, else the base's, or None). FP8 products of training are FP8 again, unless load_in is
@@ -273,6 +302,7 @@ def load_base(
       max_length: tokens of the longest row; more than the base's positions is refused. None: not checked.
       precision: {pattern over names: dtype or format} of modules stored and computed otherwise.
       rope_scaling, max_position_embeddings: in place of config.json's, for longer documents.
+      pictures: whether the tower is loaded too.
 
     dtype, load_in and precision that are None, and rope_scaling and max_position_embeddings if both are, stand for what
     the folder records of the training, else for the base's own.
@@ -286,7 +316,7 @@ def load_base(
     positions = {"rope_scaling": rope_scaling, "max_position_embeddings": max_position_embeddings}
     if rope_scaling is None and max_position_embeddings is None:
         positions = over.positions
-    pretrained = Pretrained(base, dtype, base_format, max_length, words, positions)
+    pretrained = Pretrained(base, dtype, base_format, max_length, words, positions, pictures)
     model, tokenizer = _loaded(pretrained, (folder, pretrained.folder))
     if over.compute == "fp8" and base_format == over.load_in:
         model = quant.compute_in_fp8(model)
@@ -308,26 +338,36 @@ def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder
             return model, tokenizer.result()
 
 
-def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Array, dtype="float32") -> Decoder:
+def model_from_config(
+    config: str | os.PathLike | Mapping[str, Any], key: jax.Array, dtype="float32", pictures: bool = False
+) -> Decoder:
     """A model with random weights, all trainable, for training from scratch. It records config and key, so that runs
     and adapters recognise it.
 
       config: a config.json (its path or folder), or its parsed content.
       key: draws the weights.
       dtype: of the weights as stored.
+      pictures: whether the model has the config's tower, so that it reads pictures; it is saved with the processors'
+        configs of the config's folder.
 
     Raises ValueError for an unsupported config, or one that asks for quantisation.
     """
+    folder = None
     if isinstance(config, Mapping):
-        hf, where = text_config(dict(config)), "a config"
+        outer, where = dict(config), "a config"
     else:
         file = Path(config)
         json_file = file.is_file() and not is_gguf(file)
-        hf, where = text_config(read_json(file) if json_file else read_config(file)), os.fspath(config)
+        outer, where = read_json(file) if json_file else read_config(file), os.fspath(config)
+        folder = file.parent if json_file else file
+    hf, tower = text_config(outer), tower_config(outer) if pictures else None
     if hf.get("quantization_config"):
         raise ValueError(f"{where}: a model with random weights is not quantised; remove quantization_config")
-    model = Decoder(config_from_hf(hf), key, dtype_name(dtype))
+    model = Decoder(config_from_hf(hf), key, dtype_name(dtype), tower)
     model.source = Source(path=where, config=json.dumps(hf))
+    if tower is not None:
+        whole = passthrough.around_tower(outer, folder)
+        model.source = dataclasses.replace(model.source, passthrough=whole, nested=True)
     model.base_digest = random_digest(model.config, key, model.dtype)
     return model
 

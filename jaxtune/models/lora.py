@@ -17,7 +17,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.expressions import matching
 from jaxtune.models.layers.expert_linear import ExpertLinear, ExpertLora
 from jaxtune.models.linear import Frozen, Linear, Lora, frozen, row_norm, trained
-from jaxtune.pallas.formats import dense
+from jaxtune.pallas.formats import Stored, dense
 
 
 def savable(model: Decoder) -> tuple[str, str]:
@@ -27,11 +27,13 @@ def savable(model: Decoder) -> tuple[str, str]:
 
 def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
     """Yields (Hugging Face module name, Linear) of all linears in the layers, such as model.layers.0.self_attn.q_proj,
-    of routers only Gemma 4's, and at last the projection of per-layer embeddings.
+    of routers only Gemma 4's, then the projection of per-layer embeddings, and at last a tower's.
     """
     yield from ((name, matrix) for name, matrix in _in_layers(model) if not matrix.num_experts)
     if model.per_layer is not None:
         yield "model.per_layer_model_projection", model.per_layer.projection
+    if model.vision is not None:
+        yield from model.vision.linears()
 
 
 def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
@@ -156,8 +158,8 @@ def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) ->
     return [name for name in names if any(name_matches(name, target) for target in target_parameters)]
 
 
-def freeze(model: Decoder) -> Decoder:
-    """A new model over the same arrays in which nothing is trained, adapters included."""
+def freeze[M: nnx.Module](model: M) -> M:
+    """A new model or module over the same arrays in which nothing is trained, adapters included."""
     model = copy_structure(model)
     for _, module in nnx.iter_modules(model):
         for name, value in list(vars(module).items()):
@@ -166,8 +168,37 @@ def freeze(model: Decoder) -> Decoder:
     return model
 
 
+def with_trained_tower(model: Decoder, layers: bool = True, merger: bool = True) -> Decoder:
+    """A new model over the same arrays whose tower trains, whole.
+
+      layers: with its projection of patches and learned positions, or these stay as they are.
+      merger: with those of earlier layers, or they stay as they are.
+
+    Raises ValueError for a model without a tower, or with quantised weights.
+    """
+    if model.vision is None:
+        raise ValueError("with_trained_tower: this model has no tower; load it with pictures=True")
+    if any(isinstance(matrix.stored_weight, Stored) for _, matrix in matrices(model)):
+        raise ValueError("with_trained_tower: this model's weights are quantised; adapt its tower (get_peft_model)")
+    model = copy_structure(model)
+    assert model.vision is not None
+    for path, module in nnx.iter_modules(model.vision):
+        if path and (merger if path[0] in ("merger", "deep_mergers") else layers):
+            for name, value in list(vars(module).items()):
+                if isinstance(value, Frozen):
+                    setattr(module, name, trained(value, value.get_value()))
+    return model
+
+
 def _ranks_and_alphas(
-    model: Decoder, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern
+    model: Decoder,
+    r,
+    lora_alpha,
+    target_modules,
+    target_parameters,
+    rank_pattern,
+    alpha_pattern,
+    exclude_modules: str | Sequence[str] | None = None,
 ) -> dict[str, tuple[int, float]]:
     """{matrix's name: (rank, alpha)} of the matrices that get_peft_model would adapt, linears first. Raises ValueError
     for what matches nothing, or a pattern's value out of range; r and lora_alpha are not checked.
@@ -176,7 +207,12 @@ def _ranks_and_alphas(
     parameters = select_parameters(expert_names, target_parameters or ())
     selected = []
     if target_modules or not parameters:
-        selected = select_targets([name for name, _ in linears(model)], target_modules, expert_names)
+        names = [name for name, _ in linears(model)]
+        excluded = _excluded([*names, *_convolutions(model)], exclude_modules)
+        convolutions = [name for name in _convolutions(model) if name not in excluded]
+        if target_modules != "all-linear" and target_modules:
+            _refuse_convolutions(convolutions, target_modules)
+        selected = select_targets([name for name in names if name not in excluded], target_modules, expert_names)
     selected += parameters
     checked_patterns = {"rank_pattern": (rank_pattern, values.whole), "alpha_pattern": (alpha_pattern, values.positive)}
     settings = []
@@ -188,6 +224,31 @@ def _ranks_and_alphas(
         settings.append(pattern_values(key, patterns or {}, selected))
     ranks, alphas = settings
     return {name: (ranks.get(name, r), alphas.get(name, lora_alpha)) for name in selected}
+
+
+def _convolutions(model: Decoder) -> list[str]:
+    """The modules that PEFT would adapt by name, and that have no adapters here."""
+    return [] if model.vision is None else [model.vision.config.tensor_name(("projection",))]
+
+
+def _excluded(names: Sequence[str], exclude_modules: str | Sequence[str] | None) -> set[str]:
+    """The names that PEFT's exclude_modules matches: a regular expression over whole names, or names or their ends."""
+    if isinstance(exclude_modules, str):
+        return set(matching("exclude_modules", exclude_modules, names))
+    return {name for name in names if any(name_matches(name, module) for module in exclude_modules or ())}
+
+
+def _refuse_convolutions(names: Sequence[str], target_modules: str | Sequence[str]) -> None:
+    """Raises ValueError for targets that in PEFT name a convolution, too."""
+    if isinstance(target_modules, str):
+        matched = matching("target_modules", target_modules, names)
+    else:
+        matched = [name for name in names if any(name_matches(name, target) for target in target_modules)]
+    if matched:
+        raise ValueError(
+            f"target_modules {target_modules!r} name {matched[0]} too, a convolution, which has no adapter here: name "
+            "linears by more of their names, such as attn.proj, or exclude it (exclude_modules)"
+        )
 
 
 def get_peft_model(
@@ -203,6 +264,7 @@ def get_peft_model(
     rank_pattern: Mapping[str, int] | None = None,
     alpha_pattern: Mapping[str, float] | None = None,
     seed: int = 0,
+    exclude_modules: str | Sequence[str] | None = None,
 ) -> Decoder:
     """Adds LoRA adapters to a model and freezes its weights: a new model that shares every array of the base. Arguments
     mean what they do in PEFT's LoraConfig.
@@ -222,6 +284,8 @@ def get_peft_model(
         is not a language model's always trains.
       rank_pattern, alpha_pattern: {regular expression over a whole name or its end after a dot: value}.
       seed: draws the initial A; B starts at zero.
+      exclude_modules: linears that target_modules selects and that get no adapter: a regular expression over whole
+        names, such as ".*visual.*", or a list of names or their ends. As in PEFT, "all-linear" is with a tower's.
 
     Raises ValueError for what matches nothing, a value out of range, or a model with adapters.
     """
@@ -233,7 +297,10 @@ def get_peft_model(
         raise ValueError("this model has adapters already; merge them first (merge_adapter) or start from the base")
     model = freeze(model)
     modules = dict(matrices(model))
-    selected = _ranks_and_alphas(model, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern)
+    patterns = rank_pattern, alpha_pattern
+    selected = _ranks_and_alphas(
+        model, r, lora_alpha, target_modules, target_parameters, *patterns, exclude_modules=exclude_modules
+    )
     if (lora_dropout or use_dora) and any(isinstance(modules[name], ExpertLinear) for name in selected):
         setting = f"lora_dropout = {lora_dropout}" if lora_dropout else "use_dora = True"
         raise ValueError(f"{setting}: experts (target_parameters) cannot have it; PEFT refuses it too")
@@ -299,10 +366,10 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
     rank, rank_pattern = _compress({name: lora.rank for name, lora in loras.items()})
     alpha, alpha_pattern = _compress({name: _number(lora.alpha) for name, lora in loras.items()})
     # A last part of names where all modules with it are adapted, whole names otherwise: PEFT then matches the same set.
-    targets, parameters = set(), set()
+    targets, parameters, peers = set(), set(), [*matrix_by_name, *_convolutions(model)]
     for name, lora in loras.items():
         last_part = name.rsplit(".", 1)[1]
-        adapted = all(peer in loras for peer in matrix_by_name if peer.endswith("." + last_part))
+        adapted = all(peer in loras for peer in peers if peer.endswith("." + last_part))
         if isinstance(lora, ExpertLora):
             # Such as mlp.experts.down_proj, for all layers.
             parameters.add(name.split(".", 3)[3] if adapted else name)
@@ -332,7 +399,8 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
         return False
     choice = ("r", "lora_alpha", "target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
     try:
-        expected = _ranks_and_alphas(model, *(settings[key] for key in choice))
+        chosen = (settings[key] for key in choice)
+        expected = _ranks_and_alphas(model, *chosen, exclude_modules=settings.get("exclude_modules"))
     except ValueError:
         return False
     loras = {name: matrix.lora for name, matrix in matrices(model) if matrix.lora is not None}

@@ -87,22 +87,24 @@ class Normed:
 
 
 class LayerNorm(nnx.Module):
-    """Layer normalisation over the last axis, without bias: (x - mean(x)) / sqrt(variance(x) + eps) * weight. All is
-    computed in fp32 before the cast to x's dtype, as in transformers' CohereLayerNorm, so `compute` has no effect.
+    """Layer normalisation over the last axis: (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias. All is computed
+    in fp32 before the cast to x's dtype, as in transformers' CohereLayerNorm, so `compute` has no effect.
     """
 
     compute: str | None = None
 
-    def __init__(self, size: int, eps: float, dtype=jnp.float32):
+    def __init__(self, size: int, eps: float, dtype=jnp.float32, *, bias: bool = False):
         self.eps = eps
         self.weight = nnx.Param(jnp.ones((size,), dtype))
+        self.bias = nnx.Param(jnp.zeros((size,), dtype)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The normed x [..., size], in x's dtype."""
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        wide = wide * self.weight[...].astype(jnp.float32)
+        return (wide if self.bias is None else wide + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
 def norm_of(config: DecoderConfig, size: int, dtype) -> RMSNorm | LayerNorm:
@@ -113,5 +115,5 @@ def norm_of(config: DecoderConfig, size: int, dtype) -> RMSNorm | LayerNorm:
     dtype: of the weight as stored.
     """
     if config.centred_norm:
-        return LayerNorm(size, config.norm_eps, dtype)
+        return LayerNorm(size, config.norm_eps, dtype, bias=config.norm_bias)
     return RMSNorm(size, config.norm_eps, config.norm_offset, dtype, config.float32_norm)

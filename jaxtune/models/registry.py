@@ -1,13 +1,15 @@
-"""The supported model families: a family by model_type, and config.json as a DecoderConfig. Of models with a vision
-tower only the text part is loaded, whose config and tensor names are found here.
+"""The supported model families: a family by model_type, and config.json as a DecoderConfig. Configs and tensor names of
+the parts of models with a vision tower are found here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 from jaxtune.models import values
 from jaxtune.models.config import DecoderConfig
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.families import (
     cohere2,
     exaone4,
@@ -36,8 +38,9 @@ from jaxtune.models.families import (
     seed_oss,
     smollm3,
 )
-from jaxtune.models.families.common import Family
+from jaxtune.models.families.common import Family, tensor_name
 from jaxtune.models.heads import head_of_class
+from jaxtune.models.vision.tower import TowerConfig
 from jaxtune.pallas.formats import Layout, format_of, layouts
 
 FAMILIES: dict[str, Family] = {
@@ -118,19 +121,54 @@ def text_config(hf: dict) -> dict:
 
 
 def text_tensor_name(name: str) -> str | None:
-    """The name in the text model alone of a tensor of a model with a vision tower, as transformers 4 or 5 writes it;
-    None for "vision_tower." and "multi_modal_projector.". Other towers are passthrough tensors, which must be taken out
-    before.
+    """The name here of a tensor of a model with a vision tower, as transformers 4 or 5 writes it: of a text tensor that
+    in the text model alone, of a tower's that of transformers 5; None for "vision_tower." and "multi_modal_projector.".
     """
+    if name.startswith("visual."):
+        return f"model.{name}"
     if any(module in name for module in ("vision_tower.", "multi_modal_projector.")):
         return None
     # transformers 4 wrote language_model.model.layers..., 5 writes model.language_model.layers...
     return name.replace(_LANGUAGE, "model.").removeprefix("language_model.")
 
 
-def is_passthrough(name: str, model_type: str) -> bool:
-    """Whether the tensor is not loaded but copied when the model is saved. model_type: the text part's."""
-    return name.startswith(family(model_type).passthrough_tensors)
+def is_passthrough(name: str, model_type: str, tower: TowerConfig | None = None) -> bool:
+    """Whether the tensor is not loaded but copied when the model is saved.
+
+    model_type: the text part's.
+    tower: the one that is loaded; None: none is.
+    """
+    loaded = tower is not None and (text_tensor_name(name) or name).startswith(f"{tower.prefix}.")
+    return not loaded and name.startswith(family(model_type).passthrough_tensors)
+
+
+def tower_config(hf: dict) -> TowerConfig:
+    """The TowerConfig of a parsed config.json. Raises ValueError for a model whose pictures are not supported, or a
+    value that is not.
+    """
+    declared = family(text_config(hf).get("model_type"))
+    if declared.tower is None or hf.get("model_type") not in declared.text_of:
+        whole_types = [name for each in FAMILIES.values() if each.tower is not None for name in each.text_of]
+        raise ValueError(
+            f"pictures of a {hf.get('model_type')!r} model are not supported; they are of {', '.join(whole_types)}"
+        )
+    if not isinstance(hf.get("vision_config"), dict):
+        raise ValueError(f"config.json of a {hf['model_type']!r} model lacks 'vision_config', which pictures need")
+    return declared.tower(hf)
+
+
+def tensor_names(model: Decoder) -> Callable[[Sequence[object]], str]:
+    """The function from a tensor's path of attributes and indices in a model to its name: a text tensor's in the text
+    model alone, a tower's in the whole model. Arrays may be abstract.
+    """
+    norms, config, tower = family(model.config.family).norms, model.config, model.vision
+
+    def name_of(path: Sequence[object]) -> str:
+        if tower is not None and path[0] == "vision":
+            return tower.config.tensor_name(path[1:])
+        return tensor_name(path, norms, config.layers, config.head.name)
+
+    return name_of
 
 
 def tower_modules(model_type: str) -> tuple[str, ...]:
@@ -151,8 +189,12 @@ def is_nested(hf: dict) -> bool:
 
 
 def whole_tensor_name(name: str) -> str:
-    """The inverse of text_tensor_name, as transformers 5 writes it ("model.language_model." in place of "model.")."""
-    return name if not name.startswith("model.") else _LANGUAGE + name.removeprefix("model.")
+    """The inverse of text_tensor_name, as transformers 5 writes it ("model.language_model." in place of "model.", but
+    not of towers).
+    """
+    towers = tuple(prefix for declared in FAMILIES.values() for prefix in declared.passthrough_tensors)
+    text = name.startswith("model.") and not name.startswith(towers)
+    return _LANGUAGE + name.removeprefix("model.") if text else name
 
 
 def family(model_type: str | None) -> Family:

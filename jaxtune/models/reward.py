@@ -25,7 +25,7 @@ def reward_model(model: Decoder, seed: int = 0) -> Decoder:
 
 def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
     """A model over the same arrays with a new head [outputs, hidden]; one that has that head already is returned
-    unchanged. An embedding that was tied to the old head stays. Passthrough tensors are dropped.
+    unchanged. An embedding that was tied to the old head stays. A tower and passthrough tensors are dropped.
 
       head: the kind of head, such as SCORE.
       seed: draws the weight as transformers does, normal with initializer_range.
@@ -42,6 +42,8 @@ def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
     config = dataclasses.replace(model.config, head=head, tie_embeddings=False)
     new_model = copy_structure(model)
     new_model.config = config
+    if new_model.vision is not None:
+        del new_model.vision
     dtype = model.weight_dtype
     std, key = config.initializer_range, jax.random.key(seed)
     new_model.head = nnx.data(Linear(config.hidden_size, head.outputs, bias=False, std=std, key=key, dtype=dtype))
@@ -49,5 +51,6 @@ def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
         hf = json.loads(model.source.config)
         architecture = str(next(iter(hf.get("architectures") or ()), TEXT.architecture))
         hf |= {"architectures": [head.architecture_of(architecture)]} | head.hf_config()
-        new_model.source = dataclasses.replace(model.source, config=json.dumps(hf), passthrough=None)
+        nested = model.source.nested and model.vision is None
+        new_model.source = dataclasses.replace(model.source, config=json.dumps(hf), passthrough=None, nested=nested)
     return new_model

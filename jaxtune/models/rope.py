@@ -6,6 +6,7 @@ neighbouring numbers if a family interleaves them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -81,6 +82,16 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> R
     raise ValueError(f"rope kind {rope.kind!r} is unknown")
 
 
+def pair_axes(sections: Sequence[int], pairs: int) -> np.ndarray:
+    """int[pairs], the axis of positions by which each rotated pair of a head turns: pair i by axis a, if i % axes == a
+    and i < axes * sections[a], else by the first (interleaved M-RoPE, as transformers' Qwen3-VL).
+    """
+    axes = np.zeros(pairs, np.int32)
+    for axis in range(1, len(sections)):
+        axes[axis : len(sections) * sections[axis] : len(sections)] = axis
+    return axes
+
+
 def rotary_table(
     rope: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array, lengths: jax.Array | None = None
 ):
@@ -90,22 +101,30 @@ def rotary_table(
       rope: kind and numbers of the rotary base.
       head_dim: numbers of a head.
       max_positions: the original context if `rope` names none.
-      positions: int32[B, T], each token's position in its document.
+      positions: int32[B, T], each token's position in its document, or int32[B, T, axes] (RopeConfig.sections).
       lengths: int32 that broadcasts to [B, T], the length of each token's document, which selects longrope's long
         factors (transformers decides for a whole batch). None: a row is one document.
+
+    Raises ValueError for positions with other axes than the base has.
     """
+    if positions.ndim > 2 and positions.shape[-1] != len(rope.sections):
+        raise ValueError(
+            f"positions {positions.shape} have {positions.shape[-1]} axes, and the model's {len(rope.sections) or 1}"
+        )
+    first_axis = positions if positions.ndim == 2 else positions[..., 0]
     short, long, scale = rotary_frequencies(rope, head_dim, max_positions)
     frequencies = jnp.asarray(short, jnp.float32)
     if long is not None:
         if lengths is None:
-            lengths = positions.max(axis=-1, keepdims=True) + 1
+            lengths = first_axis.max(axis=-1, keepdims=True) + 1
         is_long = lengths > (rope.original_max_position_embeddings or max_positions)
         frequencies = jnp.where(is_long[..., None], jnp.asarray(long, jnp.float32), frequencies)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    turned = first_axis[..., None] if positions.ndim == 2 else positions[..., pair_axes(rope.sections, len(short))]
+    angles = turned.astype(jnp.float32) * frequencies
     table = jnp.cos(angles) * scale, jnp.sin(angles) * scale
     if not rope.llama_4_scaling_beta:
         return table
-    turns = jnp.floor(positions[..., None] / (rope.original_max_position_embeddings or max_positions))
+    turns = jnp.floor(first_axis[..., None] / (rope.original_max_position_embeddings or max_positions))
     return *table, 1.0 + rope.llama_4_scaling_beta * jnp.log(1.0 + turns)
 
 
@@ -149,7 +168,7 @@ def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Arra
     """The rotary tables of a batch, one (rotary_table) for each rotary base; LayerSpec.rotary is an index into them.
 
     config: its `rotary` has the rotary bases.
-    positions: int32[B, T], each token's position in its document.
+    positions: int32[B, T], each token's position in its document, or int32[B, T, axes].
     lengths: int32 that broadcasts to [B, T], the length of each token's document, for longrope; None: a row is one
       document.
     """

@@ -15,10 +15,10 @@ from jaxtune.models.files.positions import stretched
 from jaxtune.models.files.quant import require_stated
 from jaxtune.models.generation.slot_plan import slots_for
 from jaxtune.models.placement import partition
-from jaxtune.models.registry import config_from_hf, weights_stored_in
+from jaxtune.models.registry import config_from_hf, tower_config, weights_stored_in
 from jaxtune.pallas.fitted import planned_for
 from jaxtune.system.terminal import fitted
-from jaxtune.train.config import MeshConfig, TrainConfig
+from jaxtune.train.config import ConfigError, MeshConfig, TrainConfig
 from jaxtune.train.config.sections import Unset
 from jaxtune.train.data.batches import SampledRows
 from jaxtune.train.data.packing.answers import packed_shape
@@ -31,6 +31,7 @@ from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import prefill_bytes
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.spec import checks
+from jaxtune.train.spec.pictures import refusal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,14 +59,21 @@ def show_plan(config: TrainConfig, objective: Objective, console: Console) -> No
         raise ValueError(
             "plan.device is not set, and this machine has no GPU: name one, such as plan.device='RTX 4090'"
         )
-    hf = find_config(config.model.from_config or config.model.path or "")
+    reads = bool(config.model.pictures)
+    hf = find_config(config.model.from_config or config.model.path or "", published=not reads)
     hf = stretched(hf, config.model.rope_scaling, config.model.max_position_embeddings)
+    tower = tower_config(hf) if reads else None
+    if reads and not config.data.patches_per_row:
+        raise ConfigError("data.patches_per_row is not set: a plan without rows needs the patches of a row's pictures")
+    if reads and (words := refusal(config, objective)):
+        raise ConfigError(words)
     shape, stored_in = config_from_hf(hf), weights_stored_in(hf)
     require_stated(f"model.path = {config.model.path!r}", hf, config.model.load_in)
     config = replace(config, model=replace(config.model, load_in=config.model.load_in or stored_in))
     sizes = (-1,) if config.mesh is None else config.mesh.sizes
     sharing = None if -1 in sizes else math.prod(sizes)  # devices of a known mesh
-    spec = StepSpec.of(config.shared_by(sharing or (1 if device is not None else jax.device_count())), objective)
+    shared = config.shared_by(sharing or (1 if device is not None else jax.device_count()))
+    spec = StepSpec.of(shared, objective, tower=tower)
     sampled = None
     if (packed := objective.packed) is not None:
         longest = _ASSUMED_PROMPT + packed.max_completion_length

@@ -241,6 +241,7 @@ def test_the_refusal_of_pictures_names_every_family_whose_text_part_loads():
         "gemma4_unified": "Gemma 4",
         "qwen3_5": "Qwen3.5",
         "qwen3_5_moe": "Qwen3.5",
+        "qwen3_vl": "Qwen3-VL",
         "mistral3": "Mistral Small 3.1 and 3.2, and Ministral 3",
     }
     assert names.keys() == text_parts().keys()
@@ -249,7 +250,7 @@ def test_the_refusal_of_pictures_names_every_family_whose_text_part_loads():
     page = " ".join((DOCS / "notebooks.md").read_text(encoding="utf-8").split())
     for name in names.values():
         assert name in str(refused.value)
-    assert "Gemma 3 and 4, Qwen3.5, Mistral Small 3.1 and 3.2, and Ministral 3" in page
+    assert "Gemma 3 and 4, Qwen3.5, Qwen3-VL, Mistral Small 3.1 and 3.2, and Ministral 3" in page
 
 
 def test_functions_that_errors_tell_users_to_call_are_in_the_reference():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,3 +140,26 @@ def test_positions_that_begin_later_count_too():
     np.testing.assert_array_equal(table[0], rotary_table(LONGROPE, 8, 64, positions)[0])
     long = rotary_table(LONGROPE, 8, 64, positions, jnp.full((1, 1), ORIGINAL + 1))
     np.testing.assert_array_equal(table[0], long[0])
+
+
+@hypothesis.given(sections=st.lists(st.integers(0, 14), min_size=2, max_size=4), seed=st.integers(0, 2**16))
+def test_positions_of_several_axes(sections, seed):
+    """Each pair turns by its axis alone; where all axes are equal, bit for bit as with one."""
+    rope, axes = RopeConfig(theta=1e4, partial_rotary_factor=0.5, sections=tuple(sections)), len(sections)
+    drawn = np.random.default_rng(seed).integers(0, 5000, (2, 3, axes)).astype(np.int32)
+    tables = [rotary_table(rope, 64, 64, jnp.asarray(drawn[..., axis])) for axis in range(axes)]
+    cos, sin = rotary_table(rope, 64, 64, jnp.asarray(drawn))
+    for pair in range(16):
+        axis = pair % axes if pair < axes * sections[pair % axes] else 0
+        np.testing.assert_array_equal(cos[..., pair], tables[axis][0][..., pair])
+        np.testing.assert_array_equal(sin[..., pair], tables[axis][1][..., pair])
+    same = rotary_table(rope, 64, 64, jnp.repeat(drawn[..., :1], axes, -1))
+    np.testing.assert_array_equal(same, tables[0])
+
+
+def test_positions_need_the_model_s_axes():
+    rope = RopeConfig(sections=(2, 1, 1))
+    with pytest.raises(ValueError, match="have 2 axes, and the model's 3"):
+        rotary_table(rope, 8, 64, jnp.zeros((1, 4, 2), jnp.int32))
+    with pytest.raises(ValueError, match="have 3 axes, and the model's 1"):
+        rotary_table(RopeConfig(), 8, 64, jnp.zeros((1, 4, 3), jnp.int32))

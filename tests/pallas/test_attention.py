@@ -18,8 +18,10 @@ from jaxtune.pallas.attention import (
     attention_backward,
     attention_forward,
     cudnn,
+    mosaic,
     packed_layout,
     reference,
+    triton,
 )
 
 ROWS, LENGTH, HEADS, DIM = 2, 24, 4, 8
@@ -28,7 +30,7 @@ SCALE = 0.3
 TOLERANCE = dict(rtol=2e-5, atol=3e-6)
 
 
-def visibility(segments: np.ndarray, window: int | None = None) -> np.ndarray:
+def visibility(segments: np.ndarray, window: int | None = None, causal: bool = True) -> np.ndarray:
     """bool[B, T, T], from the words of the contract: one loop over queries and keys."""
     rows, length = segments.shape
     visible = np.zeros((rows, length, length), bool)
@@ -38,17 +40,17 @@ def visibility(segments: np.ndarray, window: int | None = None) -> np.ndarray:
                 if segments[row, key] != segments[row, query] or segments[row, query] == 0:
                     break  # an earlier run of the same id is another document
                 visible[row, query, key] = window is None or query - key < window
-    return visible
+    return visible if causal else visible | visible.swapaxes(1, 2)
 
 
-def dense(query, key, value, segments, *, scale=SCALE, window=None, soft_cap=None, sinks=None, dout=None):
+def dense(query, key, value, segments, *, scale=SCALE, window=None, soft_cap=None, sinks=None, dout=None, causal=True):
     """float64 (out, lse, gradients of sum(out * dout) or None)."""
     query, key, value = (np.asarray(a, np.float64) for a in (query, key, value))
     group = query.shape[2] // key.shape[2]
     keys, values = np.repeat(key, group, 2), np.repeat(value, group, 2)
     raw = scale * np.einsum("bqhd,bkhd->bhqk", query, keys)
     capped = raw if soft_cap is None else soft_cap * np.tanh(raw / soft_cap)
-    visible = visibility(np.asarray(segments), window)[:, None]
+    visible = visibility(np.asarray(segments), window, causal)[:, None]
     exponential = np.where(visible, np.exp(capped), 0.0)
     total = exponential.sum(-1)
     if sinks is not None:
@@ -86,10 +88,10 @@ def operands(kv_heads=2, dtype=np.float32, seed=0, length=LENGTH):
 SINKS = jnp.asarray([0.5, -1.0, 2.0, 0.0], jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("window", "soft_cap"))
-def run(query, key, value, dout, segments, sinks=None, *, window=None, soft_cap=None):
+@functools.partial(jax.jit, static_argnames=("window", "soft_cap", "causal"))
+def run(query, key, value, dout, segments, sinks=None, *, window=None, soft_cap=None, causal=True):
     """(out, lse, gradients) of the public functions: the differentiable one must agree with the pair."""
-    layout = packed_layout(query.shape[:2], segments)
+    layout = packed_layout(query.shape[:2], segments, causal=causal)
     options = dict(scale=SCALE, window=window, soft_cap=soft_cap)
     out, lse = attention_forward(query, key, value, layout, sinks=sinks, **options)
     gradients = attention_backward(query, key, value, out, lse, dout, layout, sinks=sinks, **options)
@@ -123,6 +125,8 @@ FEATURES = {
     "soft cap": dict(soft_cap=0.7),
     "sinks": dict(sinks=SINKS),
     "all": dict(window=4, soft_cap=0.9, sinks=SINKS),
+    "both ways": dict(causal=False),
+    "both ways, all": dict(causal=False, soft_cap=0.9, sinks=SINKS),
 }
 
 
@@ -193,14 +197,14 @@ segment_rows = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_siz
 )
 
 
-@pytest.mark.parametrize("features", ["plain", "all"])
+@pytest.mark.parametrize("features", ["plain", "all", "both ways, all"])
 @hypothesis.given(segments=st.tuples(segment_rows, segment_rows))
 @pytest.mark.gpu
 def test_any_layout(features, segments):
     check(segments, FEATURES[features], operands())
 
 
-@pytest.mark.parametrize("features", ["plain", "all"])
+@pytest.mark.parametrize("features", ["plain", "all", "both ways, all"])
 @pytest.mark.parametrize("chunk", [1, 7, 23])
 def test_chunks_of_queries_change_nothing(monkeypatch, chunk, features):
     """The path for long rows, which keeps only some queries' scores at a time."""
@@ -319,16 +323,30 @@ def test_choose():
         ((9, 0), dict(max_documents=None), "no promise of max_documents"),
         ((9, 0), dict(max_documents=33), "up to 33 documents a row"),
         ((8, 0), dict(max_documents=2), "packed rows need compute capability 9.0"),
+        ((9, 0), dict(causal=False, dim=72), None),
+        ((8, 0), dict(causal=False), "packed rows need compute capability 9.0"),
     ],
 )
 def test_what_cudnn_refuses(capability, changes, reason):
-    settings = dict(dim=64, dtype=jnp.bfloat16, max_documents=1, soft_cap=None, sinks=None) | changes
+    settings = dict(dim=64, dtype=jnp.bfloat16, max_documents=1, soft_cap=None, sinks=None, causal=True) | changes
     query = jax.ShapeDtypeStruct((1, 8, 2, settings["dim"]), settings["dtype"])
-    layout = packed_layout((1, 8), jnp.ones((1, 8), jnp.int32), settings["max_documents"])
+    layout = packed_layout((1, 8), jnp.ones((1, 8), jnp.int32), settings["max_documents"], settings["causal"])
     with dispatch.compile_for(capability):
         got = cudnn.refusal(query, layout, window=None, soft_cap=settings["soft_cap"], sinks=settings["sinks"])
     assert got is None if reason is None else reason in got
     assert dispatch.compute_capability() is None
+
+
+@pytest.mark.parametrize("kernels", [mosaic, triton])
+def test_what_sees_later_tokens_has_no_kernel_of_ours(kernels, monkeypatch):
+    query = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+    monkeypatch.setattr(triton.compat, "triton_refusal", lambda: None)
+    with dispatch.compile_for((9, 0)):
+        reasons = [
+            kernels.refusal(query, packed_layout((1, 8), causal=causal), window=None, soft_cap=None, sinks=None)
+            for causal in (False, True)
+        ]
+    assert reasons == ["tokens that see later ones", None]
 
 
 def test_documents_handed_to_cudnn():
@@ -372,3 +390,13 @@ def test_rows_over_a_mesh_give_what_one_device_gives(with_sinks):
         np.testing.assert_array_equal(ours, theirs)
     if with_sinks:
         np.testing.assert_allclose(shared[3], alone[3], rtol=1e-5, atol=1e-6)
+
+
+def test_both_ways_without_segments():
+    """A whole row is one document that every token sees."""
+    query, key, value, _ = operands()
+    layout = packed_layout(query.shape[:2], causal=False)
+    want, _, _ = dense(query, key, value, np.ones((ROWS, LENGTH), int), causal=False)
+    np.testing.assert_allclose(attention(query, key, value, layout, scale=SCALE), want, **TOLERANCE)
+    with pytest.raises(ValueError, match="window = 3"):
+        attention(query, key, value, layout, scale=SCALE, window=3)

@@ -93,6 +93,8 @@ def config_of(model: Decoder) -> dict[str, Any]:
     settings["target_modules"] = [peft_name(model, name) for name in settings["target_modules"]]
     for key in ("rank_pattern", "alpha_pattern"):
         settings[key] = {peft_name(model, name): value for name, value in settings[key].items()}
+    tower = () if model.vision is None else model.vision.linears()
+    excluded = is_nested(model) and all(linear.lora is None for _, linear in tower)
     towers = "|".join(tower_modules(model.config.family))
     return settings | {
         "peft_type": "LORA",
@@ -103,7 +105,7 @@ def config_of(model: Decoder) -> dict[str, Any]:
         "revision": None,
         "inference_mode": True,
         # Linears of a tower can have the same names as linears of layers.
-        "exclude_modules": rf".*\.({towers})\..*" if is_nested(model) else None,
+        "exclude_modules": rf".*\.({towers})\..*" if excluded else None,
         # A tied head stays tied when PEFT loads it.
         "ensure_weight_tying": settings["modules_to_save"] is not None and model.head is None,
         "bias": "none",

@@ -53,7 +53,7 @@ from jaxtune.models.lora import (
     pattern_values,
 )
 from jaxtune.models.placement import partition
-from jaxtune.models.registry import whole_tensor_name
+from jaxtune.models.registry import is_passthrough, whole_tensor_name
 from jaxtune.models.reward import with_head
 from jaxtune.system.files import atomic_write
 
@@ -214,6 +214,8 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
         model = with_head(model, head_of_task(config.get("task_type")))
     arrays, metadata = _read_tensors(folder)
     _check_base(folder, metadata, model)
+    if model.vision is None:
+        _refuse_towers(folder, model, arrays)
     over = trained_over.read(folder)
     if over is not None and (mismatch := trained_over.difference(over, model)) is not None:
         logger.warning(
@@ -395,6 +397,16 @@ def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> No
                 " its weights or its config.json differ; load the base that it names in base_model_name_or_path"
             )
         return
+
+
+def _refuse_towers(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) -> None:
+    """Raises ValueError if the adapter adapts modules beside the text model, which the model lacks."""
+    names = [name for key in arrays if is_passthrough(name := key.removeprefix(_PREFIX), model.config.family)]
+    if names:
+        raise ValueError(
+            f"{folder}: this adapter adapts {names[0].removesuffix('.weight')} and {len(names) - 1} more tensors of a "
+            "tower, and the model was loaded without it: load it with pictures=True"
+        )
 
 
 def _modules_to_save(config: Mapping[str, Any]) -> list[str]:

@@ -2,8 +2,9 @@
 experts with a shared expert.
 """
 
-from jaxtune.models.families.common import Family
+from jaxtune.models.families.common import Family, RotaryByAxis
 from jaxtune.models.families.common.names import QWEN_EXPERTS, ROUTED_NORMS
+from jaxtune.models.families.common.qwen_vision import qwen_tower
 from jaxtune.models.families.common.table import (
     DELTA_DEFAULTS,
     DELTA_FIELDS,
@@ -15,7 +16,7 @@ from jaxtune.models.families.common.table import (
 FAMILY = Family(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
-    (*delta_net(), shared_experts(renormalize=True)),
+    (*delta_net(), RotaryByAxis(), shared_experts(renormalize=True)),
     defaults=DELTA_DEFAULTS
     | {
         "num_experts": 256,
@@ -29,5 +30,6 @@ FAMILY = Family(
     expert_files=QWEN_EXPERTS,
     text_of=("qwen3_5_moe",),
     passthrough_tensors=QWEN_PASSTHROUGH,
+    tower=qwen_tower,
     text_alone=True,
 )

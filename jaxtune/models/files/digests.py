@@ -34,6 +34,7 @@ _SETTLED_SECONDS = 2.0
 _FORMAT = 1  # version of the cache's files
 # Config fields that have been renamed, {name: name in digests}, so that recorded digests stay valid.
 _FIRST_NAMES = {"fused": "together", "hf_name": "their_name"}
+_LATER_NAMES = {"sections"}  # of fields that change nothing in text, and that older versions did not read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +118,7 @@ def _config_json(config: DecoderConfig) -> bytes:
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
             fields = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
+            fields = {name: pair for name, pair in fields.items() if name not in _LATER_NAMES}
             values = {_FIRST_NAMES.get(name, name): plain(v) for name, (v, default) in fields.items() if v != default}
             return [type(value).__name__, values]
         if isinstance(value, tuple | list):

@@ -197,15 +197,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(file)
 
 
-def find_config(path: str | os.PathLike) -> dict[str, Any]:
+def find_config(path: str | os.PathLike, published: bool = True) -> dict[str, Any]:
     """config.json of a model whose weights are not needed: of a folder, a GGUF or JSON file, a name in PUBLISHED, or a
     hub name, of which this one file is fetched. Raises ValueError if there is none.
+
+    published: False: of a name in PUBLISHED, which has the text model alone, the file is fetched, too.
     """
     name = os.fspath(path)
     local = Path(name).expanduser()
     if local.exists():
         return read_config(_in_folder(local)) if local.is_dir() or is_gguf(local) else read_json(local)
-    if name in PUBLISHED:
+    if published and name in PUBLISHED:
         return copy.deepcopy(PUBLISHED[name])
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

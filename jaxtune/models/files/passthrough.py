@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jaxtune.models.files import file_plan, headers, shards, stored_weights
 from jaxtune.models.files.file_plan import Planned
 from jaxtune.models.files.stored_weights import StoredEntry
 from jaxtune.models.registry import config_from_hf, is_passthrough, whole_tensor_name
+from jaxtune.models.vision.tower import TowerConfig
 from jaxtune.system.files import read_plain
 
 _PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
@@ -29,27 +31,40 @@ def divide(
     config: DecoderConfig,
     hf: Mapping[str, Any],
     folder_config: Mapping[str, Any],
+    tower: TowerConfig | None = None,
 ) -> tuple[dict[str, headers.TensorEntry], Passthrough | None]:
-    """({name: entry} of the text model's tensors, a Passthrough with the others or None). Raises ValueError for a
+    """({name: entry} of the tensors to load, a Passthrough with the others or None). Raises ValueError for a
     passthrough tensor that cannot be copied.
 
       entries: {name: entry} of all tensors in the folder.
       config: of the text model; its family decides which tensors pass through.
       hf, folder_config: config.json of the text part and of the folder, one object for a text model. Otherwise the
         Passthrough also has `folder_config` and the configs of image and video processors.
+      tower: the one that is loaded with the text model; None: none is.
     """
-    passthrough_entries = tuple(entry for name, entry in entries.items() if is_passthrough(name, config.family))
-    if not passthrough_entries:
+    passing = {name for name in entries if is_passthrough(name, config.family, tower)}
+    passthrough_entries = tuple(entry for name, entry in entries.items() if name in passing)
+    if not passthrough_entries and tower is None:
         return dict(entries), None
     for entry in _gathered(passthrough_entries):
         if not isinstance(entry, StoredEntry):
             headers.check_entry(entry)
-    text_entries = {name: entry for name, entry in entries.items() if not is_passthrough(name, config.family)}
+    loaded = {name: entry for name, entry in entries.items() if name not in passing}
     if hf is folder_config:
-        return text_entries, Passthrough(passthrough_entries, None)
-    files = [passthrough_entries[0].file.parent / name for name in _PROCESSORS]
-    processors = tuple((file.name, read_plain(file)) for file in files if file.exists())
-    return text_entries, Passthrough(passthrough_entries, json.dumps(folder_config), processors)
+        return loaded, Passthrough(passthrough_entries, None)
+    folder = next(iter(entries.values())).file.parent
+    return loaded, Passthrough(passthrough_entries, json.dumps(folder_config), _processors(folder))
+
+
+def _processors(folder: Path) -> tuple[tuple[str, bytes], ...]:
+    """(name, content) of the files that describe how pictures become the tower's inputs."""
+    files = [folder / name for name in _PROCESSORS]
+    return tuple((file.name, read_plain(file)) for file in files if file.exists())
+
+
+def around_tower(folder_config: Mapping[str, Any], folder: Path | None) -> Passthrough:
+    """What is saved beside a whole model's tensors: its config.json, and the processors' configs in `folder`."""
+    return Passthrough((), json.dumps(folder_config), () if folder is None else _processors(folder))
 
 
 def stored_in(passthrough: Passthrough | None) -> set[str]:
@@ -119,7 +134,10 @@ def whole_config(
         for name in ("rope_parameters", "per_layer_config"):  # what `family_keys` says in another spelling
             text.pop(name, None)
         text |= {
-            key: value for key, value in family_keys.items() if key != "architectures" and not key.endswith("_token_id")
+            key: value
+            for key, value in family_keys.items()
+            if key not in ("architectures", *(["model_type"] if "model_type" in text else []))
+            and not key.endswith("_token_id")
         }
     dtypes = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
     folder_config |= {key: value for key, value in dtypes.items() if key in folder_config or key not in text}

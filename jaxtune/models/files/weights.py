@@ -14,10 +14,9 @@ import jax
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.families.common import tensor_name
 from jaxtune.models.files import quant
 from jaxtune.models.lora import copy_structure, matrices, name_matches
-from jaxtune.models.registry import family
+from jaxtune.models.registry import tensor_names
 from jaxtune.pallas.formats import FORMATS, Stored, dense
 
 
@@ -25,7 +24,6 @@ def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
     """{Hugging Face name: variable} of a model in the order of files. No head if it is the embedding; values may be
     shapes. Raises ValueError for adapters, or a model prepared for QAT.
     """
-    norms = family(model.config.family).norms
     flat = list(nnx.to_flat_state(nnx.state(model)))
     if any("lora" in map(str, path) for path, _ in flat):
         raise ValueError(
@@ -36,12 +34,11 @@ def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
 
     def order(item):
         path = item[0]
-        return ("embedding", "per_layer", "layers", "norm", "head").index(path[0]), path[1] if path[
-            0
-        ] == "layers" else 0
+        module = ("embedding", "per_layer", "layers", "norm", "head", "vision").index(path[0])
+        return module, path[1] if path[0] == "layers" else 0
 
-    layers, head = model.config.layers, model.config.head.name
-    return {tensor_name(path, norms, layers, head): variable for path, variable in sorted(flat, key=order)}
+    name_of = tensor_names(model)
+    return {name_of(path): variable for path, variable in sorted(flat, key=order)}
 
 
 @dataclasses.dataclass(frozen=True)

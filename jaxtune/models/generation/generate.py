@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.requests import StopStrings, checked_length, checked_prompt, seeds_of
+from jaxtune.models.generation.requests import PromptPictures, StopStrings, checked_length, checked_prompt, seeds_of
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.sampling import Sampling
 from jaxtune.models.generation.xla_options import AS_TRAINED
@@ -55,6 +55,7 @@ def generate(
     eos_token_ids: int | Sequence[int] | None = None,
     output_logprobs: bool = False,
     deterministic: bool = False,
+    pictures: Sequence[PromptPictures | None] | None = None,
 ) -> list[list[int]] | tuple[list[list[int]], list[list[float]]]:
     """Continues each prompt; at most 256 rows decode at once, as memory allows.
 
@@ -78,6 +79,7 @@ def generate(
       output_logprobs: also returns each new token's log softmax, in nats, without temperature, penalty or filters.
       deterministic: a row has the same bits whatever the other prompts are, and log-probabilities come from
         `training_logprobs`, not from the decoding steps.
+      pictures: of each prompt, or None for one without; needs a model with its tower. None: no prompt has any.
 
     Returns each prompt's new tokens, with the one that ended it; with output_logprobs (tokens, log-probabilities).
 
@@ -103,6 +105,11 @@ def generate(
         StopStrings(stops, tokenizer)
         settings |= dict(stop_strings=stops, tokenizer=tokenizer)
     seeds = seeds_of(seed, len(rows), "generate")
+    pictures = list(pictures or [None] * len(rows))
+    if len(pictures) != len(rows):
+        raise ValueError(f"generate: pictures of {len(pictures)} prompts for {len(rows)} prompts")
+    if deterministic and output_logprobs and any(each is not None for each in pictures):
+        raise ValueError("generate: deterministic log-probabilities of prompts with pictures are not supported")
     partition.require_undivided(nnx.state(model), "generate")
     sampler = Sampler(
         model,
@@ -116,8 +123,10 @@ def generate(
     logprobs: list[list[float]] = [[] for _ in rows]
     with sampler:
         row_of = {
-            sampler.submit(row, max_new_tokens, temperature, row_seed, index=seed_index, **settings): index
-            for index, (row, (row_seed, seed_index)) in enumerate(zip(rows, seeds, strict=True))
+            sampler.submit(
+                row, max_new_tokens, temperature, row_seed, index=seed_index, pictures=of_row, **settings
+            ): index
+            for index, (row, of_row, (row_seed, seed_index)) in enumerate(zip(rows, pictures, seeds, strict=True))
         }
         while sampler.pending:
             for piece in sampler.step():

@@ -111,6 +111,8 @@ class Prefills:
         prompts share it.
         """
         key = np.asarray(request.tokens, np.int32).tobytes()
+        if request.pictures is not None:
+            key += request.pictures.key()
         self._wanted[key] += 1
         return key
 
@@ -166,12 +168,16 @@ class Prefills:
             states = device.empty_states(self._structure, self._shapes, 1, 1)
             self._keep(Batch(states, {first.key: 0}))
             return 1
+        if first.pictures is not None:
+            self._keep(Batch(self._prefill(leaves, [first], count, _padded(count)), {first.key: 0}))
+            return _padded(count)
         if count > self._chunk:
             begin = (count - 1) % self._chunk + 1
             self._long = _Long(first, self._prefill(leaves, [first], begin, length_bucket(count)), begin)
             return _padded(begin)
         width = _padded(count)
-        candidates = {r.key: r for r in nearest if len(r.tokens) > 1 and _padded(len(r.tokens) - 1) <= capacity}
+        alike = [r for r in nearest if r.pictures is None and len(r.tokens) > 1]
+        candidates = {r.key: r for r in alike if _padded(len(r.tokens) - 1) <= capacity}
         candidates = [request for request in candidates.values() if self.ready(request) is None]
         if self._packs and _SHORTEST_PACKED <= _power(count) <= self._chunk // 2:
             alike = [request for request in candidates if _power(len(request.tokens) - 1) == _power(count)]
@@ -204,14 +210,20 @@ class Prefills:
         return None
 
     def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int) -> device.States:
-        """States after `count` tokens of each request, never its newest, which the first decoding step reads."""
+        """States after `count` tokens of each request, never its newest, which the first decoding step reads. One with
+        pictures is alone.
+        """
         tokens = np.zeros((len(requests), _padded(count)), np.int32)
         lengths, totals = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.int32)
         for row, request in enumerate(requests):
             prompt = request.tokens[:-1][:count]
             tokens[row, : len(prompt)] = prompt
             lengths[row], totals[row] = len(prompt), len(request.tokens)
-        return self._programs.prefill(self._structure, capacity, leaves, tokens, lengths, totals)
+        arguments = leaves, tokens, lengths, totals
+        if (pictures := requests[0].pictures) is not None:
+            patches = length_bucket(pictures.pictures.patch_segments.shape[1])
+            arguments = *arguments, *pictures.padded(tokens.shape[1], patches)
+        return self._programs.prefill(self._structure, capacity, *arguments)
 
     def _fitting(self, requests: Sequence[Request], most: int, size: int) -> list[Request]:
         lengths = itertools.accumulate(len(request.tokens) - 1 for request in requests)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxtune.models.config import DecoderConfig
 from jaxtune.models.generation.sampling import Sampling
+from jaxtune.models.vision.pictures import Pictures
+from jaxtune.models.vision.tower import TowerConfig
 
 
 class Decodes(Protocol):
@@ -111,6 +116,64 @@ class StopStrings:
         return any(string in text for string in self._strings)
 
 
+class PromptPictures(NamedTuple):
+    """The pictures of one prompt, numpy arrays of one row without padding tokens."""
+
+    pictures: Pictures  # with rows = 1 and as many tokens as the prompt has
+    positions: np.ndarray  # int32[tokens, axes]
+
+    @property
+    def delta(self) -> int:
+        """The position of the token after the prompt, less its index."""
+        return int(self.positions.max()) + 1 - len(self.positions)
+
+    def key(self) -> bytes:
+        return b"".join(np.asarray(array).tobytes() for array in (*jax.tree.leaves(self.pictures), self.positions))
+
+    def padded(self, tokens: int, patches: int) -> tuple[np.ndarray, Pictures]:
+        """(positions int32[1, tokens, axes], pictures) of the prompt's first `tokens` tokens, or with padding up to as
+        many. patches: to which they are padded.
+        """
+        count, pictures = min(tokens, len(self.positions)), self.pictures
+        positions = np.zeros((1, tokens, self.positions.shape[1]), np.int32)
+        positions[0, :count] = self.positions[:count]
+        features = np.full((1, tokens), -1, np.int32)
+        features[0, :count] = np.asarray(pictures.picture_features)[0, :count]
+
+        def of_patches(array: jax.Array) -> jax.Array:
+            widths = ((0, 0), (0, patches - array.shape[1]), *((0, 0),) * (array.ndim - 2))
+            return jnp.asarray(np.pad(np.asarray(array), widths))
+
+        arrays = pictures.patches, pictures.patch_segments, pictures.patch_grids, pictures.patch_coordinates
+        values, segments, grids, coordinates = map(of_patches, arrays)
+        return positions, Pictures(values, segments, grids, coordinates, jnp.asarray(features), pictures.max_pictures)
+
+
+def check_pictures(
+    prompt: Sequence[int], pictures: PromptPictures, tower: TowerConfig | None, config: DecoderConfig, name: str
+) -> None:
+    """Raises ValueError for pictures that do not fit the prompt or the model.
+
+    tower, config: of the model. name: of the prompt, in errors.
+    """
+    if tower is None:
+        raise ValueError(f"{name} has pictures, and the model was loaded without its tower; load it with pictures=True")
+    axes, tokens = len(config.rotary[0].sections), len(prompt)
+    features = np.asarray(pictures.pictures.picture_features)
+    if pictures.positions.shape != (tokens, axes) or features.shape != (1, tokens):
+        raise ValueError(
+            f"{name} of {tokens} tokens has pictures with positions {pictures.positions.shape} and picture_features "
+            f"{features.shape}: must be {(tokens, axes)} and {(1, tokens)}"
+        )
+    patches, block = pictures.pictures.patch_segments.shape[1], tower.merge_size**2
+    if patches % block or features.max() >= patches // block:
+        raise ValueError(
+            f"{name} has {patches} patches and feature {features.max()}: {block} patches are a feature, from 0 on"
+        )
+    if features[0, -1] >= 0:
+        raise ValueError(f"{name} ends in a picture: a text token must follow it, as chat templates write")
+
+
 @dataclasses.dataclass(eq=False)
 class Request:
     """A row that waits for a slot, decodes in one, or is done."""
@@ -125,6 +188,7 @@ class Request:
     ends: frozenset[int]  # tokens that end it
     stops: StopStrings | None  # strings that end it, or None
     least: int = 0  # new tokens in which no string is looked for
+    pictures: PromptPictures | None = None
     slot: int | None = None  # the slot in which it decodes; None while it waits
     # how often it was placed in a slot, by which the sampler knows results of an earlier stay in a slot; more than once
     # only if a longrope model changes its factors, and its states are computed anew

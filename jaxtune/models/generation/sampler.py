@@ -34,9 +34,11 @@ from jaxtune.models.generation.requests import (
     Decodes,
     FinishReason,
     Piece,
+    PromptPictures,
     Request,
     Row,
     StopStrings,
+    check_pictures,
     checked_bias,
     checked_length,
     checked_prompt,
@@ -137,6 +139,7 @@ class Sampler:
         if not model.config.head.is_text:
             raise ValueError(f"Sampler: {model.config.head.description} and cannot continue texts")
         self.config, self.ends = model.config, end_token_ids(model)
+        self._tower = None if model.vision is None else model.vision.config
         self._structure, self._leaves = flattened(model)
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         room = room_bytes(memory_share)
@@ -177,7 +180,7 @@ class Sampler:
         self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
         self._unchanged = jnp.zeros(count, bool), jax.tree.map(jnp.copy, self._live)  # for rounds without changes
         self._changed, self._new_live = np.zeros(count, bool), jax.tree.map(np.array, self._live)
-        self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size)
+        self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size, self._tower is not None)
         self._sent_rows: device.Rows | None = None  # as the last round got them; None after a change
 
     def __enter__(self) -> Self:
@@ -218,6 +221,7 @@ class Sampler:
         min_new_tokens: int = 0,
         client: tuple[Hashable, ...] = (),
         constraint: Constraint | None = None,
+        pictures: PromptPictures | None = None,
     ) -> int:
         """Appends a prompt to the queue, also while rows decode. Returns the request's number.
 
@@ -242,6 +246,7 @@ class Sampler:
           constraint: which tokens the row may make; while one such row decodes, rounds have a single step, and the
             device waits for the host.
           client: who asks: rows that wait take turns between clients (requests.in_turns).
+          pictures: of the prompt, for a model with its tower; None: text alone.
 
         Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, filters
         with temperature 0, or while `run` has rows to yield.
@@ -253,6 +258,8 @@ class Sampler:
         tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
         whose = "the model has" if self.plan.length == self.config.context_length else "a row of this sampler has"
         limit = checked_length(tokens, max_new_tokens, self.plan.length, "Sampler: the prompt", whose)
+        if pictures is not None:
+            check_pictures(tokens, pictures, self._tower, self.config, "Sampler: the prompt")
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
         ends = self.ends if eos_token_ids is None else np.atleast_1d(np.asarray(eos_token_ids, np.int64)).tolist()
         ends = [token for token in ends if 0 <= token < self.config.vocab_size]  # no other can be sampled
@@ -287,6 +294,7 @@ class Sampler:
             frozenset(ends),
             StopStrings(strings, tokenizer, "Sampler") if strings else None,
             min_new_tokens,
+            pictures,
             client=client,
             constraint=constraint,
         )
@@ -467,6 +475,8 @@ class Sampler:
         for array, value in zip(arrays, (*values, *numbers), strict=True):
             array[slot] = value
         self._adjust(slot, request.sampling)
+        if rows.delta is not None:
+            rows.delta[slot] = 0 if request.pictures is None else request.pictures.delta
         self._sent_rows = None
         if request.sampling.kind.penalises:
             if self._seen is None:

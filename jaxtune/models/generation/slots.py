@@ -40,6 +40,7 @@ from jaxtune.models.layers.segment import Context
 from jaxtune.models.programs.kept import Function
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
+from jaxtune.models.vision.pictures import Pictures
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.decode.attention import inserted
 from jaxtune.pallas.decode.few_rows import MOST_ROWS, chosen_token, looked_up
@@ -73,6 +74,9 @@ class Rows(NamedTuple):
     adjustments: Adjustments | None = None  # None without Kind.adjusts
     # uint32[N, (V + 31) // 32]: a bit for each token that each row may make; None: any. Only for rounds of one step
     masks: Array | None = None
+    # int32[N]: a new token's position less its index in the row, where pictures advance by fewer positions than they
+    # have tokens; None for a model that reads no pictures
+    delta: Array | None = None
 
 
 def empty_adjustments(count: int, width: int) -> Adjustments:
@@ -81,12 +85,13 @@ def empty_adjustments(count: int, width: int) -> Adjustments:
     return Adjustments(np.zeros(count, np.float32), np.zeros(count, np.float32), ints, floats, ints.copy())
 
 
-def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
+def empty_rows(count: int, ends: int, vocab_size: int, pictures: bool = False) -> Rows:
     """Numpy arrays of empty slots.
 
     count: of the slots.
     ends: end tokens for which each has room.
     vocab_size: tokens of the model's vocabulary.
+    pictures: whether the model reads pictures.
     """
 
     def zeros(dtype):
@@ -102,6 +107,7 @@ def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
         zeros(np.uint32),
         zeros(np.uint32),
         numbers,
+        zeros(np.int32) if pictures else None,
     )
 
 
@@ -173,21 +179,25 @@ def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...],
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), row_states)
 
 
-def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, totals) -> States:
+def _prefill(
+    structure: Structure, capacity: int, leaves, tokens, lengths, totals, positions=None, pictures=None
+) -> States:
     """The states, with room for `capacity` tokens, after the first lengths[i] tokens of each row i, by the forward pass
     of training.
 
       tokens: int32[R, T], prompts without their last token, padded at the end.
       lengths, totals: int32[R], from 1 to T; tokens of the whole prompt, which choose a longrope model's factors.
+      positions: int32[R, T, axes], where they are not the tokens' indices; None: they are.
+      pictures: Pictures of the rows; None: text alone.
     """
     model = structure.model(leaves)
-    layout = _rows_layout(model.config, tokens.shape, lengths, totals)
+    layout = _rows_layout(model.config, tokens.shape, lengths, totals, positions)
 
     def first_state(layer, spec, residuals):
         return layer.first_state(residuals, lengths, capacity - tokens.shape[1], Context(spec, layout))
 
     with jax.named_scope("prefill"):
-        return _forward(model, tokens, layout, first_state)
+        return _forward(model, tokens, layout, first_state, pictures)
 
 
 def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, totals) -> States:
@@ -218,19 +228,24 @@ def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, tot
         return _forward(model, tokens, layout, first_state)
 
 
-def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals) -> PackedLayout:
-    """The layout of `shape` (R, T) rows with one prompt each."""
+def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals, positions=None) -> PackedLayout:
+    """The layout of `shape` (R, T) rows with one prompt each. positions: int32[R, T, axes]; None: the indices."""
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     layout = packed_layout(shape, (index < lengths[:, None]).astype(jnp.int32), max_documents=1)
-    return dataclasses.replace(layout, rotary=rotary_tables(config, index, totals[:, None]))
+    tables = rotary_tables(config, index if positions is None else positions, totals[:, None])
+    return dataclasses.replace(layout, rotary=tables)
 
 
-def _forward(model: Decoder, tokens, layout: PackedLayout, first_state: Callable[..., object]) -> States:
+def _forward(
+    model: Decoder, tokens, layout: PackedLayout, first_state: Callable[..., object], pictures: Pictures | None = None
+) -> States:
     """Runs prompts, int32[R, T], through all layers as training does: a state for each. first_state: (layer, its spec,
     {name: residual} of `state_reads` and `gives`) -> state.
     """
     x = model.embed(tokens)
-    states, shared = [], {}
+    states, shared, deep = [], {}, []
+    if pictures is not None:
+        x, deep = model.with_pictures(x, pictures)
     decoder_values = model.per_layer_inputs(tokens, x) or [{}] * len(model.layers)
     for layer, spec, layer_values in zip(model.layers, model.config.layers, decoder_values, strict=True):
         graph, *state = nnx.split(layer, nnx.Param, ...)
@@ -239,6 +254,7 @@ def _forward(model: Decoder, tokens, layout: PackedLayout, first_state: Callable
         x, residuals, *_ = layer_forward(graph, spec, residual_names, *state, x, layout, None, taken=inputs)
         shared |= {name: residuals[residual] for residual, name in layer.gives.items()}
         states.append(first_state(layer, spec, residuals))
+        x = x + deep[len(states) - 1] if len(states) <= len(deep) else x
     return states
 
 
@@ -331,9 +347,8 @@ def _decode(
         """Makes a token in each active slot: (the next step_state, `ranked` of Emitted of this step)."""
         states, live, positions, draws, seen, tokens, logprobs = step_state
         with jax.named_scope("decode"):
-            tables = rotary_tables(
-                model.config, jnp.maximum(positions, 0)[:, None], jnp.maximum(live.length, 1)[:, None]
-            )
+            index = jnp.maximum(positions, 0) if rows.delta is None else jnp.maximum(positions, 0) + rows.delta
+            tables = rotary_tables(model.config, index[:, None], jnp.maximum(live.length, 1)[:, None])
             new, real = live.token[:, None], live.active
             hidden, states = through_layers(model, splits, new, states, positions, tables, real, batch_invariant)
             token, logprob, ranked = _chosen(model, kind, hidden, seen, rows, live.length, draws)

@@ -11,8 +11,10 @@ slices of a stacked host buffer do not overlap with compute. Layers of one kind 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -481,3 +483,52 @@ def run_stack(
     static = StackProgram(layers_of_program, aux, memory_is_short, max(plan.whole_weights, 1))
     frozens = not_differentiated(tuple(s[2] for s in splits))
     return _stack(static, tuple(s[1] for s in splits), frozens, x, layout, keys, gradient_sums, layer_inputs)
+
+
+def run_in_parts(
+    ends: Sequence[int],
+    between: Callable[[jax.Array, int], jax.Array],
+    layers,
+    specs: tuple[LayerSpec, ...],
+    x: jax.Array,
+    layout: PackedLayout,
+    plan: ResidualPlan | None = None,
+    dropout_key: jax.Array | None = None,
+    gradient_sums=None,
+    aux: tuple[str, ...] = (),
+    layer_inputs: Sequence[Mapping[str, jax.Array]] | None = None,
+) -> tuple[jax.Array, dict[str, Any]]:
+    """run_stack with x = between(x, i) behind the first ends[i] layers. Layers of different parts exchange nothing.
+
+    ends: ascending; (): run_stack itself. The other arguments and the errors are run_stack's.
+    """
+    if not ends:
+        return run_stack(layers, specs, x, layout, plan, dropout_key, gradient_sums, aux, layer_inputs)
+    plan, values = plan or ResidualPlan.uniform(KEEP, len(layers)), []
+    if len(plan.layers) != len(layers):
+        raise ValueError(f"the residual plan has {len(plan.layers)} layers, the model {len(layers)}")
+    for part, (start, end) in enumerate(itertools.pairwise((0, *ends, len(layers)))):
+        if part:
+            x = between(x, part - 1)
+        if start == end:
+            continue
+        part_layers = list(layers)[start:end]
+        part_plan = dataclasses.replace(
+            plan, layers=plan.layers[start:end], whole_weights=max(plan.whole_weights - (len(layers) - end), 0)
+        )
+        sums = gradient_sums
+        if sums is not None:
+            sums = {index - start: state for index, state in sums.items() if start <= index < end}
+        x, part_values = run_stack(
+            part_layers,
+            specs[start:end],
+            x,
+            layout,
+            part_plan,
+            None if dropout_key is None else jax.random.fold_in(dropout_key, part),
+            sums,
+            tuple(name for name in aux if any(name in layer.aux for layer in part_layers)),
+            None if layer_inputs is None else layer_inputs[start:end],
+        )
+        values.append(part_values)
+    return x, total_over_layers(values)

@@ -1,4 +1,4 @@
-"""Public functions of packed causal attention, and the choice of their implementation. Shapes are [B, T, heads, D],
+"""Public functions of packed attention, and the choice of their implementation. Shapes are [B, T, heads, D],
 with grouped key/value heads. All raise TypeError or ValueError for wrong arguments or an implementation that refuses.
 """
 
@@ -33,8 +33,8 @@ def implementations(
     seconds.
 
       query: only shape and dtype are read.
-      layout: only max_documents is read; with the GPU and the query's shape it decides the order, what cuDNN and Triton
-        can run, and Mosaic's blocks.
+      layout: only max_documents and causal are read; with the GPU and the query's shape they decide the order, what
+        kernels can run, and Mosaic's blocks.
       kv_heads: heads of key and value.
       window: keys that a query sees, or None. soft_cap: of the scores, or None. sinks: any array, or None.
     """
@@ -79,6 +79,8 @@ def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> A
     check.array("layout.doc_start", layout.doc_start, "B T", jnp.int32)
     check.array("layout.doc_end", layout.doc_end, "B T", jnp.int32)
     _check_features(check, query, key, scale, window, soft_cap, sinks)
+    if window is not None and not layout.causal:
+        raise ValueError(f"{op}: window = {window}: a layout that is not causal has no window")
     return check
 
 
@@ -218,8 +220,7 @@ def attention(
     implementation=None,
     backward_implementation=None,
 ):
-    """Causal attention over packed documents, differentiable in query, key, value and sinks: [B, T, heads, D], 0 at
-    padding.
+    """Attention over packed documents, differentiable in query, key, value and sinks: [B, T, heads, D], 0 at padding.
 
     It saves the operands, out and the log-sum-exp; the backward computes the softmax weights again. Arguments are those
     of attention_forward. out's gradient at padding may be anything, even NaN.

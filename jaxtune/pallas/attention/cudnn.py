@@ -39,9 +39,14 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
         return "no promise of max_documents in the layout (cuDNN does not see segment ids)"
     if layout.max_documents > MAX_DOCUMENTS:
         return f"up to {layout.max_documents} documents a row (its dq is wrong beyond {MAX_DOCUMENTS})"
-    if layout.max_documents > 1 and capability < (9, 0):
+    if not _whole(layout) and capability < (9, 0):
         return "packed rows need compute capability 9.0"
     return None
+
+
+def _whole(layout: PackedLayout) -> bool:
+    """Whether cuDNN gets whole rows, in which padding comes last and is hidden by causality alone."""
+    return layout.max_documents == 1 and layout.causal
 
 
 def _slots(layout: PackedLayout) -> int:
@@ -85,11 +90,12 @@ def _call_arguments(layout, query, scale, window):
     means that the feature is off.
     """
     unused = jnp.zeros(0, query.dtype)
-    if layout.max_documents == 1:
+    if _whole(layout):
         mask, arrays = cudnn.MaskType.CAUSAL, (unused, unused, unused, unused)
     else:
         lengths, offsets = _documents(layout)
-        mask, arrays = cudnn.MaskType.PADDING_CAUSAL, (lengths, lengths, offsets, offsets)
+        mask = cudnn.MaskType.PADDING_CAUSAL if layout.causal else cudnn.MaskType.PADDING
+        arrays = (lengths, lengths, offsets, offsets)
     static = dict(
         scale=scale,
         seed=42,
@@ -119,7 +125,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     """
     arrays, static = _call_arguments(layout, query, scale, window)
     out, stats = cudnn._dot_product_attention_fwd_p_wrapper.bind(query, key, value, *arrays, **static, is_training=True)
-    if layout.max_documents == 1:
+    if _whole(layout):
         return _real(layout, out), stats
     document, offset = _stat_index(layout)
     lse = jnp.moveaxis(stats[document, :, offset], 2, 1)
@@ -134,7 +140,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     layout, scale: the forward's. window: keys that a query sees, itself included; None: all.
     """
     arrays, static = _call_arguments(layout, query, scale, window)
-    if layout.max_documents == 1:
+    if _whole(layout):
         stats = lse
     else:
         rows, heads, length = lse.shape

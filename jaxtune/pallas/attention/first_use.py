@@ -87,12 +87,14 @@ def cudnn_refusal(query, kv_heads: int, layout: PackedLayout, window: int | None
     rows, length, heads, dim = query.shape
     dtype, documents = jnp.dtype(query.dtype), layout.max_documents
     assert documents is not None  # cuDNN refuses calls without it
-    if documents == 1:
+    if documents == 1 and layout.causal:
         rows, length = 1, min(length, _WHOLE_LENGTH)
     call = f"{dtype.name}, {rows} x {length} x {heads} over {kv_heads} heads x {dim}, up to {documents} documents a row"
     if window is not None:
         window = min(window, _WINDOW)
         call += f", window {window}"
+    if not layout.causal:
+        call += ", both ways"
 
     def compare():
         row, start, tokens = _documents(rows, length, documents)
@@ -103,8 +105,8 @@ def cudnn_refusal(query, kv_heads: int, layout: PackedLayout, window: int | None
         segments[token_index[0].repeat(index.size, 1)[inside], token_index[1][inside]] = (
             np.arange(row.size) + 1
         ).repeat(tokens)
-        packed = packed_layout(segments.shape, jnp.asarray(segments), max_documents=documents)
-        one_document_layout = packed_layout(inside.shape, jnp.asarray(inside, jnp.int32))
+        packed = packed_layout(segments.shape, jnp.asarray(segments), max_documents=documents, causal=layout.causal)
+        one_document_layout = packed_layout(inside.shape, jnp.asarray(inside, jnp.int32), causal=layout.causal)
         options = dict(scale=dim**-0.5, window=window, soft_cap=None)
 
         def run(module, layout, real, query, key, value, dout):

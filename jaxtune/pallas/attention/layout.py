@@ -1,7 +1,8 @@
 """Which keys each query of a batch can see, computed once per batch and passed to every layer.
 
-Tokens see each other, causally, within a contiguous run of a segment id. An id that returns later in the row is a new
-document, 0 is padding anywhere, and no ids mean one document a row. The layout knows no block size and no window.
+Tokens see each other, causally or both ways, within a contiguous run of a segment id. An id that returns later in the
+row is a new document, 0 is padding anywhere, and no ids mean one document a row. The layout knows no block size and no
+window.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class PackedLayout:
     max_documents: int | None = dataclasses.field(default=None, metadata=dict(static=True))
     # a static guarantee that every row is one document without padding
     full: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    # whether a token sees the tokens of its document up to itself; False: all of them, as the patches of a picture do
+    causal: bool = dataclasses.field(default=True, metadata=dict(static=True))
 
     def positions(self) -> jax.Array:
         """int32[B, T]: index of each token within its document; 0 at padding."""
@@ -43,7 +46,10 @@ class PackedLayout:
 
 @on_any_mesh
 def packed_layout(
-    shape: tuple[int, int], segment_ids: jax.Array | None = None, max_documents: int | None = None
+    shape: tuple[int, int],
+    segment_ids: jax.Array | None = None,
+    max_documents: int | None = None,
+    causal: bool = True,
 ) -> PackedLayout:
     """The layout of a batch of `shape` = (rows, length), without rotary tables. It never waits for the device.
 
@@ -51,6 +57,7 @@ def packed_layout(
       without padding, which the layout then guarantees (full, max_documents = 1).
     max_documents: the caller's guarantee, not verified, that no row has more; 1 also means that each row's document
       starts at index 0.
+    causal: False: a token sees all of its document.
     """
     check = Arguments("packed_layout")
     check.sequence("shape", shape, "rows and length", 2)
@@ -61,7 +68,7 @@ def packed_layout(
     index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     if segment_ids is None:
         zeros = jnp.zeros((rows, length), jnp.int32)
-        return PackedLayout(zeros, zeros + length, max_documents=1, full=True)
+        return PackedLayout(zeros, zeros + length, max_documents=1, full=True, causal=causal)
     check.array("segment_ids", segment_ids, f"{rows} {length}", INTEGERS)
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     edge = jnp.ones((rows, 1), bool)
@@ -70,4 +77,5 @@ def packed_layout(
     start = jax.lax.cummax(jnp.where(first, index, 0), axis=1)
     end = jax.lax.cummin(jnp.where(last, index + 1, length), axis=1, reverse=True)
     padding = segment_ids == 0
-    return PackedLayout(jnp.where(padding, index, start), jnp.where(padding, index, end), max_documents=max_documents)
+    bounds = jnp.where(padding, index, start), jnp.where(padding, index, end)
+    return PackedLayout(*bounds, max_documents=max_documents, causal=causal)

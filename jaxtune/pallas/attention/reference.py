@@ -1,8 +1,9 @@
 """Attention in plain jnp, which defines the operation, with an fp32 softmax. Chunks of queries bound its memory.
 
 score[q, k] = scale * query[q] . key[k];  soft cap: cap * tanh(score / cap);  key k is visible to query q iff
-doc_start[q] <= k <= q < doc_end[q] and q - k < window. A sink is one more logit of its head without a value. lse is the
-natural logarithm of the softmax denominator, sink included.
+doc_start[q] <= k <= q < doc_end[q] and q - k < window, or if the layout is not causal, doc_start[q] <= k < doc_end[q].
+A sink is one more logit of its head without a value. lse is the natural logarithm of the softmax denominator, sink
+included.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ def _scores(query, key, scale, soft_cap):
     return capped * soft_cap, 1.0 - capped * capped
 
 
-def _visible(start, end, first, length, window):
+def _visible(start, end, first, length, window, causal):
     """bool[B, 1, 1, Q, T]: which of the row's T = `length` keys each of the queries first, first + 1, ... sees.
 
     start, end: int32[B, Q], the bounds of the queries' documents.
     """
+    if not causal:
+        keys = jnp.arange(length, dtype=jnp.int32)
+        return ((keys >= start[..., None]) & (keys < end[..., None]))[:, None, None]
     queries = first + jnp.arange(start.shape[1], dtype=jnp.int32)
     keys = jnp.arange(length, dtype=jnp.int32)
     visible = (keys >= start[..., None]) & (keys <= queries[:, None]) & (queries < end)[..., None]
@@ -88,7 +92,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     def attend_chunk(state, chunk_input):
         first, q, start, end = chunk_input
         scores, _ = _scores(q, key, scale, soft_cap)
-        visible = _visible(start, end, first, length, window)
+        visible = _visible(start, end, first, length, window, layout.causal)
         scores = jnp.where(visible, scores, _MASKED)
         top = scores.max(-1)
         if sink is not None:
@@ -148,7 +152,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
         dkey, dvalue = state
         first, q, do, stat, delt, start, end = chunk_input
         scores, dcap = _scores(q, key, scale, soft_cap)
-        visible = _visible(start, end, first, length, window)
+        visible = _visible(start, end, first, length, window, layout.causal)
         stat, delt = jnp.moveaxis(stat, 1, 3)[..., None], jnp.moveaxis(delt, 1, 3)[..., None]
         weights = jnp.where(visible, jnp.exp(jnp.where(visible, scores, _MASKED) - stat), 0.0)
         dweights = jnp.einsum("bqkgd,btkd->bkgqt", do, value, preferred_element_type=jnp.float32, precision=precision)

@@ -84,9 +84,11 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
     """Why these kernels cannot or should not compute a call, or None. Whole rows with a head dim above 256 are refused,
     as XLA makes their gradients faster.
 
-      query: [B, T, heads, D], array or shape. layout: max_documents = 1 means whole rows.
+      query: [B, T, heads, D], array or shape. layout: must be causal; max_documents = 1 means whole rows.
       window, soft_cap, sinks: never a reason.
     """
+    if not layout.causal:
+        return "tokens that see later ones"
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

@@ -49,6 +49,14 @@ class ModelConfig:
     max_position_embeddings: Annotated[
         int | None, "Positions in place of config.json's; null: what rope_scaling makes of them."
     ] = None
+    pictures: Annotated[
+        bool | None, "Load the tower too, so that rows may have pictures; null: if data.train or data.eval has any."
+    ] = None
+    tower: Annotated[
+        Literal["frozen", "merger", "layers", "all"] | None,
+        "What of the tower trains, by the adapter if there is one; layers: all but the merger; null: nothing, of "
+        "random weights all.",
+    ] = None
 
     @property
     def positions(self) -> dict[str, Any]:
@@ -65,6 +73,12 @@ class ModelConfig:
         )
         if self.max_position_embeddings is not None:
             positive("model.max_position_embeddings", self.max_position_embeddings)
+        require(
+            self.tower is None or self.pictures is not False,
+            "model.tower",
+            self.tower,
+            "model.pictures = false loads no tower: leave one of them out",
+        )
         if self.path is not None and self.from_config is not None:
             raise ConfigError("model.path and model.from_config are both set: keep one")
         if self.path is None and self.from_config is None:

@@ -35,12 +35,13 @@ ROW_OPTIONS = (
     "packing",
     "overflow",
     "on_bad_row",
+    "patches_per_row",
 )
 
 # Columns of the formats of rows, which data.columns finds under other names.
 COLUMN_NAMES = (
     *("messages", "conversations", "instruction", "input", "output", "prompt", "completion", "text", "system", "tools"),
-    *("chosen", "rejected", "label", "margin", "answer", "history"),
+    *("chosen", "rejected", "label", "margin", "answer", "history", "images"),
 )
 
 
@@ -121,6 +122,16 @@ class DataConfig:
     on_bad_row: Annotated[Literal["error", "skip"], "Rows that cannot be used; they are reported as file:line."] = (
         "error"
     )
+    max_pixels: Annotated[
+        int | None, "A picture with more pixels is made smaller; null: as the model's preprocessor_config.json says."
+    ] = None
+    patches_per_row: Annotated[int | None, "Patches of pictures for which a row has room; null: as the rows need."] = (
+        None
+    )
+    images: Annotated[
+        str | None, "Folder of pictures named by relative paths; null: that of the rows' file, then the working one."
+    ] = None
+    remote_images: Annotated[bool, "Fetch pictures that are named by http and https addresses."] = False
     streaming: Annotated[
         bool, "Read data.train during the run, in constant memory, instead of tokenising all of it before."
     ] = False
@@ -152,6 +163,8 @@ class DataConfig:
             names = ", ".join(COLUMN_NAMES)
             require(name in COLUMN_NAMES, "data.columns", name, f"is not a column of any format; there are {names}")
         positive("data.max_rows", self.max_rows)
+        positive("data.max_pixels", self.max_pixels)
+        positive("data.patches_per_row", self.patches_per_row)
         positive("data.buffer_size", self.buffer_size)
         self._require_what_can_be_streamed()
         positive("data.num_workers", self.num_workers)

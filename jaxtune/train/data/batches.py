@@ -36,13 +36,26 @@ class Batch:
     segment_ids: Any
     """int32: document in the row, 1..n; 0 on padding."""
     positions: Any
-    """int32: index in the document, from 0; 0 on padding."""
+    """int32: index in the document, from 0; 0 on padding. `[rows, length, axes]` with pictures of a family whose
+    positions have several axes.
+    """
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arrays `[rows, ...]` that the objective needs, such as labels of pairs."""
     table_rows: dict[str, np.ndarray | jax.Array | jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     """`[rows, length, size]`: tokens' rows of embedding tables (Decoder.tables) kept on the host. Filled by
     `Engine.place`.
     """
+    pictures: dict[str, np.ndarray | jax.Array | jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    """Of the rows; empty without any. With room for P patches a row, a picture's after each other:
+    patches float32[rows, P, F]; patch_segments int32[rows, P], the picture's number in its row from 1, 0 on padding;
+    patch_grids int32[rows, P, 2], (height, width) of its picture; patch_coordinates int32[rows, P, 2], (row, column);
+    picture_features int32[rows, length], the index of a token's feature among those of its row, -1 for text.
+    """
+
+    @property
+    def patches(self) -> int:
+        """For which a row has room; 0 without pictures."""
+        return self.pictures["patches"].shape[1] if self.pictures else 0
 
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:
@@ -201,6 +214,16 @@ class Rows(Protocol):
     @property
     def lengths(self) -> np.ndarray:
         """int64[n]: tokens of each row, without padding."""
+        ...
+
+    @property
+    def patches(self) -> int:
+        """Patches for which a batch's row has room; 0 without pictures."""
+        ...
+
+    @property
+    def patch_counts(self) -> np.ndarray:
+        """int64[n]: patches of each row, without padding."""
         ...
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:

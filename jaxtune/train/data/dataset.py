@@ -18,11 +18,13 @@ from jaxtune.train.data.batches import Batches, Order
 from jaxtune.train.data.packing.packing import OVERFLOW_POLICIES, NothingUsable, Overflow, PackedRows, PackingReport
 from jaxtune.train.data.rendering.formats import LABELLED, PREFERENCE
 from jaxtune.train.data.rendering.packaged import packaged_that_fit
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rendering.templates import TrainOn, resolve_template, writes_today
 from jaxtune.train.data.rows.reading import Source, open_sources, read_rows
 from jaxtune.train.data.tokens.cache import Summary, cache_folder, cache_key, collect, open_or_build
 from jaxtune.train.data.tokens.chunks import Chunk
 from jaxtune.train.data.tokens.documents import Documents
+from jaxtune.train.data.tokens.pictures import DocumentPictures
 from jaxtune.train.data.tokens.teacher_values import TaughtRows, TeacherValues
 from jaxtune.train.data.tokens.workers import encode_rows
 
@@ -57,6 +59,8 @@ class TokenDataset:
     copies: int = 0
     """Rows that `split` left out because they equal a held-out one."""
     teacher: TeacherValues | None = None
+    patches_per_row: int | None = None
+    """Patches for which a packed row has room; None: as the documents need, none without pictures."""
 
     @functools.cached_property
     def rows(self) -> PackedRows:
@@ -69,10 +73,13 @@ class TokenDataset:
             overflow=self.overflow,
             packing=self.unit.shares_rows,
             max_documents=self.max_documents,
+            patches_per_row=self.patches_per_row,
         )
         if not rows.report.trained_tokens:
+            pictures = [] if rows.report.pictures is None else rows.report.pictures.warnings()
             raise NothingUsable(
                 f"no document has a trained token within its first data.length={self.length} tokens; raise data.length"
+                + "".join(f"; {sentence}" for sentence in pictures)
             )
         return rows if self.teacher is None else TaughtRows(rows, self.teacher)
 
@@ -102,6 +109,8 @@ class TokenDataset:
             sentences.append(
                 f"{self.summary.cut:,} documents are so long that their text beyond data.length was not tokenised"
             )
+        if report.pictures is not None:
+            sentences += report.pictures.warnings()
         if self.copies:
             sentences.append(f"{self.copies:,} rows are left out because they equal held-out ones (data.eval_rows)")
         if self.mask_spans and not self.summary.masked:
@@ -127,6 +136,10 @@ class TokenDataset:
         stream need batches of equal shapes.
         """
         return dataclasses.replace(self, max_documents=documents)
+
+    def with_patches(self, patches: int) -> Self:
+        """A copy whose rows have room for this many patches, or none for 0."""
+        return dataclasses.replace(self, patches_per_row=patches or None)
 
     @property
     def longest(self) -> int:
@@ -173,6 +186,8 @@ def prepare(
     num_workers: int | None = None,
     vocab_size: int | None = None,
     pairs: bool = False,
+    pictures: PictureOptions | None = None,
+    patches_per_row: int | None = None,
     say: Callable[[str], None] = print,
     poll: Callable[[], None] = lambda: None,
 ) -> TokenDataset:
@@ -200,6 +215,8 @@ def prepare(
       num_workers: processes; None chooses, 0 or 1: this process.
       vocab_size: all ids must be below it; None: unchecked.
       pairs: whether `format` is PREFERENCE or LABELLED: a row makes two documents, one empty for a labelled row.
+      pictures: how those of rows are read; None refuses rows with pictures.
+      patches_per_row: patches for which a packed row has room; None: as the documents need.
       say: takes lines about the token cache.
       poll: called several times a second; it may raise, which leaves no partial cache.
       last_response_only: of a conversation's responses only the last is trained on.
@@ -220,6 +237,8 @@ def prepare(
     }
     if overflow == "truncate":
         options["max_tokens"] = max(TRUNCATED_TOKENS, 1 << (length - 1).bit_length())
+    if pictures is not None:
+        options["pictures"] = pictures
     sources = open_sources(source, columns=columns)
 
     def chunks() -> Iterator[Chunk]:
@@ -244,7 +263,12 @@ def prepare(
     else:
         documents, summary, cached = open_or_build(cache_folder(cache_dir) / key, chunks, say)
     _require_usable(documents, summary, tokenizer, options, vocab_size, sources)
-    return TokenDataset(documents, summary, length, packing, overflow, cached, options["mask_spans"] or ())
+    if pictures is not None:
+        placed = documents.pictures or DocumentPictures.none(len(documents))
+        placed = dataclasses.replace(placed, processor=pictures.processor)
+        documents = dataclasses.replace(documents, pictures=placed)
+    spans = options["mask_spans"] or ()
+    return TokenDataset(documents, summary, length, packing, overflow, cached, spans, patches_per_row=patches_per_row)
 
 
 def _changed_while_read(sources: list[Source], template: str | None) -> ValueError:

@@ -38,6 +38,7 @@ from jaxtune.train.config import (
 from jaxtune.train.config.file import config_from_dict, config_to_dict, config_to_yaml, flat_keys, read_values
 from jaxtune.train.config.precision import REST, Precision
 from jaxtune.train.config.sections import ENDLESS
+from jaxtune.train.config.tower import left_out
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.rendering.templates import writes_today
@@ -65,6 +66,7 @@ _INCOMPATIBLE = (
             "model.compute",
             "model.rope_scaling",
             "model.max_position_embeddings",
+            "model.tower",
             "adapter",
             "rows_per_step",
             "precision",
@@ -79,7 +81,7 @@ _INCOMPATIBLE = (
             *(f"optim.{field.name}" for field in dataclasses.fields(OptimConfig) if field.name != "offload"),
         )
     ),
-    *(f"config.data.{key}" for key in (*ROW_OPTIONS, "template_arguments", "max_rows", "eval_rows")),
+    *(f"config.data.{key}" for key in (*ROW_OPTIONS, "max_pixels", "template_arguments", "max_rows", "eval_rows")),
 )
 # Keys that set how long a run is; see _of_any_length.
 _LENGTH = ("config.steps", "config.epochs")
@@ -402,10 +404,10 @@ def model_sections(
 
     ValueError if no config can describe the adapters, or a setting contradicts them.
     """
-    settings = adapter_settings(model)
+    settings, excluded = adapter_settings(model), {"exclude_modules": left_out(model, model_config.tower)}
     if settings is None:
         adapter = None
-    elif adapter is None or (adapter.path is None and not gives_adapter(model, adapter.settings)):
+    elif adapter is None or (adapter.path is None and not gives_adapter(model, adapter.settings | excluded)):
         plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
         adapter = AdapterConfig(**plain)
     stored_so = model.source is not None and "quantization_config" in json.loads(model.source.config)

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
-from jaxtune.train.config import DataConfig
+from jaxtune.train.config import ConfigError, DataConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.packing.pairs import LABELS, PAIRS, PairDataset
 from jaxtune.train.data.rendering.formats import LABELLED
@@ -166,6 +166,8 @@ def _mismatched(
 
       source_indices: int[2 n], the document in `source` that gives each its file and line.
     """
+    if source.pictures is not None and source.pictures.counts.any():
+        raise ConfigError("objective = 'kto': its mismatched answers have no pictures; set dpo, or leave pictures out")
     begins = [int(np.argmax(document.mask)) for document in own_documents]
     pair_documents = []
     for row, document in enumerate(own_documents):

@@ -21,6 +21,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import AuxLoss
 from jaxtune.models.placement import partition
 from jaxtune.models.stack.residual_plan import ResidualPlan
+from jaxtune.models.vision.pictures import Pictures
 from jaxtune.pallas.linear_cross_entropy import (
     linear_cross_entropy,
     linear_divergence,
@@ -162,7 +163,8 @@ class Forward:
         # The batch's rows are those of the run's model; a teacher has tables of its own on the device.
         rows = {name: rows for name, rows in batch.table_rows.items() if isinstance(rows, jax.Array)}
         rows = rows if model.needs_rows else None
-        return model.run(*arrays, max_documents=self._max_documents, table_rows=rows, **options)
+        pictures = Pictures(**jax.tree.map(jnp.asarray, batch.pictures)) if batch.pictures else None
+        return model.run(*arrays, max_documents=self._max_documents, table_rows=rows, pictures=pictures, **options)
 
     def cross_entropy(self, model: Decoder, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """(sum of weighted next-token losses in nats, sum of weights), float32. Logits never exist as a whole, here and

@@ -75,6 +75,8 @@ class Declared(Protocol):
     """Whether held-out rows have a loss."""
     no_right_answer: ClassVar[str | None] = None
     """Why no row has an answer to compare the model's with; None: rows have one."""
+    reads_pictures: ClassVar[bool] = False
+    """Whether its rows may have pictures: its `prepare` then takes `pictures` (PictureOptions), too."""
     by_micro_batch: ClassVar[bool] = False
     """Whether a row's loss depends on the others of its micro-batch."""
 

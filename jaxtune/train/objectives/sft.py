@@ -13,6 +13,7 @@ from jaxtune.models.heads import TEXT, Head
 from jaxtune.train.config import ROW_OPTIONS, DataConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import TokenDataset, prepare
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.objective import Declared
 
@@ -25,15 +26,23 @@ class SFT(Declared):
     unit: ClassVar[str] = "targets"  # what the count of `loss` counts
     sums: ClassVar[tuple[str, ...]] = ()  # names of further sums of `loss`, for metrics: none
     head: ClassVar[Head] = TEXT  # the model must have a head that predicts tokens
+    reads_pictures: ClassVar[bool] = True
 
     def prepare(
-        self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
+        self,
+        rows: Any,
+        tokenizer: Any,
+        data: DataConfig,
+        *,
+        vocab_size: int,
+        max_rows: int | None,
+        pictures: PictureOptions | None = None,
     ) -> TokenDataset:
         if isinstance(rows, TokenDataset):
             rows.require_vocabulary(vocab_size)
             return rows
         options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "today", "cache_dir", "num_workers")}
-        return prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, **options)
+        return prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, pictures=pictures, **options)
 
     def check(self, model: Decoder) -> None:
         """Accepts every model."""

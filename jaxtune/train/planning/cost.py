@@ -7,7 +7,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,14 @@ from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.layers.block import LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Segment
 from jaxtune.models.layers.tiles import tiled_residuals
-from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
 from jaxtune.models.reward import with_head
 from jaxtune.models.stack.residual_plan import residuals_of
 from jaxtune.models.stack.stack_layers import keeps_low_rank
+from jaxtune.models.vision.tower import Tower
 from jaxtune.pallas.linear_cross_entropy import fills_up
 from jaxtune.train.config import OptimConfig
+from jaxtune.train.config.tower import with_trained_parts
 from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.objectives.teachers import teacher_shapes, with_teacher
 from jaxtune.train.optimizer import optimizer_offload
@@ -46,6 +47,7 @@ from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.movables.movable import Movable
 from jaxtune.train.planning.parts import (
     FROZEN,
+    PICTURES,
     STATES,
     TEACHER,
     Divided,
@@ -57,6 +59,7 @@ from jaxtune.train.planning.parts import (
     StepParts,
     Update,
 )
+from jaxtune.train.planning.parts import Tower as TowerParts
 from jaxtune.train.planning.step_spec import ModelSpec, StepSpec
 from jaxtune.train.planning.sums_memory import NO_SUMS, sums_memory
 from jaxtune.train.program.gradient_sync import GradientSync, gradient_sync_of
@@ -103,8 +106,16 @@ def step_cost(model: Decoder, spec: StepSpec) -> StepCost:
     # Of one device; a teacher trains none.
     share = partition.bytes_per_device(masters, weight_shards) / max(trained_bytes, 1.0)
     sync_errors, sync_update = sync_bytes(masters, sync, divided)
+    layers = dataclasses.replace(
+        _layers(model.layers, shape, spec.length, dtype, storage),
+        given_bytes=_given_bytes(model, dtype),
+        dropout_bytes=max(masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
+    )
+    tower = None if model.vision is None or not spec.patches else _tower(model.vision, spec, dtype, storage)
+    pictures = 0.0 if tower is None or model.vision is None else _picture_bytes(model.vision, spec)
     fixed = {
         **_frozen_parts(frozen, weight_shards),
+        **({PICTURES: pictures} if pictures else {}),
         **({"the model as it was given": nbytes(trainable)} if spec.keeps_model else {}),
         f"trainable parameters ({storage})": share * nbytes(stored),
         STATES: share * nbytes(states) - on_host,
@@ -121,7 +132,9 @@ def step_cost(model: Decoder, spec: StepSpec) -> StepCost:
             vocab_size=shape.vocab_size,
             dtype=dtype,
         ),
-        layers=_layers(model, spec.length, dtype, storage),
+        layers=dataclasses.replace(
+            layers, given_bytes=layers.given_bytes + (tower.kept * spec.patches / spec.length if tower else 0.0)
+        ),
         head=_head(model, dtype, storage),
         update=Update(
             trained=trained_bytes / 4,
@@ -134,7 +147,8 @@ def step_cost(model: Decoder, spec: StepSpec) -> StepCost:
         ),
         divided=_divided(model, stored, frozen, storage, divided, spec.keeps_model, sync),
         fixed=fixed,
-        moved=Moved(pinned_bytes=on_host),
+        moved=Moved(pinned_bytes=on_host, batch_bytes=pictures),
+        tower=tower,
         reference_runs=needs.reference_runs,
         teacher=None
         if model.teacher is None
@@ -143,10 +157,17 @@ def step_cost(model: Decoder, spec: StepSpec) -> StepCost:
     )
 
 
-def _layers(model: Decoder, length: int, dtype: jnp.dtype, storage: str) -> Layers:
-    """storage: "fp32" or "bf16"."""
-    shape, all_residuals = model.config, residuals_of(model.layers)
-    kinds = [kind_of(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
+def _layers(
+    layers: Sequence[Block],
+    shape: DecoderConfig,
+    length: int,
+    dtype: jnp.dtype,
+    storage: str,
+    seen: float | None = None,
+) -> Layers:
+    """storage: "fp32" or "bf16". seen: keys that a token attends to; None: of a causal document of `length`."""
+    all_residuals = residuals_of(layers)
+    kinds = [kind_of(layer, spec, shape, length, dtype, seen) for layer, spec in zip(layers, shape.layers, strict=True)]
     segments = [segment for kind in kinds for segment in kind.block.segments()]
     return Layers(
         all_residuals=all_residuals,
@@ -155,13 +176,45 @@ def _layers(model: Decoder, length: int, dtype: jnp.dtype, storage: str) -> Laye
         segments=_segment_costs(kinds, dtype),
         kinds=tuple({id(kind): kind for kind in kinds}.values()),
         kind_counts=tuple(collections.Counter(map(id, kinds)).values()),
-        cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
+        cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in layers),
         tiled=tuple(dict.fromkeys(name for kind in kinds for name in tiled_residuals(kind.block.segments()))),
-        shared=experts_adapters(model.layers, dtype),
-        given_bytes=_given_bytes(model, dtype),
-        dropout_bytes=max(masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
+        shared=experts_adapters(layers, dtype),
         has_experts=any(segment.experts_per_token for segment in segments),
     )
+
+
+def _tower(tower: Tower, spec: StepSpec, dtype: jnp.dtype, storage: str) -> TowerParts:
+    """As if a picture filled each row. storage: "fp32" or "bf16"."""
+    config, patches, trains = tower.config.blocks, spec.patches, tower.trains
+    hidden = float(config.hidden_size * dtype.itemsize)
+    parts = StepParts(
+        shape=Shape(
+            rows=spec.rows,
+            length=patches,
+            devices=spec.mesh_shape.size,
+            num_layers=len(tower.layers),
+            hidden_size=config.hidden_size,
+            vocab_size=1,
+            dtype=dtype,
+        ),
+        layers=_layers(tower.layers, config, patches, dtype, storage, seen=float(patches)),
+        head=Head(0.0, 0.0, 0.0, False, dtype),
+        update=Update(0.0, 0.0),
+        divided=Divided(),
+        fixed={},
+    )
+    merger = (tower.merger.up_proj, tower.merger.down_proj)
+    flops = sum(2.0 * math.prod(linear.sizes) for linear in merger) / tower.config.merge_size**2
+    # Of a tower that trains: each layer's input, and the merger's input, normed, and before and after its activation.
+    kept = (len(tower.layers) + 4) * hidden if trains else 0.0
+    before = tower.config.patch_numbers * dtype.itemsize + 2 * hidden
+    return TowerParts(parts, trains, flops, kept, before)
+
+
+def _picture_bytes(tower: Tower, spec: StepSpec) -> float:
+    """Of the arrays of two steps' pictures on one device: those of the next one come while a step runs."""
+    of_patch, rows = 4.0 * (tower.config.patch_numbers + 5), spec.rows / spec.mesh_shape.size
+    return 2 * rows * (spec.patches * of_patch + 4.0 * spec.length)
 
 
 def _divided(
@@ -302,15 +355,13 @@ def abstract_model(shape: DecoderConfig, spec: ModelSpec) -> Decoder:
     base, precision = spec.base, spec.precision
 
     def make():
-        model = Decoder(shape, jax.random.key(0), precision.dtype)
+        model = Decoder(shape, jax.random.key(0), precision.dtype, spec.tower)
         if base.load_in is not None or precision.components:
             model = stored_as(model, precision.components, base.load_in)
         if base.compute == "fp8":
             model = compute_in_fp8(model)
         model = with_head(model, spec.head)
-        if spec.adapter is not None:
-            model = get_peft_model(model, **spec.adapter.settings, seed=spec.seed)
-        return model
+        return with_trained_parts(model, base, spec.adapter, spec.seed)
 
     return with_teacher(nnx.eval_shape(make), teacher_shapes(spec.objective, precision.dtype))
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping
 
 from jaxtune.models.fitted import ALLOCATOR_BYTES
-from jaxtune.models.stack.residual_plan import KEEP
+from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE
 from jaxtune.pallas.linear_cross_entropy import chunk_length
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
@@ -90,6 +90,30 @@ def _reference_forecast(costs: StepParts, plan: StepPlan, tokens: float, device:
     return seconds, layer.kept + layer.work_forward
 
 
+@dataclasses.dataclass(frozen=True)
+class TowerForecast:
+    """Of a micro-batch."""
+
+    seconds: float = 0.0
+    forward: float = 0.0  # device bytes of its forward
+    backward: float = 0.0  # of its backward, beside what it keeps; 0 for a frozen one
+
+
+def tower_forecast(costs: StepParts, micro_batches: int, device: Device) -> TowerForecast:
+    if (tower := costs.tower) is None:
+        return TowerForecast()
+    parts, plan = tower.parts, RECOMPUTE if tower.trains else KEEP
+    patches = parts.shape.tokens(micro_batches)
+    kept, layer = (layer_forecast(parts, each, patches, device) for each in (KEEP, plan))
+    merger = tower.merger_flops * patches / device.gemm
+    seconds = parts.shape.num_layers * (layer.forward + (layer.backward if tower.trains else 0.0))
+    return TowerForecast(
+        seconds=seconds + merger * (3.0 if tower.trains else 1.0),
+        forward=tower.before * patches + kept.kept + kept.work_forward,
+        backward=layer.work if tower.trains else 0.0,
+    )
+
+
 def _collective_seconds(costs: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
     """(seconds of all collectives of a step, seconds in which it waits for them). forward, backward: of all layers in a
     micro-batch, when collectives can run.
@@ -111,6 +135,9 @@ def _collective_seconds(costs: StepCost, plan, forward: float, backward: float, 
 def _host_seconds(costs: StepCost, micro_batches: int, device: Device) -> float:
     fit, passes = step_time(device), 1 + costs.reference_runs / 3  # a forward launches a third of a layer
     layers = costs.shape.num_layers * fit.host_layer_seconds * passes
+    if costs.tower is not None:
+        of_tower = costs.tower.parts.shape.num_layers * fit.host_layer_seconds
+        layers += of_tower if costs.tower.trains else of_tower / 3
     return fit.host_step_seconds + micro_batches * (fit.host_micro_batch_seconds + layers)
 
 
@@ -144,6 +171,11 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
         moments.append(
             ("the forward of the teacher", kept_bytes, last.hosted + reference[1], gathered[1], reused_bytes)
         )
+    tower = tower_forecast(costs, micro, device)
+    if costs.tower:
+        moments.append(("the forward of the tower", 0.0, tower.forward, 0.0, 0.0))
+        if costs.tower.trains:
+            moments.append(("the backward of the tower", 0.0, tower.backward, 0.0, 0.0))
     below, arriving, layers = 0.0, 0.0, 0
     for layer, count in groups:
         below += layer.kept * count
@@ -156,7 +188,9 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     bytes_ = {"kept residuals": residuals, peak_moment: work, "gathered weights": gathered_weights}
     if all(layer == KEEP for layer in plan.residuals.layers):
         bytes_["experts' adapters for the kernels"] = model.shared
-    bytes_["values that layers take from outside"] = model.given_bytes * tokens
+    of_tower = 0.0 if costs.tower is None else costs.tower.kept * costs.tower.parts.shape.tokens(micro)
+    bytes_["values of the tower"] = of_tower
+    bytes_["values that layers take from outside"] = model.given_bytes * tokens - of_tower
     bytes_["trainable weights in the compute dtype"] = model.cast_bytes
     if costs.head.gradient_bytes and peak_moment.startswith("the backward"):
         bytes_["gradient of the head"] = costs.head.gradient_bytes
@@ -172,7 +206,7 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     backward = sum(layer.backward * count for layer, count in groups)
     collective, exposed = _collective_seconds(costs, plan, forward, backward, device)
     added = [movable.seconds(costs, device) for movable in costs.movables.values()]
-    step = forward + backward + head_seconds + costs.reference_runs * reference[0]
+    step = forward + backward + head_seconds + costs.reference_runs * reference[0] + tower.seconds
     step += sum(each.micro_batch for each in added)
     update = max(costs.update.trained_here * 4.0 * 9 / device.copy, sum(each.update for each in added))
     seconds = micro * (step + step_time(device).micro_batch_seconds) + update + exposed

@@ -131,7 +131,7 @@ class LayerKind:
         )
 
 
-def kind_of(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
+def kind_of(layer: Block, spec, shape, length: int, dtype, seen: float | None = None) -> LayerKind:
     """The LayerKind of a layer. Layers of equal structure, shapes and arguments get the same object (a cache of 64), so
     kinds can be told apart by identity.
 
@@ -140,15 +140,16 @@ def kind_of(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
       shape: the model's DecoderConfig.
       length: tokens of a row, on which the work of attention depends.
       dtype: the compute dtype.
+      seen: keys that a token attends to; None: of a causal document of `length`.
     """
     graph, trained, frozen = nnx.split(layer, nnx.Param, ...)
     leaves, structure = jax.tree.flatten((trained, frozen))
     abstract = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
-    return _kind_of(graph, spec, shape, length, dtype, abstract, structure, device_name())
+    return _kind_of(graph, spec, shape, length, dtype, abstract, structure, device_name(), seen)
 
 
 @functools.lru_cache(64)
-def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure, device: str) -> LayerKind:
+def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure, device: str, seen: float | None) -> LayerKind:
     """`kind_of` of hashable values. leaves: (shape, dtype) of each array of the tree `structure`. device: a key of the
     cache alone; segments look it up themselves.
     """
@@ -161,7 +162,8 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure, device: 
     taken_bytes = {name: math.prod(dims) * float(dtype.itemsize) for name, dims in block.takes.items()}
     moved = residuals | taken_bytes | {LAYER_OUTPUT: residuals[LAYER_INPUT]}
     window = min(spec.window or length, length)
-    seen_keys = window - (window - 1) * window / (2 * length)  # the mean over a whole document of `length`
+    # the mean over a whole document of `length`
+    seen_keys = window - (window - 1) * window / (2 * length) if seen is None else seen
     work = {
         s.name: _segment_work(s, block, moved, seen_keys, shape.hidden_size, dtype, device) for s in block.segments()
     }

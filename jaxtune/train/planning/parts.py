@@ -20,6 +20,7 @@ from jaxtune.train.planning.sums_memory import NO_SUMS, SumsMemory
 # Names of bytes in StepParts.fixed.
 TEACHER = "teacher's weights"
 FROZEN = "frozen weights"
+PICTURES = "pictures of two steps"
 STATES = "optimizer states"
 
 
@@ -179,6 +180,22 @@ class Moved:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tower:
+    """The tower of a model that reads pictures, on one device."""
+
+    parts: StepParts  # its layers over the rows' patches, in place of tokens
+    trains: bool  # False: it has no backward, and keeps nothing
+    merger_flops: float  # of a patch, in the forward
+    kept: float  # bytes of a patch that the backward reads; 0 for a frozen tower
+    before: float  # bytes of a patch before its first layer, and after its last one
+
+    @property
+    def patches(self) -> int:
+        """For which a row has room."""
+        return self.parts.shape.length
+
+
+@dataclasses.dataclass(frozen=True)
 class StepParts:
     """Bytes and work of a step on one of the devices that share the rows."""
 
@@ -191,6 +208,7 @@ class StepParts:
     moved: Moved = Moved()
     reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
     teacher: StepParts | None = None  # of the forward passes of the teacher, if the frozen model is one
+    tower: Tower | None = None  # None: rows have no pictures
 
     def level(self, word: str) -> int:
         """How much of a movable is moved in these parts."""

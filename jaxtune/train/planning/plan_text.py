@@ -12,7 +12,7 @@ from jaxtune.system.terminal import fitted
 from jaxtune.train.log.metrics import duration
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
-from jaxtune.train.planning.forecasts import Forecast
+from jaxtune.train.planning.forecasts import Forecast, tower_forecast
 from jaxtune.train.planning.layer_forecasts import product_time
 from jaxtune.train.planning.movables.movable import Outcome
 
@@ -29,6 +29,13 @@ def plan_lines(forecast: Forecast, costs: StepCost, device: Device, budget_bytes
     split = f"{plan.micro_batches} micro-batches of" if plan.micro_batches > 1 else "one micro-batch of"
     text = plan.text + (" (nothing is computed twice)" if plan.text == "keep" else "")
     lines = [f"plan: {text}; {split} {rows} x {costs.shape.length:,} tokens"]
+    if costs.tower is not None:
+        trained = "trained" if costs.tower.trains else "frozen"
+        layers = costs.tower.parts.shape.num_layers
+        text = f"  pictures: room for {costs.tower.patches:,} patches a row, in a {trained} tower of {layers} layers"
+        if device.name != "cpu":
+            text += f": {plan.micro_batches * tower_forecast(costs, plan.micro_batches, device).seconds:.3f} s a step"
+        lines.append(text)
     outcome = Outcome(plan.residuals, plan.micro_batches, forecast.recompute_seconds, forecast.wait_seconds)
     for movable in costs.movables.values():
         lines += movable.lines(costs, outcome, device)

@@ -9,6 +9,7 @@ import optax
 
 from jaxtune.models.heads import Head
 from jaxtune.models.placement import partition
+from jaxtune.models.vision.tower import TowerConfig
 from jaxtune.train.config import AdapterConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.config.precision import Precision
@@ -29,6 +30,8 @@ class ModelSpec:
     objective: ObjectiveConfig
     """Names the teacher that runs beside."""
     seed: int = 0
+    tower: TowerConfig | None = None
+    """None: it reads no pictures."""
 
     @property
     def adapts(self) -> bool:
@@ -47,6 +50,8 @@ class StepSpec:
     """Of a step, over all devices."""
     length: int
     """Tokens of a row."""
+    patches: int
+    """Of pictures, for which a row has room; 0: none."""
     micro_batches: int | None
     """None: free."""
     mesh: MeshConfig | None
@@ -92,15 +97,19 @@ class StepSpec:
         batches: BatchSource | None = None,
         optimizer: optax.GradientTransformation | None = None,
         keeps_model: bool = False,
+        tower: TowerConfig | None = None,
     ) -> StepSpec:
-        """objective, batches, optimizer: None: the config's."""
+        """objective, batches, optimizer: None: the config's. tower: of a model that reads pictures."""
         objective = objective or objective_of(config.objective)
         return cls(
             model=ModelSpec(
-                config.model, config.adapter, config.numbers, objective.head, config.objective, config.seed
+                config.model, config.adapter, config.numbers, objective.head, config.objective, config.seed, tower
             ),
             rows=config.rows_per_step if batches is None else batches.rows_per_step,
             length=config.data.length if batches is None else batches.length,
+            patches=(config.data.patches_per_row or 0) * (tower is not None)
+            if batches is None
+            else batches.empty(1).patches,
             micro_batches=config.micro_batches,
             mesh=config.mesh,
             memory=config.memory,

@@ -139,6 +139,7 @@ def _path(rows: PackedPairs, cache_dir: str | None, base: Base) -> Path:
     digest = hashlib.blake2b(repr((base.digest, *formats)).encode(), digest_size=16)
     for array in (documents.tokens, documents.mask, documents.starts, rows.kept_lengths):
         digest.update(np.ascontiguousarray(array).tobytes())
+    digest.update(documents.picture_fingerprint)
     return cache_folder(cache_dir) / f"reference_{digest.hexdigest()}.npy"
 
 

@@ -309,6 +309,7 @@ class StoredTeacher:
         digest = hashlib.blake2b(repr((self.digest, values.k, values.limit, piece_length)).encode(), digest_size=16)
         for array in (documents.tokens, documents.mask, documents.starts, documents.lengths):
             digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(documents.picture_fingerprint)
         return cache_folder(self._data.cache_dir) / f"teacher_{digest.hexdigest()}.npy"
 
 

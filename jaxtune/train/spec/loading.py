@@ -18,17 +18,18 @@ from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.heads import Head
 from jaxtune.models.hf import Pretrained, model_from_config
-from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
 from jaxtune.models.reward import with_head
 from jaxtune.system import timing
 from jaxtune.train.config import AdapterConfig, ModelConfig, TrainConfig
+from jaxtune.train.config.tower import with_trained_parts
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
 from jaxtune.train.planning import cost
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.movables import left_on_host
 from jaxtune.train.planning.step_spec import StepSpec
+from jaxtune.train.spec.pictures import reads_pictures
 
 
 @contextlib.contextmanager
@@ -45,7 +46,7 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     """
     model_config, teacher = config.model, open_teacher(config.objective, config.dtype)
     objective = objective_of(config.objective)
-    changes = objective.head, model_config.compute, config.adapter, config.seed
+    changes, pictures = (objective.head, model_config, config.adapter, config.seed), reads_pictures(config, objective)
 
     def tokenizer(folder: Path | None) -> Any:
         loaded = _tokenizer(model_config, folder)
@@ -54,7 +55,7 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
 
     if model_config.from_config is not None:
         key = jax.random.key(config.seed)
-        random_model = adapted(model_from_config(model_config.from_config, key, "float32"), *changes)
+        random_model = adapted(model_from_config(model_config.from_config, key, "float32", pictures), *changes)
         yield None, tokenizer(None), with_teacher(random_model, load_teacher(teacher))
         return
     assert model_config.path is not None
@@ -64,12 +65,14 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
         model_config.load_in,
         precision=config.components,
         positions=model_config.positions,
+        pictures=pictures,
     )
+    tower = pretrained.tower
     stored = replace(config, model=replace(model_config, load_in=model_config.load_in or pretrained.stored_in))
     with timing.phase("devices"):
         shared = config.shared_by(jax.device_count())
     mesh_config, _ = mesh_of(
-        StepSpec.of(shared), lambda: cost.abstract_model(pretrained.config, StepSpec.of(stored).model)
+        StepSpec.of(shared), lambda: cost.abstract_model(pretrained.config, StepSpec.of(stored, tower=tower).model)
     )
     mesh = None if mesh_config.divides_tensors is None else partition.make_mesh(*mesh_config.sizes)
     cancelled = threading.Event()
@@ -88,11 +91,11 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     with ThreadPoolExecutor(1, "weights") as pool:
         try:
             # Loading starts first. No variable here refers to the model, so that the trainer can free what it copies.
-            yield (
-                pool.submit(load),
-                tokenizer(pretrained.folder),
-                cost.abstract_model(pretrained.config, StepSpec.of(config).model),
-            )
+            weights = pool.submit(load)
+            shapes = cost.abstract_model(pretrained.config, StepSpec.of(config, tower=tower).model)
+            if tower is not None:
+                shapes.source = pretrained.source
+            yield weights, tokenizer(pretrained.folder), shapes
         finally:
             cancelled.set()
 
@@ -110,15 +113,13 @@ def _tokenizer(model_config: ModelConfig, folder: Path | None) -> Any:
     return tokenizer
 
 
-def adapted(model: Decoder, head: Head, compute: str | None, adapter: AdapterConfig | None, seed: int) -> Decoder:
-    """The loaded model as a run needs it: FP8 products (model.compute), the objective's head, adapter. Shares its
-    arrays; itself if nothing changes. ValueError if it cannot be changed so.
+def adapted(model: Decoder, head: Head, config: ModelConfig, adapter: AdapterConfig | None, seed: int) -> Decoder:
+    """The loaded model as a run needs it: FP8 products (model.compute), the objective's head, adapter, what trains of
+    its tower. Shares its arrays; itself if nothing changes. ValueError if it cannot be changed so.
     """
-    if compute == "fp8":
+    if config.compute == "fp8":
         model = compute_in_fp8(model)
     model = with_head(model, head, seed)
-    if adapter is None:
-        return model
-    if adapter.path is not None:
+    if adapter is not None and adapter.path is not None:
         return load_adapter(model, adapter.path)
-    return get_peft_model(model, **adapter.settings, seed=seed)
+    return with_trained_parts(model, config, adapter, seed)

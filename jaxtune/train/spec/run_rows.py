@@ -14,6 +14,7 @@ from jaxtune.system import processes, timing
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.dataset import TokenDataset
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet, RowSet
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.streamed import InOrder, StreamedRows, is_stream
@@ -90,13 +91,18 @@ class Reader:
     model: DecoderConfig
     # Token ids that end an answer.
     ends: tuple[int, ...] = ()
+    # How pictures are read; None refuses them.
+    pictures: PictureOptions | None = None
 
     def tokenised(self, rows: object, max_rows: int | None = None) -> TokenDataset:
         """All or the first `max_rows` rows as a data set. ValueError if a document is longer than the model's
         positions, or from Objective.prepare.
         """
         data, vocab_size = self.config.data, self.model.vocab_size
-        prepared = self.objective.prepare(rows, self.tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
+        options = {} if self.pictures is None else {"pictures": self.pictures}
+        prepared = self.objective.prepare(
+            rows, self.tokenizer, data, vocab_size=vocab_size, max_rows=max_rows, **options
+        )
         longest = min(data.length, int(prepared.documents.lengths.max()))
         if longest > self.model.context_length:  # a longer row is fine: positions restart with each document
             raise ValueError(

@@ -37,6 +37,7 @@ from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.references.stored_teachers import StoredTeacher
 from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.spec import checks, own_parts
+from jaxtune.train.spec.pictures import picture_options, refusal
 from jaxtune.train.spec.run_rows import Reader, run_rows
 from jaxtune.train.spec.update_rule import UpdateRule, update_rule
 
@@ -133,7 +134,10 @@ def resolve(
     ends = ends_of(model.given, tokenizer) if objective.samples else ()
     data = dataclasses.replace(config.data, template=config.data.trained_template)
     rows_config = dataclasses.replace(config, data=data)
-    reader = Reader(objective, tokenizer, rows_config, model.given.config, tuple(ends))
+    tower, pictures = model.given.vision, None
+    if tower is not None and tokenizer is not None and refusal(config, objective) is None:
+        pictures = picture_options(model.given.source, tokenizer, data)
+    reader = Reader(objective, tokenizer, rows_config, model.given.config, tuple(ends), pictures)
     held_out_source = config.data.eval if eval_rows is None else eval_rows
     rewards = train_rows.rewards if isinstance(train_rows, SampledAnswers) else None
     answers = answer_metrics(
@@ -158,7 +162,8 @@ def resolve(
         batches, held_out = pack_steps(train, held_out, steps, *division)
     if isinstance(batches, SampledAnswers) and isinstance(config.data.length, Unset):
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, length=batches.length))
-    step = StepSpec.of(config, objective, batches, parts.optimizer, model.keeps_model)
+    of_tower = None if tower is None else tower.config
+    step = StepSpec.of(config, objective, batches, parts.optimizer, model.keeps_model, of_tower)
     checks.require_sampling(step.needs.sampler, config.mesh)
     checks.require_observable(model.qat, step.needs)
     checks.require_starts_within(steps, config.profile, profile_steps, config.qat)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.shapes import SHAPES
-from jaxtune.models.registry import config_from_hf
+from jaxtune.models.registry import config_from_hf, tower_config
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.engine.programs import finished
@@ -35,6 +35,28 @@ class Peaks:
     text: str
 
 
+VISION = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "out_hidden_size": 4096,
+}
+
+
+def _batch(rows: int, length: int, patches: int) -> Batch:
+    batch = Batch.empty(rows, length)
+    if not patches:
+        return batch
+    sizes = {"patches": (1536,), "patch_segments": (), "patch_grids": (2,), "patch_coordinates": (2,)}
+    pictures = {name: jax.ShapeDtypeStruct((rows, patches, *tail), jnp.int32) for name, tail in sizes.items()}
+    pictures["patches"] = pictures["patches"].update(dtype=jnp.float32)
+    pictures["picture_features"] = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    positions = jax.ShapeDtypeStruct((rows, length, 3), jnp.int32)
+    return dataclasses.replace(batch, positions=positions, pictures=pictures)
+
+
 def step_peaks(
     target: Target,
     shape: str,
@@ -45,14 +67,19 @@ def step_peaks(
     load_in: Any,
     plan: str,
     dropout: float = 0.0,
+    patches: int = 0,
+    tower: Literal["frozen", "all"] = "frozen",
 ) -> Peaks:
     """Of `layers` layers of a shape in one micro-batch. rank: of LoRA on all linears and experts, with this dropout;
-    0: all trains."""
+    0: all trains. patches: of pictures in a row, of Qwen3.5-9B's tower; 0: there is none."""
     hf = SHAPES[shape] | {"num_hidden_layers": layers}
+    if "layer_types" in hf:
+        hf["layer_types"] = hf["layer_types"][:layers]
+    vision = tower_config({"model_type": "qwen3_5", "text_config": hf, "vision_config": VISION}) if patches else None
     experts = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj") if config_from_hf(hf).moe is not None else None
     config = TrainConfig(
-        model=ModelConfig(path=shape, load_in=load_in),
-        data=DataConfig(train="none", length=length),
+        model=ModelConfig(path=shape, load_in=load_in, tower=tower if patches else None),
+        data=DataConfig(train="none", length=length, patches_per_row=patches or None),
         adapter=AdapterConfig(r=rank, lora_dropout=dropout, target_parameters=experts) if rank else None,
         rows_per_step=rows,
         steps=10,
@@ -67,8 +94,9 @@ def step_peaks(
         storage = weight_storage(optim.weights, config.computes_in, sum(a.size for a in jax.tree.leaves(whole)))
         optim = dataclasses.replace(optim, weights=storage)
     config = dataclasses.replace(config, optim=optim)
-    model = cost.abstract_model(config_from_hf(hf), StepSpec.of(config).model)
-    parts = cost.step_cost(model, StepSpec.of(config))
+    spec = StepSpec.of(config, tower=vision)
+    model = cost.abstract_model(config_from_hf(hf), spec.model)
+    parts = cost.step_cost(model, spec)
     step_plan = StepPlan(parse_plan(plan, layers, parts.layers.all_residuals)[0], 1, 2**26 // parts.shape.vocab_size)
     step_plan = step_plan.at(transposed_codes=parts.movables["transposed_codes"].able)
     parts = parts.placed(step_plan.moved)
@@ -95,7 +123,7 @@ def step_peaks(
     frozen = finished(frozen, step_plan)
     state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable))
     sums = placed(jax.eval_shape(program.zero_sums, state.trainable))
-    batch, index = placed(Batch.empty(rows, length)), placed(jax.ShapeDtypeStruct((), jnp.int32))
+    batch, index = placed(_batch(rows, length, patches)), placed(jax.ShapeDtypeStruct((), jnp.int32))
     options = compiler_options("gpu", deterministic=False, merges=config.adapter is not None)
     with target.lowering():
         lowered = (

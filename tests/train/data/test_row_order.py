@@ -139,7 +139,7 @@ def test_a_mixture_takes_each_set_in_its_order_and_goes_on_anywhere(
             positions.append(json.loads(json.dumps(first.position(step + 1))))
         for number, offset in enumerate((0, 1000)):  # as if the set were alone
             alone = [n for one in batches for n in numbers_of(one) if (n >= 1000) == bool(offset)]
-            row_set, want = sets[number](seed + (number << 48)).with_max_documents(first.max_documents), []
+            row_set, want = sets[number](seed + (number << 48)).with_room(first.max_documents, 0), []
             for row in itertools.count():
                 if len(want) >= len(alone):
                     break
@@ -156,12 +156,12 @@ def test_a_mixture_takes_each_set_in_its_order_and_goes_on_anywhere(
 class Counted(RowSet):
     """A set of a user's own, whose rows are one token each, from `first` on."""
 
-    name, length, max_documents = "counted", 4, 1
+    name, length, max_documents, patches = "counted", 4, 1, 0
 
     def __init__(self, first: int):
         self.first = first
 
-    def with_max_documents(self, documents: int) -> Counted:
+    def with_room(self, documents: int, patches: int) -> Counted:
         return self
 
     def batch_at(self, step, model=None):

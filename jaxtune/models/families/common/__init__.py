@@ -6,7 +6,7 @@ from jaxtune.models.families.common.family import Family
 from jaxtune.models.families.common.key import FLOAT, Config, Conversion, Entry, Fields, Key, Record
 from jaxtune.models.families.common.layers import LayerType, LayerTypes, MLPLayers, OneWindow
 from jaxtune.models.families.common.names import ExpertFiles, tensor_name
-from jaxtune.models.families.common.rope import Rotary, RotaryByType
+from jaxtune.models.families.common.rope import Rotary, RotaryByAxis, RotaryByType
 
 __all__ = [
     "FLOAT",
@@ -23,6 +23,7 @@ __all__ = [
     "OneWindow",
     "Record",
     "Rotary",
+    "RotaryByAxis",
     "RotaryByType",
     "tensor_name",
 ]

@@ -13,6 +13,7 @@ from jaxtune.models.families.common.key import Config, Entry, Fields, Key, compl
 from jaxtune.models.families.common.names import LLAMA_NORMS, ExpertFiles
 from jaxtune.models.families.common.rope import PARTIAL_ROTARY
 from jaxtune.models.families.common.table import COMMON, REFUSED, REFUSED_WITHOUT_EXPERTS, WRITTEN
+from jaxtune.models.vision.tower import TowerConfig
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,6 +55,8 @@ class Family:
     """Prefixes of tensors that are not loaded, but saved again."""
     unused_tensors: Callable[[DecoderConfig], tuple[str, ...]] = lambda config: ()
     """Prefixes of tensors that published checkpoints have although the model does not use them."""
+    tower: Callable[[Config], TowerConfig] | None = None
+    """Reads the tower of a whole model's config.json; None: pictures are not supported."""
     text_alone: bool = False
     """Whether AutoModelForCausalLM builds the text model alone for a multimodal folder; adapters' names follow from it.
     """

@@ -35,6 +35,7 @@ _CHECKS: dict[str, Check] = {
     ORIGINAL_POSITIONS: values.whole,
     **dict.fromkeys(("short_factor", "long_factor"), _numbers),
     "truncate": values.boolean,
+    "mrope_section": functools.partial(values.items, check=functools.partial(values.whole, least=0)),
 }
 
 
@@ -188,6 +189,28 @@ class Rotary:
     def write(self, config: DecoderConfig) -> Fields:
         rope = config.rotary[0]
         return {"rope_theta": rope.theta, "rope_scaling": rope_to_hf(rope)}
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryByAxis(Rotary):
+    """An entry for one rotary base whose pairs turn by several axes of positions (RopeConfig.sections)."""
+
+    sections: tuple[int, ...] = (11, 11, 10)
+    """mrope_section of a file that has none; (): such a file's positions have one axis."""
+
+    def read(self, hf: Config, fields: Config) -> Fields:
+        parameters = self.parameters_of(hf)
+        sections = tuple(parameters.get("mrope_section", self.sections))
+        if len(sections) != 3 and sections != self.sections:
+            raise ValueError(f"config.json: mrope_section = {list(sections)}: must have 3 numbers")
+        return {"rotary": (dataclasses.replace(rope_config(hf, parameters), sections=sections),)}
+
+    def write(self, config: DecoderConfig) -> Fields:
+        written, sections = super().write(config), config.rotary[0].sections
+        if sections == self.sections:
+            return written
+        scaling = (written["rope_scaling"] or {"rope_type": "default"}) | {"mrope_section": list(sections)}
+        return written | {"rope_scaling": scaling}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 from jaxtune.models import values
 from jaxtune.models.config import LayerSpec, MoEConfig
@@ -12,7 +12,12 @@ from jaxtune.models.families.common.key import Conversion, Entry, Key, Record
 from jaxtune.models.families.common.layers import LayerType, LayerTypes, any_count
 from jaxtune.models.layers.delta_net import DeltaNetShape
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "gelu"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+}
 _HF_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}
 _ACTIVATION = Conversion(ACTIVATIONS.__getitem__, _HF_ACTIVATIONS.__getitem__)
 
@@ -188,5 +193,6 @@ def delta_net(fused: bool = False) -> tuple[Entry, ...]:
 
 
 DELTA_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25}
-QWEN_PASSTHROUGH = ("model.visual.", "visual.", "mtp.")  # of a vision tower, and of multi-token prediction layers
+QWEN_TOWER = ("model.visual.", "visual.")
+QWEN_PASSTHROUGH = (*QWEN_TOWER, "mtp.")  # and of multi-token prediction layers
 DELTA_FIELDS = {"attention_gate": True, "qk_norm": "head", "norm_offset": 1.0}

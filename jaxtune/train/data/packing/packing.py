@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.tokens.documents import Document, Documents
+from jaxtune.train.data.tokens.pictures import patch_budget, rounded, with_room
 
 # The values of data.overflow: documents longer than a row are cut, divided into pieces, left out, or refused.
 Overflow = Literal["truncate", "split", "drop", "error"]
@@ -26,6 +27,129 @@ class NothingUsable(ValueError):
     """No token can be trained on. A run leaves out such a window of a stream, unless it is the first; otherwise it
     stops.
     """
+
+
+@dataclasses.dataclass(frozen=True)
+class PictureReport:
+    """Counts of the pictures of packed documents."""
+
+    pictures: int
+    tokens: tuple[int, int]
+    """Fewest and most of a picture."""
+    patches: tuple[int, int]
+    """Fewest and most of a picture."""
+    room: int
+    """Patches of a row, padding included."""
+    filled: int
+    """Patches of all rows, where documents that share a picture have it once."""
+    rows: int
+    cut: int
+    """Documents left out because a cut at the row's length would cut a picture."""
+    too_large: int
+    """Documents left out because they have more patches than a row."""
+
+    def __str__(self) -> str:
+        fill = self.filled / max(self.rows * self.room, 1)
+        return (
+            f"{self.pictures:,} pictures of {_span(self.tokens)} tokens and {_span(self.patches)} patches, "
+            f"{self.filled:,} patches in {self.rows * self.room:,} slots, {self.room:,} a row (fill {fill:.3f})"
+        )
+
+    def warnings(self) -> list[str]:
+        """Sentences about documents without a place."""
+        sentences = []
+        if self.cut:
+            sentences.append(
+                f"{self.cut:,} documents left out, because data.length ends within one of their pictures, which is "
+                "never cut; raise data.length, or lower the pixels of a picture"
+            )
+        if self.too_large:
+            sentences.append(
+                f"{self.too_large:,} documents left out, because they have more patches than the {self.room:,} of a "
+                "row; raise the patches of a row, or lower the pixels of a picture"
+            )
+        return sentences
+
+
+def _span(counts: tuple[int, int]) -> str:
+    return f"{counts[0]:,}" if counts[0] == counts[1] else f"{counts[0]:,} to {counts[1]:,}"
+
+
+class PicturePlan:
+    """The patches of documents, or of groups that share their pictures, and a row's room for them.
+
+    kept_lengths: int64[n], tokens of each document that are packed.
+    length: of a row.
+    budget: patches of a row, rounded up; None: chosen by these documents.
+    group: consecutive documents that share their pictures.
+    refuses: whether documents that have no place raise ValueError.
+    divided: bool[n], documents that are cut into pieces, as those with pictures are not; None: none.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        kept_lengths: np.ndarray,
+        length: int,
+        budget: int | None,
+        *,
+        group: int = 1,
+        refuses: bool = False,
+        divided: np.ndarray | None = None,
+    ):
+        pictures = documents.pictures
+        assert pictures is not None
+        self.processor, self._pictures = pictures.made_by, pictures
+        cut = pictures.cut(kept_lengths)
+        if divided is not None:
+            cut = cut | (divided & (pictures.counts > 0))
+        cut = cut.reshape(-1, group).any(1)
+        kept_lengths = np.where(np.repeat(cut, group), 0, kept_lengths)
+        patches, block = pictures.patches(kept_lengths, group), self.processor.block
+        if budget is None:
+            self.room = patch_budget(patches, int(kept_lengths.sum()), length, block)
+        else:
+            self.room = rounded(budget, block)
+        too_large = patches > self.room
+        self.patches = np.where(too_large, 0, patches)  # int64[groups]
+        self.out = np.repeat(cut | too_large, group)  # bool[n]: documents without a place
+        self._cut, self._too_large = int(cut.sum()), int(too_large.sum())
+        if refuses and self.out.any():
+            first = documents.source(int(np.flatnonzero(self.out)[0]))
+            raise ValueError(
+                f"data.overflow = 'error': {' '.join(self.report(kept_lengths, 0).warnings())} (first {first})"
+            )
+
+    @classmethod
+    def needed(cls, documents: Documents, budget: int | None) -> bool:
+        """Whether batches of these documents have room for pictures."""
+        return documents.pictures is not None and (budget is not None or bool(documents.pictures.counts.any()))
+
+    def report(self, kept_lengths: np.ndarray, rows: int, filled: int = 0) -> PictureReport:
+        """kept_lengths: int64[n], tokens of each document that are in the `rows`, which have `filled` patches."""
+        documents, placed = self._pictures.placed()
+        placed = placed[self._pictures.starts[placed] < kept_lengths[documents]]
+        sizes = self._pictures.grids[placed].astype(np.int64).prod(1)
+        tokens = (self._pictures.ends() - self._pictures.starts)[placed]
+
+        def span(counts: np.ndarray) -> tuple[int, int]:
+            return (int(counts.min()), int(counts.max())) if len(counts) else (0, 0)
+
+        return PictureReport(
+            pictures=len(placed),
+            tokens=span(tokens),
+            patches=span(sizes),
+            room=self.room,
+            filled=filled,
+            rows=rows,
+            cut=self._cut,
+            too_large=self._too_large,
+        )
+
+    def of_rows(self, plan: Plan) -> np.ndarray:
+        """int64[rows]: patches, without padding."""
+        sums = np.concatenate([[0], np.cumsum(self.patches[plan.document])])
+        return np.diff(sums[plan.row_starts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +174,8 @@ class PackingReport:
     """Most documents in a row; for pairs the number that batches have room for."""
     untrained_pieces: int = 0
     """Pieces left out because they have no trained token."""
+    pictures: PictureReport | None = None
+    """None: the documents have none."""
 
     @property
     def fill(self) -> float:
@@ -73,7 +199,7 @@ class PackingReport:
             text += f"; {self.split:,} documents split"
         if self.untrained_pieces:
             text += f", {self.untrained_pieces:,} of their pieces left out because none of their tokens is trained on"
-        return text
+        return text if self.pictures is None else f"{text}; {self.pictures}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +246,8 @@ def plan_rows(
     name: Callable[[int], str] = "document {}".format,
     is_trained: Callable[[int, int, int], bool] | None = None,
     max_documents: int | None = None,
+    patches: np.ndarray | None = None,
+    room: int = 0,
 ) -> Plan:
     """Assigns documents (or pairs) to rows by best fit decreasing: longest first, each into the fullest row with room.
     Equal lengths go in index order, so the plan is deterministic; a row's pieces are in document order. Empty documents
@@ -134,6 +262,8 @@ def plan_rows(
       is_trained: of (document, offset, count), whether a split document's piece has a trained token; others are left
       out. None keeps all.
       max_documents: most pieces of a row; None: no limit.
+      patches: int64[n], of each document, at most `room`, which a row has; None: none. Documents with patches are
+      packed first, by patches, and the others around them.
     """
     if length < 2:
         raise ValueError(f"length must be at least 2 (one token and its target), got {length}")
@@ -145,7 +275,9 @@ def plan_rows(
         pieces = np.stack([document, offset, count], 1)
         split = np.flatnonzero(lengths[document] > length).tolist()
         document, offset, count = np.delete(pieces, [i for i in split if not is_trained(*pieces[i].tolist())], 0).T
-    if packing:
+    if packing and patches is not None:
+        row, rows = _around_pictures(count, patches[document], length, room, max_documents)
+    elif packing:
         row, rows = _best_fit_decreasing(count, length, max_documents)
     else:
         row, rows = np.arange(len(count)), len(count)
@@ -178,38 +310,95 @@ def _pieces(
     return document, np.zeros(len(document), np.int64), np.minimum(lengths[document], length)
 
 
-def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None = None) -> tuple[np.ndarray, int]:
+class _OpenRows:
+    """Rows with room, in one stack for each remaining capacity. A Python integer has a bit for each capacity with a
+    row: the fullest with room for c is the lowest set bit from c on, without a search.
+    """
+
+    def __init__(self, capacity: int):
+        self._stacks: list[list[int]] = [[] for _ in range(capacity + 1)]
+        self._occupied = 0
+
+    def put(self, row: int, capacity: int) -> None:
+        self._stacks[capacity].append(row)
+        self._occupied |= 1 << capacity
+
+    def fullest(self, needed: int, accepts: Callable[[int], bool] | None = None) -> tuple[int, int] | None:
+        """(Row, its capacity), which is taken out; of at most 32 for which `accepts` is asked, or None."""
+        candidates, asked = self._occupied >> needed << needed, 0
+        while candidates:
+            bit = candidates & -candidates
+            candidates ^= bit
+            stack = self._stacks[capacity := bit.bit_length() - 1]
+            for index in range(len(stack) - 1, -1, -1):
+                if accepts is not None and asked == 32:
+                    return None
+                asked += 1
+                if accepts is None or accepts(stack[index]):
+                    row = stack.pop(index)
+                    if not stack:
+                        self._occupied ^= bit
+                    return row, capacity
+        return None
+
+
+def _best_fit_decreasing(
+    count: np.ndarray, length: int, max_pieces: int | None = None, used: Sequence[int] = (), pieces: Sequence[int] = ()
+) -> tuple[np.ndarray, int]:
     """(Row of each piece, int64[pieces]; number of rows).
 
-    Open rows are in one stack for each remaining capacity, and a Python integer has a bit for each capacity with one:
-    the fullest row with room for c tokens is the lowest set bit from c on, without a search.
-
-      count: int[pieces], tokens, at most `length`.
+    count: int[pieces], tokens, at most `length`.
+    used, pieces: tokens and number of pieces of rows that are there already.
     """
     order = np.argsort(-count, kind="stable")
     row_of = np.empty(len(count), np.int64)
-    open_rows: list[list[int]] = [[] for _ in range(length + 1)]
-    occupied = 0
-    rows = 0
-    pieces_of: list[int] = []
+    open_rows = _OpenRows(length)
+    pieces_of = list(pieces)
+
+    def reopen(row: int, remaining: int) -> None:
+        if remaining and pieces_of[row] != max_pieces:
+            open_rows.put(row, remaining)
+
+    for row, tokens in enumerate(used):
+        reopen(row, length - tokens)
     for piece, tokens in zip(order.tolist(), count[order].tolist(), strict=True):
-        candidates = occupied >> tokens
-        if candidates:
-            capacity = tokens + (candidates & -candidates).bit_length() - 1
-            stack = open_rows[capacity]
-            row = stack.pop()
-            if not stack:
-                occupied ^= 1 << capacity
-        else:
-            capacity, row = length, rows
-            rows += 1
+        row, capacity = open_rows.fullest(tokens) or (len(pieces_of), length)
+        if row == len(pieces_of):
             pieces_of.append(0)
         row_of[piece] = row
         pieces_of[row] += 1
-        remaining = capacity - tokens
-        if remaining and pieces_of[row] != max_pieces:
-            open_rows[remaining].append(row)
-            occupied |= 1 << remaining
+        reopen(row, capacity - tokens)
+    return row_of, len(pieces_of)
+
+
+def _around_pictures(
+    count: np.ndarray, patches: np.ndarray, length: int, room: int, max_pieces: int | None
+) -> tuple[np.ndarray, int]:
+    """As `_best_fit_decreasing`, with a second limit.
+
+    patches: int64[pieces], at most `room`.
+    """
+    with_pictures = np.flatnonzero(patches)
+    order = with_pictures[np.lexsort((-count[with_pictures], -patches[with_pictures]))]
+    row_of = np.empty(len(count), np.int64)
+    open_rows = _OpenRows(room)
+    used: list[int] = []
+    pieces_of: list[int] = []
+    for piece, tokens, size in zip(order.tolist(), count[order].tolist(), patches[order].tolist(), strict=True):
+        row, capacity = open_rows.fullest(size, lambda row, tokens=tokens: used[row] + tokens <= length) or (
+            len(used),
+            room,
+        )
+        if row == len(used):
+            used.append(0)
+            pieces_of.append(0)
+        row_of[piece] = row
+        used[row] += tokens
+        pieces_of[row] += 1
+        if pieces_of[row] != max_pieces:
+            open_rows.put(row, capacity - size)
+    text = np.flatnonzero(patches == 0)
+    row_of[text], rows = _best_fit_decreasing(count[text], length, max_pieces, used, pieces_of)
     return row_of, rows
 
 
@@ -223,6 +412,7 @@ class PackedRows:
       length: tokens of a row.
       packing: False gives each document a row of its own.
       max_documents: most of a row, and the room in batches; None: no limit, and the most of any row.
+      patches_per_row: most of a row, and the room in batches; None: chosen by the documents.
     """
 
     def __init__(
@@ -233,10 +423,15 @@ class PackedRows:
         overflow: Overflow = "truncate",
         packing: bool = True,
         max_documents: int | None = None,
+        patches_per_row: int | None = None,
     ) -> None:
         lengths = np.asarray(documents.lengths)
-        too_long = np.flatnonzero(lengths > length)
         trained = np.array(documents.trained)
+        self.picture_plan = _picture_plan(documents, length, overflow, patches_per_row)
+        if self.picture_plan is not None:
+            lengths = np.where(self.picture_plan.out, 0, lengths)
+            trained[self.picture_plan.out] = 0
+        too_long = np.flatnonzero(lengths > length)
         truncated = cut_tokens = 0
         if overflow == "truncate" and too_long.size:
             lengths = lengths.copy()
@@ -260,6 +455,8 @@ class PackedRows:
             name=documents.source,
             is_trained=self._is_trained,
             max_documents=max_documents,
+            patches=None if self.picture_plan is None else self.picture_plan.patches,
+            room=self.patches,
         )
         untrained_pieces = 0
         if overflow == "split":
@@ -281,7 +478,15 @@ class PackedRows:
             dropped=len(documents) - len(np.unique(self.plan.document)),
             max_documents=self.plan.max_documents,
             untrained_pieces=untrained_pieces,
+            pictures=self._picture_report(),
         )
+
+    def _picture_report(self) -> PictureReport | None:
+        if self.picture_plan is None:
+            return None
+        kept_lengths = np.zeros(len(self.documents), np.int64)
+        kept_lengths[self.plan.document] = self.plan.count  # documents with pictures are one piece
+        return self.picture_plan.report(kept_lengths, self.plan.rows, int(self.patch_counts.sum()))
 
     def _is_trained(self, document: int, offset: int, count: int) -> bool:
         """Whether a piece of a split document has a trained target; True if the document has none at all, which is then
@@ -299,11 +504,22 @@ class PackedRows:
         """int64[rows]: tokens of each row, without padding."""
         return self.plan.lengths
 
+    @property
+    def patches(self) -> int:
+        """Patches for which a row has room; 0 without pictures."""
+        return 0 if self.picture_plan is None else self.picture_plan.room
+
+    @property
+    def patch_counts(self) -> np.ndarray:
+        """int64[rows]: patches of each row, without padding."""
+        return patches_of_rows(self.plan, self.picture_plan)
+
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of padding, [rows, length], for `fill`. length: None is that of these rows; `shared` changes nothing
         here.
         """
-        return Batch.empty(rows, length or self.length)
+        batch = Batch.empty(rows, length or self.length)
+        return batch if self.picture_plan is None else with_room(batch, self.picture_plan.processor, self.patches)
 
     def fill(self, batch: Batch, slot: int, row: int, offset: int = 0, rows_before: int = 0) -> int:
         """Writes row `row` into row `slot` of a batch in place, from token `offset` on; the index after it.
@@ -312,8 +528,8 @@ class PackedRows:
         plan, documents = self.plan, self.documents
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
         for segment, piece in enumerate(pieces, start=1 + rows_before * self.max_documents):
-            start = int(documents.starts[plan.document[piece]] + plan.offset[piece])
-            offset = documents.write(start, int(plan.count[piece]), batch, slot, offset, segment)
+            document, first, count = (int(array[piece]) for array in (plan.document, plan.offset, plan.count))
+            offset = documents.write(document, first, count, batch, slot, offset, segment)
         return offset
 
     def sources(self, row: int) -> list[str]:
@@ -323,10 +539,26 @@ class PackedRows:
         return [self.documents.source(int(index)) for index in plan.document[pieces]]
 
     def batch(self) -> Batch:
-        batch = Batch.empty(len(self), self.length)
+        batch = self.empty(len(self))
         for row in range(len(self)):
             self.fill(batch, row, row)
         return batch
+
+
+def _picture_plan(documents: Documents, length: int, overflow: Overflow, budget: int | None) -> PicturePlan | None:
+    if not PicturePlan.needed(documents, budget):
+        return None
+    lengths = np.asarray(documents.lengths)
+    is_long = lengths > length
+    kept_lengths = {"truncate": np.minimum(lengths, length), "drop": np.where(is_long, 0, lengths)}.get(
+        overflow, lengths
+    )
+    refuses, divided = overflow == "error", is_long if overflow == "split" else None
+    return PicturePlan(documents, kept_lengths, length, budget, refuses=refuses, divided=divided)
+
+
+def patches_of_rows(plan: Plan, pictures: PicturePlan | None) -> np.ndarray:
+    return np.zeros(plan.rows, np.int64) if pictures is None else pictures.of_rows(plan)
 
 
 def pack(

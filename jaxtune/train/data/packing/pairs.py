@@ -13,8 +13,16 @@ import numpy as np
 
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import TokenDataset
-from jaxtune.train.data.packing.packing import NothingUsable, Overflow, PackingReport, plan_rows
+from jaxtune.train.data.packing.packing import (
+    NothingUsable,
+    Overflow,
+    PackingReport,
+    PicturePlan,
+    patches_of_rows,
+    plan_rows,
+)
 from jaxtune.train.data.tokens.documents import Documents
+from jaxtune.train.data.tokens.pictures import with_room
 
 # The names of the arrays that batches of pairs have in Batch.extra; P is the most pairs of a row.
 PAIRS = "pairs"  # float32[rows, P]: 1 where there is a pair
@@ -40,6 +48,7 @@ class PackedPairs:
       drops_cut_pairs: leave out pairs that would be cut.
       width: tokens of a row.
       max_documents: most of a row, and the room in batches; None: no limit, and the most of any row.
+      patches_per_row: most of a row, and the room in batches; None: chosen by the pairs.
     """
 
     def __init__(
@@ -55,6 +64,7 @@ class PackedPairs:
         second_yields: bool = False,
         width: int | None = None,
         max_documents: int | None = None,
+        patches_per_row: int | None = None,
     ):
         if len(documents) % 2:
             raise ValueError(f"there are {len(documents)} documents: pairs need two each")
@@ -81,6 +91,13 @@ class PackedPairs:
             kept_lengths = np.where(is_cut, 0, kept_lengths)
         if drops_cut_pairs:
             kept_lengths = np.where((kept_lengths < lengths).any(1, keepdims=True), 0, kept_lengths)
+        self.picture_plan: PicturePlan | None = None
+        if PicturePlan.needed(documents, patches_per_row):
+            refuses = overflow == "error"
+            plan = PicturePlan(
+                documents, kept_lengths.reshape(-1), self.length, patches_per_row, group=2, refuses=refuses
+            )
+            self.picture_plan, kept_lengths = plan, np.where(plan.out.reshape(-1, 2), 0, kept_lengths)
         trained = np.array(documents.trained).reshape(-1, 2)
         for pair, side in np.argwhere(kept_lengths < lengths):
             mask = documents[2 * int(pair) + int(side)].mask
@@ -98,6 +115,8 @@ class PackedPairs:
             packing=packing,
             name=lambda pair: documents.source(2 * pair),
             max_documents=max_pairs,
+            patches=None if self.picture_plan is None else self.picture_plan.patches,
+            room=self.patches,
         )
         self.max_pairs = max_pairs or self.plan.max_documents
         self.max_documents = 2 * self.max_pairs
@@ -116,6 +135,9 @@ class PackedPairs:
             split=0,
             dropped=2 * int(dropped.sum()),
             max_documents=self.max_documents,
+            pictures=None
+            if self.picture_plan is None
+            else self.picture_plan.report(kept_lengths.reshape(-1), self.plan.rows, int(self.patch_counts.sum())),
         )
 
     def __len__(self) -> int:
@@ -125,6 +147,16 @@ class PackedPairs:
     def lengths(self) -> np.ndarray:
         """int64[rows]: tokens, without padding."""
         return self.plan.lengths
+
+    @property
+    def patches(self) -> int:
+        """Patches for which a row has room; 0 without pictures."""
+        return 0 if self.picture_plan is None else self.picture_plan.room
+
+    @property
+    def patch_counts(self) -> np.ndarray:
+        """int64[rows]: patches of each row, without padding."""
+        return patches_of_rows(self.plan, self.picture_plan)
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of padding with float32 `extra` arrays of zeros: PAIRS [rows, P] and, if there are any, LABELS [rows,
@@ -139,7 +171,8 @@ class PackedPairs:
             extra[LABELS] = np.zeros((rows, most), np.float32)
         if self.reference is not None:
             extra[REFERENCE] = np.zeros((rows, most, 2), np.float32)
-        return dataclasses.replace(Batch.empty(rows, length or self.length), extra=extra)
+        batch = dataclasses.replace(Batch.empty(rows, length or self.length), extra=extra)
+        return batch if self.picture_plan is None else with_room(batch, self.picture_plan.processor, self.patches)
 
     def fill(self, batch: Batch, slot: int, row: int, offset: int = 0, rows_before: int = 0) -> int:
         """Writes row `row` into row `slot` of a batch in place, from token `offset` on; the index after it.
@@ -150,11 +183,10 @@ class PackedPairs:
             batch.extra[PAIRS][slot, slot_pair] = 1.0
             if self.labels is not None:
                 batch.extra[LABELS][slot, slot_pair] = self.labels[pair]
+            shared: dict[int, int] = {}  # a picture of both documents is in the row once
             for side in (0, 1):
                 index, count = 2 * pair + side, int(self.kept_lengths[pair, side])
-                offset = documents.write(
-                    int(documents.starts[index]), count, batch, slot, offset, 2 * slot_pair + side + 1
-                )
+                offset = documents.write(index, 0, count, batch, slot, offset, 2 * slot_pair + side + 1, shared)
                 if self.reference is not None:
                     batch.extra[REFERENCE][slot, slot_pair, side] = self.reference[index]
         return offset
@@ -215,6 +247,7 @@ class PairDataset(TokenDataset):
             second_yields=self.second_yields,
             width=self.longest if self.unit.counts_examples else self.width,
             max_documents=self.max_documents,
+            patches_per_row=self.patches_per_row,
         )
         if not len(rows):
             raise NothingUsable(

@@ -122,15 +122,21 @@ class StepBatches(Batches):
         lengths = np.zeros(self.steps_per_epoch * self._taken, np.int64)
         lengths[: len(self.rows)] = self.rows.lengths[self._epoch(epoch)]
         groups = lengths.reshape(-1, self._taken // self._parts)
+        patches = np.zeros_like(lengths)
+        patches[: len(self.rows)] = self.rows.patch_counts[self._epoch(epoch)]
+        patches = patches.reshape(groups.shape)
         order = np.argsort(-groups, axis=1, kind="stable")
         # First fit leaves at most one row less than half full, which limits the number of rows.
         most = min(groups.shape[1], 2 * int(groups.sum(1).max()) // self._length + 1)
+        most = groups.shape[1] if self.rows.patches else most
         room = np.full((len(groups), most), self._length)
+        patch_room = np.full((len(groups), most), self.rows.patches)
         row_numbers, every = np.empty_like(groups), np.arange(len(groups))
         for documents in order.T:
-            sizes = groups[every, documents]
-            row = np.argmax(room >= sizes[:, None], axis=1)
+            sizes, patch_sizes = groups[every, documents], patches[every, documents]
+            row = np.argmax((room >= sizes[:, None]) & (patch_room >= patch_sizes[:, None]), axis=1)
             room[every, row] -= sizes
+            patch_room[every, row] -= patch_sizes
             row_numbers[every, documents] = np.where(sizes > 0, row, -1)
         return row_numbers.reshape(self.steps_per_epoch, self._parts, -1)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 from jaxtune.conversations.messages import for_template
+from jaxtune.conversations.pictures import PICTURE
 from jaxtune.conversations.templates import TemplateError, render
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.train.data.rows.row_errors import RowError
@@ -285,7 +286,7 @@ class Conversations:
 
 def _is_lost(content: str, text: str) -> bool:
     """Whether a content is missing in `text`; False with a <think> block, which is checked by itself."""
-    return not _INLINE.search(content) and content.strip() not in text
+    return not _INLINE.search(content) and any(piece.strip() not in text for piece in content.split(PICTURE))
 
 
 def _common_prefix(first: str, second: str) -> int:

@@ -16,7 +16,9 @@ from jaxtune.conversations.messages import (
     NEUTRAL,
     ConversationError,
     Message,
+    column_pictures,
     exclusion,
+    pictures_of,
     read_messages,
     read_tools,
     row_marks,
@@ -24,8 +26,10 @@ from jaxtune.conversations.messages import (
     turns_in,
     turns_of,
     unknown_keys,
+    with_pictures,
     with_system,
 )
+from jaxtune.conversations.pictures import PICTURE, TAG, PictureAccess
 from jaxtune.train.data.rows.row_errors import Excluded, RowError, check_unicode
 
 type Columns = Mapping[str, Any]  # of a row, by name
@@ -74,10 +78,10 @@ _TEXTS = {
     PREFERENCE: (CHOSEN, REJECTED, _PROMPT),
     LABELLED: (("completion",), _PROMPT),
 }
-# The columns with images, video and audio, which cannot be trained on, and the tag that represents each in the text.
+# The columns with images, video and audio, and the tag that represents each in the text.
 _MEDIA = {
-    "image": "<image>",
-    "images": "<image>",
+    "image": TAG,
+    "images": TAG,
     "video": "<video>",
     "videos": "<video>",
     "audio": "<audio>",
@@ -146,7 +150,7 @@ def detect_format(columns: Iterable[str]) -> str:
     raise RowError(f"columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known_formats})")
 
 
-def unread(value: Columns, format: str) -> list[str]:
+def unread(value: Columns, format: str, reads_pictures: bool = False) -> list[str]:
     """Columns with values that are not read in this format; of columns that mean the same only the first is."""
     groups = _READ[format]
     if format == LABELLED and value.get("completion") is None and value.get("messages") is not None:
@@ -159,6 +163,8 @@ def unread(value: Columns, format: str) -> list[str]:
     if _history_cell(value) is not None and _asks_in_text(value, format):
         read.add(HISTORY)
     read |= row_marks(value).keys()
+    if reads_pictures and format != "text":
+        read |= set(picture_columns(value))
     if format in ("messages", "sharegpt", LABELLED):
         read |= set(_marks(value))
     return [name for name, cell in value.items() if name and name not in read and not _is_blank(cell)]
@@ -184,22 +190,51 @@ def _is_text(cell: object) -> bool:
         return True
 
 
-def refuse_media(value: Columns) -> None:
+def refuse_media(value: Columns, access: PictureAccess | None = None) -> None:
     """Raises RowError for a row with an image, video or audio column: without it the text would teach another task, and
     its tag is plain letters.
 
-    Empty columns do not count, nor a single text without tags elsewhere, such as an address.
+    Empty columns do not count, nor a single text without tags elsewhere, such as an address. access: of pictures, which
+    then may be there.
     """
     for name, cell in value.items():
         tag = _MEDIA.get(name.lower()) if isinstance(name, str) else None
-        if tag is None or cell is None or (isinstance(cell, str | list | tuple | Mapping) and not cell):
+        if tag is None or (tag == TAG and access is not None) or cell is None:
+            continue
+        if isinstance(cell, str | list | tuple | Mapping) and not cell:
             continue
         tagged = any(tag in text for key, other_cell in value.items() if key != name for text in strings(other_cell))
         if tagged or not isinstance(cell, str):
             raise RowError(
                 f"column {name} holds what the text is about{f' ({tag} represents it)' if tagged else ''}; only text "
-                "can be trained on: leave such rows out, or that column and its tags where the text makes sense alone"
+                f"{'' if access is None else 'and pictures '}can be trained on: leave such rows out, or that column "
+                "and its tags where the text makes sense alone"
             )
+
+
+def picture_columns(value: Columns) -> list[str]:
+    """The columns with pictures that are not empty."""
+    names = [name for name in value if isinstance(name, str) and _MEDIA.get(name.lower()) == TAG]
+    return [name for name in names if not _is_blank(value[name])]
+
+
+def _illustrated(value: Columns, example: Example, access: PictureAccess | None) -> Example:
+    """The example with the pictures of the row's columns, as a conversation if it has any. Raises RowError."""
+    names = picture_columns(value)
+    if access is None or (example.text is not None and all(isinstance(value[name], str) for name in names)):
+        return example  # a text may have an address beside it
+    if len(names) > 1:
+        raise RowError(f"columns {' and '.join(names)} both have pictures: leave one")
+    messages = example.messages or []
+    if not names and not any(PICTURE in message["content"] for message in messages):
+        return example
+    if example.text is not None:
+        raise RowError(f"column {names[0]} has pictures, and a text has no place for them: write messages")
+    pictures = [picture for name in names for picture in column_pictures(value[name], access, name)]
+    messages = with_pictures(messages, pictures)
+    if not any(map(pictures_of, messages)):
+        return dataclasses.replace(example, messages=messages)
+    return dataclasses.replace(example, messages=messages, prompt=None, completion=None)
 
 
 def strings(value: Any) -> Iterator[str]:
@@ -234,36 +269,44 @@ def refuse_excluded(value: Columns) -> None:
 
 
 @_as_row_errors
-def normalize_pair(value: Columns) -> Pair:
-    """The Pair of a row with two answers. Raises RowError if unusable, or if they answer different questions."""
-    refuse_media(value)
+def normalize_pair(value: Columns, access: PictureAccess | None = None) -> Pair:
+    """The Pair of a row with two answers. Raises RowError if unusable, or if they answer different questions. access:
+    of pictures; None refuses them.
+    """
+    refuse_media(value, access)
     if value.get("rejected_response") is not None and _column(value, CHOSEN, False) is None:
-        turns = read_messages(_column(value, ("messages",)), "messages")
+        turns = read_messages(_column(value, ("messages",)), "messages", access)
         value = {**value, "prompt": turns[:-1], "chosen": turns[-1:], "rejected": value["rejected_response"]}
     chosen, rejected = (_cell(value, names) for names in (CHOSEN, REJECTED))
-    return Pair(*_answered(value, {"chosen": chosen, "rejected": rejected}))
+    answers = _answered(value, {"chosen": chosen, "rejected": rejected}, access)
+    return Pair(*(_illustrated(value, example, access) for example in answers))
 
 
 @_as_row_errors
-def normalize_labelled(value: Columns) -> Pair:
+def normalize_labelled(value: Columns, access: PictureAccess | None = None) -> Pair:
     """The Pair of a row with one answer (completion, or the last of messages) and a label; the other side is None.
-    Raises RowError.
+    Raises RowError. access: of pictures; None refuses them.
     """
-    refuse_media(value)
+    refuse_media(value, access)
     label = _column(value, ("label",))
     if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation
-        turns = _read(value, value["messages"], "messages")
+        turns = _read(value, value["messages"], "messages", access)
         value = {**value, "prompt": turns[:-1], "completion": turns[-1:]}
-    [example] = _answered(value, {"completion": _cell(value, ("completion",))})
+    [example] = _answered(value, {"completion": _cell(value, ("completion",))}, access)
+    example = _illustrated(value, example, access)
     if label not in (True, False):  # 1 and 0 are equal to them
         raise RowError(f"label = {label!r}: must be true for a desirable completion, or false")
     return Pair(example, None) if label else Pair(None, example)
 
 
 @_as_row_errors
-def normalize(value: Columns, format: str) -> Example:
-    """The Example of a row of a format of COLUMNS. Raises RowError."""
-    refuse_media(value)
+def normalize(value: Columns, format: str, access: PictureAccess | None = None) -> Example:
+    """The Example of a row of a format of COLUMNS. Raises RowError. access: of pictures; None refuses them."""
+    refuse_media(value, access)
+    return _illustrated(value, _example(value, format, access), access)
+
+
+def _example(value: Columns, format: str, access: PictureAccess | None) -> Example:
     if format == "text":
         text = _text(value, ("text",))
         _not_empty(text, "text")
@@ -276,7 +319,7 @@ def normalize(value: Columns, format: str) -> Example:
         _not_empty(output, "response")
         question = f"{instruction}\n\n{context}" if context.strip() else instruction
         system = _text(value, SYSTEM, required=False)
-        if (before := _history(value)) is not None:
+        if (before := _history(value, access)) is not None:
             return Example(messages=_exchange(system, question, output, before))
         return Example(
             prompt=_after(system, _alpaca_prompt(instruction, context)),
@@ -286,11 +329,11 @@ def normalize(value: Columns, format: str) -> Example:
     if format == "prompt_completion":
         question, answer = (_cell(value, group) for group in COLUMNS["prompt_completion"])
         if any(isinstance(side, Iterable) and not isinstance(side, str) for side in (question, answer)):
-            return _prompted(value, question, answer)
+            return _prompted(value, question, answer, access)
         prompt, completion = (_text(value, group) for group in COLUMNS["prompt_completion"])
         _not_empty(completion, "response")
         system = _text(value, SYSTEM, required=False)
-        before = _history(value)
+        before = _history(value, access)
         messages = _exchange(system, prompt, completion, before or ())
         # A question is not laid out to be continued by its answer without a template, nor are turns.
         if value.get("prompt") is None or before is not None:
@@ -298,10 +341,10 @@ def normalize(value: Columns, format: str) -> Example:
         return Example(prompt=_after(system, prompt), completion=completion, messages=messages)
     names = COLUMNS["messages" if format == "messages" else "sharegpt"][0]
     cell = _column(value, names)
-    return _conversation(value, _read(value, cell, _name(value, names)))
+    return _conversation(value, _read(value, cell, _name(value, names), access))
 
 
-def _answered(value: Columns, answers: Mapping[str, Any]) -> list[Example]:
+def _answered(value: Columns, answers: Mapping[str, Any], access: PictureAccess | None) -> list[Example]:
     """An example for each of {column: text or turns}. Raises RowError for an answer that is empty or not the
     assistant's, or without one common question.
     """
@@ -310,11 +353,12 @@ def _answered(value: Columns, answers: Mapping[str, Any]) -> list[Example]:
             check_unicode(answer)
             _not_empty(answer, f"{side} response")
     names = _question_columns(value)
-    question = _question(value, names)
+    question = _question(value, names, access)
     texts = [answer for answer in answers.values() if isinstance(answer, str)]
     if len(texts) == len(answers) and isinstance(question, str | None):
         if question is None and all(_SPOKEN.match(text) for text in texts):  # transcripts, as Anthropic's HH has them
-            return _in_conversation(value, None, "", {side: _transcript(text) for side, text in answers.items()})
+            said = {side: _transcript(text) for side, text in answers.items()}
+            return _in_conversation(value, None, "", said, access)
         implied = question is None
         if question is None:
             question = _common_question(value, texts)
@@ -328,7 +372,7 @@ def _answered(value: Columns, answers: Mapping[str, Any]) -> list[Example]:
             _not_empty(question, names[0])
             texts = _without_question(question, texts)
         system = _text(value, SYSTEM, required=False)
-        before = None if implied else _history(value)
+        before = None if implied else _history(value, access)
         prompt = _after(system, question) if before is None else None
         return [
             Example(
@@ -339,7 +383,7 @@ def _answered(value: Columns, answers: Mapping[str, Any]) -> list[Example]:
             )
             for text in texts
         ]
-    return _in_conversation(value, question, names[0] if names else "", answers)
+    return _in_conversation(value, question, names[0] if names else "", answers, access)
 
 
 _SPOKEN = re.compile(r"\s*Human:")
@@ -404,13 +448,13 @@ def _history_cell(value: Columns) -> Sequence[Any] | None:
     return cell if isinstance(cell, list | tuple) else None
 
 
-def _history(value: Columns) -> list[Message] | None:
+def _history(value: Columns, access: PictureAccess | None) -> list[Message] | None:
     """Turns before the question, from [question, answer] pairs or turns; None without the column."""
     cell = _history_cell(value)
     if cell is None:
         return None
     if all(isinstance(turn, Mapping) for turn in cell):
-        turns = read_messages(cell, HISTORY)
+        turns = read_messages(cell, HISTORY, access)
     else:
         turns = []
         for index, pair in enumerate(cell):
@@ -424,10 +468,12 @@ def _history(value: Columns) -> list[Message] | None:
     return turns
 
 
-def _in_conversation(value: Columns, question_cell: Any, column: str, answers: Mapping[str, Any]) -> list[Example]:
+def _in_conversation(
+    value: Columns, question_cell: Any, column: str, answers: Mapping[str, Any], access: PictureAccess | None
+) -> list[Example]:
     """The examples of `_answered` where question or an answer is turns."""
-    question = [] if question_cell is None else _turns(value, question_cell, column, "user")
-    conversations = {side: _turns(value, answer, side, "assistant") for side, answer in answers.items()}
+    question = [] if question_cell is None else _turns(value, question_cell, column, "user", access)
+    conversations = {side: _turns(value, answer, side, "assistant", access) for side, answer in answers.items()}
     for side, turns in conversations.items():
         last = turns[-1]["role"] if turns else "nothing"
         if last != "assistant":
@@ -449,7 +495,7 @@ def _in_conversation(value: Columns, question_cell: Any, column: str, answers: M
     else:
         if not any(turn["role"] == "user" for turn in question):
             raise RowError(f"{next(iter(conversations))} has no question before it; {_other_columns(value)}")
-        before = _history(value) if isinstance(question_cell, str) else None
+        before = _history(value, access) if isinstance(question_cell, str) else None
         conversations = {
             side: _following([*(before or ()), *question], turns, side) for side, turns in conversations.items()
         }
@@ -487,7 +533,7 @@ def _check_repeated(question: Sequence[Message], turns: Sequence[Message], colum
 
 
 def _said(turn: Message) -> tuple[object, ...]:
-    return turn["role"], turn["content"].strip(), turn.get("tool_calls")
+    return turn["role"], turn["content"].strip(), turn.get("tool_calls"), *pictures_of(turn)
 
 
 def _common(conversations: Sequence[Sequence[Message]]) -> list[Message]:
@@ -507,7 +553,7 @@ def _following(prompt_turns: list[Message], answer: list[Message], side: str) ->
     return [*prompt_turns, *answer]
 
 
-def _prompted(value: Columns, question_cell: Any, answer: Any) -> Example:
+def _prompted(value: Columns, question_cell: Any, answer: Any, access: PictureAccess | None) -> Example:
     """A prompt and a completion, at least one in turns, as one conversation in which only the completion is trained on.
     Raises RowError.
     """
@@ -516,8 +562,8 @@ def _prompted(value: Columns, question_cell: Any, answer: Any) -> Example:
     if marks := _marks(value):
         raise RowError(f"column {next(iter(marks))} marks turns: put prompt and completion into one list `messages`")
     names = [_name(value, group) for group in COLUMNS["prompt_completion"]]
-    turns = _turns(value, answer, names[1], "assistant")
-    question = _turns(value, question_cell, names[0], "user")
+    turns = _turns(value, answer, names[1], "assistant", access)
+    question = _turns(value, question_cell, names[0], "user", access)
     if not turns or not question:
         raise RowError(f"the {'prompt' if turns else 'completion'} is an empty list of turns")
     if turns[-1]["role"] != "assistant":
@@ -539,13 +585,13 @@ def _question_columns(value: Columns) -> list[str]:
     return other_columns if alpaca or (len(other_columns) == 1 and other_columns != ["context"]) else []
 
 
-def _question(value: Columns, names: Sequence[str]) -> Any:
+def _question(value: Columns, names: Sequence[str], access: PictureAccess | None) -> Any:
     if not names:
         return None
     if len(names) > 1:
         return "\n\n".join(_text(value, (name,)) for name in names)
     [name] = names
-    return _read(value, value[name], name) if name in _WHOLE else turns_in(value[name], name)
+    return _read(value, value[name], name, access) if name in _WHOLE else turns_in(value[name], name)
 
 
 def _other_columns(value: Columns) -> str:
@@ -555,15 +601,15 @@ def _other_columns(value: Columns) -> str:
     return f"set data.columns={{prompt: ...}}{choice}, or put the question into a column prompt"
 
 
-def _turns(value: Columns, cell: Any, column: str, role: str) -> list[Message]:
+def _turns(value: Columns, cell: Any, column: str, role: str, access: PictureAccess | None) -> list[Message]:
     """Messages of turns in any form, or of text that a speaker of this role says."""
     if isinstance(cell, str):
         check_unicode(cell)
         return [{"role": role, "content": cell}]
-    return _read(value, cell, column) if cell is not None else []
+    return _read(value, cell, column, access) if cell is not None else []
 
 
-def _read(value: Columns, cell: Any, column: str) -> list[Message]:
+def _read(value: Columns, cell: Any, column: str, access: PictureAccess | None) -> list[Message]:
     """Messages of a column, with marks from columns such as `loss_mask: [0, 1]`."""
     turns = turns_of(cell, column)
     for name, marks in (_marks(value) if column in _WHOLE else {}).items():
@@ -571,7 +617,7 @@ def _read(value: Columns, cell: Any, column: str) -> list[Message]:
             raise RowError(f"column {name} has {len(marks)} marks, and {column} {len(turns)} turns: give one for each")
         marked = zip(turns, marks, strict=True)
         turns = [{name: mark, **turn} if isinstance(turn, Mapping) else turn for turn, mark in marked]
-    return read_messages(turns, column)
+    return read_messages(turns, column, access)
 
 
 def _marks(value: Columns) -> dict[str, Sequence[Any]]:

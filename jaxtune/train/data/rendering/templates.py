@@ -40,6 +40,7 @@ from jaxtune.train.data.rendering.conversations import GENERATION_MARK, SENTINEL
 from jaxtune.train.data.rendering.formats import Example, strings
 from jaxtune.train.data.rendering.markers import Markers
 from jaxtune.train.data.rendering.packaged import PACKAGED, missing_marks, packaged_that_fit
+from jaxtune.train.data.rendering.pictures import PictureOptions, PlacedPicture, placed_pictures
 from jaxtune.train.data.rendering.spans import (
     is_marked,
     masked_spans,
@@ -83,6 +84,7 @@ class Encoded:
     """What the template does not write, in words."""
     is_cut: bool = False
     """Whether it was cut at `max_tokens`."""
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +196,7 @@ class RowEncoder:
       mask_spans: (opening, closing) texts; a span without a closing reaches to the response's end.
       max_tokens: text is cut after the window (65,536 characters) or piece that reaches it. None: never.
       last_response_only: of a conversation's responses only the last is trained on.
+      pictures: how those of rows are read; None: rows have none.
     """
 
     def __init__(
@@ -208,6 +211,7 @@ class RowEncoder:
         last_response_only: bool = False,
         mask_spans: Sequence[tuple[str, str]] | None = None,
         max_tokens: int | None = None,
+        pictures: PictureOptions | None = None,
     ):
         if train_on not in TRAIN_ON:
             raise ValueError(f"data.train_on must be one of {', '.join(TRAIN_ON)}, got {train_on!r}")
@@ -225,7 +229,7 @@ class RowEncoder:
             for pair in self.mask_spans
         ):
             raise ValueError(f"data.mask_spans={mask_spans!r}: give pairs of texts, such as [[<think>, </think>]]")
-        self.max_tokens = max_tokens
+        self.max_tokens, self.pictures = max_tokens, pictures
         self.markers = None
         if train_on in ("responses", "turns") and (instruction_part is not None or response_part is not None):
             self.markers = Markers(tokenizer, instruction_part, response_part)
@@ -253,8 +257,17 @@ class RowEncoder:
         for example, item, tokens in zip(examples, rendered, token_lists, strict=True):
             prompt = next(tokenized) if isinstance(item, Rendered) and item.prompt is not None else None
             wrong = next((outcome for outcome in (tokens, prompt) if isinstance(outcome, RowError)), None)
-            results.append(wrong or attempt(self._finish, example, item, tokens, prompt))
+            finished = wrong or attempt(self._finish, example, item, tokens, prompt)
+            results.append(attempt(self._illustrated, example, finished) if self.pictures else finished)
         return results
+
+    def _illustrated(self, example: Example, encoded: Encoded | RowError) -> Encoded | RowError:
+        if self.pictures is None or isinstance(encoded, RowError):
+            return encoded
+        tokens, mask, pictures = placed_pictures(
+            example.messages or (), encoded.tokens, encoded.mask, encoded.is_cut, self.pictures.processor
+        )
+        return dataclasses.replace(encoded, tokens=tokens, mask=mask, pictures=pictures)
 
     def encode_prompt(self, example: Example) -> np.ndarray:
         """int32[n]: the prompt of an example's last response: a text alone, a plain prompt, or a conversation without a

@@ -36,9 +36,14 @@ class RowSet(BatchSource):
         """Most documents that a row may have; batches have room for as many."""
         raise NotImplementedError
 
-    def with_max_documents(self, documents: int) -> RowSet:
-        """The set with room for `documents` (not below `max_documents`), as mixed sets need equal shapes. It may change
-        in place: use only the result.
+    @property
+    def patches(self) -> int:
+        """Patches for which a row has room; 0 without pictures."""
+        raise NotImplementedError
+
+    def with_room(self, documents: int, patches: int) -> RowSet:
+        """The set with room for `documents` and `patches` (neither below its own), as mixed sets need equal shapes. It
+        may change in place: use only the result.
         """
         raise NotImplementedError
 
@@ -59,8 +64,8 @@ class FedBatches(BatchSource):
     """
 
     def __init__(self, sets: Sequence[RowSet], weights: Sequence[float], rows_per_step: int, seed: int = 0):
-        most = max(row_set.max_documents for row_set in sets)
-        self.sets = [row_set.with_max_documents(most) for row_set in sets]
+        most, patches = (max(getattr(row_set, name) for row_set in sets) for name in ("max_documents", "patches"))
+        self.sets = [row_set.with_room(most, patches) for row_set in sets]
         for row_set in self.sets[1:]:
             if (extra := {*row_set.empty(1).extra}) != (first_extra := {*self.sets[0].empty(1).extra}):
                 raise ValueError(
@@ -192,9 +197,14 @@ class PreparedSet(RowSet):
     def max_documents(self) -> int:
         return self._batches.max_documents
 
-    def with_max_documents(self, documents: int) -> PreparedSet:
+    @property
+    def patches(self) -> int:
+        return self.data.rows.patches
+
+    def with_room(self, documents: int, patches: int) -> PreparedSet:
         """A copy, packed anew."""
-        return PreparedSet(self.name, self.data.with_max_documents(documents), self._seed)
+        data = self.data.with_max_documents(documents)
+        return PreparedSet(self.name, data.with_patches(patches) if patches else data, self._seed)
 
     def empty(self, rows: int) -> Batch:
         return self._batches.empty(rows)

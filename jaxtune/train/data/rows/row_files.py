@@ -20,6 +20,7 @@ from typing import IO, Any
 from jaxtune.system.terminal import printable
 
 MAX_ROW_SIZE = 32 * 2**20  # the most bytes of a line and characters of a row: about eight million tokens
+MAX_FILES_SIZE = 512 * 2**20  # the most bytes of a row's pictures
 MAX_DEPTH = 100  # the most objects and lists inside each other
 MAX_EXPANSION = 1000  # the most characters of all rows of a Parquet file, as a multiple of its size in bytes
 
@@ -80,7 +81,7 @@ def _measure(value: Any) -> tuple[int, str]:
     """(Rough number of characters, names included; why the row is too large or nested too deeply, or ""). Walks level
     by level, so that deep nesting cannot overflow the stack and a list in itself ends.
     """
-    size, level = 0, [value]
+    size, files, level = 0, 0, [value]
     for _ in range(MAX_DEPTH):
         inner: dict[int, Any] = {}
         for item in level:
@@ -89,11 +90,14 @@ def _measure(value: Any) -> tuple[int, str]:
                 if isinstance(element, Mapping | list | tuple):
                     inner[id(element)] = element
                 else:
-                    size += len(element) if isinstance(element, str | bytes) else 8
+                    files += len(element) if isinstance(element, bytes) else 0
+                    size += len(element) if isinstance(element, str) else 8
         if size > MAX_ROW_SIZE:
             return size, _too_long("characters")
+        if files > MAX_FILES_SIZE:
+            return size, f"more than {MAX_FILES_SIZE:,} bytes of pictures; divide it into several rows"
         if not inner:
-            return size, ""
+            return size + files, ""
         level = list(inner.values())
     return size, f"nested deeper than {MAX_DEPTH} levels"
 
@@ -340,10 +344,19 @@ def read_list(values: Sequence[object], after: int) -> Iterator[Row]:
     return (_object("rows", number, value) for number, value in enumerate(values[after:], start=after + 1))
 
 
+def _undecoded(dataset: Any) -> Any:
+    """The data set with columns of pictures as files, so that a broken one makes its own row a bad one."""
+    for name, feature in (getattr(dataset, "features", None) or {}).items():
+        if type(feature).__name__ == "Image" and feature.decode:
+            dataset = dataset.cast_column(name, dataclasses.replace(feature, decode=False))
+    return dataset
+
+
 def read_dataset(dataset: Any, name: str, after: int) -> Iterator[Row]:
     """Rows of a `datasets` object. Raises ValueError for one that cannot be decoded, as the iterator then ends.
     dataset: map-style or iterable. name: for messages. after: rows up to this number are skipped.
     """
+    dataset = _undecoded(dataset)
     rows = iter(dataset.skip(after) if after else dataset)
     for number in itertools.count(after + 1):
         try:

@@ -106,6 +106,7 @@ class StreamedRows(RowSet):
         self.first = prepare(Window(name, rows, is_later_window=False))
         per_row = self.first.rows.max_documents
         self._max_documents = max(2 * per_row, _LEAST_DOCUMENTS) if self.first.unit.shares_rows else per_row
+        self._patches = self.first.rows.patches
         self._first_rows = len(rows)
 
     @property
@@ -119,13 +120,20 @@ class StreamedRows(RowSet):
         """
         return self._max_documents
 
-    def with_max_documents(self, documents: int) -> StreamedRows:
-        """This stream, changed in place; `documents` is not below `max_documents`. Before the call `empty` has room
-        only for the first window's most.
-        """
-        self._max_documents = documents
-        self.first = self.first.with_max_documents(documents)
+    @property
+    def patches(self) -> int:
+        """Of the first window, unless data.patches_per_row says more."""
+        return self._patches
+
+    def with_room(self, documents: int, patches: int) -> StreamedRows:
+        """This stream, changed in place. Before the call `empty` has room only for the first window's most."""
+        self._max_documents, self._patches = documents, patches
+        self.first = self._with_room(self.first)
         return self
+
+    def _with_room(self, data: TokenDataset) -> TokenDataset:
+        data = data.with_max_documents(self._max_documents)
+        return data.with_patches(self._patches) if self._patches else data
 
     def empty(self, rows: int) -> Batch:
         return self.first.rows.empty(rows)
@@ -220,7 +228,7 @@ class StreamedRows(RowSet):
           start.
         """
         try:
-            data = self._prepare(Window(self.name, rows)).with_max_documents(self._max_documents)
+            data = self._with_room(self._prepare(Window(self.name, rows)))
             packed = data.rows
         except NothingUsable as error:
             self._count(len(rows), len(rows), str(error))
@@ -230,8 +238,20 @@ class StreamedRows(RowSet):
                 f"{rows[0].place} and the rows after it: a batch of them has {sorted(extra)}, and one of the first "
                 f"rows {sorted(first_extra)}: give a column such as margin to all rows, or to none"
             )
+        if packed.patches != self._patches:
+            raise ValueError(
+                f"{rows[0].place} and the rows after it have pictures, and the first rows of the stream none: set "
+                "data.patches_per_row, the patches for which each row has room"
+            )
         self._count(len(rows), data.summary.bad_rows, *data.summary.offenders[:1])
+        self._tell_pictures(data)
         return _TokenisedWindow(begin, end, number, packed, ORDERS[self.order](len(packed), key, number))
+
+    def _tell_pictures(self, data: TokenDataset) -> None:
+        """Adds sentences to `news` about documents whose pictures have no place."""
+        sentences = [] if data.report.pictures is None else data.report.pictures.warnings()
+        with self._lock:
+            self._news += [f"{self.name}: {sentence}" for sentence in sentences]
 
     def _count(self, rows: int, bad: int, lately: str = "") -> None:
         """Adds a window's counts, and a sentence to `news` if rows are bad. lately: one of them, with the reason."""

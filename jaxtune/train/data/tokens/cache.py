@@ -40,6 +40,7 @@ from jaxtune.train.config import ConfigError
 from jaxtune.train.data.rows.reading import Source
 from jaxtune.train.data.tokens.chunks import Chunk
 from jaxtune.train.data.tokens.documents import Documents
+from jaxtune.train.data.tokens.pictures import DocumentPictures, PictureStore, stored_pictures
 
 # The files NAME.bin of a folder and their dtypes; `Documents` documents the fields.
 FIELDS = {"tokens": np.int32, "mask": np.uint8, "lengths": np.int64, "trained": np.int64, "origins": np.int64}
@@ -188,6 +189,7 @@ class _Store:
         if folder is not None:
             for name in FIELDS:
                 self.streams[name] = open(folder / f"{name}.bin", "wb")  # noqa: SIM115 (closed in `close`)
+        self.pictures = PictureStore(folder)
         self.files: dict[str, int] = {}
         self.summary = Summary()
 
@@ -204,6 +206,7 @@ class _Store:
                     self.streams[name].write(data)
             else:
                 self.parts[name].append(array)
+        self.pictures.add(len(chunk.lengths), chunk.pictures)
         self.summary.add(chunk)
 
     def finish(self) -> None:
@@ -211,18 +214,20 @@ class _Store:
         for stream in self.streams.values():
             with writing(stream.name, stream.tell()):
                 stream.close()  # writes the last bytes; a full disk raises here
+        self.pictures.finish()
         write_manifest(self.folder, _META, dataclasses.asdict(_Meta(list(self.files), self.summary)), durable=False)
 
     def close(self) -> None:
-        for stream in self.streams.values():
+        for stream in (*self.streams.values(), self.pictures):
             with contextlib.suppress(OSError):
                 stream.close()
 
     def documents(self) -> Documents:
-        return _documents({name: np.concatenate(arrays) for name, arrays in self.parts.items()}, list(self.files))
+        fields = {name: np.concatenate(arrays) for name, arrays in self.parts.items()}
+        return _documents(fields, list(self.files), self.pictures.documents())
 
 
-def _documents(fields: Mapping[str, np.ndarray], files: list[str]) -> Documents:
+def _documents(fields: Mapping[str, np.ndarray], files: list[str], pictures: DocumentPictures | None) -> Documents:
     """Documents of flat arrays by the names of FIELDS; `tokens` and `mask` are not copied. origins may be flat."""
     lengths = np.array(fields["lengths"])
     return Documents(
@@ -233,6 +238,7 @@ def _documents(fields: Mapping[str, np.ndarray], files: list[str]) -> Documents:
         trained=np.array(fields["trained"]),
         origins=np.array(fields["origins"]).reshape(-1, 2),
         files=tuple(files),
+        pictures=pictures,
     )
 
 
@@ -343,7 +349,7 @@ def _open(folder: Path) -> tuple[Documents, Summary]:
     """
     meta = _read_meta(folder)
     fields = {name: np.memmap(folder / f"{name}.bin", dtype, mode="r") for name, dtype in FIELDS.items()}
-    documents = _documents(fields, meta.sources)
+    documents = _documents(fields, meta.sources, stored_pictures(folder, len(fields["lengths"])))
     _require_sound(documents, meta.summary)
     return documents, meta.summary
 

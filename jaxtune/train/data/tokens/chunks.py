@@ -17,6 +17,7 @@ from jaxtune.train.data.rendering.formats import (
     refuse_excluded,
     unread,
 )
+from jaxtune.train.data.rendering.pictures import PictureOptions, PlacedPicture
 from jaxtune.train.data.rendering.templates import Encoded, RowEncoder
 from jaxtune.train.data.rows.row_errors import Excluded, RowError, attempt
 from jaxtune.train.data.rows.row_files import Row
@@ -59,6 +60,8 @@ class Chunk:
     implied: int = 0
     unread: list[str] = dataclasses.field(default_factory=list)
     """Columns with values that the format does not use, and message keys that only a template may read."""
+    pictures: list[tuple[PlacedPicture, ...]] = dataclasses.field(default_factory=list)
+    """Of each document; empty without any."""
 
 
 # The document of the answer that a labelled row does not have.
@@ -71,7 +74,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     A row that is bad, untrained or excluded gives no document and is listed. One of a preference format gives two:
     chosen and rejected, or for a labelled row its answer and an empty one.
     """
-    outcome = [attempt(_examples, row) for row in rows]
+    outcome = [attempt(_examples, row, encoder.pictures) for row in rows]
     examples = [
         answer_example
         for row_outcome in outcome
@@ -109,7 +112,8 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         else:
             documents += [result if isinstance(result, Encoded) else _NO_ANSWER for result in outcomes]
             origins += [(row.file, row.number)] * len(outcomes)
-    columns = [name for row in rows if row.value for name in unread(row.value, row.format)]
+    seen = encoder.pictures is not None
+    columns = [name for row in rows if row.value for name in unread(row.value, row.format, seen)]
     keys = [name for example in examples for name in example.unknown]
     return Chunk(
         rows=len(rows),
@@ -129,6 +133,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         cut=sum(d.is_cut for d in documents),
         implied=sum(answer_example.implied for answer_example in examples) // 2,
         unread=list(dict.fromkeys([*columns, *keys])),
+        pictures=[document.pictures for document in documents] if any(d.pictures for d in documents) else [],
     )
 
 
@@ -144,12 +149,13 @@ def _from_one_start(pair: list[Encoded]) -> list[Encoded]:
     return alike
 
 
-def _examples(row: Row) -> list[Example] | list[Example | None]:
+def _examples(row: Row, pictures: PictureOptions | None) -> list[Example] | list[Example | None]:
     """[example], or [chosen, rejected] with None for a labelled row's missing answer. Raises RowError."""
     if row.value is None:
         raise RowError(row.error)
     refuse_excluded(row.value)
+    access = None if pictures is None else pictures.access(row.file)
     if row.format in (PREFERENCE, LABELLED):
-        pair = (normalize_pair if row.format == PREFERENCE else normalize_labelled)(row.value)
+        pair = (normalize_pair if row.format == PREFERENCE else normalize_labelled)(row.value, access)
         return [pair.chosen, pair.rejected]
-    return [normalize(row.value, row.format)]
+    return [normalize(row.value, row.format, access)]

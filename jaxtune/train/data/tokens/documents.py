@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxtune.system.sealed import crc32
 from jaxtune.train.data.batches import Batch
+from jaxtune.train.data.tokens.pictures import DocumentPictures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +45,23 @@ class Documents:
     """int64[n, 2]: index into `files`, and line or row number from 1. None: unknown."""
     files: tuple[str, ...] = ()
     """Names of the files or data sets; "rows" for a list of dicts."""
+    pictures: DocumentPictures | None = None
+    """None: rows are read without."""
 
     def __len__(self) -> int:
         return len(self.starts)
 
     @functools.cached_property
     def tokens_crc32(self) -> int:
-        """The CRC-32 of `tokens`, by which checkpoints recognise rows; a selection has the same. Reads all tokens."""
-        return crc32([np.ascontiguousarray(self.tokens)])
+        """The CRC-32 of `tokens` and pictures, by which checkpoints recognise rows; a selection has the same. Reads all
+        tokens.
+        """
+        return crc32([np.ascontiguousarray(self.tokens), self.picture_fingerprint])
+
+    @property
+    def picture_fingerprint(self) -> bytes:
+        """By which the pictures are known; empty without any. A selection has the same."""
+        return b"" if self.pictures is None else self.pictures.fingerprint()
 
     @property
     def identity(self) -> str:
@@ -76,21 +86,37 @@ class Documents:
             lengths=self.lengths[indices],
             trained=self.trained[indices],
             origins=None if self.origins is None else self.origins[indices],
+            pictures=None if self.pictures is None else self.pictures.select(indices),
         )
 
-    def write(self, start: int, count: int, batch: Batch, slot: int, offset: int, segment: int) -> int:
-        """Writes tokens[start : start + count] (at least one) into a batch's row in place; the index after them. The
-        last token gets no target; positions count from 0.
+    def write(
+        self,
+        document: int,
+        first: int,
+        count: int,
+        batch: Batch,
+        slot: int,
+        offset: int,
+        segment: int,
+        shared: dict[int, int] | None = None,
+    ) -> int:
+        """Writes a document's tokens[first : first + count] (at least one) into a batch's row in place; the index after
+        them. The last token gets no target; positions count from 0.
 
           slot, offset: the batch's row, and the index in it.
           segment: segment id, from 1.
+          shared: of `DocumentPictures.write`; None: it shares its pictures with no other document.
         """
-        end, tokens = offset + count, self.tokens[start : start + count]
+        start, end = int(self.starts[document]) + first, offset + count
+        tokens = self.tokens[start : start + count]
         batch.tokens[slot, offset:end] = tokens
         batch.targets[slot, offset : end - 1] = tokens[1:]
         batch.weights[slot, offset : end - 1] = self.mask[start + 1 : start + count] != 0
         batch.segment_ids[slot, offset:end] = segment
-        batch.positions[slot, offset:end] = np.arange(count)
+        if self.pictures is not None and batch.pictures:
+            self.pictures.write(batch, slot, offset, document, count, {} if shared is None else shared)
+        else:
+            batch.positions[slot, offset:end] = np.arange(count)
         return end
 
     def held_out(self, firsts: np.ndarray, eval_rows: float, noun: str) -> tuple[np.ndarray, np.ndarray, int]:
@@ -116,10 +142,11 @@ class Documents:
         return training, np.sort(first_rows[:count]), len(firsts) - len(training) - count
 
     def _hashes(self, indices: np.ndarray) -> np.ndarray:
-        """uint64[n]: hashes of the documents' tokens, the same in every process; masks do not count."""
+        """uint64[n]: hashes of the documents' tokens and pictures, the same in every process; masks do not count."""
         hashes = np.empty(len(indices), np.uint64)
         for number, index in enumerate(indices.tolist()):
             data = self.tokens[self.starts[index] : self.starts[index] + self.lengths[index]].tobytes()
+            data += b"" if self.pictures is None else self.pictures.digests_of(index)
             hashes[number] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
         return hashes
 

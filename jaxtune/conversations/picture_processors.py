@@ -1,0 +1,348 @@
+"""How a model's pictures become tokens, positions and patches: transformers' image processor and what its processor
+writes.
+
+A picture of a grid of (height, width) patches is at its tokens what `tokens` writes in place of the one token that the
+chat template does. Patches are in blocks of merge x merge, row by row; a block's patches become one feature, which
+stands at one token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from jaxtune.conversations.pictures import PictureError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FILES = ("preprocessor_config.json", "processor_config.json")  # of a model's folder; the second has it inside
+type Grid = tuple[int, int]  # (height, width) of a picture in patches
+
+
+class _ImageProcessor(Protocol):
+    """transformers' PIL class of an image processor."""
+
+    size: Mapping[str, int]
+
+    def __call__(self, images: list[Image], **options: object) -> Mapping[str, np.ndarray]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """Pixels of a patch's side, and patches of a block's."""
+
+    patch: int
+    merge: int
+
+
+type Settings = Mapping[str, object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """An image processor of transformers, and how its models read pictures."""
+
+    sides: Callable[[Settings, Settings], Sides]
+    """Of the settings and config.json. Raises KeyError."""
+    grid: Callable[[_ImageProcessor, Sides, int, int], Grid]
+    """Of a picture's height and width in pixels. Raises ValueError."""
+    patches: Callable[[_ImageProcessor, Sides, Image], np.ndarray]
+    """float[patches, F], in blocks."""
+    limited: Callable[[Settings, int], Settings]
+    """The settings by which a picture has at most this many pixels. Raises ValueError."""
+    axes: int = 1
+    """Of positions: 3 are time, height and width."""
+    around: tuple[str, ...] = ()
+    """Keys of config.json with the tokens that the processor writes before and behind a picture."""
+    row_ends: tuple[str, ...] = ()
+    """Tokens behind each row of features but the last, and behind the last."""
+    token: str = "image_token_id"
+    """Key of config.json with the token at which features stand."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PictureProcessor:
+    """A model's. Values only, so that it can be sent to other processes and written into keys."""
+
+    name: str
+    """Of transformers' image processor, without Fast or Pil."""
+    settings: str
+    """JSON of its settings."""
+    sides: Sides
+    token: int
+    """At which features stand, and which the chat template writes once for a picture."""
+    around: tuple[int, ...] = ()
+    """Tokens before and behind a picture."""
+    row_ends: tuple[int, ...] = ()
+    """Tokens behind each row of features but the last, and behind the last."""
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.name]
+
+    @property
+    def axes(self) -> int:
+        """Of positions; with 1 they are plain numbers."""
+        return self.kind.axes
+
+    @property
+    def merge(self) -> int:
+        """Patches of a block's side."""
+        return self.sides.merge
+
+    @property
+    def block(self) -> int:
+        """Patches that become one feature."""
+        return self.merge**2
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Numbers of a patch."""
+        from PIL import Image
+
+        return self.patches(Image.new("RGB", (64, 64))).shape[1]
+
+    def grid(self, image: Image) -> Grid:
+        """Raises PictureError for a picture that the processor refuses."""
+        try:
+            return self.kind.grid(_loaded(self.name, self.settings), self.sides, image.height, image.width)
+        except ValueError as error:
+            raise PictureError(f"a picture of {image.width} x {image.height} pixels: {error}") from None
+
+    def features(self, grid: Grid) -> int:
+        return grid[0] * grid[1] // self.block
+
+    def tokens(self, grid: Grid) -> np.ndarray:
+        """int32[n] in place of the template's token."""
+        rows, columns = grid[0] // self.merge, grid[1] // self.merge
+        row = [self.token] * columns
+        features = (row + [*self.row_ends[:1]]) * (rows - 1) + row + [*self.row_ends[1:]]
+        return np.array([*self.around[:1], *features, *self.around[1:]], np.int32)
+
+    def patches(self, image: Image) -> np.ndarray:
+        """float32[patches, F] of an image in RGB, normalised."""
+        return np.asarray(self.kind.patches(_loaded(self.name, self.settings), self.sides, image), np.float32)
+
+    def coordinates(self, grid: Grid) -> np.ndarray:
+        """int32[patches, 2]: (row, column) of each patch."""
+        rows, columns = np.indices(grid, np.int32)
+        return np.stack([in_blocks(rows, self.merge), in_blocks(columns, self.merge)], 1)
+
+    def positions(self, count: int, starts: Sequence[int], grids: Sequence[Grid]) -> np.ndarray:
+        """int32[count] or [count, axes]: positions in a document from 0; a picture with several axes advances by the
+        larger side of its features.
+
+          count: tokens of the document, which may end before its pictures do.
+          starts, grids: of its pictures, in order; a start is the index of its first token.
+        """
+        if self.axes == 1:
+            return np.arange(count, dtype=np.int32)
+        positions = np.arange(count, dtype=np.int32)[:, None].repeat(self.axes, 1)
+        for start, grid in zip(starts, grids, strict=True):
+            if start >= count:
+                break
+            height, width = grid[0] // self.merge, grid[1] // self.merge
+            end, begin = min(start + height * width, count), positions[start, 0]
+            inside = np.arange(end - start)
+            for axis, offset in enumerate((0 * inside, inside // width, inside % width)):
+                positions[start:end, axis] = begin + offset
+            positions[end:] += max(height, width) - height * width
+        return positions
+
+    @classmethod
+    def of_folder(
+        cls, folder: Path, token_id: Callable[[str], int | None], max_pixels: int | None = None
+    ) -> PictureProcessor:
+        """The processor of a model's folder. Raises ValueError, which names the file that is missing or wrong.
+
+        token_id: of a special token's text, None if the tokenizer has none.
+        max_pixels: of a picture that is read; None: as the folder says.
+        """
+        config, settings = json.loads((folder / "config.json").read_text()), None
+        for name in FILES:
+            if (path := folder / name).is_file():
+                written = json.loads(path.read_text())
+                settings = written if name == FILES[0] else written.get("image_processor")
+            if settings is not None:
+                break
+        if settings is None:
+            raise ValueError(
+                f"{folder}: there is no {FILES[0]}, and no image_processor in {FILES[1]}: pictures cannot be read "
+                "without the model's own settings; fetch the file from where the model is from"
+            )
+        return cls.of(config, settings, token_id, max_pixels)
+
+    @classmethod
+    def of(
+        cls,
+        config: Settings,
+        settings: Settings,
+        token_id: Callable[[str], int | None],
+        max_pixels: int | None = None,
+    ) -> PictureProcessor:
+        """As `of_folder`, of the contents of config.json and of the preprocessor's file."""
+        written = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
+        name = written.removesuffix("Fast").removesuffix("Pil")
+        if (kind := KINDS.get(name)) is None:
+            raise ValueError(f"image_processor_type = {written!r} is not supported; there are {', '.join(KINDS)}")
+        values = {key: value for key, value in settings.items() if value is not None and key not in _NO_SETTINGS}
+        values = values if max_pixels is None else kind.limited(values, max_pixels)
+        try:
+            sides = kind.sides(settings, config)
+        except KeyError as error:
+            raise ValueError(f"{name}: neither the preprocessor's file nor config.json has {error}") from None
+        ends = [(text, token_id(text)) for text in kind.row_ends]
+        if missing := [text for text, index in ends if index is None]:
+            raise ValueError(f"the tokenizer has no token {missing[0]}, which {name} writes")
+        processor = cls(
+            name,
+            json.dumps(values, sort_keys=True),
+            sides,
+            _token(config, kind.token),
+            tuple(_token(config, key) for key in kind.around),
+            tuple(index for _, index in ends if index is not None),
+        )
+        _loaded(processor.name, processor.settings)
+        return processor
+
+
+# Keys of the file that say which class reads it.
+_NO_SETTINGS = frozenset(("image_processor_type", "feature_extractor_type", "processor_class", "auto_map"))
+
+
+def _token(config: Settings, key: str) -> int:
+    value = config.get(key, config.get(key.replace("_id", "_index")))
+    if not isinstance(value, int):
+        raise ValueError(f"config.json: {key} = {value!r}: must be a token's id")
+    return value
+
+
+def _side(settings: object, key: str) -> int:
+    """A whole number of the settings, or a square's height. Raises KeyError."""
+    value = settings[key] if isinstance(settings, Mapping) else None
+    value = value.get("height") if isinstance(value, Mapping) else value
+    if not isinstance(value, int):
+        raise KeyError(key)
+    return value
+
+
+@functools.lru_cache(8)
+def _loaded(name: str, settings: str) -> _ImageProcessor:
+    """transformers' PIL class with these settings, which needs no torch and is the same whatever is installed."""
+    import transformers
+
+    return getattr(transformers, f"{name}Pil")(**json.loads(settings))
+
+
+def in_blocks(raster: np.ndarray, merge: int) -> np.ndarray:
+    """[h * w, ...]: the patches [h, w, ...] of a picture, blocks of merge x merge one after the other."""
+    height, width, *others = raster.shape
+    blocks = raster.reshape(height // merge, merge, width // merge, merge, *others)
+    return blocks.swapaxes(1, 2).reshape(height * width, *others)
+
+
+# --- families
+
+
+def _functions(processor: _ImageProcessor) -> ModuleType:
+    """The module of an image processor, with the functions by which it chooses a picture's size."""
+    return importlib.import_module(type(processor).__module__)
+
+
+def _qwen_grid(processor: _ImageProcessor, sides: Sides, height: int, width: int) -> Grid:
+    factor, areas = sides.patch * sides.merge, processor.size
+    size = _functions(processor).smart_resize(height, width, factor, areas["shortest_edge"], areas["longest_edge"])
+    return size[0] // sides.patch, size[1] // sides.patch
+
+
+def _qwen_limited(settings: Settings, pixels: int) -> Settings:
+    """The edges of this processor are areas."""
+    values = {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")}
+    size = settings.get("size")
+    smallest = settings.get("min_pixels", size.get("shortest_edge") if isinstance(size, Mapping) else None)
+    smallest = smallest if isinstance(smallest, int) else pixels
+    return {**values, "size": {"shortest_edge": min(smallest, pixels), "longest_edge": pixels}}
+
+
+_GEMMA_TOKENS = (70, 140, 280, 560, 1120)  # that a picture may have
+
+
+def _gemma4_grid(processor: _ImageProcessor, sides: Sides, height: int, width: int) -> Grid:
+    most = _side(vars(processor), "max_soft_tokens") * sides.merge**2
+    choose = _functions(processor).get_aspect_ratio_preserving_size
+    size = choose(height, width, sides.patch, most, sides.merge)
+    return size[0] // sides.patch, size[1] // sides.patch
+
+
+def _gemma4_patches(processor: _ImageProcessor, sides: Sides, image: Image) -> np.ndarray:
+    """They come row by row, padded."""
+    height, width = _gemma4_grid(processor, sides, image.height, image.width)
+    patches = processor([image])["pixel_values"][0][: height * width]
+    return in_blocks(np.asarray(patches).reshape(height, width, -1), sides.merge)
+
+
+def _gemma4_limited(settings: Settings, pixels: int) -> Settings:
+    patch, merge = (_side(settings, key) for key in ("patch_size", "pooling_kernel_size"))
+    numbers = [number for number in _GEMMA_TOKENS if number * (patch * merge) ** 2 <= pixels]
+    if not numbers:
+        raise ValueError(
+            f"max_pixels = {pixels}: a picture of Gemma 4 has at least {_GEMMA_TOKENS[0] * (patch * merge) ** 2:,}"
+        )
+    return {**settings, "max_soft_tokens": min(numbers[-1], _side(settings, "max_soft_tokens"))}
+
+
+def _pixtral_grid(processor: _ImageProcessor, sides: Sides, height: int, width: int) -> Grid:
+    block, longest = sides.patch * sides.merge, processor.size["longest_edge"]
+    choose = _functions(processor).get_resize_output_image_size
+    size = choose(np.broadcast_to(np.uint8(0), (height, width, 3)), (longest, longest), (block, block), "channels_last")
+    return size[0] // sides.patch, size[1] // sides.patch
+
+
+def _pixtral_patches(processor: _ImageProcessor, sides: Sides, image: Image) -> np.ndarray:
+    block = sides.patch * sides.merge
+    pixels = np.asarray(processor([image], patch_size={"height": block, "width": block})["pixel_values"][0])
+    channels, height, width = pixels.shape
+    squares = pixels.reshape(channels, height // sides.patch, sides.patch, width // sides.patch, sides.patch)
+    return in_blocks(squares.transpose(1, 3, 0, 2, 4), sides.merge).reshape(-1, channels * sides.patch**2)
+
+
+def _pixtral_limited(settings: Settings, pixels: int) -> Settings:
+    size = settings.get("size")
+    longest = size.get("longest_edge") if isinstance(size, Mapping) else None
+    edge = math.isqrt(pixels)
+    return {**settings, "size": {"longest_edge": min(edge, longest) if isinstance(longest, int) else edge}}
+
+
+KINDS = {
+    "Qwen2VLImageProcessor": Kind(
+        sides=lambda settings, config: Sides(_side(settings, "patch_size"), _side(settings, "merge_size")),
+        grid=_qwen_grid,
+        patches=lambda processor, sides, image: processor([image])["pixel_values"],
+        limited=_qwen_limited,
+        axes=3,
+    ),
+    "Gemma4ImageProcessor": Kind(
+        sides=lambda settings, config: Sides(_side(settings, "patch_size"), _side(settings, "pooling_kernel_size")),
+        grid=_gemma4_grid,
+        patches=_gemma4_patches,
+        limited=_gemma4_limited,
+        around=("boi_token_id", "eoi_token_id"),
+    ),
+    "PixtralImageProcessor": Kind(
+        sides=lambda settings, config: Sides(_side(settings, "patch_size"), _side(config, "spatial_merge_size")),
+        grid=_pixtral_grid,
+        patches=_pixtral_patches,
+        limited=_pixtral_limited,
+        row_ends=("[IMG_BREAK]", "[IMG_END]"),
+    ),
+}

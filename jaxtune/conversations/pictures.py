@@ -1,0 +1,249 @@
+"""Pictures of conversations, from what people and programs write to RGB pixels."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import hashlib
+import io
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PICTURE = "\uf8f0"  # a character for private use that stands for a picture in a message's content
+TAG = "<image>"  # stands for a picture in the text of rows with a column of pictures
+MOST_PIXELS = 89_478_485  # of a picture, read from its header before it is decoded; from here on Pillow warns
+MOST_BYTES = 128 * 2**20  # of a picture's file
+# Kinds that are tried. Others run programs (EPS), or hold no photographs or drawings.
+_KINDS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "QOI", "ICO")
+_BASE64 = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")  # how JPEG, PNG, GIF and WebP files begin in base64
+_PAYLOADS = ("image", "image_url", "url", "path", "bytes", "base64", "source", "data", "file")
+_SIZES = ("max_pixels", "min_pixels", "resized_height", "resized_width")
+_SECONDS = 30.0  # for a remote picture
+
+
+class PictureError(ValueError):
+    """A picture that cannot be read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PictureAccess:
+    """Where pictures may be read from. Pictures that are written into a conversation itself always may."""
+
+    folders: tuple[str, ...] = (".",)
+    """In which relative paths are looked for, in order."""
+    files: bool = True
+    remote: bool = False
+    """Whether http and https addresses are fetched."""
+    remote_key: str = "data.remote_images"
+    """The option that allows it, for messages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A picture that is not decoded yet: one of these is set."""
+
+    data: bytes | None = dataclasses.field(default=None, repr=False)
+    """Of its file."""
+    path: str | None = None
+    url: str | None = None
+    image: Image | None = dataclasses.field(default=None, repr=False)
+
+    def fetched(self) -> Picture:
+        """The picture with the bytes behind its address; itself without one. Raises PictureError."""
+        if self.url is None:
+            return self
+        try:
+            with urllib.request.urlopen(self.url, timeout=_SECONDS) as reply:
+                data = reply.read(MOST_BYTES + 1)
+        except (OSError, ValueError) as error:
+            raise PictureError(f"{_short(self.url)} cannot be fetched: {error}") from None
+        if len(data) > MOST_BYTES:
+            raise PictureError(f"{_short(self.url)} has more than {MOST_BYTES:,} bytes")
+        return Picture(data=data)
+
+    def file_bytes(self) -> bytes:
+        """Its file's content, of an image in memory as PNG. Raises PictureError."""
+        if self.image is not None:
+            stream = io.BytesIO()
+            rgb(self.image).save(stream, "PNG", compress_level=1)
+            return stream.getvalue()
+        if self.data is not None:
+            return self.data
+        if self.path is None:
+            return self.fetched().file_bytes()
+        try:
+            path = Path(self.path)
+            if not path.is_file():
+                raise PictureError(f"there is no file {self.path}")
+            if (size := path.stat().st_size) > MOST_BYTES:
+                raise PictureError(f"{self.path} has {size:,} bytes; a picture may have {MOST_BYTES:,}")
+            return path.read_bytes()
+        except OSError as error:
+            raise PictureError(f"{self.path} cannot be read: {error.strerror or error}") from None
+
+    def decoded(self) -> Image:
+        """The picture in RGB, upright, on white where it is transparent. Raises PictureError for one that is broken, of
+        more than MOST_PIXELS, or moves.
+        """
+        from PIL import Image
+
+        name = self.path or "the picture"
+        if self.image is not None:
+            return rgb(self.image)
+        data = self.file_bytes()
+        Image.init()
+        kinds = [kind for kind in _KINDS if kind in Image.OPEN]  # a build of Pillow may lack some
+        try:
+            with Image.open(io.BytesIO(data), formats=kinds) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise PictureError(
+                        f"{name} has {image.width:,} x {image.height:,} pixels; at most {MOST_PIXELS:,} are decoded"
+                    )
+                if image.format != "MPO" and getattr(image, "is_animated", False):  # MPO: a photograph with previews
+                    raise PictureError(f"{name} has several frames; only still pictures can be read: keep one frame")
+                return rgb(image)
+        except PictureError:
+            raise
+        except Image.UnidentifiedImageError:
+            raise PictureError(f"{name} is no picture of a known kind ({', '.join(kinds)}), or broken") from None
+        except Exception as error:  # decoders raise errors of many kinds
+            raise PictureError(f"{name} cannot be decoded: {type(error).__name__}: {error}") from None
+
+    def digest(self) -> bytes:
+        """16 bytes by which equal pictures are known. Raises PictureError."""
+        if self.image is not None:
+            return hashlib.blake2b(f"{self.image.size}".encode() + rgb(self.image).tobytes(), digest_size=16).digest()
+        return hashlib.blake2b(self.file_bytes(), digest_size=16).digest()
+
+
+def rgb(image: Image) -> Image:
+    """An image of any mode upright in RGB, 8 bits a channel, on white where it is transparent. Raises PictureError for
+    floats.
+    """
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "RGB" and "transparency" not in image.info:
+        image.load()
+        return image
+    if image.mode.startswith("I"):  # 16 bits, which Pillow cuts off at 255
+        image = Image.fromarray((np.clip(np.asarray(image, np.int64), 0, 65_535) // 257).astype(np.uint8))
+    if image.mode == "F":
+        raise PictureError("a picture of floating-point numbers has no known white: write it with 8 bits a channel")
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        straight = {"La": "LA"}.get(image.mode)
+        colours = (image.convert(straight) if straight else image).convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", colours.size, "white"), colours).convert("RGB")
+    return image.convert("RGB")
+
+
+def is_picture_part(part: object) -> bool:
+    """Whether a part of a message's content is a picture, with or without its payload."""
+    if not isinstance(part, Mapping):
+        return _is_image(part)
+    kind = part.get("type")
+    if kind is None:
+        return any(part.get(key) is not None for key in ("image", "image_url"))
+    return kind in ("image", "image_url", "input_image")
+
+
+def picture_of_part(part: object, access: PictureAccess) -> Picture | None:
+    """The picture of a part for which `is_picture_part` holds; None if it only marks the place of one. Raises
+    PictureError.
+    """
+    if not isinstance(part, Mapping):
+        return read_picture(part, access)
+    if sizes := [key for key in _SIZES if part.get(key) is not None]:
+        raise PictureError(
+            f"{sizes[0]} = {part[sizes[0]]!r} of one picture; its size is the same rule for all: leave it out"
+        )
+    payload = next((part[key] for key in _PAYLOADS if part.get(key) is not None), None)
+    return None if payload is None else read_picture(payload, access)
+
+
+def read_picture(value: object, access: PictureAccess) -> Picture:
+    """A picture of bytes, a path, an address, base64, a mapping with one of them, an array or an image of Pillow.
+
+    Raises PictureError for another form, a file that is not there, or what `access` does not allow. Reads no pixels.
+    """
+    if isinstance(value, Mapping):
+        payload = next((value[key] for key in _PAYLOADS if value.get(key) is not None), None)
+        if payload is None:
+            raise PictureError(f"has none of {', '.join(_PAYLOADS)}")
+        return read_picture(payload, access)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return Picture(data=bytes(value))
+    if isinstance(value, str | Path):
+        return _of_text(str(value), access)
+    if _is_image(value):
+        return _of_image(value)  # type: ignore[arg-type]
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3):
+        from PIL import Image
+
+        return Picture(image=Image.fromarray(value))
+    raise PictureError(
+        f"is no picture but {type(value).__name__}: give a path, bytes, a data URL or an image of Pillow"
+    )
+
+
+def _is_image(value: object) -> bool:
+    return hasattr(value, "getbands") and hasattr(value, "tobytes")
+
+
+def _of_image(image: Image) -> Picture:
+    """Of a file that is opened and not read yet only the path is kept, so that many need no memory."""
+    path = getattr(image, "filename", "")
+    if path and getattr(image, "fp", None) is not None and Path(path).is_file():
+        return Picture(path=str(path))
+    return Picture(image=image)
+
+
+def _of_text(text: str, access: PictureAccess) -> Picture:
+    scheme = text[:16].partition(":")[0].lower() if ":" in text[:16] else ""
+    if scheme == "data":
+        header, comma, body = text.partition(",")
+        if not comma or not header.lower().endswith(";base64"):
+            raise PictureError(f"{_short(text)} is no data URL with base64")
+        return Picture(data=_unpacked(body))
+    if scheme in ("http", "https"):
+        if not access.remote:
+            raise PictureError(f"{_short(text)} is remote, and fetched only with {access.remote_key}: true")
+        return Picture(url=text)
+    if text.startswith(_BASE64) and len(text) > 64:
+        return Picture(data=_unpacked(text))
+    if not access.files:
+        raise PictureError(f"{_short(text)} is a file's name, which is not read here: send the picture as a data URL")
+    path = urllib.parse.unquote(urllib.parse.urlsplit(text).path) if scheme == "file" else text
+    if "\0" in path or len(path) > 4096:
+        raise PictureError(f"{_short(text)} is no path")
+    try:
+        paths = [Path(folder, Path(path).expanduser()) for folder in access.folders]
+        existing = next((candidate for candidate in paths if candidate.is_file()), None)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise PictureError(f"{_short(text)} is no path: {error}") from None
+    if existing is None:
+        where = (
+            "" if Path(path).is_absolute() else f" in {' or '.join(str(Path(f).absolute()) for f in access.folders)}"
+        )
+        raise PictureError(f"there is no file {_short(path)}{where}")
+    return Picture(path=str(existing.absolute()))
+
+
+def _unpacked(body: str) -> bytes:
+    try:
+        return base64.b64decode("".join(body.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise PictureError(f"{_short(body)} is no base64: {error}") from None
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:77]}...")

@@ -1,0 +1,118 @@
+"""Whether a run reads pictures, and how."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+
+from jaxtune.conversations.picture_processors import FILES, PictureProcessor
+from jaxtune.conversations.pictures import PictureAccess, is_picture_part
+from jaxtune.conversations.tokenizing import Tokenizer
+from jaxtune.models.config import Source
+from jaxtune.models.files.model_folder import find_config
+from jaxtune.models.registry import tower_config
+from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
+from jaxtune.train.data.rendering.formats import refuse_media
+from jaxtune.train.data.rendering.pictures import PictureOptions
+from jaxtune.train.data.rows.reading import open_sources
+from jaxtune.train.data.rows.row_errors import RowError
+from jaxtune.train.objectives.objective import Objective
+
+_LOOKED_AT = 1000  # rows of each set
+_STREAMED = 100  # of a stream, whose rows are fetched
+_PART = re.compile(r'"type"\s*:\s*"(image|image_url|input_image)"')  # in turns as JSON
+
+
+def reads_pictures(config: TrainConfig, objective: Objective) -> bool:
+    """Whether the model is loaded with its tower: as model.pictures says, else if one of the first rows has a picture
+    and the model a tower that is supported.
+
+    Raises ConfigError if it cannot be, or for keys that do not go together with pictures; ValueError for rows that
+    cannot be opened.
+    """
+    model = config.model
+    if model.pictures is False:
+        return False
+    try:
+        tower_config(find_config(model.from_config or model.path or "", published=False))
+    except (ValueError, OSError) as error:  # whoever loads the model says what is wrong with its folder
+        if model.pictures:
+            raise ConfigError(f"model.pictures = true: {error}") from None
+        return False
+    if model.pictures is None and not _rows_have_pictures(config.data):
+        return False
+    if words := refusal(config, objective):
+        raise ConfigError(words)
+    return True
+
+
+def refusal(config: TrainConfig, objective: Objective) -> str | None:
+    """Why this run cannot have pictures, with what to change; None: it can."""
+    instead = "leave it out, or train on text alone (model.pictures=false, and rows without pictures)"
+    mesh, asking = config.mesh, config.evaluation.asking
+    refused = {
+        f"objective = {objective.label}": not objective.reads_pictures,
+        f"mesh.fsdp = {mesh and mesh.fsdp}": mesh is not None and mesh.fsdp != 1,
+        f"qat.format = {config.qat and config.qat.format}": config.qat is not None,
+        **{f"{key} = {value}": True for key, value in asking},
+    }
+    key = next((key for key, holds in refused.items() if holds), None)
+    return None if key is None else f"{key}: not supported yet in a run with pictures; {instead}"
+
+
+def picture_options(source: Source | None, tokenizer: Tokenizer, data: DataConfig) -> PictureOptions:
+    """How pictures of rows are read for a model that was loaded from `source` with its tower. Raises ValueError for a
+    model without its image processor's file, or with one that is not supported.
+    """
+    whole = None if source is None else source.passthrough
+    if source is None or whole is None or whole.config is None:
+        raise ValueError("pictures: this model was made without a folder, whose image processor says how to read them")
+    files = {name: json.loads(content) for name, content in whole.processors}
+    settings = files.get(FILES[0]) or files.get(FILES[1], {}).get("image_processor")
+    if settings is None:
+        raise ValueError(
+            f"{source.path}: there is no {FILES[0]}, and no image_processor in {FILES[1]}: pictures cannot be read "
+            "without the model's own settings; fetch the file from where the model is from"
+        )
+    processor = PictureProcessor.of(
+        json.loads(whole.config), settings, tokenizer.convert_tokens_to_ids, data.max_pixels
+    )
+    return PictureOptions(processor, data.remote_images, data.images)
+
+
+def _rows_have_pictures(data: DataConfig) -> bool:
+    trained = [data.train] if isinstance(data.train, str) else data.train
+    sets = [entry if isinstance(entry, str) else entry[0] for entry in trained]
+    sets += [data.eval] if data.eval is not None else []
+    return any(_has_picture(value) for rows in sets if rows for value in _first_rows(rows, data))
+
+
+def _first_rows(rows: str, data: DataConfig) -> Iterator[object]:
+    count = _STREAMED if data.streaming else _LOOKED_AT
+    for source in open_sources(rows, data.streaming, data.columns):
+        yield from (row.value for row in itertools.islice(source.read(0), count))
+
+
+def _has_picture(value: object) -> bool:
+    """Whether a row has a picture: in a column that is refused without a tower, or in a message."""
+    if not isinstance(value, Mapping):
+        return False
+    try:
+        refuse_media(value)
+    except RowError:
+        try:
+            refuse_media(value, PictureAccess())
+        except RowError:
+            return False  # a video, say
+        return True
+    return any(map(_has_part, value.values()))
+
+
+def _has_part(value: object) -> bool:
+    if isinstance(value, str):
+        return value.lstrip()[:1] in ("[", "{") and _PART.search(value) is not None
+    if isinstance(value, Mapping):
+        return is_picture_part(value) or any(map(_has_part, value.values()))
+    return isinstance(value, list | tuple) and any(map(_has_part, value))

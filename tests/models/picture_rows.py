@@ -1,0 +1,152 @@
+"""Packed rows of documents with pictures, made by the words of the contract, and a tiny model that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxtune.models.vision.pictures import Pictures
+
+MERGE, NUMBERS = 2, 3 * 2 * 4 * 4  # patches of a feature's side; numbers of a patch
+PICTURE = 120  # the picture token
+
+HF = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+        },
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    },
+    "vision_config": {
+        "model_type": "qwen3_5_vision",
+        "depth": 2,
+        "hidden_size": 48,
+        "num_heads": 2,  # heads of 24: no power of two, as 72 is none
+        "hidden_act": "gelu_pytorch_tanh",
+        "intermediate_size": 104,
+        "in_channels": 3,
+        "patch_size": 4,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": MERGE,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 49,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+    },
+    "image_token_id": PICTURE,
+    "video_token_id": 121,
+    "vision_start_token_id": 122,
+    "vision_end_token_id": 123,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+
+# Full attention alone, without gates, and features after two of the tower's layers for the first two of the text's.
+QWEN3_VL = HF | {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "model_type": "qwen3_vl_text",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000.0,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    },
+    "vision_config": HF["vision_config"]
+    | {"model_type": "qwen3_vl_vision", "depth": 3, "deepstack_visual_indexes": [0, 2]},
+}
+
+Piece = int | np.ndarray  # a token, or a picture's patches float32[height, width, NUMBERS]
+
+
+def picture(draw: np.random.Generator, height: int, width: int) -> np.ndarray:
+    return draw.standard_normal((height, width, NUMBERS), np.float32)
+
+
+def document(draw: np.random.Generator, *shape: int | tuple[int, int]) -> list[Piece]:
+    """document(draw, 3, (4, 2), 1): three random tokens, a picture of 4 x 2 patches, a token."""
+    pieces: list[Piece] = []
+    for part in shape:
+        pieces += draw.integers(1, PICTURE, part).tolist() if isinstance(part, int) else [picture(draw, *part)]
+    return pieces
+
+
+def in_blocks(array: np.ndarray) -> np.ndarray:
+    """[height, width, ...] -> [height * width, ...] in blocks of MERGE x MERGE."""
+    height, width, *numbers = array.shape
+    blocks = array.reshape(height // MERGE, MERGE, width // MERGE, MERGE, *numbers).swapaxes(1, 2)
+    return blocks.reshape(height * width, *numbers)
+
+
+def packed(
+    rows: Sequence[Sequence[Sequence[Piece]]], length: int, patches: int, most: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, Pictures]:
+    """(tokens, segment_ids, positions, pictures) of rows of documents, one token and one patch at a time.
+
+    length, patches: the room of a row. most: Pictures.max_pictures.
+    """
+    count = len(rows)
+    tokens, segments = np.zeros((2, count, length), np.int32)
+    positions, features = np.zeros((count, length, 3), np.int32), np.full((count, length), -1, np.int32)
+    values = np.zeros((count, patches, NUMBERS), np.float32)
+    numbers, grids, coordinates = (np.zeros((count, patches, *tail), np.int32) for tail in ((), (2,), (2,)))
+    for row, documents in enumerate(rows):
+        at = patch = seen = 0
+        for number, pieces in enumerate(documents, 1):
+            now = 0
+            for piece in pieces:
+                if isinstance(piece, int):
+                    tokens[row, at], segments[row, at], positions[row, at] = piece, number, now
+                    at, now = at + 1, now + 1
+                    continue
+                height, width = piece.shape[:2]
+                place, seen = slice(patch, patch + height * width), seen + 1
+                index = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"), -1)
+                values[row, place], coordinates[row, place] = in_blocks(piece), in_blocks(index)
+                numbers[row, place], grids[row, place] = seen, (height, width)
+                for block_row in range(height // MERGE):
+                    for block_column in range(width // MERGE):
+                        tokens[row, at], segments[row, at] = PICTURE, number
+                        positions[row, at] = now, now + block_row, now + block_column
+                        features[row, at] = patch // MERGE**2
+                        at, patch = at + 1, patch + MERGE**2
+                now += max(height, width) // MERGE
+    return tokens, segments, positions, Pictures(values, numbers, grids, coordinates, features, most)
+
+
+def size(pieces: Sequence[Piece]) -> tuple[int, int]:
+    """(tokens, patches) of a document."""
+    pictures = [piece.shape[0] * piece.shape[1] for piece in pieces if not isinstance(piece, int)]
+    return len(pieces) - len(pictures) + sum(pictures) // MERGE**2, sum(pictures)

@@ -1,0 +1,461 @@
+"""Rows with pictures, from every form that people have to packed patches."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxtune.train.config import ConfigError
+from jaxtune.train.data import prepare
+from jaxtune.train.data.packing.packing import NothingUsable, plan_rows
+from jaxtune.train.data.packing.pairs import PackedPairs
+from jaxtune.train.data.packing.steps import StepBatches
+from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet
+from jaxtune.train.data.rows.reading import open_sources
+from jaxtune.train.data.rows.streamed import StreamedRows
+from jaxtune.train.data.tokens.documents import Documents
+from jaxtune.train.objectives.kto import with_mismatched_answers
+from tests.train.data.conftest import PLAIN_TEMPLATE, spans
+from tests.train.data.pictures import MARKS, drawn, file_of, picture_options, picture_tokenizer
+
+TOKENIZER = picture_tokenizer()
+OPTIONS = picture_options(TOKENIZER)
+PROCESSOR = OPTIONS.processor
+CAT, DOG = file_of(drawn(20, 12)), file_of(drawn(17, 40, 1))
+
+
+def chat(*question, answer="A cat."):
+    return {"messages": [{"role": "user", "content": list(question)}, {"role": "assistant", "content": answer}]}
+
+
+def part(data):
+    return {"type": "image", "image": data}
+
+
+def prepared(rows, length=256, **options):
+    return prepare(rows, TOKENIZER, **{"length": length, "pictures": OPTIONS, **options})
+
+
+def pieces_of(batch):
+    """(row, slice) of every document of a batch."""
+    for row, segments in enumerate(np.asarray(batch.segment_ids)):
+        for segment in range(1, segments.max(initial=0) + 1):
+            inside = np.flatnonzero(segments == segment)
+            if len(inside):
+                yield row, slice(inside[0], inside[-1] + 1)
+
+
+def grids_in(batch, row, piece):
+    """(index of the first token, grid, patches) of every picture of a document, by its tokens."""
+    arrays = {name: np.asarray(array)[row] for name, array in batch.pictures.items()}
+    features = np.concatenate([[-1], arrays["picture_features"][piece], [-1]])
+    for start, end in np.flatnonzero(np.diff(features >= 0)).reshape(-1, 2):
+        mine = arrays["patch_segments"] == arrays["patch_segments"][features[start + 1] * PROCESSOR.block]
+        where = np.flatnonzero(mine)
+        grid = arrays["patch_grids"][mine]
+        assert (grid == grid[0]).all() and len(where) == grid[0].prod() == where[-1] - where[0] + 1
+        assert np.array_equal(features[start + 1 : end + 1], where[:: PROCESSOR.block] // PROCESSOR.block)
+        grid = tuple(grid[0].tolist())
+        assert np.array_equal(arrays["patch_coordinates"][mine], PROCESSOR.coordinates(grid))
+        yield int(start), grid, arrays["patches"][mine]
+
+
+# --- packing
+
+SIZES = st.tuples(st.integers(1, 70), st.integers(1, 70)).filter(lambda size: max(size) <= 150 * min(size))
+CONTENTS = st.lists(st.one_of(SIZES, st.sampled_from(["What?", " and ", "\n"])), min_size=1, max_size=5)
+
+
+@settings(max_examples=25, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(CONTENTS, min_size=1, max_size=7),
+    st.integers(300, 700),
+    st.booleans(),
+    st.sampled_from(["all", "responses"]),
+)
+def test_packed_pictures_are_the_processors_own(rows, length, packing, train_on):
+    """Whatever the numbers, sizes and orders of pictures and texts: each document of a packed row has the patches,
+    features and positions that it would have alone, and no picture is trained on or cut.
+    """
+    import transformers
+
+    kind = transformers.Qwen2VLImageProcessorPil(**json.loads(PROCESSOR.settings))
+    pictures = [
+        [drawn(*word, seed=number) for word in row if isinstance(word, tuple)] for number, row in enumerate(rows)
+    ]
+    contents = []
+    for row, drawings in zip(rows, pictures, strict=True):
+        waiting = iter(drawings)
+        contents.append([word if isinstance(word, str) else part(next(waiting)) for word in row])
+    try:
+        data = prepared([chat(*content) for content in contents], length, packing=packing, train_on=train_on)
+        batch = data.rows.batch()
+    except NothingUsable:
+        return
+    if not any(pictures):
+        assert not batch.pictures and batch.positions.shape == batch.tokens.shape
+        return
+    assert batch.pictures["patches"].shape[1] == data.rows.patches
+    assert data.rows.patches % (PROCESSOR.block * 64) == 0
+    used = (batch.pictures["patch_segments"] > 0).sum(1)
+    assert np.array_equal(used, data.rows.patch_counts)
+    for row in range(len(used)):
+        assert (batch.pictures["patch_segments"][row, : used[row]] > 0).all()  # padding comes last
+        assert not batch.pictures["patches"][row, used[row] :].any()
+    seen = []
+    for row, piece in pieces_of(batch):
+        tokens = batch.tokens[row, piece]
+        features = batch.pictures["picture_features"][row, piece]
+        assert np.array_equal(features >= 0, tokens == PROCESSOR.token)
+        assert not batch.weights[row, piece][:-1][tokens[1:] == PROCESSOR.token].any()
+        found = list(grids_in(batch, row, piece))
+        starts = [start for start, _, _ in found]
+        assert (tokens[np.array(starts, int) - 1] == TOKENIZER.convert_tokens_to_ids(MARKS[0])).all()
+        positions = PROCESSOR.positions(len(tokens), starts, [grid for _, grid, _ in found])
+        assert np.array_equal(batch.positions[row, piece], positions)
+        seen.append([(grid, patches.tobytes()) for _, grid, patches in found])
+    expected = []
+    for drawings in pictures:
+        outputs = [kind([image]) for image in drawings]
+        grids = [tuple(output["image_grid_thw"][0, 1:].tolist()) for output in outputs]
+        values = [np.asarray(output["pixel_values"], np.float32).tobytes() for output in outputs]
+        expected.append(list(zip(grids, values, strict=True)))
+    for document in seen:
+        expected.remove(document)
+    report = data.report.pictures
+    assert report.pictures == sum(map(len, seen)) and len(expected) == data.report.dropped
+    assert report.cut + report.too_large <= len(expected)
+
+
+@settings(deadline=None, database=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5)), max_size=60),
+    st.integers(40, 60),
+    st.integers(5, 9),
+    st.integers(1, 5) | st.none(),
+)
+def test_rows_exceed_neither_tokens_nor_patches(sizes, length, room, most):
+    counts, patches = (np.array([size[axis] for size in sizes], np.int64) for axis in (0, 1))
+    plan = plan_rows(counts, length, patches=patches, room=room, max_documents=most)
+    assert sorted(plan.document.tolist()) == list(range(len(sizes)))
+    assert (plan.lengths <= length).all() and plan.max_documents <= (most or 99)
+    sums = np.concatenate([[0], np.cumsum(patches[plan.document])])
+    assert (np.diff(sums[plan.row_starts]) <= room).all()
+    without = plan_rows(counts, length, patches=np.zeros_like(patches), room=room, max_documents=most)
+    plain = plan_rows(counts, length, max_documents=most)
+    assert all(
+        np.array_equal(getattr(without, name), getattr(plain, name)) for name in ("row_starts", "document", "count")
+    )
+
+
+def test_text_rows_have_the_batches_they_had():
+    rows = [chat("Hi", answer="Hello"), chat("What?", answer="That.")]
+    plain, read = prepare(rows, TOKENIZER, length=64), prepared(rows, 64)
+    ours, theirs = read.rows.batch(), plain.rows.batch()
+    assert ours.pictures == {} and str(read.report) == str(plain.report)
+    for name in ("tokens", "targets", "weights", "segment_ids", "positions"):
+        assert np.array_equal(getattr(ours, name), getattr(theirs, name))
+    assert read.documents.tokens_crc32 == plain.documents.tokens_crc32
+
+
+# --- forms
+
+DATA_URL = f"data:image/png;base64,{base64.b64encode(CAT).decode()}"
+SAID = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A cat."}]
+TOLD = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}]
+FORMS = {
+    "parts": chat(part(CAT), "What?"),
+    "openai": chat({"type": "image_url", "image_url": {"url": DATA_URL}}, {"type": "text", "text": "What?"}),
+    "trl": {"prompt": [{"role": "user", "content": "What?"}], "completion": [TOLD[1]], "images": [CAT]},
+    "trl parts": {**chat({"type": "image"}, "What?"), "images": [CAT]},
+    "unsloth": chat({"type": "image", "image": drawn(20, 12)}, {"type": "text", "text": "What?"}),
+    "llama-factory": {"messages": TOLD, "images": ["cat.png"]},
+    "sharegpt": {"conversations": SAID, "images": ["cat.png"]},
+    "llava": {"conversations": SAID, "image": "cat.png"},
+    "alpaca": {"instruction": "<image>What?", "output": "A cat.", "images": [{"bytes": CAT}]},
+    "prompt": {"prompt": "What?", "completion": "A cat.", "image": {"bytes": CAT, "path": None}},
+    "ollama": {"messages": [{"role": "user", "content": "What?", "images": [base64.b64encode(CAT).decode()]}, TOLD[1]]},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_gives_the_same_document(name, tmp_path):
+    (tmp_path / "cat.png").write_bytes(CAT)
+    options = picture_options(TOKENIZER, folder=str(tmp_path))
+    [document] = _documents(prepared([FORMS[name]], pictures=options))
+    [expected] = _documents(prepared([FORMS["parts"]]))
+    assert np.array_equal(document[0], expected[0]) and np.array_equal(document[1], expected[1])
+    assert spans(TOKENIZER, *document) == ["A cat.<|im_end|>"]
+
+
+def _documents(data):
+    return [(data.documents[index].tokens, data.documents[index].mask) for index in range(len(data.documents))]
+
+
+def test_paths_are_beside_the_rows(write, tmp_path):
+    (tmp_path / "cat.png").write_bytes(CAT)
+    path = write("rows.jsonl", [FORMS["llama-factory"], chat("Hi")])
+    data = prepared(path, cache_dir=tmp_path / "cache")
+    assert len(data.documents) == 2 and data.documents.pictures.counts.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_data_sets_with_columns_of_pictures(streaming, tmp_path):
+    import datasets
+
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "completion": datasets.Value("string"), "image": datasets.Image()}
+    )
+    broken = {"bytes": b"broken", "path": None}
+    rows = {"prompt": ["What?"] * 2, "completion": ["A cat."] * 2, "image": [{"bytes": CAT, "path": None}, broken]}
+    made = datasets.Dataset.from_dict(rows, features=features)
+    made = made.to_iterable_dataset() if streaming else made
+    data = prepared(made, on_bad_row="skip", cache_dir=tmp_path)
+    assert data.summary.bad_rows == 1 and "dataset:2: picture 1:" in data.summary.offenders[0]
+    assert np.array_equal(_documents(data)[0][0], _documents(prepared([FORMS["parts"]]))[0][0])
+    parquet = tmp_path / "rows.parquet"
+    if not streaming:
+        made.to_parquet(parquet)
+        again = prepared(parquet, on_bad_row="skip", cache_dir=tmp_path)
+        assert np.array_equal(_documents(again)[0][0], _documents(data)[0][0])
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (chat(part(b"broken"), "What?"), "rows:2: picture 1: the picture is no picture of a known kind"),
+        (chat(part(CAT[:-30]), "What?"), "rows:2: picture 1: the picture cannot be decoded"),
+        (chat(part("nowhere.png")), r"rows:2: messages\[0\].content\[0\]: there is no file 'nowhere.png'"),
+        (chat(part("https://example.org/cat.png")), "fetched only with data.remote_images: true"),
+        (chat(part(file_of(drawn(1, 300)))), "rows:2: picture 1: a picture of 1 x 300 pixels: absolute aspect ratio"),
+        (chat({"type": "image"}), "there are 0 pictures for 1 parts"),
+        ({"messages": TOLD, "images": [CAT, DOG]}, "there are 2 pictures for 0 parts .* and 1 tags"),
+        ({"messages": TOLD, "images": [CAT], "image": CAT}, "columns images and image both have pictures"),
+        ({"messages": TOLD, "videos": ["cat.mp4"]}, "column videos holds what the text is about"),
+        (chat(part(CAT), MARKS[1]), "writes 2 tokens of pictures for 1 pictures"),
+    ],
+)
+def test_rows_whose_pictures_cannot_be_used_are_told(row, why):
+    rows = [chat(part(CAT), "What?"), row, chat("Hi")]
+    with pytest.raises(ValueError, match=why):
+        prepared(rows)
+    data = prepared(rows, on_bad_row="skip")
+    assert data.summary.bad_rows == 1 and len(data.documents) == 2
+
+
+def test_a_text_has_no_place_for_pictures():
+    with pytest.raises(ValueError, match="a text has no place for them"):
+        prepared([{"text": "A cat.", "images": [CAT]}])
+    page = {"text": "A cat.", "image": "https://example.org"}
+    assert len(prepared([page]).documents) == 1
+
+
+def test_a_template_of_text_is_named():
+    with pytest.raises(ValueError, match="writes 0 tokens of pictures for 1 pictures: it may be for text alone"):
+        prepared([chat(part(CAT), "What?")], template=PLAIN_TEMPLATE)
+
+
+def test_without_options_pictures_are_refused():
+    for row in (FORMS["parts"], FORMS["trl"]):
+        with pytest.raises(ValueError, match="only text can be"):
+            prepare([row], TOKENIZER, length=64)
+
+
+def test_workers_make_the_same_documents():
+    rows = [chat(part(drawn(9 + number, 20)), "What?", part(CAT)) for number in range(3)] + [chat("Hi")]
+    one, two = prepared(rows), prepared(rows, num_workers=2)
+    assert np.array_equal(one.documents.tokens, two.documents.tokens)
+    ours, theirs = one.rows.batch(), two.rows.batch()
+    assert all(np.array_equal(ours.pictures[name], theirs.pictures[name]) for name in ours.pictures)
+
+
+# --- limits
+
+
+def _sizes(data):
+    return data.documents.lengths.tolist()
+
+
+def test_a_picture_is_never_cut():
+    rows = [chat("Hi " * 9, part(drawn(60, 60)), "What?"), chat("Hi", part(CAT), "What?", answer="A cat. " * 40)]
+    whole = prepared(rows, 2000)
+    inside = int(whole.documents.pictures.starts[0]) + 20
+    for overflow, kept in (("truncate", [1, 2]), ("split", [2])):  # the answer alone may be shortened
+        data = prepared([*rows, chat("Hi")], inside, overflow=overflow)
+        assert sorted(data.rows.plan.document.tolist()) == kept
+        assert data.report.pictures.cut == 3 - len(kept) and data.report.truncated == (overflow == "truncate")
+        assert any("which is never cut" in sentence for sentence in data.warnings())
+    with pytest.raises(NothingUsable, match="1 documents left out, because data.length ends within"):
+        prepared(rows[:1], inside).rows  # noqa: B018
+    dropped = prepared([*rows, chat("Hi")], inside, overflow="drop")
+    assert dropped.report.dropped == 2 and dropped.report.pictures.pictures == 0
+    with pytest.raises(ValueError, match="2 documents are longer"):
+        prepared(rows, inside, overflow="error").rows  # noqa: B018
+
+
+def test_a_row_of_too_many_patches_is_told():
+    rows = [chat(part(drawn(64, 64)), "What?"), chat(part(CAT), "What?")]
+    data = prepared(rows, 400, patches_per_row=100)
+    assert data.rows.patches == 256 == data.report.pictures.patches[1]
+    big = prepared([chat(part(drawn(64, 64)), part(drawn(64, 64, 1)), "What?"), rows[1]], 400, patches_per_row=100)
+    assert big.report.pictures.too_large == 1 and big.rows.plan.document.tolist() == [1]
+    assert any("more patches than the 256 of a row" in sentence for sentence in big.warnings())
+    with pytest.raises(ValueError, match="more patches than the 256 of a row.*first rows:1"):
+        prepared([chat(part(drawn(64, 64)), part(drawn(64, 64, 1)))], 400, patches_per_row=9, overflow="error").rows  # noqa: B018
+
+
+def test_room_without_pictures():
+    data = prepared([chat("Hi")], 64, patches_per_row=1000)
+    batch = data.rows.batch()
+    assert (
+        batch.pictures["patches"].shape == (1, 1024, PROCESSOR.size)
+        and (batch.pictures["picture_features"] == -1).all()
+    )
+
+
+# --- cache, resuming
+
+
+def test_the_cache_has_files_of_rows_and_names_of_files(write, tmp_path):
+    (tmp_path / "cat.png").write_bytes(CAT)
+    rows = [{**FORMS["llama-factory"]}, chat({"type": "image_url", "image_url": DATA_URL}, "What?"), chat("Hi")] * 3
+    path = write("rows.jsonl", rows)
+    first, again = (prepared(path, cache_dir=tmp_path / "cache") for _ in range(2))
+    assert not first.cached and again.cached
+    assert len(again.documents.pictures.pictures) == 1  # the same picture in six rows
+    fresh, stored = first.rows.batch(), again.rows.batch()
+    assert all(np.array_equal(fresh.pictures[name], stored.pictures[name]) for name in fresh.pictures)
+    key = prepared(path, cache_dir=tmp_path / "cache", pictures=dataclasses.replace(OPTIONS, folder=str(tmp_path)))
+    assert not key.cached  # other options, other tokens
+
+
+def test_a_file_that_changes_is_noticed(write, tmp_path):
+    cat = tmp_path / "cat.png"
+    cat.write_bytes(CAT)
+    path = write("rows.jsonl", [FORMS["llama-factory"], chat("Hi")])
+    data = prepared(path, cache_dir=tmp_path / "cache")
+    data.rows.batch()
+    cat.write_bytes(DOG)
+    with pytest.raises(ValueError, match=r"cat.png is not what it was.*put the old one back"):
+        data.rows.batch()
+    lines = []
+    anew = prepared(path, cache_dir=tmp_path / "cache", say=lines.append)
+    assert not anew.cached and any("cat.png has changed" in line for line in lines)
+    assert anew.documents.tokens_crc32 != data.documents.tokens_crc32
+    cat.unlink()
+    with pytest.raises(ValueError, match="there is no file 'cat.png'"):
+        prepared(path, cache_dir=tmp_path / "cache")
+
+
+def test_rows_are_known_by_their_pictures():
+    rows = [chat(part(drawn(20, 12, seed)), "What?") for seed in range(6)]
+    data = prepared([*rows, rows[0]])
+    train, held_out = data.split(2)
+    assert len(held_out.documents) == 2 and len(train.documents) + train.copies == 5
+    assert data.documents.tokens_crc32 != prepared([*rows[1:], rows[0], rows[1]]).documents.tokens_crc32
+    assert held_out.documents.also_in(train.documents) == 0
+    assert data.documents.also_in(prepared(rows[:2]).documents) == 3
+    for half in (train, held_out):
+        for row, piece in pieces_of(batch := half.rows.batch()):
+            assert len(list(grids_in(batch, row, piece))) == 1
+
+
+# --- pairs, steps, streams
+
+
+def _pair(question, chosen="A cat.", rejected="A dog."):
+    turn = {"role": "user", "content": list(question)}
+    answers = {"chosen": chosen, "rejected": rejected}
+    return {"prompt": [turn]} | {side: [{"role": "assistant", "content": text}] for side, text in answers.items()}
+
+
+def test_both_answers_of_a_pair_see_one_picture():
+    rows = [_pair([part(CAT), "What?", part(DOG)]), _pair(["Hi"]), _pair([part(CAT), "Who?"])]
+    data = prepared(rows, pairs=True, format="preference")
+    packed = PackedPairs(data.documents, 256)
+    batch = packed.empty(len(packed))
+    for row in range(len(packed)):
+        packed.fill(batch, row, row)
+    sizes = data.documents.pictures.grids.prod(1)
+    assert packed.patch_counts.sum() == sizes[0] + sizes[1] + sizes[4] and len(sizes) == 6
+    assert (batch.pictures["patch_segments"] > 0).sum() == packed.patch_counts.sum()
+    pieces = list(pieces_of(batch))
+    assert len(pieces) == 6
+    for (row, chosen), (other, rejected) in zip(pieces[::2], pieces[1::2], strict=True):
+        ours, theirs = (batch.pictures["picture_features"][row, piece] for piece in (chosen, rejected))
+        assert row == other and np.array_equal(ours[ours >= 0], theirs[theirs >= 0])
+        assert np.array_equal(batch.positions[row, chosen][:5], batch.positions[row, rejected][:5])
+    column = {"prompt": "<image>What?", "chosen": "A cat.", "rejected": "A dog.", "images": [CAT]}
+    assert prepared([column], pairs=True, format="preference").documents.pictures.counts.tolist() == [1, 1]
+
+
+def test_kto_refuses_pictures():
+    rows = [
+        {"prompt": f"<image>What {number}?", "completion": "A cat.", "label": True, "image": CAT} for number in (1, 2)
+    ]
+    data = prepared(rows, pairs=True, format="labelled")
+    with pytest.raises(ConfigError, match="mismatched answers have no pictures"):
+        with_mismatched_answers(data.documents)
+    assert isinstance(with_mismatched_answers(dataclasses.replace(data.documents, pictures=None))[0], Documents)
+
+
+def test_steps_have_room_for_patches():
+    rows = [chat(part(drawn(60, 60, number)), "What?") for number in range(5)] + [chat("Hi")] * 4
+    data = prepared(rows, 1000, packing="step")
+    steps = StepBatches(data.rows, 3, 6, 1024)
+    room = data.rows.patches
+    for step in range(6):
+        batch = steps.batch_at(step)
+        used = (batch.pictures["patch_segments"] > 0).sum(1)
+        assert batch.pictures["patches"].shape == (steps.rows_per_step, room, PROCESSOR.size)
+        assert used.sum() == data.rows.patch_counts[steps.rows_at(step)].sum()
+        for row, piece in pieces_of(batch):
+            for _, grid, patches in grids_in(batch, row, piece):
+                assert len(patches) == grid[0] * grid[1]
+
+
+def _stream(path, patches=None, buffer_size=4):
+    def tokenised(window):
+        return prepared(window, 128, patches_per_row=patches)
+
+    return StreamedRows("rows", open_sources(path, streaming=True), tokenised, buffer_size, "given")
+
+
+def test_streams_have_pictures_and_resume(write):
+    urls = [f"data:image/png;base64,{base64.b64encode(file_of(drawn(20, 12, n))).decode()}" for n in range(12)]
+    rows = [chat(part(url), "What?") if number % 3 else chat("Hi") for number, url in enumerate(urls)]
+    path = write("rows.jsonl", rows)
+    source = FedBatches([_stream(path)], [1.0], 2)
+    batches, positions = [], []
+    for step in range(4):
+        batches.append(source.batch_at(step))
+        positions.append(json.loads(json.dumps(source.position(step + 1))))
+    other = FedBatches([_stream(path)], [1.0], 2)
+    other.resume(2, positions[1])
+    for step in (2, 3):
+        again = other.batch_at(step)
+        assert all(np.array_equal(again.pictures[name], batches[step].pictures[name]) for name in again.pictures)
+        assert again.pictures["patches"].any()
+    mixed = FedBatches([PreparedSet("text", prepared([chat("Hi")], 128)), _stream(path)], [1, 1], 2)
+    assert mixed.batch_at(0).pictures["patches"].shape == batches[0].pictures["patches"].shape
+    for feed in (source, other, mixed):
+        feed.close()
+
+
+def test_a_stream_that_begins_without_pictures_is_told(write):
+    rows = [chat("Hi")] * 4 + [chat(part(DATA_URL), "What?")] * 4
+    path = write("rows.jsonl", rows)
+    source = FedBatches([_stream(path)], [1.0], 1)
+    with pytest.raises(ValueError, match="set data.patches_per_row"):
+        for step in range(9):
+            source.batch_at(step)
+    source.close()
+    roomy = FedBatches([_stream(path, patches=256)], [1.0], 1)
+    assert any(roomy.batch_at(step).pictures["patches"].any() for step in range(4))
+    roomy.close()
