@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.conversations.templates import TemplateError
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import end_token_ids
-from jaxtune.models.generation.requests import text_of
+from jaxtune.models.generation.requests import Constraint, text_of
 from jaxtune.system import files, terminal
 from jaxtune.system.terminal import fitted, say
 
@@ -48,6 +48,7 @@ def answer_file(
     slots: int | None,
     settings: Row,
     template_arguments: Row | None = None,
+    grammar: str | None = None,
 ) -> None:
     """Writes a line for each answer: the prompt's row with `answer`, `finish_reason` and, with thoughts,
     `reasoning_content`.
@@ -66,6 +67,7 @@ def answer_file(
       slots: answers that decode at once; None: by memory, at most 64.
       settings: keyword arguments of Sampler.submit, "seed" among them.
       template_arguments: further variables of the chat template, such as enable_thinking; None: none.
+      grammar: that each answer follows, after its thoughts; of `grammars`; None: any answer.
     """
     from jaxtune.models.generation.sampler import Sampler
 
@@ -87,6 +89,7 @@ def answer_file(
         if output.is_file():
             made_by = {"raw": raw, "max_new_tokens": max_new_tokens, "num_answers": num_answers, **settings}
             made_by |= file_record.model_settings(model) | {"end_tokens": end_token_ids(model)}
+            made_by |= {} if grammar is None else {"grammar": grammar}
             file_record.agree(output, made_by, prompts_ids, continues=done_count > 0)
         if done_count:
             progress = f"{output} has {done_count} of {total} answers, which are kept as they are"
@@ -97,9 +100,12 @@ def answer_file(
         seed, tokens, start_time = settings["seed"], 0, time.monotonic()
         indices = range(done_count, total)
         numbers = {}
+        constraint = _constraints(model, tokenizer, grammar, raw)
         for index in indices:
+            ids = prompts_ids[index // num_answers]
             request = dict(settings, seed=seed, index=index, tokenizer=tokenizer)
-            numbers[sampler.submit(prompts_ids[index // num_answers], max_new_tokens, **request)] = index
+            request["constraint"] = constraint(rows[index // num_answers], ids)
+            numbers[sampler.submit(ids, max_new_tokens, **request)] = index
         with terminal.counted("answers", total, done_count) as advance:
             for index, ids, reason in in_order(sampler, numbers, done_count):
                 row = rows[index // num_answers]
@@ -113,6 +119,25 @@ def answer_file(
         f"{len(indices):,} answers of {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s: {output}"
     )
     say(fitted(f"jaxtune: {summary}", terminal.console(stderr=True)), sys.stderr)
+
+
+def _constraints(
+    model: Decoder, tokenizer: Tokenizer, grammar: str | None, raw: bool
+) -> Callable[[Row, Sequence[int]], Constraint | None]:
+    """Makes the constraint of a row and its prompt."""
+    if grammar is None:
+        return lambda row, ids: None
+    from jaxtune.models.generation.grammars import Grammars
+
+    grammars = Grammars(tokenizer, end_token_ids(model), model.config.vocab_size)
+
+    def constraint(row: Row, ids: Sequence[int]) -> Constraint:
+        if raw or not tokenizer.chat_template:
+            return grammars.constraint(grammar)
+        reader = AnswerReader.of(tokenizer, tools_of(row))
+        return grammars.constraint(grammar, *reader.before_content(ids, reader.opening(ids)))
+
+    return constraint
 
 
 def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):

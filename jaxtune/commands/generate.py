@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,12 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--slots", type=int, metavar="N", help="of --prompts, rows that decode at once (default: by memory, at most 64)"
     )
+    parser.add_argument(
+        "--json-schema", metavar="FILE", help="a JSON schema that each answer to --prompts follows, after its thoughts"
+    )
+    parser.add_argument(
+        "--regex", metavar="EXPRESSION", help="an expression in Rust's syntax that each answer matches whole"
+    )
     parser.add_argument("--raw", action="store_true", help="use the prompt as it is, not as a user's chat message")
     parser.add_argument(
         "--max-new-tokens", type=int, default=64, metavar="N", help="most tokens of an answer (default: 64)"
@@ -50,6 +57,11 @@ def run(arguments: Sequence[str]) -> None:
     for flag, value in (("--num-answers", options.num_answers), ("--max-new-tokens", options.max_new_tokens)):
         if value < 1:
             parser.error(f"{flag} {value}: must be a positive integer")
+    if options.json_schema is not None and options.regex is not None:
+        parser.error("--json-schema and --regex: give one of them")
+    if options.prompts is None and (options.json_schema is not None or options.regex is not None):
+        parser.error("--json-schema and --regex are of --prompts and --output")
+    grammar = _grammar(options)
     common.begin_import()
 
     from jaxtune.commands import answers
@@ -83,6 +95,23 @@ def run(arguments: Sequence[str]) -> None:
             slots=options.slots,
             settings=settings,
             template_arguments=options.template_arguments,
+            grammar=grammar,
         )
     if options.timing:
         progress.show_timing()
+
+
+def _grammar(options: argparse.Namespace) -> str | None:
+    """Of --json-schema or --regex; ValueError for one that is not followed."""
+    expression, schema = options.regex, options.json_schema
+    if expression is None and schema is None:
+        return None
+    from jaxtune.models.files.model_folder import read_json
+    from jaxtune.models.generation import grammars
+
+    try:
+        if expression is not None:
+            return grammars.regex_grammar(expression)
+        return grammars.json_grammar(read_json(Path(schema).expanduser()))
+    except ValueError as error:
+        raise ValueError(f"{'--json-schema' if expression is None else '--regex'}: {error}") from None

@@ -84,7 +84,7 @@ THOUGHTS = (
 _CHANNELS = ("<|channel|>", "<|message|>")  # gpt-oss's
 _CHANNEL_MARKS = (*_CHANNELS, "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
 _FINAL = re.compile(r"<\|channel\|>final[^<]*(<\|constrain\|>[^<]*)?<\|message\|>")
-SPACES = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{0,40}"}}  # or a model may write them for ever
+SPACES = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{0,24}"}}  # or a model may write them for ever
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 

@@ -318,3 +318,20 @@ def test_calls_that_are_no_json_cannot_be_required(tokenizer):
     body = {"model": "m", "messages": QUESTION, "tools": TOOLS, "tool_choice": "required"}
     with pytest.raises(ApiError, match="are no JSON"):
         read_chat(body, {"m": Readable("m", shown)}, {"m": 999})
+
+
+def test_generate_follows_a_schema(tmp_path, capsys):
+    from jaxtune import cli
+
+    prompts, output, schema = (tmp_path / name for name in ("prompts.jsonl", "answers.jsonl", "schema.json"))
+    prompts.write_text("".join(json.dumps({"prompt": f"Say {number}."}) + "\n" for number in range(3)))
+    schema.write_text(json.dumps(COLOUR))
+    words = ["generate", str(BASE), "--prompts", str(prompts), "--output", str(output), "--dtype", "float32"]
+    words += ["--max-new-tokens", "400", "--temperature", "1.3"]
+    assert cli.main([*words, "--json-schema", str(schema)]) == 0
+    for line in output.read_text().splitlines():
+        row = json.loads(line)
+        assert row["finish_reason"] == "stop" and {*json.loads(row["answer"])} == {"colour", "n"}
+    capsys.readouterr()
+    assert cli.main(words) == 2 and "grammar" in capsys.readouterr().err  # another setting than that of the lines
+    assert cli.main([*words, "--regex", "("]) == 2 and "--regex" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -85,33 +86,38 @@ class Grammars:
         thinks: whether the row begins within thoughts.
         opens: a token that opens thoughts if it is the row's first; None: there is none.
         """
-        if self._last is None or self._last[0] != grammar:
+        last = self._last  # which another thread may replace
+        if last is None or last[0] != grammar:
             matcher = _llguidance().LLMatcher(self._compiler, grammar)
             if matcher.is_error():
                 raise ValueError(" ".join(matcher.get_error().split())[:300])
-            self._last = grammar, matcher
+            last = self._last = grammar, matcher
 
         def decode(ids: Sequence[int]) -> str:
             return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-        return GrammarConstraint(self._last[1].deep_copy(), self._width, decode, thoughts_end, thinks, opens)
+        return GrammarConstraint(last[1], self._width, decode, thoughts_end, thinks, opens)
 
 
 class GrammarConstraint:
-    """A `requests.Constraint`: any thoughts, then a text of the grammar."""
+    """A `requests.Constraint`: any thoughts, then a text of the grammar. first: copied when the row needs it."""
 
     def __init__(
         self,
-        matcher: LLMatcher,
+        first: LLMatcher,
         width: int,
         decode: Callable[[Sequence[int]], str],
         thoughts_end: re.Pattern[str] | None,
         thinks: bool,
         opens: int | None,
     ):
-        self._matcher, self._width, self._decode = matcher, width, decode
+        self._first, self._width, self._decode = first, width, decode
         self._thoughts_end, self._thinks, self._opens = thoughts_end, thinks and thoughts_end is not None, opens
         self._thoughts: list[int] = []
+
+    @functools.cached_property
+    def _matcher(self) -> LLMatcher:
+        return self._first.deep_copy()
 
     def mask(self) -> np.ndarray | None:
         if self._thinks:
