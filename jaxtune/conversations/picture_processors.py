@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from jaxtune.conversations.pictures import PictureError
+from jaxtune.conversations.messages import Message, pictures_of
+from jaxtune.conversations.pictures import Picture, PictureError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -214,6 +215,55 @@ class PictureProcessor:
         )
         _loaded(processor.name, processor.settings)
         return processor
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedPicture:
+    """A picture among tokens."""
+
+    start: int
+    """Index of its first token."""
+    grid: Grid
+    picture: Picture
+    digest: bytes
+    """16 bytes, of its file or pixels."""
+
+
+def placed_pictures(
+    messages: Sequence[Message], ids: np.ndarray, processor: PictureProcessor, is_cut: bool = False
+) -> tuple[np.ndarray, np.ndarray, tuple[PlacedPicture, ...]]:
+    """(Tokens int32[m], int64[m] index in `ids` that each comes from, -1 at pictures; pictures): what the processor
+    writes in place of the chat template's token of each picture. Raises PictureError for a template or a text with
+    another number of such tokens, and for pictures that cannot be read.
+
+      ids: int[n], of the rendered messages.
+      is_cut: whether the end of their text is missing.
+    """
+    pictures = [picture for message in messages for picture in pictures_of(message)]
+    indices = np.arange(len(ids))
+    if not pictures:
+        return ids, indices, ()
+    places = np.flatnonzero(ids == processor.token)
+    pictures = pictures[: len(places)] if is_cut else pictures
+    if len(places) != len(pictures):
+        raise PictureError(
+            f"the chat template writes {len(places)} tokens of pictures for {len(pictures)} pictures: it may be for "
+            "text alone (set data.template to one with pictures), or the text itself has such a token"
+        )
+    pieces, sources, placed, count, low = [], [], [], 0, 0
+    for number, (picture, place) in enumerate(zip(pictures, places.tolist(), strict=True), start=1):
+        try:
+            whole = picture.fetched()
+            grid, digest = processor.grid(whole.decoded()), whole.digest()
+        except PictureError as error:
+            raise PictureError(f"picture {number}: {error}") from None
+        tokens = processor.tokens(grid)
+        pieces += [ids[low:place], tokens]
+        sources += [indices[low:place], np.full(len(tokens), -1)]
+        placed.append(PlacedPicture(count + place - low, grid, whole, digest))
+        count, low = count + place - low + len(tokens), place + 1
+    tokens = np.concatenate([*pieces, ids[low:]]).astype(np.int32)
+    return tokens, np.concatenate([*sources, indices[low:]]), tuple(placed)
 
 
 # Keys of the file that say which class reads it.

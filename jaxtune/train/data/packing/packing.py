@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.tokens.documents import Document, Documents
-from jaxtune.train.data.tokens.pictures import patch_budget, rounded, with_room
+from jaxtune.train.data.tokens.pictures import RowPictures, patch_budget, rounded, with_room
 
 # The values of data.overflow: documents longer than a row are cut, divided into pieces, left out, or refused.
 Overflow = Literal["truncate", "split", "drop", "error"]
@@ -525,11 +525,13 @@ class PackedRows:
         """Writes row `row` into row `slot` of a batch in place, from token `offset` on; the index after it.
         rows_before: how many of these rows the slot has already, for distinct segment ids.
         """
-        plan, documents = self.plan, self.documents
+        plan, documents, pictures = self.plan, self.documents, RowPictures()
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
         for segment, piece in enumerate(pieces, start=1 + rows_before * self.max_documents):
             document, first, count = (int(array[piece]) for array in (plan.document, plan.offset, plan.count))
-            offset = documents.write(document, first, count, batch, slot, offset, segment)
+            offset = documents.write(document, first, count, batch, slot, offset, segment, pictures)
+            pictures.next_group()
+        pictures.wait()
         return offset
 
     def sources(self, row: int) -> list[str]:

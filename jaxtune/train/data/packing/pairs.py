@@ -22,7 +22,7 @@ from jaxtune.train.data.packing.packing import (
     plan_rows,
 )
 from jaxtune.train.data.tokens.documents import Documents
-from jaxtune.train.data.tokens.pictures import with_room
+from jaxtune.train.data.tokens.pictures import RowPictures, with_room
 
 # The names of the arrays that batches of pairs have in Batch.extra; P is the most pairs of a row.
 PAIRS = "pairs"  # float32[rows, P]: 1 where there is a pair
@@ -178,17 +178,18 @@ class PackedPairs:
         """Writes row `row` into row `slot` of a batch in place, from token `offset` on; the index after it.
         rows_before: how many of these rows the slot has already, for distinct segment ids and indices.
         """
-        documents, first_pair = self.documents, rows_before * self.max_pairs
+        documents, first_pair, pictures = self.documents, rows_before * self.max_pairs, RowPictures()
         for slot_pair, pair in enumerate(self.pairs(row), start=first_pair):
             batch.extra[PAIRS][slot, slot_pair] = 1.0
             if self.labels is not None:
                 batch.extra[LABELS][slot, slot_pair] = self.labels[pair]
-            shared: dict[int, int] = {}  # a picture of both documents is in the row once
+            pictures.next_group()  # a picture of both documents is in the row once
             for side in (0, 1):
                 index, count = 2 * pair + side, int(self.kept_lengths[pair, side])
-                offset = documents.write(index, 0, count, batch, slot, offset, 2 * slot_pair + side + 1, shared)
+                offset = documents.write(index, 0, count, batch, slot, offset, 2 * slot_pair + side + 1, pictures)
                 if self.reference is not None:
                     batch.extra[REFERENCE][slot, slot_pair, side] = self.reference[index]
+        pictures.wait()
         return offset
 
     def sources(self, row: int) -> list[str]:

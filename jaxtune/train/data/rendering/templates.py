@@ -18,6 +18,8 @@ import numpy as np
 
 from jaxtune.conversations.dates import dated, writes_date
 from jaxtune.conversations.messages import template_for
+from jaxtune.conversations.picture_processors import PlacedPicture, placed_pictures
+from jaxtune.conversations.pictures import PictureError
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.conversations.templates import (
     TemplateError,
@@ -40,7 +42,7 @@ from jaxtune.train.data.rendering.conversations import GENERATION_MARK, SENTINEL
 from jaxtune.train.data.rendering.formats import Example, strings
 from jaxtune.train.data.rendering.markers import Markers
 from jaxtune.train.data.rendering.packaged import PACKAGED, missing_marks, packaged_that_fit
-from jaxtune.train.data.rendering.pictures import PictureOptions, PlacedPicture, placed_pictures
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rendering.spans import (
     is_marked,
     masked_spans,
@@ -262,11 +264,16 @@ class RowEncoder:
         return results
 
     def _illustrated(self, example: Example, encoded: Encoded | RowError) -> Encoded | RowError:
+        """With the tokens of its pictures, which are never trained on."""
         if self.pictures is None or isinstance(encoded, RowError):
             return encoded
-        tokens, mask, pictures = placed_pictures(
-            example.messages or (), encoded.tokens, encoded.mask, encoded.is_cut, self.pictures.processor
-        )
+        try:
+            tokens, indices, pictures = placed_pictures(
+                example.messages or (), encoded.tokens, self.pictures.processor, encoded.is_cut
+            )
+        except PictureError as error:
+            raise RowError(str(error)) from None
+        mask = np.where(indices >= 0, encoded.mask[indices], False)
         return dataclasses.replace(encoded, tokens=tokens, mask=mask, pictures=pictures)
 
     def encode_prompt(self, example: Example) -> np.ndarray:

@@ -5,7 +5,9 @@ A picture that several documents have is stored once. Of a file on disk only its
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -15,11 +17,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jaxtune.conversations.picture_processors import Grid, PictureProcessor
+from jaxtune.conversations.picture_processors import Grid, PictureProcessor, PlacedPicture
 from jaxtune.conversations.pictures import Picture, PictureError
 from jaxtune.system.files import writing
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.data.rendering.pictures import PlacedPicture
 
 # The files picture_NAME.bin of a cache folder: dtype and shape of an entry. `files` has the rest.
 FIELDS = {
@@ -31,8 +32,33 @@ FIELDS = {
     "ends": (np.int64, ()),
     "named": (np.uint8, ()),
 }
+_MOST_THREADS = 16  # that decode the pictures of a row
 _BUDGET_STEP = 64  # blocks, of which a row's room for patches is a multiple
 _BUDGET_SPARE = 1.1  # of the average of full rows
+
+
+@functools.cache
+def _threads() -> concurrent.futures.ThreadPoolExecutor:
+    """Decoding and resizing hold no lock of Python's."""
+    return concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS), "pictures")
+
+
+class RowPictures:
+    """The pictures that are written into a row of a batch."""
+
+    def __init__(self) -> None:
+        self.features: dict[int, int] = {}
+        """{entry: its first feature in the row} of pictures that later documents share."""
+        self.patches: list[concurrent.futures.Future[None]] = []
+
+    def next_group(self) -> None:
+        """Later documents share no pictures with those before."""
+        self.features.clear()
+
+    def wait(self) -> None:
+        """Until all patches are written. Raises ValueError for a picture that is not what it was."""
+        for future in self.patches:
+            future.result()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,12 +140,9 @@ class DocumentPictures:
         np.add.at(sums, groups[first], sizes)
         return sums
 
-    def write(self, batch: Batch, slot: int, offset: int, document: int, count: int, shared: dict[int, int]) -> None:
+    def write(self, batch: Batch, slot: int, offset: int, document: int, count: int, row: RowPictures) -> None:
         """Writes the positions and pictures of a document's first `count` tokens, which begin at `offset` of a batch's
-        row, in place.
-
-          shared: {entry: its first feature in the row} of pictures that are there already, for documents that share
-          them; new ones are added.
+        row, in place; the patches are there after `row.wait`.
         """
         processor, inside = self.made_by, self.of(document, count)
         arrays = {name: np.asarray(array) for name, array in batch.pictures.items()}  # no copies
@@ -128,24 +151,24 @@ class DocumentPictures:
         segments = arrays["patch_segments"][slot]
         for index, start, grid in zip(inside, starts, grids, strict=True):
             entry, size = int(self.entries[index]), grid[0] * grid[1]
-            if entry not in shared:
+            if entry not in row.features:
                 used = int(np.count_nonzero(segments))
                 where = slice(used, used + size)
-                arrays["patches"][slot, where] = self._patches(entry)
+                row.patches.append(_threads().submit(self._patches, entry, arrays["patches"][slot, where]))
                 arrays["patch_grids"][slot, where] = grid
                 arrays["patch_coordinates"][slot, where] = processor.coordinates(grid)
                 segments[where] = segments.max(initial=0) + 1
-                shared[entry] = used // processor.block
+                row.features[entry] = used // processor.block
             tokens = offset + start + np.flatnonzero(processor.tokens(grid) == processor.token)
-            arrays["picture_features"][slot, tokens] = shared[entry] + np.arange(len(tokens))
+            arrays["picture_features"][slot, tokens] = row.features[entry] + np.arange(len(tokens))
 
-    def _patches(self, entry: int) -> np.ndarray:
-        """float32[patches, F]. Raises ValueError for a file that is not what it was."""
+    def _patches(self, entry: int, into: np.ndarray) -> None:
+        """Writes float32[patches, F]. Raises ValueError for a file that is not what it was."""
         picture = self.pictures[entry]
         try:
             if picture.path is not None and picture.digest() != self.digests[entry].tobytes():
                 raise PictureError(f"{picture.path} is not what it was when its rows were tokenised")
-            return self.made_by.patches(picture.decoded())
+            into[:] = self.made_by.patches(picture.decoded())
         except PictureError as error:
             raise ValueError(f"{error}; put the old one back, or begin a new run") from None
 
