@@ -16,6 +16,7 @@ from jaxtune.train.data import prepare
 from jaxtune.train.data.packing.packing import NothingUsable, plan_rows
 from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.data.packing.steps import StepBatches
+from jaxtune.train.data.rendering.preview import preview
 from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.streamed import StreamedRows
@@ -131,6 +132,9 @@ def test_packed_pictures_are_the_processors_own(rows, length, packing, train_on)
     report = data.report.pictures
     assert report.pictures == sum(map(len, seen)) and len(expected) == data.report.dropped
     assert report.cut + report.too_large <= len(expected)
+    numbers = batch.pictures["patch_segments"].max()
+    assert data.rows.max_pictures == data.batches(1).max_pictures == numbers
+    assert data.batches(1).patches == data.rows.patches
 
 
 @settings(deadline=None, database=None)
@@ -152,6 +156,11 @@ def test_rows_exceed_neither_tokens_nor_patches(sizes, length, room, most):
     assert all(
         np.array_equal(getattr(without, name), getattr(plain, name)) for name in ("row_starts", "document", "count")
     )
+
+
+def test_a_look_at_a_row_names_its_pictures():
+    text = str(preview(prepared([chat(part(CAT), "What?")]).rows.batch(), TOKENIZER))
+    assert "<|vision_start|>[4 tokens of a picture]<|vision_end|>What?" in text and MARKS[1] not in text
 
 
 def test_text_rows_have_the_batches_they_had():
@@ -383,6 +392,7 @@ def test_both_answers_of_a_pair_see_one_picture():
     for row in range(len(packed)):
         packed.fill(batch, row, row)
     sizes = data.documents.pictures.grids.prod(1)
+    assert packed.max_pictures == batch.pictures["patch_segments"].max()
     assert packed.patch_counts.sum() == sizes[0] + sizes[1] + sizes[4] and len(sizes) == 6
     assert (batch.pictures["patch_segments"] > 0).sum() == packed.patch_counts.sum()
     pieces = list(pieces_of(batch))
@@ -415,6 +425,7 @@ def test_steps_have_room_for_patches():
         used = (batch.pictures["patch_segments"] > 0).sum(1)
         assert batch.pictures["patches"].shape == (steps.rows_per_step, room, PROCESSOR.size)
         assert used.sum() == data.rows.patch_counts[steps.rows_at(step)].sum()
+        assert batch.pictures["patch_segments"].max() <= steps.max_pictures and steps.patches == room
         for row, piece in pieces_of(batch):
             for _, grid, patches in grids_in(batch, row, piece):
                 assert len(patches) == grid[0] * grid[1]

@@ -105,13 +105,14 @@ class PicturePlan:
             cut = cut | (divided & (pictures.counts > 0))
         cut = cut.reshape(-1, group).any(1)
         kept_lengths = np.where(np.repeat(cut, group), 0, kept_lengths)
-        patches, block = pictures.patches(kept_lengths, group), self.processor.block
+        (patches, counts), block = pictures.sizes(kept_lengths, group), self.processor.block
         if budget is None:
             self.room = patch_budget(patches, int(kept_lengths.sum()), length, block)
         else:
             self.room = rounded(budget, block)
         too_large = patches > self.room
         self.patches = np.where(too_large, 0, patches)  # int64[groups]
+        self._counts = np.where(too_large, 0, counts)
         self.out = np.repeat(cut | too_large, group)  # bool[n]: documents without a place
         self._cut, self._too_large = int(cut.sum()), int(too_large.sum())
         if refuses and self.out.any():
@@ -146,10 +147,12 @@ class PicturePlan:
             too_large=self._too_large,
         )
 
-    def of_rows(self, plan: Plan) -> np.ndarray:
-        """int64[rows]: patches, without padding."""
-        sums = np.concatenate([[0], np.cumsum(self.patches[plan.document])])
-        return np.diff(sums[plan.row_starts])
+    def of_rows(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+        """int64[rows] each: patches, without padding, and pictures."""
+        patches, pictures = (
+            np.concatenate([[0], np.cumsum(values[plan.document])]) for values in (self.patches, self._counts)
+        )
+        return np.diff(patches[plan.row_starts]), np.diff(pictures[plan.row_starts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -512,7 +515,12 @@ class PackedRows:
     @property
     def patch_counts(self) -> np.ndarray:
         """int64[rows]: patches of each row, without padding."""
-        return patches_of_rows(self.plan, self.picture_plan)
+        return sizes_of_rows(self.plan, self.picture_plan)[0]
+
+    @property
+    def max_pictures(self) -> int:
+        """Most pictures of a row."""
+        return int(sizes_of_rows(self.plan, self.picture_plan)[1].max(initial=0))
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of padding, [rows, length], for `fill`. length: None is that of these rows; `shared` changes nothing
@@ -559,8 +567,10 @@ def _picture_plan(documents: Documents, length: int, overflow: Overflow, budget:
     return PicturePlan(documents, kept_lengths, length, budget, refuses=refuses, divided=divided)
 
 
-def patches_of_rows(plan: Plan, pictures: PicturePlan | None) -> np.ndarray:
-    return np.zeros(plan.rows, np.int64) if pictures is None else pictures.of_rows(plan)
+def sizes_of_rows(plan: Plan, pictures: PicturePlan | None) -> tuple[np.ndarray, np.ndarray]:
+    """int64[rows] each: patches of rows, and pictures; zeros without pictures."""
+    zeros = np.zeros(plan.rows, np.int64)
+    return (zeros, zeros) if pictures is None else pictures.of_rows(plan)
 
 
 def pack(

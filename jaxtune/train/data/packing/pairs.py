@@ -18,8 +18,8 @@ from jaxtune.train.data.packing.packing import (
     Overflow,
     PackingReport,
     PicturePlan,
-    patches_of_rows,
     plan_rows,
+    sizes_of_rows,
 )
 from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.data.tokens.pictures import RowPictures, with_room
@@ -156,7 +156,12 @@ class PackedPairs:
     @property
     def patch_counts(self) -> np.ndarray:
         """int64[rows]: patches of each row, without padding."""
-        return patches_of_rows(self.plan, self.picture_plan)
+        return sizes_of_rows(self.plan, self.picture_plan)[0]
+
+    @property
+    def max_pictures(self) -> int:
+        """Most pictures of a row."""
+        return int(sizes_of_rows(self.plan, self.picture_plan)[1].max(initial=0))
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of padding with float32 `extra` arrays of zeros: PAIRS [rows, P] and, if there are any, LABELS [rows,

@@ -126,8 +126,9 @@ class DocumentPictures:
         inside = (self.starts[placed] < lengths[documents]) & (lengths[documents] < self.ends()[placed])
         return np.bincount(documents[inside], minlength=len(self.counts)) > 0
 
-    def patches(self, lengths: np.ndarray, group: int = 1) -> np.ndarray:
-        """int64[n / group]: patches of each document, or of groups of consecutive ones, which share equal pictures.
+    def sizes(self, lengths: np.ndarray, group: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """(Patches, pictures) of each document, or of groups of consecutive ones, which share equal pictures: int64[n /
+        group].
 
         lengths: int[n], tokens that are left of each document.
         """
@@ -135,10 +136,10 @@ class DocumentPictures:
         inside = self.starts[placed] < lengths[documents]
         groups, placed = documents[inside] // group, placed[inside]
         _, first = np.unique(groups * max(len(self.pictures), 1) + self.entries[placed], return_index=True)
-        sizes = self.grids[placed[first]].astype(np.int64).prod(1)
-        sums = np.zeros(len(self.counts) // group, np.int64)
-        np.add.at(sums, groups[first], sizes)
-        return sums
+        pictures = np.bincount(groups[first], minlength=len(self.counts) // group)
+        patches = np.zeros_like(pictures)
+        np.add.at(patches, groups[first], self.grids[placed[first]].astype(np.int64).prod(1))
+        return patches, pictures
 
     def write(self, batch: Batch, slot: int, offset: int, document: int, count: int, row: RowPictures) -> None:
         """Writes the positions and pictures of a document's first `count` tokens, which begin at `offset` of a batch's
