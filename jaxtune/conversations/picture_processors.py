@@ -61,6 +61,10 @@ class Kind:
     """float[patches, F], in blocks."""
     limited: Callable[[Settings, int], Settings]
     """The settings by which a picture has at most this many pixels. Raises ValueError."""
+    read_by: str = ""
+    """The class with `values`, where this one needs torch; else this one's PIL class."""
+    values: Callable[[Settings], Settings] = dict
+    """Settings of `read_by` that do the same."""
     axes: int = 1
     """Of positions: 3 are time, height and width."""
     around: tuple[str, ...] = ()
@@ -199,7 +203,7 @@ class PictureProcessor:
         values = {key: value for key, value in settings.items() if value is not None and key not in _NO_SETTINGS}
         values = values if max_pixels is None else kind.limited(values, max_pixels)
         try:
-            sides = kind.sides(settings, config)
+            values, sides = kind.values(values), kind.sides(settings, config)
         except KeyError as error:
             raise ValueError(f"{name}: neither the preprocessor's file nor config.json has {error}") from None
         ends = [(text, token_id(text)) for text in kind.row_ends]
@@ -291,7 +295,7 @@ def _loaded(name: str, settings: str) -> _ImageProcessor:
     """transformers' PIL class with these settings, which needs no torch and is the same whatever is installed."""
     import transformers
 
-    return getattr(transformers, f"{name}Pil")(**json.loads(settings))
+    return getattr(transformers, KINDS[name].read_by or f"{name}Pil")(**json.loads(settings))
 
 
 def in_blocks(raster: np.ndarray, merge: int) -> np.ndarray:
@@ -351,6 +355,11 @@ def _gemma4_limited(settings: Settings, pixels: int) -> Settings:
     return {**settings, "max_soft_tokens": min(numbers[-1], _side(settings, "max_soft_tokens"))}
 
 
+def _unified_values(settings: Settings) -> Settings:
+    patch, merge = (_side(settings, key) for key in ("patch_size", "pooling_kernel_size"))
+    return {**settings, "patch_size": patch * merge, "pooling_kernel_size": 1}
+
+
 def _pixtral_grid(processor: _ImageProcessor, sides: Sides, height: int, width: int) -> Grid:
     block, longest = sides.patch * sides.merge, processor.size["longest_edge"]
     choose = _functions(processor).get_resize_output_image_size
@@ -386,6 +395,15 @@ KINDS = {
         grid=_gemma4_grid,
         patches=_gemma4_patches,
         limited=_gemma4_limited,
+        around=("boi_token_id", "eoi_token_id"),
+    ),
+    "Gemma4UnifiedImageProcessor": Kind(  # a feature is one patch of 48 x 48, so blocks are patches
+        sides=lambda settings, config: Sides(_side(settings, "patch_size") * _side(settings, "pooling_kernel_size"), 1),
+        grid=_gemma4_grid,
+        patches=_gemma4_patches,
+        limited=_gemma4_limited,
+        read_by="Gemma4ImageProcessorPil",
+        values=_unified_values,
         around=("boi_token_id", "eoi_token_id"),
     ),
     "PixtralImageProcessor": Kind(

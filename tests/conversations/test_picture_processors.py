@@ -19,6 +19,7 @@ SHAPES = {
     "qwen3.5-9b": (3, (300, 2040, 64, 1125)),
     "qwen3-vl-8b": (3, (300, 2040, 64, 1125)),
     "gemma-4-e4b-it": (1, (268, 266, 258, 246)),
+    "gemma-4-12b-it": (1, (268, 266, 258, 246)),
     "mistral-small-3.1-24b": (1, (432, 1736, 12, 280)),
 }
 
@@ -53,7 +54,8 @@ def test_patches_are_those_of_transformers_in_blocks(name, test_data):
 
     processor = processor_of(test_data, name)
     written = contents(test_data, name)[1]
-    kind = getattr(transformers, f"{processor.name}Pil")(**{k: v for k, v in written.items() if v is not None})
+    name_of_class = f"{processor.name.replace('Unified', '')}Pil"
+    kind = getattr(transformers, name_of_class)(**{k: v for k, v in written.items() if v is not None})
 
     @settings(max_examples=6, deadline=None, database=None)
     @given(st.integers(1, 180), st.integers(1, 180))
@@ -69,6 +71,11 @@ def test_patches_are_those_of_transformers_in_blocks(name, test_data):
         pixels = np.asarray(kind([image], **options)["pixel_values"])
         if "qwen" in name:
             assert np.array_equal(patches, pixels)
+        elif "12b" in name:  # 3 x 3 patches of 16 x 16 as one of 48 x 48
+            squares = pixels[0][: 9 * len(patches)].reshape(3 * grid[0], 3 * grid[1], 16, 16, 3)
+            for (row, column), patch in zip(3 * coordinates, patches, strict=True):
+                square = squares[row : row + 3, column : column + 3].transpose(0, 2, 1, 3, 4)
+                assert np.array_equal(patch, square.reshape(-1))
         elif "gemma" in name:
             assert np.array_equal(patches, pixels[0][coordinates[:, 0] * grid[1] + coordinates[:, 1]])
         else:
