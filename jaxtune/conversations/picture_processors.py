@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxtune.conversations.messages import Message, pictures_of
 from jaxtune.conversations.pictures import Picture, PictureError
+from jaxtune.conversations.tokenizing import Tokenizer, token_id
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -165,27 +166,36 @@ class PictureProcessor:
         return positions
 
     @classmethod
-    def of_folder(
-        cls, folder: Path, token_id: Callable[[str], int | None], max_pixels: int | None = None
-    ) -> PictureProcessor:
-        """The processor of a model's folder. Raises ValueError, which names the file that is missing or wrong.
+    def of_folder(cls, folder: Path, tokenizer: Tokenizer, max_pixels: int | None = None) -> PictureProcessor:
+        """The processor of a model's folder, as `of_files`."""
+        files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+        return cls.of_files((folder / "config.json").read_bytes(), files, tokenizer, max_pixels, str(folder))
 
-        token_id: of a special token's text, None if the tokenizer has none.
-        max_pixels: of a picture that is read; None: as the folder says.
+    @classmethod
+    def of_files(
+        cls,
+        config: str | bytes,
+        files: Mapping[str, bytes],
+        tokenizer: Tokenizer,
+        max_pixels: int | None = None,
+        where: str = "the model",
+    ) -> PictureProcessor:
+        """Raises ValueError, which names the file that is missing or the value that is wrong.
+
+        config: of the whole model.
+        files: {name: content} of its folder; those of FILES are read.
+        max_pixels: of a picture that is read; None: as the files say.
+        where: for messages.
         """
-        config, settings = json.loads((folder / "config.json").read_text()), None
-        for name in FILES:
-            if (path := folder / name).is_file():
-                written = json.loads(path.read_text())
-                settings = written if name == FILES[0] else written.get("image_processor")
-            if settings is not None:
-                break
+        settings = json.loads(files[FILES[0]]) if FILES[0] in files else None
+        if settings is None and FILES[1] in files:
+            settings = json.loads(files[FILES[1]]).get("image_processor")
         if settings is None:
             raise ValueError(
-                f"{folder}: there is no {FILES[0]}, and no image_processor in {FILES[1]}: pictures cannot be read "
+                f"{where}: there is no {FILES[0]}, and no image_processor in a {FILES[1]}: pictures cannot be read "
                 "without the model's own settings; fetch the file from where the model is from"
             )
-        return cls.of(config, settings, token_id, max_pixels)
+        return cls.of(json.loads(config), settings, functools.partial(token_id, tokenizer), max_pixels)
 
     @classmethod
     def of(
@@ -195,7 +205,10 @@ class PictureProcessor:
         token_id: Callable[[str], int | None],
         max_pixels: int | None = None,
     ) -> PictureProcessor:
-        """As `of_folder`, of the contents of config.json and of the preprocessor's file."""
+        """As `of_files`, of what is in config.json and in the preprocessor's file.
+
+        token_id: of a special token's text; None if there is none.
+        """
         written = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
         name = written.removesuffix("Fast").removesuffix("Pil")
         if (kind := KINDS.get(name)) is None:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from jaxtune.conversations.picture_processors import FILES, PictureProcessor, in_blocks
 from jaxtune.conversations.pictures import PictureError
+from tests.train.data.conftest import make_tokenizer
 
 ENDS = {"[IMG_BREAK]": 12, "[IMG_END]": 13}
 # {shape: (axes, tokens of pictures of 640 x 480, 1920 x 1080, 64 x 64 and 4000 x 300)}, from transformers' processors
@@ -124,21 +125,27 @@ def test_positions_of_text_and_pictures(test_data):
 
 def test_what_a_folder_lacks_is_named(tmp_path, test_data):
     config, written = contents(test_data, "qwen3.5-9b")
+    tokenizer = make_tokenizer()
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="there is no preprocessor_config.json"):
-        PictureProcessor.of_folder(tmp_path, ENDS.get)
+        PictureProcessor.of_folder(tmp_path, tokenizer)
     (tmp_path / FILES[1]).write_text(json.dumps({"image_processor": written}))
-    nested = PictureProcessor.of_folder(tmp_path, ENDS.get)
+    nested = PictureProcessor.of_folder(tmp_path, tokenizer)
     (tmp_path / FILES[0]).write_text(json.dumps(written))
-    assert nested == PictureProcessor.of_folder(tmp_path, ENDS.get) == processor_of(test_data, "qwen3.5-9b")
+    assert nested == PictureProcessor.of_folder(tmp_path, tokenizer) == processor_of(test_data, "qwen3.5-9b")
+    config, written = (json.dumps(content).encode() for content in contents(test_data, "mistral-small-3.1-24b"))
+    with pytest.raises(ValueError, match=r"has no token \[IMG_BREAK\]"):
+        PictureProcessor.of_files(config, {FILES[0]: written}, tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(ENDS)})
+    mistral = PictureProcessor.of_files(config, {FILES[0]: written}, tokenizer)
+    assert mistral.row_ends == tuple(tokenizer.convert_tokens_to_ids(list(ENDS)))
+    config, written = contents(test_data, "qwen3.5-9b")
     with pytest.raises(ValueError, match="'ViTImageProcessor' is not supported"):
         PictureProcessor.of(config, {**written, "image_processor_type": "ViTImageProcessor"}, ENDS.get)
     with pytest.raises(ValueError, match="has 'merge_size'"):
         PictureProcessor.of(config, {k: v for k, v in written.items() if k != "merge_size"}, ENDS.get)
     with pytest.raises(ValueError, match="image_token_id = None"):
         PictureProcessor.of({}, written, ENDS.get)
-    with pytest.raises(ValueError, match=r"has no token \[IMG_BREAK\]"):
-        PictureProcessor.of(*contents(test_data, "mistral-small-3.1-24b"), {}.get)
     with pytest.raises(PictureError, match="3 x 1000 pixels: absolute aspect ratio"):
         nested.grid(Image.new("RGB", (3, 1000)))
     assert nested.grid(Image.new("RGB", (1, 1))) == (16, 16)
