@@ -13,6 +13,7 @@ import functools
 import importlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -74,6 +75,10 @@ class Kind:
     """Tokens behind each row of features but the last, and behind the last."""
     token: str = "image_token_id"
     """Key of config.json with the token at which features stand."""
+    written: str = ""
+    """Key of the token that the chat template writes once for a picture, if that is another."""
+    spaces: tuple[str, str] = ("", "")
+    """Texts that the processor writes before and behind a picture."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +91,9 @@ class PictureProcessor:
     """JSON of its settings."""
     sides: Sides
     token: int
-    """At which features stand, and which the chat template writes once for a picture."""
+    """At which features stand."""
+    written: int
+    """That the chat template writes once for a picture."""
     around: tuple[int, ...] = ()
     """Tokens before and behind a picture."""
     row_ends: tuple[int, ...] = ()
@@ -227,6 +234,7 @@ class PictureProcessor:
             json.dumps(values, sort_keys=True),
             sides,
             _token(config, kind.token),
+            _token(config, kind.written or kind.token),
             tuple(_token(config, key) for key in kind.around),
             tuple(index for _, index in ends if index is not None),
         )
@@ -246,6 +254,22 @@ class PlacedPicture:
     """16 bytes, of its file or pixels."""
 
 
+def spaced(text: str, written: str, processor: PictureProcessor) -> tuple[str, Callable[[int], int]]:
+    """(Rendered text with what the processor writes around pictures, function from indices of the text to those of the
+    result). written: text of the token that the chat template writes for a picture.
+    """
+    before, behind = processor.kind.spaces
+    if not before and not behind:
+        return text, lambda index: index
+    starts = np.array([match.start() for match in re.finditer(re.escape(written), text)], np.int64)
+
+    def shifted(index: int) -> int:
+        begun, ended = (int(np.count_nonzero(starts + size <= index)) for size in (1, len(written)))
+        return index + begun * len(before) + ended * len(behind)
+
+    return text.replace(written, f"{before}{written}{behind}"), shifted
+
+
 def placed_pictures(
     messages: Sequence[Message], ids: np.ndarray, processor: PictureProcessor, is_cut: bool = False
 ) -> tuple[np.ndarray, np.ndarray, tuple[PlacedPicture, ...]]:
@@ -260,7 +284,7 @@ def placed_pictures(
     indices = np.arange(len(ids))
     if not pictures:
         return ids, indices, ()
-    places = np.flatnonzero(ids == processor.token)
+    places = np.flatnonzero(ids == processor.written)
     pictures = pictures[: len(places)] if is_cut else pictures
     if len(places) != len(pictures):
         raise PictureError(
@@ -382,7 +406,12 @@ def _pixtral_grid(processor: _ImageProcessor, sides: Sides, height: int, width: 
 
 def _pixtral_patches(processor: _ImageProcessor, sides: Sides, image: Image) -> np.ndarray:
     block = sides.patch * sides.merge
-    pixels = np.asarray(processor([image], patch_size={"height": block, "width": block})["pixel_values"][0])
+    return _squares(processor([image], patch_size={"height": block, "width": block})["pixel_values"][0], sides)
+
+
+def _squares(pixels: np.ndarray, sides: Sides) -> np.ndarray:
+    """Patches of (channel, row, column), as a convolution sees them, in blocks. pixels: [channels, height, width]."""
+    pixels = np.asarray(pixels)
     channels, height, width = pixels.shape
     squares = pixels.reshape(channels, height // sides.patch, sides.patch, width // sides.patch, sides.patch)
     return in_blocks(squares.transpose(1, 3, 0, 2, 4), sides.merge).reshape(-1, channels * sides.patch**2)
@@ -395,6 +424,22 @@ def _pixtral_limited(settings: Settings, pixels: int) -> Settings:
     return {**settings, "size": {"longest_edge": min(edge, longest) if isinstance(longest, int) else edge}}
 
 
+def _gemma3_sides(settings: Settings, config: Settings) -> Sides:
+    patch, size = _side(config.get("vision_config"), "patch_size"), settings.get("size")
+    features = _side(config, "mm_tokens_per_image")
+    return Sides(patch, _side(size, "height") // patch // math.isqrt(features))
+
+
+def _gemma3_values(settings: Settings) -> Settings:
+    if settings.get("do_pan_and_scan"):
+        raise ValueError("do_pan_and_scan = true: crops of pictures are not supported; set it to false")
+    return settings
+
+
+def _fixed(settings: Settings, pixels: int) -> Settings:
+    raise ValueError(f"max_pixels = {pixels}: every picture of this model has {settings.get('size')}; leave it out")
+
+
 KINDS = {
     "Qwen2VLImageProcessor": Kind(
         sides=lambda settings, config: Sides(_side(settings, "patch_size"), _side(settings, "merge_size")),
@@ -402,6 +447,19 @@ KINDS = {
         patches=lambda processor, sides, image: processor([image])["pixel_values"],
         limited=_qwen_limited,
         axes=3,
+    ),
+    "Gemma3ImageProcessor": Kind(
+        sides=_gemma3_sides,
+        grid=lambda processor, sides, height, width: (
+            processor.size["height"] // sides.patch,
+            processor.size["width"] // sides.patch,
+        ),
+        patches=lambda processor, sides, image: _squares(processor([image])["pixel_values"][0], sides),
+        limited=_fixed,
+        values=_gemma3_values,
+        around=("boi_token_id", "eoi_token_id"),
+        written="boi_token_id",
+        spaces=("\n\n", "\n\n"),
     ),
     "Gemma4ImageProcessor": Kind(
         sides=lambda settings, config: Sides(_side(settings, "patch_size"), _side(settings, "pooling_kernel_size")),

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import http.server
 import json
+import threading
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxtune.conversations.picture_processors import PictureProcessor
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data import prepare
 from jaxtune.train.data.packing.packing import NothingUsable, plan_rows
 from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.data.packing.steps import StepBatches
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rendering.preview import preview
 from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet
 from jaxtune.train.data.rows.reading import open_sources
@@ -23,7 +27,7 @@ from jaxtune.train.data.rows.streamed import StreamedRows
 from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.objectives.kto import with_mismatched_answers
 from tests.train.data.conftest import PLAIN_TEMPLATE, spans
-from tests.train.data.pictures import MARKS, drawn, file_of, picture_options, picture_tokenizer
+from tests.train.data.pictures import MARKS, SETTINGS, TEMPLATE, drawn, file_of, picture_options, picture_tokenizer
 
 TOKENIZER = picture_tokenizer()
 OPTIONS = picture_options(TOKENIZER)
@@ -65,6 +69,98 @@ def grids_in(batch, row, piece):
         grid = tuple(grid[0].tolist())
         assert np.array_equal(arrays["patch_coordinates"][mine], PROCESSOR.coordinates(grid))
         yield int(start), grid, arrays["patches"][mine]
+
+
+# --- tokens
+
+# {family: (config.json, settings, the template's text of a picture, what transformers' processor writes for a grid)}
+FAMILIES = {
+    "qwen": (
+        {"image_token_id": "<|image_pad|>"},
+        SETTINGS,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        lambda rows, columns: "<|vision_start|>" + "<|image_pad|>" * (rows * columns) + "<|vision_end|>",
+    ),
+    "gemma3": (
+        {
+            "image_token_index": "<img>",
+            "boi_token_index": "<boi>",
+            "eoi_token_index": "<eoi>",
+            "mm_tokens_per_image": 4,
+            "vision_config": {"patch_size": 4},
+        },
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}},
+        "<boi>",
+        lambda rows, columns: "\n\n<boi>" + "<img>" * (rows * columns) + "<eoi>\n\n",
+    ),
+    "gemma4": (
+        {"image_token_id": "<img>", "boi_token_id": "<boi>", "eoi_token_id": "<eoi>"},
+        {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 2,
+            "pooling_kernel_size": 3,
+            "max_soft_tokens": 70,
+        },
+        "<img>",
+        lambda rows, columns: "<boi>" + "<img>" * (rows * columns) + "<eoi>",
+    ),
+    "mistral": (
+        {"image_token_index": "[IMG]", "spatial_merge_size": 2},
+        {
+            "image_processor_type": "PixtralImageProcessor",
+            "patch_size": {"height": 4, "width": 4},
+            "size": {"longest_edge": 64},
+        },
+        "[IMG]",
+        lambda rows, columns: ("[IMG]" * columns + "[IMG_BREAK]") * (rows - 1) + "[IMG]" * columns + "[IMG_END]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("train_on", ["responses", "turns", "completion", "all"])
+def test_tokens_are_those_of_the_text_that_transformers_writes(name, train_on):
+    """The processor repeats tokens in the text before it is tokenised; here it is done among the tokens."""
+    config, written, shown, text_of = FAMILIES[name]
+    tokenizer = picture_tokenizer(TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", shown))
+    specials = ["<boi>", "<img>", "<eoi>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *MARKS, *specials]})
+    ids = {
+        key: tokenizer.convert_tokens_to_ids(text) if isinstance(text, str) else text for key, text in config.items()
+    }
+    processor = PictureProcessor.of(ids, written, tokenizer.convert_tokens_to_ids)
+    options = PictureOptions(processor)
+
+    @settings(max_examples=12, deadline=None, database=None)
+    @given(st.lists(st.sampled_from(["What?", "\n", "\n\n", "two words", (20, 12), (9, 30)]), min_size=1, max_size=6))
+    def check(words):
+        pictures = [drawn(*word) for word in words if isinstance(word, tuple)]
+        waiting, content = iter(pictures), []
+        for word in words:
+            content.append(word if isinstance(word, str) else part(next(waiting)))
+        turns = [*chat(*content)["messages"], *chat("And?", answer="A dog.")["messages"]]
+        data = prepare([{"messages": turns}], tokenizer, length=4096, pictures=options, train_on=train_on)
+        texts = [text_of(*(side // processor.merge for side in processor.grid(image))) for image in pictures]
+        waiting = iter(texts)
+        said = "".join(word if isinstance(word, str) else next(waiting) for word in words)
+        turn = "<|im_start|>{}\n{}<|im_end|>\n".format
+        pieces = [turn("user", said), turn("assistant", "A cat."), turn("user", "And?"), turn("assistant", "A dog.")]
+        text = "".join(pieces)
+        tokens, mask = _documents(data)[0]
+        assert tokens.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+        seen = data.documents.pictures
+        assert [tokens[start] for start in seen.starts] == [
+            processor.tokens(processor.grid(image))[0] for image in pictures
+        ]
+        answers = ["A cat.<|im_end|>", "A dog.<|im_end|>"]
+        if train_on == "responses":
+            assert spans(tokenizer, tokens, mask) == answers
+        elif train_on != "all":
+            answers = answers[-1:] if train_on == "completion" else answers
+            assert "".join(spans(tokenizer, tokens, mask)).replace("\n", "") == "".join(answers)
+        assert not mask[np.isin(tokens, [processor.token, *processor.around, *processor.row_ends])].any()
+
+    check()
 
 
 # --- packing
@@ -457,6 +553,30 @@ def test_streams_have_pictures_and_resume(write):
     assert mixed.batch_at(0).pictures["patches"].shape == batches[0].pictures["patches"].shape
     for feed in (source, other, mixed):
         feed.close()
+
+
+def test_remote_pictures_are_fetched_if_asked(tmp_path):
+    class Pictures(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/cat.png" else 404)
+            self.end_headers()
+            self.wfile.write(CAT)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    rows = [chat(part(f"{url}/cat.png"), "What?"), chat(part(f"{url}/dog.png"), "What?")]
+    data = prepared(rows, on_bad_row="skip", pictures=dataclasses.replace(OPTIONS, remote=True))
+    server.shutdown()
+    server.server_close()
+    assert data.summary.bad_rows == 1 and "cannot be fetched: HTTP Error 404" in data.summary.offenders[0]
+    assert np.array_equal(_documents(data)[0][0], _documents(prepared([FORMS["parts"]]))[0][0])
+    assert np.array_equal(
+        data.rows.batch().pictures["patches"], prepared([FORMS["parts"]]).rows.batch().pictures["patches"]
+    )
 
 
 def test_a_stream_that_begins_without_pictures_is_told(write):

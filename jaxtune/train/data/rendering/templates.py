@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxtune.conversations.dates import dated, writes_date
-from jaxtune.conversations.messages import template_for
-from jaxtune.conversations.picture_processors import PlacedPicture, placed_pictures
+from jaxtune.conversations.messages import pictures_of, template_for
+from jaxtune.conversations.picture_processors import PlacedPicture, placed_pictures, spaced
 from jaxtune.conversations.pictures import PictureError
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.conversations.templates import (
@@ -248,6 +248,10 @@ class RowEncoder:
         missing.
         """
         rendered: list[Rendered | RowError] = [attempt(self.render, example) for example in examples]
+        rendered = [
+            item if isinstance(item, RowError) else self._spaced(example, item)
+            for example, item in zip(examples, rendered, strict=True)
+        ]
         texts = [item.text for item in rendered if isinstance(item, Rendered)]
         texts += [item.prompt for item in rendered if isinstance(item, Rendered) and item.prompt is not None]
         try:
@@ -262,6 +266,27 @@ class RowEncoder:
             finished = wrong or attempt(self._finish, example, item, tokens, prompt)
             results.append(attempt(self._illustrated, example, finished) if self.pictures else finished)
         return results
+
+    def _spaced(self, example: Example, rendered: Rendered) -> Rendered:
+        """With the text that the image processor writes around pictures."""
+        if self.pictures is None or not any(pictures_of(message) for message in example.messages or ()):
+            return rendered
+        processor = self.pictures.processor
+        written = str(self.tokenizer.convert_ids_to_tokens(processor.written))
+        text, shifted = spaced(rendered.text, written, processor)
+
+        def moved(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+            return [(shifted(low), shifted(high)) for low, high in ranges]
+
+        return dataclasses.replace(
+            rendered,
+            text=text,
+            ranges=None if rendered.ranges is None else moved(rendered.ranges),
+            begin=shifted(rendered.begin),
+            excluded=tuple(moved(rendered.excluded)),
+            cuts=tuple(map(shifted, rendered.cuts)),
+            prompt=None if rendered.prompt is None else spaced(rendered.prompt, written, processor)[0],
+        )
 
     def _illustrated(self, example: Example, encoded: Encoded | RowError) -> Encoded | RowError:
         """With the tokens of its pictures, which are never trained on."""
