@@ -13,7 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxtune.conversations.messages import read_messages
 from jaxtune.conversations.picture_processors import PictureProcessor
+from jaxtune.conversations.pictures import PictureAccess
+from jaxtune.conversations.prompts import picture_prompt
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data import prepare
 from jaxtune.train.data.packing.packing import NothingUsable, plan_rows
@@ -159,6 +162,11 @@ def test_tokens_are_those_of_the_text_that_transformers_writes(name, train_on):
             answers = answers[-1:] if train_on == "completion" else answers
             assert "".join(spans(tokenizer, tokens, mask)).replace("\n", "") == "".join(answers)
         assert not mask[np.isin(tokens, [processor.token, *processor.around, *processor.row_ends])].any()
+        messages = read_messages(turns[:3], pictures=PictureAccess())
+        asked, placed = picture_prompt(tokenizer, messages, processor)
+        begin = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+        assert [*asked] == [*tokens[: len(asked) - len(begin)], *begin]
+        assert [picture.start for picture in placed] == seen.starts.tolist()
 
     check()
 
