@@ -404,7 +404,7 @@ def test_a_picture_is_never_cut():
         assert sorted(data.rows.plan.document.tolist()) == kept
         assert data.report.pictures.cut == 3 - len(kept) and data.report.truncated == (overflow == "truncate")
         assert any("which is never cut" in sentence for sentence in data.warnings())
-    with pytest.raises(NothingUsable, match="1 documents left out, because data.length ends within"):
+    with pytest.raises(NothingUsable, match="1 rows left out, because data.length ends within"):
         prepared(rows[:1], inside).rows  # noqa: B018
     dropped = prepared([*rows, chat("Hi")], inside, overflow="drop")
     assert dropped.report.dropped == 2 and dropped.report.pictures.pictures == 0
@@ -418,8 +418,8 @@ def test_a_row_of_too_many_patches_is_told():
     assert data.rows.patches == 256 == data.report.pictures.patches[1]
     big = prepared([chat(part(drawn(64, 64)), part(drawn(64, 64, 1)), "What?"), rows[1]], 400, patches_per_row=100)
     assert big.report.pictures.too_large == 1 and big.rows.plan.document.tolist() == [1]
-    assert any("more patches than the 256 of a row" in sentence for sentence in big.warnings())
-    with pytest.raises(ValueError, match="more patches than the 256 of a row.*first rows:1"):
+    assert any("more patches than the 256 of a packed row" in sentence for sentence in big.warnings())
+    with pytest.raises(ValueError, match="more patches than the 256 of a packed row.*first rows:1"):
         prepared([chat(part(drawn(64, 64)), part(drawn(64, 64, 1)))], 400, patches_per_row=9, overflow="error").rows  # noqa: B018
 
 

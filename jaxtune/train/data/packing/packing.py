@@ -44,9 +44,11 @@ class PictureReport:
     """Patches of all rows, where documents that share a picture have it once."""
     rows: int
     cut: int
-    """Documents left out because a cut at the row's length would cut a picture."""
+    """Documents or pairs left out because a cut at the row's length would cut a picture."""
     too_large: int
-    """Documents left out because they have more patches than a row."""
+    """Documents or pairs left out because they have more patches than a row."""
+    left_out: int
+    """Documents of both."""
 
     def __str__(self) -> str:
         fill = self.filled / max(self.rows * self.room, 1)
@@ -60,13 +62,13 @@ class PictureReport:
         sentences = []
         if self.cut:
             sentences.append(
-                f"{self.cut:,} documents left out, because data.length ends within one of their pictures, which is "
+                f"{self.cut:,} rows left out, because data.length ends within one of their pictures, which is "
                 "never cut; raise data.length, or lower the pixels of a picture"
             )
         if self.too_large:
             sentences.append(
-                f"{self.too_large:,} documents left out, because they have more patches than the {self.room:,} of a "
-                "row; raise the patches of a row, or lower the pixels of a picture"
+                f"{self.too_large:,} rows left out, because they have more patches than the {self.room:,} of a "
+                "packed row; raise those, or lower the pixels of a picture"
             )
         return sentences
 
@@ -79,7 +81,7 @@ class PicturePlan:
     """The patches of documents, or of groups that share their pictures, and a row's room for them.
 
     kept_lengths: int64[n], tokens of each document that are packed.
-    length: of a row.
+    length: of a row that several may share; 0: each has its own.
     budget: patches of a row, rounded up; None: chosen by these documents.
     group: consecutive documents that share their pictures.
     refuses: whether documents that have no place raise ValueError.
@@ -131,7 +133,7 @@ class PicturePlan:
         documents, placed = self._pictures.placed()
         placed = placed[self._pictures.starts[placed] < kept_lengths[documents]]
         sizes = self._pictures.grids[placed].astype(np.int64).prod(1)
-        tokens = (self._pictures.ends() - self._pictures.starts)[placed]
+        tokens = (self._pictures.ends - self._pictures.starts)[placed]
 
         def span(counts: np.ndarray) -> tuple[int, int]:
             return (int(counts.min()), int(counts.max())) if len(counts) else (0, 0)
@@ -145,6 +147,7 @@ class PicturePlan:
             rows=rows,
             cut=self._cut,
             too_large=self._too_large,
+            left_out=int(self.out.sum()),
         )
 
     def of_rows(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
@@ -430,7 +433,7 @@ class PackedRows:
     ) -> None:
         lengths = np.asarray(documents.lengths)
         trained = np.array(documents.trained)
-        self.picture_plan = _picture_plan(documents, length, overflow, patches_per_row)
+        self.picture_plan = _picture_plan(documents, length, overflow, packing, patches_per_row)
         if self.picture_plan is not None:
             lengths = np.where(self.picture_plan.out, 0, lengths)
             trained[self.picture_plan.out] = 0
@@ -555,7 +558,9 @@ class PackedRows:
         return batch
 
 
-def _picture_plan(documents: Documents, length: int, overflow: Overflow, budget: int | None) -> PicturePlan | None:
+def _picture_plan(
+    documents: Documents, length: int, overflow: Overflow, packing: bool, budget: int | None
+) -> PicturePlan | None:
     if not PicturePlan.needed(documents, budget):
         return None
     lengths = np.asarray(documents.lengths)
@@ -564,7 +569,8 @@ def _picture_plan(documents: Documents, length: int, overflow: Overflow, budget:
         overflow, lengths
     )
     refuses, divided = overflow == "error", is_long if overflow == "split" else None
-    return PicturePlan(documents, kept_lengths, length, budget, refuses=refuses, divided=divided)
+    shared = length if packing else 0
+    return PicturePlan(documents, kept_lengths, shared, budget, refuses=refuses, divided=divided)
 
 
 def sizes_of_rows(plan: Plan, pictures: PicturePlan | None) -> tuple[np.ndarray, np.ndarray]:

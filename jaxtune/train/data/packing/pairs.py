@@ -93,10 +93,8 @@ class PackedPairs:
             kept_lengths = np.where((kept_lengths < lengths).any(1, keepdims=True), 0, kept_lengths)
         self.picture_plan: PicturePlan | None = None
         if PicturePlan.needed(documents, patches_per_row):
-            refuses = overflow == "error"
-            plan = PicturePlan(
-                documents, kept_lengths.reshape(-1), self.length, patches_per_row, group=2, refuses=refuses
-            )
+            shared, refuses = self.length if packing else 0, overflow == "error"
+            plan = PicturePlan(documents, kept_lengths.reshape(-1), shared, patches_per_row, group=2, refuses=refuses)
             self.picture_plan, kept_lengths = plan, np.where(plan.out.reshape(-1, 2), 0, kept_lengths)
         trained = np.array(documents.trained).reshape(-1, 2)
         for pair, side in np.argwhere(kept_lengths < lengths):

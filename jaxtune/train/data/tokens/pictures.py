@@ -115,15 +115,18 @@ class DocumentPictures:
         first = int(self.firsts[document])
         return self.digests[self.entries[first : first + int(self.counts[document])]].tobytes()
 
+    @functools.cached_property
     def ends(self) -> np.ndarray:
         """int64[m]: index in the document after each picture's last token."""
-        sizes = {grid: len(self.made_by.tokens(grid)) for grid in set(map(_grid, self.grids))}
-        return self.starts + np.array([sizes[_grid(grid)] for grid in self.grids], np.int64)
+        grids, kinds = np.unique(self.grids, axis=0, return_inverse=True)
+        return (
+            self.starts + np.array([len(self.made_by.tokens(_grid(grid))) for grid in grids], np.int64)[kinds.ravel()]
+        )
 
     def cut(self, lengths: np.ndarray) -> np.ndarray:
         """bool[n]: documents of which a cut to these lengths, int[n], would cut a picture."""
         documents, placed = self.placed()
-        inside = (self.starts[placed] < lengths[documents]) & (lengths[documents] < self.ends()[placed])
+        inside = (self.starts[placed] < lengths[documents]) & (lengths[documents] < self.ends[placed])
         return np.bincount(documents[inside], minlength=len(self.counts)) > 0
 
     def sizes(self, lengths: np.ndarray, group: int = 1) -> tuple[np.ndarray, np.ndarray]:
