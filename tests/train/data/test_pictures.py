@@ -339,6 +339,24 @@ def test_data_sets_with_columns_of_pictures(streaming, tmp_path):
         assert np.array_equal(_documents(again)[0][0], _documents(data)[0][0])
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_data_sets_with_lists_of_pictures(streaming, tmp_path):
+    import datasets
+
+    turn = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    features = datasets.Features({"messages": datasets.List(turn), "images": datasets.List(datasets.Image())})
+    rows = {"messages": [TOLD] * 2, "images": [[CAT], [b"broken"]]}
+    made = datasets.Dataset.from_dict(
+        rows | {"images": [[{"bytes": data, "path": None} for data in cell] for cell in rows["images"]]},
+        features=features,
+    )
+    made = made.to_iterable_dataset() if streaming else made
+    data = prepared(made, on_bad_row="skip", cache_dir=tmp_path)
+    assert data.summary.bad_rows == 1 and "dataset:2: picture 1:" in data.summary.offenders[0]
+    assert np.array_equal(_documents(data)[0][0], _documents(prepared([FORMS["parts"]]))[0][0])
+    assert data.documents.pictures.pictures[0].data == CAT  # not encoded anew
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
