@@ -119,6 +119,16 @@ class BatchSource:
         return None
 
     @property
+    def patches(self) -> int:
+        """Patches for which a row of a batch has room; 0 without pictures."""
+        return 0
+
+    @property
+    def max_pictures(self) -> int | None:
+        """Most pictures in any row of any step; None: unknown."""
+        return None if self.patches else 0
+
+    @property
     def full(self) -> bool:
         """Whether each row of every step is one document without padding, and attention needs no mask; asked once."""
         return False
@@ -226,6 +236,11 @@ class Rows(Protocol):
         """int64[n]: patches of each row, without padding."""
         ...
 
+    @property
+    def max_pictures(self) -> int:
+        """Most pictures of a row."""
+        ...
+
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of padding, new numpy arrays.
 
@@ -309,6 +324,14 @@ class Batches(BatchSource):
     @property
     def max_documents(self) -> int:
         return self.rows.max_documents
+
+    @property
+    def patches(self) -> int:
+        return self.rows.patches
+
+    @property
+    def max_pictures(self) -> int:
+        return self.rows.max_pictures
 
     @property
     def full(self) -> bool:
