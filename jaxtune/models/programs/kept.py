@@ -166,7 +166,9 @@ def _loaded_or_compiled(
         done = []
         with uncollected():
             for request, future in zip(requests, loading, strict=True):
-                if future.result() is not None:
+                with timing.phase("wait", "programs"):
+                    program = future.result()
+                if program is not None:
                     done.append(future)
                     continue
                 with dispatch.overheard() as said:
