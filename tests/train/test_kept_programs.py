@@ -381,6 +381,8 @@ def test_a_function_runs_where_its_arguments_are(kept, lowerings, monkeypatch):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     spread = jax.device_put(arguments, NamedSharding(mesh, PartitionSpec()))
     assert bits(function("x", 2, *spread)) == bits(powers("x", 2, *arguments)) and len(lowerings) == 2
+    on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="unpinned_host")
+    assert bits(function("x", 2, *jax.device_put(arguments, on_host))) == bits(powers("x", 2, *arguments))
 
 
 # ---- runs
