@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune.pallas.format_names import LOAD_IN
-from jaxtune.system import invocation, terminal
+from jaxtune.system import invocation, terminal, timing
 from jaxtune.system.terminal import say
 
 
@@ -94,5 +94,6 @@ def load(options: argparse.Namespace):
     adapter = base_of(folder) is not None
     if dtype is None and not adapter:  # a model that a run wrote records its dtype
         dtype = (trained_over.of_run(folder) or trained_over.TrainedOver()).dtype
-    model, tokenizer = jaxtune.from_pretrained(options.model, dtype=dtype, load_in=options.load_in)
+    with timing.phase("prepare"):
+        model, tokenizer = jaxtune.from_pretrained(options.model, dtype=dtype, load_in=options.load_in)
     return with_end_tokens(model, tokenizer) if adapter else model, tokenizer

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 
 def begin(load: Callable[[], object]) -> threading.Thread:
-    """Calls `load`, which imports, in a thread that an ending process does not wait for. Its errors are dropped:
-    whoever needs the modules imports them again.
+    """Calls `load`, which imports or reads, in a thread that an ending process does not wait for. Its errors are
+    dropped: whoever needs the modules imports them again.
     """
 
     def run() -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import jax
 
-from jaxtune.system import timing
+from jaxtune.system import early_import, timing
 from jaxtune.system.disk import note_use, remove_oldest
 from jaxtune.system.files import atomic_write, remove_temporary
 from jaxtune.system.private_jax import CacheInterface, compilation_cache
@@ -41,6 +41,7 @@ def use_program_cache() -> None:
     anything compiles. JAX's environment variables win.
     """
     timing.follow_jax()
+    early_import.begin(sources)  # a key needs it, and hundreds of files take a second on a slow disk
     if jax.config.jax_compilation_cache_dir is None:
         folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path.home() / ".cache" / "jaxtune" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -24,6 +24,7 @@ PHASES = {
     "rows": "preparing rows",
     "files": "reading files",
     "load": "weights to the device",
+    "prepare": "preparing model and run",
     "plan": "planning memory",
     "trace": "tracing",
     "lower": "lowering",

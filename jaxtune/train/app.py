@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from jaxtune.system import ending, processes, terminal, timing
@@ -67,10 +68,12 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
 
 def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     """A run of the train command; returns the exit code. Signals raise TrainingInterrupted or Interrupted."""
-    with loading(config) as (weights, tokenizer, model):
-        if note := model_report.cpu_note(model):
-            console.print(note, markup=False, highlight=False)
-        trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights, checks_folder=True)
+    with contextlib.ExitStack() as stack:
+        with timing.phase("prepare"):
+            weights, tokenizer, model = stack.enter_context(loading(config))
+            if note := model_report.cpu_note(model):
+                console.print(note, markup=False, highlight=False)
+            trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights, checks_folder=True)
         console.print(model_report.trained_table(trainer.model.given))
         console.print(fitted(trainer.data_summary(), console))
         delivery = Delivery(trainer, console)

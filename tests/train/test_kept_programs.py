@@ -25,6 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxtune
 from jaxtune.models.config import RopeConfig
+from jaxtune.models.generation import slots
+from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.programs import kept as kept_programs
 from jaxtune.models.programs.described import Digests, Undescribed, replaced
 from jaxtune.models.programs.kept import Function, Request, programs_of
@@ -381,6 +383,26 @@ def test_a_function_runs_where_its_arguments_are(kept, lowerings, monkeypatch):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     spread = jax.device_put(arguments, NamedSharding(mesh, PartitionSpec()))
     assert bits(function("x", 2, *spread)) == bits(powers("x", 2, *arguments)) and len(lowerings) == 2
+    on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="unpinned_host")
+    assert bits(function("x", 2, *jax.device_put(arguments, on_host))) == bits(powers("x", 2, *arguments))
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "top_logprobs": 2}], ids=["plain", "more"])
+def test_a_sampler_of_loaded_programs_samples_the_same(kept, lowerings, monkeypatch, options):
+    model, prompts = lora_model(layers=2), [[1, 2, 3], [4] * 20, [5]]
+
+    def sampled() -> list:
+        slots.programs.cache_clear()
+        with Sampler(model, slots=2, length=64) as sampler:
+            rows = list(sampler.run(prompts, 20, temperature=1.0, seed=3, **options))
+        return [(row.ids, row.logprobs, row.top_logprobs) for row in rows]
+
+    compiled = sampled()
+    count = len(lowerings)
+    assert count >= 3 and sampled() == compiled and len(lowerings) == count
+    monkeypatch.setattr(kept_programs, "cache_of_programs", lambda: None)
+    assert sampled() == compiled and len(lowerings) == count
+    slots.programs.cache_clear()
 
 
 # ---- runs

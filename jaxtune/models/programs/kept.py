@@ -124,6 +124,11 @@ def programs_of(requests: Sequence[Request]) -> list[jax.stages.Compiled]:
     """
     with timing.phase("cached", "keys"):
         cache = cache_of_programs()
+    return _programs_of(requests, cache)
+
+
+def _programs_of(requests: Sequence[Request], cache: ProgramCache | None) -> list[jax.stages.Compiled]:
+    with timing.phase("cached", "keys"):
         digests = described.Digests()
         keys = [None if cache is None else request.key(digests) for request in requests]
     done = dispatch.built(functools.partial(_loaded_or_compiled, requests, keys, cache))
@@ -166,7 +171,9 @@ def _loaded_or_compiled(
         done = []
         with uncollected():
             for request, future in zip(requests, loading, strict=True):
-                if future.result() is not None:
+                with timing.phase("wait", "programs"):
+                    program = future.result()
+                if program is not None:
                     done.append(future)
                     continue
                 with dispatch.overheard() as said:
@@ -224,7 +231,7 @@ class Function:
         devices = {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices()}
         if len(devices) != 1:
             return jitted
-        shapes = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
+        shapes = tuple((leaf.shape, leaf.dtype, *_of_array(leaf)) for leaf in leaves)
         key = statics, structure, shapes, *devices, config.trace_context()
         if key not in self._programs:
             self._programs[key] = self._compiled(statics, others, *devices)
@@ -232,19 +239,25 @@ class Function:
 
     def _compiled(self, statics: tuple, others: tuple, device) -> Callable | None:
         """None if programs are not kept."""
-        if cache_of_programs() is None:
+        with timing.phase("cached", "keys"):
+            cache = cache_of_programs()
+        if cache is None:
             return None
-        where = jax.sharding.SingleDeviceSharding(device)
 
         def shape(leaf: jax.Array | np.ndarray) -> jax.ShapeDtypeStruct:
-            weak = getattr(leaf, "weak_type", False)
+            weak, memory = _of_array(leaf)
+            where = jax.sharding.SingleDeviceSharding(device, memory_kind=memory)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where, weak_type=weak)
 
+        where = jax.sharding.SingleDeviceSharding(device)
         bound = functools.partial(self._function, *statics)
-        (program,) = programs_of(
-            [Request(bound, jax.tree.map(shape, others), where, None, self._options, self._donated)]
-        )
-        return program
+        request = Request(bound, jax.tree.map(shape, others), where, None, self._options, self._donated)
+        return _programs_of([request], cache)[0]
+
+
+def _of_array(leaf: jax.Array | np.ndarray) -> tuple[bool, str | None]:
+    """(whether its type is weak, in which memory of a device it is)."""
+    return (leaf.weak_type, leaf.sharding.memory_kind) if isinstance(leaf, jax.Array) else (False, None)
 
 
 # ---- keeping and loading
