@@ -32,6 +32,7 @@ from jaxtune.pallas import tuning
 from jaxtune.pallas.formats import FP8, NF4
 from jaxtune.pallas.formats.blockwise8 import dynamic_map
 from jaxtune.pallas.formats.fp8 import TILE
+from jaxtune.pallas.formats.int8 import Int8
 from jaxtune.pallas.formats.nvfp4 import NVFP4
 from jaxtune.pallas.quant_matmul import LoraWeights, line_matmul, mosaic, quant_matmul
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
@@ -113,25 +114,27 @@ def dequantising(rows: int, columns: int, copy: float, draw: Callable = random_n
     return {"shape": [rows, columns], "equal": bool((kernel == xla).all()), "ms": ms, "share_of_copy": share}
 
 
-def few_tokens(rows: int, columns: int, tokens: int) -> dict:
+def few_tokens(rows: int, columns: int, tokens: int, draw: Callable = random_nf4) -> dict:
+    """draw: of rows, columns and a seed."""
+
     def product(x, weight):
         return quant_matmul(x, [weight])[0]
 
-    packed, x = copies(rows, columns), normal(7, tokens, columns)
+    packed, x = copies(rows, columns, draw), normal(7, tokens, columns)
     arrays = [normal(seed, rows, columns) for seed in range(-(-2 * L2_BYTES // (rows * columns)))]
     over_array, over_packed = compiled(product, x, arrays[0]), compiled(product, x, packed[0])
     with jax.default_matmul_precision("highest"):
         want = x.astype(jnp.float32) @ packed[0].decode(jnp.float32).T
     times = {
         "bf16": device_ms(over_array, [(x, w) for w in arrays]),
-        "nf4": device_ms(over_packed, [(x, w) for w in packed]),
+        "codes": device_ms(over_packed, [(x, w) for w in packed]),
     }
     return {
         "shape": [rows, columns],
         "error": distance(over_packed(x, packed[0]), want),
         "ms": times,
-        "nf4_gb_per_s": packed[0].nbytes / times["nf4"] / 1e6,
-        "ratio": times["bf16"] / times["nf4"],
+        "gb_per_s": packed[0].nbytes / times["codes"] / 1e6,
+        "ratio": times["bf16"] / times["codes"],
     }
 
 
@@ -202,6 +205,13 @@ IN_FP8: dict[str, Callable] = {
     "FP8 by rows, with LoRA": lambda rows, columns: FP8.encode(normal(4, rows, columns, size=0.02)),
     "FP8 of 128 x 128, with LoRA": lambda rows, columns: FP8.encode(normal(4, rows, columns, size=0.02), TILE),
 }
+# Beside NF4, of few tokens.
+FEW: dict[str, Callable] = {
+    "FP8 by rows": lambda rows, columns, seed: FP8.encode(normal(seed, rows, columns, size=0.02)),
+    "FP8 of 128 x 128": lambda rows, columns, seed: FP8.encode(normal(seed, rows, columns, size=0.02), TILE),
+    "int8": lambda rows, columns, seed: Int8.encode(normal(seed, rows, columns, size=0.02)),
+    "NVFP4": random_nvfp4,
+}
 # Parts: floor and goal of the geometric mean over the shapes.
 BOUNDS = {
     "1 tokens": (2.5, 3.3),
@@ -257,7 +267,9 @@ def main() -> int:
             parts[f"{tokens} tokens, {words} LoRA"] = over_shapes(many_tokens, tokens // scale, nf4, with_lora)
     for kind, encode in IN_FP8.items():
         parts[f"16384 tokens, {kind}"] = over_shapes(many_tokens, 16384 // scale, encode, True)
-    parts |= {f"{tokens} tokens": over_shapes(few_tokens, tokens) for tokens in (1, 16)}
+    for tokens in (1, 16):
+        parts[f"{tokens} tokens"] = over_shapes(few_tokens, tokens)
+        parts |= {f"{tokens} tokens, {kind}": over_shapes(few_tokens, tokens, draw) for kind, draw in FEW.items()}
     return record_parts("quant_matmul", options, parts, must_show)
 
 

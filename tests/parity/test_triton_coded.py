@@ -144,7 +144,7 @@ def assembled(ptx: str, registers: dict[str, np.ndarray]) -> dict[str, np.ndarra
         source = [(bits >> 8 * i) & 255 for bits in (low, high) for i in range(4)]
         indices = [(selector >> 4 * i) & 15 for i in range(4)]
         assert all((index < 8).all() for index in indices)
-        return sum(np.choose(index, source) << 8 * i for i, index in enumerate(indices)).astype(np.uint32)
+        return np.stack([np.choose(index, source) << 8 * i for i, index in enumerate(indices)]).sum(0, dtype=np.uint32)
 
     def bfloat16s(numbers):
         return np.ascontiguousarray(numbers.astype(jnp.bfloat16)).view(np.uint32)[..., 0]

@@ -25,6 +25,7 @@ from jaxtune.pallas.decode.few_rows import (
     placed,
     products,
     reference,
+    triton,
 )
 from jaxtune.pallas.grouped_matmul import GroupedLora
 from jaxtune.pallas.quant_matmul import LoraWeights
@@ -44,6 +45,22 @@ def test_products_add_up_to_those_of_xla(rows, sizes):
     assert dispatch.record["products"][0] == "triton"
     assert parts.shape == (8, rows, sum(sizes)) and parts.dtype == jnp.float32
     near(parts.sum(0), reference.products(x.astype(jnp.float32), weights)[0], 1e-4)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(1, (4096,)), (17, (4096,)), (32, (2048, 1024, 3072))])
+def test_a_product_of_few_rows_and_a_large_weight_is_one_sum(rows, sizes):
+    """Beside other rows a row has the same bits; products with adapters, and of more rows, are divided."""
+    x, weights = normal(40, 512), [normal(size, 512, seed=i + 1, scale=0.05) for i, size in enumerate(sizes)]
+    with interpreted(HOPPER):
+        whole, alone = products(x[:rows], weights), products(x[:1], weights)
+    assert whole.shape == (1, rows, sum(sizes)) and whole.dtype == x.dtype
+    np.testing.assert_array_equal(whole[:, :1], alone)
+    near(whole[0], reference.products(x[:rows], weights)[0])
+    loras = [adapter(size, 512, 8, 1.0, 3) for size in sizes]
+    for count, adapters in ((rows, loras), (33, [])):
+        programs = sum(sizes) // triton.product_tile(x[:count], weights, adapters).rows
+        assert not triton._undivided(count, adapters, programs)
+    assert triton._undivided(rows, [], 64) and not triton._undivided(rows, [], 63)
 
 
 def test_a_product_of_many_rows_is_divided_for_the_kernel_that_adds_it():

@@ -2,8 +2,9 @@
 because they were not measured elsewhere.
 
 A program of a product multiplies a tile of a weight's rows by up to 128 rows of x, so that each weight is read once.
-Weights with too few rows to occupy the multiprocessors are divided into splits of the summed columns; whoever takes the
-partial sums adds them in order, so a product needs no second kernel, and a row's bits depend on no other row.
+Weights with too few rows to occupy the multiprocessors are divided into splits of the summed columns, unless few rows
+of x read them as fast undivided; whoever takes the partial sums adds them in order, so a product needs no second
+kernel, and a row's bits depend on no other row.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _SHARED_BYTES = 227 * 1024  # of a program's shared memory on Hopper
 _MULTIPROCESSORS = 132  # multiprocessors of a Hopper GPU
 _BLOCK = 2048  # numbers of gate and up that a program of `activated` reads
 _ENOUGH = 96  # programs that occupy them well enough: fewer splits are less to add
+# Up to so many rows of x, a product of at least so many programs is as fast undivided, if it is read far enough ahead.
+_UNDIVIDED_ROWS, _UNDIVIDED = 32, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Tile:
 _PLAIN, _GATED, _GATED_FEW = Tile(64, 128, 4, 4), Tile(128, 64, 8, 4), Tile(64, 64, 8, 4)
 # Of products of 17 to 64 rows of x, for which a further step fits the shared memory.
 _AHEAD = Tile(64, 128, 4, 5)
-# Of products of up to 16 rows of x whose programs have a multiprocessor each and leave some of them idle.
+# Of undivided products of up to 16 rows of x whose programs have a multiprocessor each, and of up to 32 rows whose
+# programs leave many multiprocessors idle.
 _FAR_AHEAD = Tile(64, 128, 4, 8)
 # Of products of more than 128 rows of x, which are bound by what multiprocessors read from the L2 cache: a program of
 # 128 x 128 reads less than one of 64 x 256. And of those whose weights such tiles do not divide.
@@ -126,9 +130,14 @@ def _depth(columns: int) -> int:
     return _SHALLOW.depth if columns % _PLAIN.depth and columns >= _ODD_COLUMNS else _PLAIN.depth
 
 
+def _undivided(count: int, loras: Sequence[LoraWeights | None], programs: int) -> bool:
+    """Whether a product of `count` rows of x is one sum over ascending columns, as training's is."""
+    return count <= _UNDIVIDED_ROWS and programs >= _UNDIVIDED and not padded_rank(loras)
+
+
 def _splits(inner: int, programs: int) -> int:
-    """Splits of a product, 1 to 8: the fewest that occupy the multiprocessors, else the most, of those that are equal
-    and have two steps of columns or more.
+    """Splits of a product that may be divided, 1 to 8: the fewest that occupy the multiprocessors, else the most, of
+    those that are equal and have two steps of columns or more.
 
       inner: summed columns.
       programs: tiles of the weights' rows.
@@ -219,10 +228,11 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
         return _SHALLOW
     if padded(count) > 64:
         return _PLAIN
-    if padded(count) > 16:
-        return _AHEAD
     programs = sum(weight.shape[0] for weight in weights) // _PLAIN.rows
-    return _FAR_AHEAD if _ENOUGH <= programs <= _MULTIPROCESSORS and not padded_rank(loras) else _PLAIN
+    most = _MULTIPROCESSORS if padded(count) == 16 else _ENOUGH - 1
+    if _undivided(count, loras, programs) and programs <= most:
+        return _FAR_AHEAD
+    return _AHEAD if padded(count) > 16 else _PLAIN
 
 
 def products(x, weights, loras=()):
@@ -232,7 +242,8 @@ def products(x, weights, loras=()):
     """
     width = sum(weight.shape[0] for weight in weights)
     tile = product_tile(x, weights, loras)
-    splits = _splits(x.shape[1], width // tile.rows * -(-len(x) // tile.tokens))
+    programs = width // tile.rows * -(-len(x) // tile.tokens)
+    splits = 1 if _undivided(len(x), loras, programs) else _splits(x.shape[1], programs)
     return _multiplied(x, weights, loras, tile, splits, 0, width, x.dtype if splits == 1 else jnp.float32)
 
 
