@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from jaxtune.models.files.model_folder import transformers_without_torch
+from jaxtune.models.files import transformers_import
 from jaxtune.serve import bodies
 from jaxtune.serve.bodies import Lengths, Models
 from jaxtune.serve.errors import ApiError, panics
@@ -37,7 +37,7 @@ def serve(descriptor: int, parent: int) -> None:
     """
     if (connection := children.attach(descriptor, parent)) is None:
         return
-    with transformers_without_torch() as transformers:
+    with transformers_import.without_torch() as transformers:
         _ = transformers.PreTrainedTokenizerFast  # which pickles of tokenizers need, imported before they arrive
         message = children.receive(connection)
         if message is None:

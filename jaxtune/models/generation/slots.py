@@ -107,7 +107,7 @@ def empty_rows(count: int, ends: int, vocab_size: int, pictures: bool = False) -
         zeros(np.uint32),
         zeros(np.uint32),
         numbers,
-        zeros(np.int32) if pictures else None,
+        delta=zeros(np.int32) if pictures else None,
     )
 
 
