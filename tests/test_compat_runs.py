@@ -37,7 +37,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_many_rows_are_tokenised_in_processes_by_default(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
-    monkeypatch.setattr(workers, "MANY_ROWS", 1000)
+    monkeypatch.setattr(workers, "MANY_CHUNKS", 1)
     monkeypatch.setattr(workers, "FEW_CPUS", 0)
     started = []
     real = workers._Process

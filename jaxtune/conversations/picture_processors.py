@@ -13,6 +13,7 @@ import functools
 import importlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from jaxtune.conversations.pictures import PictureError
+from jaxtune.conversations.messages import Message, pictures_of
+from jaxtune.conversations.pictures import Picture, PictureError
+from jaxtune.conversations.tokenizing import Tokenizer, token_id
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -60,6 +63,10 @@ class Kind:
     """float[patches, F], in blocks."""
     limited: Callable[[Settings, int], Settings]
     """The settings by which a picture has at most this many pixels. Raises ValueError."""
+    read_by: str = ""
+    """The class with `values`, where this one needs torch; else this one's PIL class."""
+    values: Callable[[Settings], Settings] = dict
+    """Settings of `read_by` that do the same."""
     axes: int = 1
     """Of positions: 3 are time, height and width."""
     around: tuple[str, ...] = ()
@@ -68,6 +75,10 @@ class Kind:
     """Tokens behind each row of features but the last, and behind the last."""
     token: str = "image_token_id"
     """Key of config.json with the token at which features stand."""
+    written: str = ""
+    """Key of the token that the chat template writes once for a picture, if that is another."""
+    spaces: tuple[str, str] = ("", "")
+    """Texts that the processor writes before and behind a picture."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +91,9 @@ class PictureProcessor:
     """JSON of its settings."""
     sides: Sides
     token: int
-    """At which features stand, and which the chat template writes once for a picture."""
+    """At which features stand."""
+    written: int
+    """That the chat template writes once for a picture."""
     around: tuple[int, ...] = ()
     """Tokens before and behind a picture."""
     row_ends: tuple[int, ...] = ()
@@ -160,27 +173,36 @@ class PictureProcessor:
         return positions
 
     @classmethod
-    def of_folder(
-        cls, folder: Path, token_id: Callable[[str], int | None], max_pixels: int | None = None
-    ) -> PictureProcessor:
-        """The processor of a model's folder. Raises ValueError, which names the file that is missing or wrong.
+    def of_folder(cls, folder: Path, tokenizer: Tokenizer, max_pixels: int | None = None) -> PictureProcessor:
+        """The processor of a model's folder, as `of_files`."""
+        files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+        return cls.of_files((folder / "config.json").read_bytes(), files, tokenizer, max_pixels, str(folder))
 
-        token_id: of a special token's text, None if the tokenizer has none.
-        max_pixels: of a picture that is read; None: as the folder says.
+    @classmethod
+    def of_files(
+        cls,
+        config: str | bytes,
+        files: Mapping[str, bytes],
+        tokenizer: Tokenizer,
+        max_pixels: int | None = None,
+        where: str = "the model",
+    ) -> PictureProcessor:
+        """Raises ValueError, which names the file that is missing or the value that is wrong.
+
+        config: of the whole model.
+        files: {name: content} of its folder; those of FILES are read.
+        max_pixels: of a picture that is read; None: as the files say.
+        where: for messages.
         """
-        config, settings = json.loads((folder / "config.json").read_text()), None
-        for name in FILES:
-            if (path := folder / name).is_file():
-                written = json.loads(path.read_text())
-                settings = written if name == FILES[0] else written.get("image_processor")
-            if settings is not None:
-                break
+        settings = json.loads(files[FILES[0]]) if FILES[0] in files else None
+        if settings is None and FILES[1] in files:
+            settings = json.loads(files[FILES[1]]).get("image_processor")
         if settings is None:
             raise ValueError(
-                f"{folder}: there is no {FILES[0]}, and no image_processor in {FILES[1]}: pictures cannot be read "
+                f"{where}: there is no {FILES[0]}, and no image_processor in a {FILES[1]}: pictures cannot be read "
                 "without the model's own settings; fetch the file from where the model is from"
             )
-        return cls.of(config, settings, token_id, max_pixels)
+        return cls.of(json.loads(config), settings, functools.partial(token_id, tokenizer), max_pixels)
 
     @classmethod
     def of(
@@ -190,7 +212,10 @@ class PictureProcessor:
         token_id: Callable[[str], int | None],
         max_pixels: int | None = None,
     ) -> PictureProcessor:
-        """As `of_folder`, of the contents of config.json and of the preprocessor's file."""
+        """As `of_files`, of what is in config.json and in the preprocessor's file.
+
+        token_id: of a special token's text; None if there is none.
+        """
         written = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
         name = written.removesuffix("Fast").removesuffix("Pil")
         if (kind := KINDS.get(name)) is None:
@@ -198,7 +223,7 @@ class PictureProcessor:
         values = {key: value for key, value in settings.items() if value is not None and key not in _NO_SETTINGS}
         values = values if max_pixels is None else kind.limited(values, max_pixels)
         try:
-            sides = kind.sides(settings, config)
+            values, sides = kind.values(values), kind.sides(settings, config)
         except KeyError as error:
             raise ValueError(f"{name}: neither the preprocessor's file nor config.json has {error}") from None
         ends = [(text, token_id(text)) for text in kind.row_ends]
@@ -209,11 +234,77 @@ class PictureProcessor:
             json.dumps(values, sort_keys=True),
             sides,
             _token(config, kind.token),
+            _token(config, kind.written or kind.token),
             tuple(_token(config, key) for key in kind.around),
             tuple(index for _, index in ends if index is not None),
         )
         _loaded(processor.name, processor.settings)
         return processor
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedPicture:
+    """A picture among tokens."""
+
+    start: int
+    """Index of its first token."""
+    grid: Grid
+    picture: Picture
+    digest: bytes
+    """16 bytes, of its file or pixels."""
+
+
+def spaced(text: str, written: str, processor: PictureProcessor) -> tuple[str, Callable[[int], int]]:
+    """(Rendered text with what the processor writes around pictures, function from indices of the text to those of the
+    result). written: text of the token that the chat template writes for a picture.
+    """
+    before, behind = processor.kind.spaces
+    if not before and not behind:
+        return text, lambda index: index
+    starts = np.array([match.start() for match in re.finditer(re.escape(written), text)], np.int64)
+
+    def shifted(index: int) -> int:
+        begun, ended = (int(np.count_nonzero(starts + size <= index)) for size in (1, len(written)))
+        return index + begun * len(before) + ended * len(behind)
+
+    return text.replace(written, f"{before}{written}{behind}"), shifted
+
+
+def placed_pictures(
+    messages: Sequence[Message], ids: np.ndarray, processor: PictureProcessor, is_cut: bool = False
+) -> tuple[np.ndarray, np.ndarray, tuple[PlacedPicture, ...]]:
+    """(Tokens int32[m], int64[m] index in `ids` that each comes from, -1 at pictures; pictures): what the processor
+    writes in place of the chat template's token of each picture. Raises PictureError for a template or a text with
+    another number of such tokens, and for pictures that cannot be read.
+
+      ids: int[n], of the rendered messages.
+      is_cut: whether the end of their text is missing.
+    """
+    pictures = [picture for message in messages for picture in pictures_of(message)]
+    indices = np.arange(len(ids))
+    if not pictures:
+        return ids, indices, ()
+    places = np.flatnonzero(ids == processor.written)
+    pictures = pictures[: len(places)] if is_cut else pictures
+    if len(places) != len(pictures):
+        raise PictureError(
+            f"the chat template writes {len(places)} tokens of pictures for {len(pictures)} pictures: it may be for "
+            "text alone (set data.template to one with pictures), or the text itself has such a token"
+        )
+    pieces, sources, placed, count, low = [], [], [], 0, 0
+    for number, (picture, place) in enumerate(zip(pictures, places.tolist(), strict=True), start=1):
+        try:
+            whole = picture.fetched()
+            grid, digest = processor.grid(whole.decoded()), whole.digest()
+        except PictureError as error:
+            raise PictureError(f"picture {number}: {error}") from None
+        tokens = processor.tokens(grid)
+        pieces += [ids[low:place], tokens]
+        sources += [indices[low:place], np.full(len(tokens), -1)]
+        placed.append(PlacedPicture(count + place - low, grid, whole, digest))
+        count, low = count + place - low + len(tokens), place + 1
+    tokens = np.concatenate([*pieces, ids[low:]]).astype(np.int32)
+    return tokens, np.concatenate([*sources, indices[low:]]), tuple(placed)
 
 
 # Keys of the file that say which class reads it.
@@ -241,7 +332,7 @@ def _loaded(name: str, settings: str) -> _ImageProcessor:
     """transformers' PIL class with these settings, which needs no torch and is the same whatever is installed."""
     import transformers
 
-    return getattr(transformers, f"{name}Pil")(**json.loads(settings))
+    return getattr(transformers, KINDS[name].read_by or f"{name}Pil")(**json.loads(settings))
 
 
 def in_blocks(raster: np.ndarray, merge: int) -> np.ndarray:
@@ -301,6 +392,11 @@ def _gemma4_limited(settings: Settings, pixels: int) -> Settings:
     return {**settings, "max_soft_tokens": min(numbers[-1], _side(settings, "max_soft_tokens"))}
 
 
+def _unified_values(settings: Settings) -> Settings:
+    patch, merge = (_side(settings, key) for key in ("patch_size", "pooling_kernel_size"))
+    return {**settings, "patch_size": patch * merge, "pooling_kernel_size": 1}
+
+
 def _pixtral_grid(processor: _ImageProcessor, sides: Sides, height: int, width: int) -> Grid:
     block, longest = sides.patch * sides.merge, processor.size["longest_edge"]
     choose = _functions(processor).get_resize_output_image_size
@@ -310,7 +406,12 @@ def _pixtral_grid(processor: _ImageProcessor, sides: Sides, height: int, width: 
 
 def _pixtral_patches(processor: _ImageProcessor, sides: Sides, image: Image) -> np.ndarray:
     block = sides.patch * sides.merge
-    pixels = np.asarray(processor([image], patch_size={"height": block, "width": block})["pixel_values"][0])
+    return _squares(processor([image], patch_size={"height": block, "width": block})["pixel_values"][0], sides)
+
+
+def _squares(pixels: np.ndarray, sides: Sides) -> np.ndarray:
+    """Patches of (channel, row, column), as a convolution sees them, in blocks. pixels: [channels, height, width]."""
+    pixels = np.asarray(pixels)
     channels, height, width = pixels.shape
     squares = pixels.reshape(channels, height // sides.patch, sides.patch, width // sides.patch, sides.patch)
     return in_blocks(squares.transpose(1, 3, 0, 2, 4), sides.merge).reshape(-1, channels * sides.patch**2)
@@ -323,6 +424,22 @@ def _pixtral_limited(settings: Settings, pixels: int) -> Settings:
     return {**settings, "size": {"longest_edge": min(edge, longest) if isinstance(longest, int) else edge}}
 
 
+def _gemma3_sides(settings: Settings, config: Settings) -> Sides:
+    patch, size = _side(config.get("vision_config"), "patch_size"), settings.get("size")
+    features = _side(config, "mm_tokens_per_image")
+    return Sides(patch, _side(size, "height") // patch // math.isqrt(features))
+
+
+def _gemma3_values(settings: Settings) -> Settings:
+    if settings.get("do_pan_and_scan"):
+        raise ValueError("do_pan_and_scan = true: crops of pictures are not supported; set it to false")
+    return settings
+
+
+def _fixed(settings: Settings, pixels: int) -> Settings:
+    raise ValueError(f"max_pixels = {pixels}: every picture of this model has {settings.get('size')}; leave it out")
+
+
 KINDS = {
     "Qwen2VLImageProcessor": Kind(
         sides=lambda settings, config: Sides(_side(settings, "patch_size"), _side(settings, "merge_size")),
@@ -331,11 +448,33 @@ KINDS = {
         limited=_qwen_limited,
         axes=3,
     ),
+    "Gemma3ImageProcessor": Kind(
+        sides=_gemma3_sides,
+        grid=lambda processor, sides, height, width: (
+            processor.size["height"] // sides.patch,
+            processor.size["width"] // sides.patch,
+        ),
+        patches=lambda processor, sides, image: _squares(processor([image])["pixel_values"][0], sides),
+        limited=_fixed,
+        values=_gemma3_values,
+        around=("boi_token_id", "eoi_token_id"),
+        written="boi_token_id",
+        spaces=("\n\n", "\n\n"),
+    ),
     "Gemma4ImageProcessor": Kind(
         sides=lambda settings, config: Sides(_side(settings, "patch_size"), _side(settings, "pooling_kernel_size")),
         grid=_gemma4_grid,
         patches=_gemma4_patches,
         limited=_gemma4_limited,
+        around=("boi_token_id", "eoi_token_id"),
+    ),
+    "Gemma4UnifiedImageProcessor": Kind(  # a feature is one patch of 48 x 48, so blocks are patches
+        sides=lambda settings, config: Sides(_side(settings, "patch_size") * _side(settings, "pooling_kernel_size"), 1),
+        grid=_gemma4_grid,
+        patches=_gemma4_patches,
+        limited=_gemma4_limited,
+        read_by="Gemma4ImageProcessorPil",
+        values=_unified_values,
         around=("boi_token_id", "eoi_token_id"),
     ),
     "PixtralImageProcessor": Kind(

@@ -127,7 +127,7 @@ class Picture:
 
 def rgb(image: Image) -> Image:
     """An image of any mode upright in RGB, 8 bits a channel, on white where it is transparent. Raises PictureError for
-    floats.
+    32-bit numbers.
     """
     from PIL import Image, ImageOps
 
@@ -135,10 +135,10 @@ def rgb(image: Image) -> Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         image.load()
         return image
+    if image.mode in ("I", "F"):
+        raise PictureError("a picture of 32-bit numbers has no known white: write it with 8 or 16 bits a channel")
     if image.mode.startswith("I"):  # 16 bits, which Pillow cuts off at 255
-        image = Image.fromarray((np.clip(np.asarray(image, np.int64), 0, 65_535) // 257).astype(np.uint8))
-    if image.mode == "F":
-        raise PictureError("a picture of floating-point numbers has no known white: write it with 8 bits a channel")
+        image = Image.fromarray((np.asarray(image, np.int64) // 257).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         straight = {"La": "LA"}.get(image.mode)
         colours = (image.convert(straight) if straight else image).convert("RGBA")

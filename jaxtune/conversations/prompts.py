@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxtune.conversations.messages import Message, template_for
+import numpy as np
+
+from jaxtune.conversations.messages import Message, pictures_of, template_for
+from jaxtune.conversations.picture_processors import PictureProcessor, PlacedPicture, placed_pictures, spaced
 from jaxtune.conversations.templates import (
     Arguments,
     TemplateError,
@@ -25,6 +28,7 @@ def prompt_tokens(
     arguments: Arguments | None = None,
     begins_answer: bool = True,
     continues: bool = False,
+    processor: PictureProcessor | None = None,
 ) -> list[int]:
     """The token ids with which a model is asked: BOS once if the tokenizer adds one, no EOS. Special tokens in tool
     results stay text.
@@ -38,6 +42,7 @@ def prompt_tokens(
       arguments: further variables, such as {"enable_thinking": False}.
       begins_answer: end with the beginning of an answer.
       continues: the last message is continued; no answer begins.
+      processor: of pictures, each of which has one token here; None: there are none.
     """
     text, cuts = (prompt, []) if isinstance(prompt, str) else ("", [])
     if not isinstance(prompt, str):
@@ -56,7 +61,36 @@ def prompt_tokens(
             arguments=arguments,
         )
         text, cuts = unguarded(text, mark)
+        if processor is not None and any(map(pictures_of, messages)):
+            text, shifted = spaced(text, str(tokenizer.convert_ids_to_tokens(processor.written)), processor)
+            cuts = [shifted(cut) for cut in cuts]
     return with_beginning(tokenizer, text_tokens(tokenizer, text, cuts))
+
+
+def picture_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    processor: PictureProcessor,
+    *,
+    template: str | None = None,
+    tools: Sequence[Message] | None = None,
+    arguments: Arguments | None = None,
+    begins_answer: bool = True,
+) -> tuple[np.ndarray, tuple[PlacedPicture, ...]]:
+    """(Token ids int32[n], pictures) with which a model is asked: as `prompt_tokens`, with all tokens of pictures.
+    Raises also PictureError.
+    """
+    ids = prompt_tokens(
+        tokenizer,
+        messages,
+        template=template,
+        tools=tools,
+        arguments=arguments,
+        begins_answer=begins_answer,
+        processor=processor,
+    )
+    tokens, _, pictures = placed_pictures(messages, np.array(ids, np.int32), processor)
+    return tokens, pictures
 
 
 def text_tokens(tokenizer: Tokenizer, text: str, cuts: Sequence[int] = ()) -> list[int]:

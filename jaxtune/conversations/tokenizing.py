@@ -59,6 +59,12 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
+def token_id(tokenizer: Tokenizer, text: str) -> int | None:
+    """The id of a token's exact text; None if the tokenizer has no such token."""
+    index = tokenizer.convert_tokens_to_ids(text)
+    return index if isinstance(index, int) and tokenizer.convert_ids_to_tokens(index) == text else None
+
+
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """The ids of the special tokens that may end a turn: all but BOS and UNK, and EOS."""
     ends = special_ids(tokenizer) - {tokenizer.bos_token_id, tokenizer.unk_token_id}

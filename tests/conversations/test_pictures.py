@@ -131,7 +131,8 @@ def _moving() -> bytes:
         (header_of(64, 64), "cannot be decoded"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no picture of a known kind"),
         (_moving(), "has several frames"),
-        (file_of(Image.fromarray(np.zeros((2, 2), np.float32)), "TIFF"), "floating-point numbers"),
+        (file_of(Image.fromarray(np.zeros((2, 2), np.float32)), "TIFF"), "32-bit numbers"),
+        (file_of(Image.fromarray(np.zeros((2, 2), np.int32)), "TIFF"), "32-bit numbers"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")

@@ -52,11 +52,6 @@ class Batch:
     picture_features int32[rows, length], the index of a token's feature among those of its row, -1 for text.
     """
 
-    @property
-    def patches(self) -> int:
-        """For which a row has room; 0 without pictures."""
-        return self.pictures["patches"].shape[1] if self.pictures else 0
-
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:
         shape = (rows, length)
@@ -117,6 +112,16 @@ class BatchSource:
         that needs one, such as cuDNN's, is not used.
         """
         return None
+
+    @property
+    def patches(self) -> int:
+        """Patches for which a row of a batch has room; 0 without pictures."""
+        return 0
+
+    @property
+    def max_pictures(self) -> int | None:
+        """Most pictures in any row of any step; None: unknown."""
+        return None if self.patches else 0
 
     @property
     def full(self) -> bool:
@@ -226,6 +231,11 @@ class Rows(Protocol):
         """int64[n]: patches of each row, without padding."""
         ...
 
+    @property
+    def max_pictures(self) -> int:
+        """Most pictures of a row."""
+        ...
+
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of padding, new numpy arrays.
 
@@ -309,6 +319,14 @@ class Batches(BatchSource):
     @property
     def max_documents(self) -> int:
         return self.rows.max_documents
+
+    @property
+    def patches(self) -> int:
+        return self.rows.patches
+
+    @property
+    def max_pictures(self) -> int:
+        return self.rows.max_pictures
 
     @property
     def full(self) -> bool:

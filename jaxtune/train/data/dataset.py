@@ -95,22 +95,23 @@ class TokenDataset:
     def warnings(self) -> list[str]:
         """Sentences to show before training. Packs the rows."""
         sentences, report = self.summary.warnings(), self.report
-        if report.dropped and self.overflow == "drop":
+        pictures = report.pictures
+        dropped = report.dropped - (0 if pictures is None else pictures.left_out)
+        if dropped and self.overflow == "drop":
             sentences.append(
-                f"{report.dropped:,} of {report.documents:,} documents left out: empty, or longer than data.length="
+                f"{dropped:,} of {report.documents:,} documents left out: empty, or longer than data.length="
                 f"{self.length} (data.overflow=drop)"
             )
-        elif report.dropped:
+        elif dropped:
             sentences.append(
-                f"{report.dropped:,} of {report.documents:,} documents dropped: empty, or cut at data.length="
+                f"{dropped:,} of {report.documents:,} documents dropped: empty, or cut at data.length="
                 f"{self.length} before their first trained token; raise data.length"
             )
+        sentences += [] if pictures is None else pictures.warnings()
         if self.summary.cut:
             sentences.append(
                 f"{self.summary.cut:,} documents are so long that their text beyond data.length was not tokenised"
             )
-        if report.pictures is not None:
-            sentences += report.pictures.warnings()
         if self.copies:
             sentences.append(f"{self.copies:,} rows are left out because they equal held-out ones (data.eval_rows)")
         if self.mask_spans and not self.summary.masked:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping
 
-from jaxtune.conversations.picture_processors import FILES, PictureProcessor
+from jaxtune.conversations.picture_processors import PictureProcessor
 from jaxtune.conversations.pictures import PictureAccess, is_picture_part
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.config import Source
@@ -55,6 +54,7 @@ def refusal(config: TrainConfig, objective: Objective) -> str | None:
     refused = {
         f"objective = {objective.label}": not objective.reads_pictures,
         f"mesh.fsdp = {mesh and mesh.fsdp}": mesh is not None and mesh.fsdp != 1,
+        "data.streaming = true": config.data.streaming,
         f"qat.format = {config.qat and config.qat.format}": config.qat is not None,
         **{f"{key} = {value}": True for key, value in asking},
     }
@@ -69,16 +69,7 @@ def picture_options(source: Source | None, tokenizer: Tokenizer, data: DataConfi
     whole = None if source is None else source.passthrough
     if source is None or whole is None or whole.config is None:
         raise ValueError("pictures: this model was made without a folder, whose image processor says how to read them")
-    files = {name: json.loads(content) for name, content in whole.processors}
-    settings = files.get(FILES[0]) or files.get(FILES[1], {}).get("image_processor")
-    if settings is None:
-        raise ValueError(
-            f"{source.path}: there is no {FILES[0]}, and no image_processor in {FILES[1]}: pictures cannot be read "
-            "without the model's own settings; fetch the file from where the model is from"
-        )
-    processor = PictureProcessor.of(
-        json.loads(whole.config), settings, tokenizer.convert_tokens_to_ids, data.max_pixels
-    )
+    processor = PictureProcessor.of_files(whole.config, dict(whole.processors), tokenizer, data.max_pixels, source.path)
     return PictureOptions(processor, data.remote_images, data.images)
 
 

@@ -108,6 +108,7 @@ def step_peaks(
         schedule,
         plan=step_plan.residuals,
         max_documents=1,
+        max_pictures=4,
         chunk_tokens=step_plan.chunk_tokens,
         weights=optim.weights or "fp32",
         bound=update_bound(optim, config.max_grad_norm),

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import http.server
 import json
+import threading
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxtune.conversations.messages import read_messages
+from jaxtune.conversations.picture_processors import PictureProcessor
+from jaxtune.conversations.pictures import PictureAccess
+from jaxtune.conversations.prompts import picture_prompt
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data import prepare
 from jaxtune.train.data.packing.packing import NothingUsable, plan_rows
 from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.data.packing.steps import StepBatches
+from jaxtune.train.data.rendering.pictures import PictureOptions
+from jaxtune.train.data.rendering.preview import preview
 from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.streamed import StreamedRows
 from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.objectives.kto import with_mismatched_answers
 from tests.train.data.conftest import PLAIN_TEMPLATE, spans
-from tests.train.data.pictures import MARKS, drawn, file_of, picture_options, picture_tokenizer
+from tests.train.data.pictures import MARKS, SETTINGS, TEMPLATE, drawn, file_of, picture_options, picture_tokenizer
 
 TOKENIZER = picture_tokenizer()
 OPTIONS = picture_options(TOKENIZER)
@@ -64,6 +72,103 @@ def grids_in(batch, row, piece):
         grid = tuple(grid[0].tolist())
         assert np.array_equal(arrays["patch_coordinates"][mine], PROCESSOR.coordinates(grid))
         yield int(start), grid, arrays["patches"][mine]
+
+
+# --- tokens
+
+# {family: (config.json, settings, the template's text of a picture, what transformers' processor writes for a grid)}
+FAMILIES = {
+    "qwen": (
+        {"image_token_id": "<|image_pad|>"},
+        SETTINGS,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        lambda rows, columns: "<|vision_start|>" + "<|image_pad|>" * (rows * columns) + "<|vision_end|>",
+    ),
+    "gemma3": (
+        {
+            "image_token_index": "<img>",
+            "boi_token_index": "<boi>",
+            "eoi_token_index": "<eoi>",
+            "mm_tokens_per_image": 4,
+            "vision_config": {"patch_size": 4},
+        },
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}},
+        "<boi>",
+        lambda rows, columns: "\n\n<boi>" + "<img>" * (rows * columns) + "<eoi>\n\n",
+    ),
+    "gemma4": (
+        {"image_token_id": "<img>", "boi_token_id": "<boi>", "eoi_token_id": "<eoi>"},
+        {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 2,
+            "pooling_kernel_size": 3,
+            "max_soft_tokens": 70,
+        },
+        "<img>",
+        lambda rows, columns: "<boi>" + "<img>" * (rows * columns) + "<eoi>",
+    ),
+    "mistral": (
+        {"image_token_index": "[IMG]", "spatial_merge_size": 2},
+        {
+            "image_processor_type": "PixtralImageProcessor",
+            "patch_size": {"height": 4, "width": 4},
+            "size": {"longest_edge": 64},
+        },
+        "[IMG]",
+        lambda rows, columns: ("[IMG]" * columns + "[IMG_BREAK]") * (rows - 1) + "[IMG]" * columns + "[IMG_END]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("train_on", ["responses", "turns", "completion", "all"])
+def test_tokens_are_those_of_the_text_that_transformers_writes(name, train_on):
+    """The processor repeats tokens in the text before it is tokenised; here it is done among the tokens."""
+    config, written, shown, text_of = FAMILIES[name]
+    tokenizer = picture_tokenizer(TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", shown))
+    specials = ["<boi>", "<img>", "<eoi>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *MARKS, *specials]})
+    ids = {
+        key: tokenizer.convert_tokens_to_ids(text) if isinstance(text, str) else text for key, text in config.items()
+    }
+    processor = PictureProcessor.of(ids, written, tokenizer.convert_tokens_to_ids)
+    options = PictureOptions(processor)
+
+    @settings(max_examples=12, deadline=None, database=None)
+    @given(st.lists(st.sampled_from(["What?", "\n", "\n\n", "two words", (20, 12), (9, 30)]), min_size=1, max_size=6))
+    def check(words):
+        pictures = [drawn(*word) for word in words if isinstance(word, tuple)]
+        waiting, content = iter(pictures), []
+        for word in words:
+            content.append(word if isinstance(word, str) else part(next(waiting)))
+        turns = [*chat(*content)["messages"], *chat("And?", answer="A dog.")["messages"]]
+        data = prepare([{"messages": turns}], tokenizer, length=4096, pictures=options, train_on=train_on)
+        texts = [text_of(*(side // processor.merge for side in processor.grid(image))) for image in pictures]
+        waiting = iter(texts)
+        said = "".join(word if isinstance(word, str) else next(waiting) for word in words)
+        turn = "<|im_start|>{}\n{}<|im_end|>\n".format
+        pieces = [turn("user", said), turn("assistant", "A cat."), turn("user", "And?"), turn("assistant", "A dog.")]
+        text = "".join(pieces)
+        tokens, mask = _documents(data)[0]
+        assert tokens.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+        seen = data.documents.pictures
+        assert [tokens[start] for start in seen.starts] == [
+            processor.tokens(processor.grid(image))[0] for image in pictures
+        ]
+        answers = ["A cat.<|im_end|>", "A dog.<|im_end|>"]
+        if train_on == "responses":
+            assert spans(tokenizer, tokens, mask) == answers
+        elif train_on != "all":
+            answers = answers[-1:] if train_on == "completion" else answers
+            assert "".join(spans(tokenizer, tokens, mask)).replace("\n", "") == "".join(answers)
+        assert not mask[np.isin(tokens, [processor.token, *processor.around, *processor.row_ends])].any()
+        messages = read_messages(turns[:3], pictures=PictureAccess())
+        asked, placed = picture_prompt(tokenizer, messages, processor)
+        begin = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+        assert [*asked] == [*tokens[: len(asked) - len(begin)], *begin]
+        assert [picture.start for picture in placed] == seen.starts.tolist()
+
+    check()
 
 
 # --- packing
@@ -131,6 +236,9 @@ def test_packed_pictures_are_the_processors_own(rows, length, packing, train_on)
     report = data.report.pictures
     assert report.pictures == sum(map(len, seen)) and len(expected) == data.report.dropped
     assert report.cut + report.too_large <= len(expected)
+    numbers = batch.pictures["patch_segments"].max()
+    assert data.rows.max_pictures == data.batches(1).max_pictures == numbers
+    assert data.batches(1).patches == data.rows.patches
 
 
 @settings(deadline=None, database=None)
@@ -152,6 +260,11 @@ def test_rows_exceed_neither_tokens_nor_patches(sizes, length, room, most):
     assert all(
         np.array_equal(getattr(without, name), getattr(plain, name)) for name in ("row_starts", "document", "count")
     )
+
+
+def test_a_look_at_a_row_names_its_pictures():
+    text = str(preview(prepared([chat(part(CAT), "What?")]).rows.batch(), TOKENIZER))
+    assert "<|vision_start|>[4 tokens of a picture]<|vision_end|>What?" in text and MARKS[1] not in text
 
 
 def test_text_rows_have_the_batches_they_had():
@@ -226,6 +339,24 @@ def test_data_sets_with_columns_of_pictures(streaming, tmp_path):
         assert np.array_equal(_documents(again)[0][0], _documents(data)[0][0])
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_data_sets_with_lists_of_pictures(streaming, tmp_path):
+    import datasets
+
+    turn = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    features = datasets.Features({"messages": datasets.List(turn), "images": datasets.List(datasets.Image())})
+    rows = {"messages": [TOLD] * 2, "images": [[CAT], [b"broken"]]}
+    made = datasets.Dataset.from_dict(
+        rows | {"images": [[{"bytes": data, "path": None} for data in cell] for cell in rows["images"]]},
+        features=features,
+    )
+    made = made.to_iterable_dataset() if streaming else made
+    data = prepared(made, on_bad_row="skip", cache_dir=tmp_path)
+    assert data.summary.bad_rows == 1 and "dataset:2: picture 1:" in data.summary.offenders[0]
+    assert np.array_equal(_documents(data)[0][0], _documents(prepared([FORMS["parts"]]))[0][0])
+    assert data.documents.pictures.pictures[0].data == CAT  # not encoded anew
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -291,7 +422,7 @@ def test_a_picture_is_never_cut():
         assert sorted(data.rows.plan.document.tolist()) == kept
         assert data.report.pictures.cut == 3 - len(kept) and data.report.truncated == (overflow == "truncate")
         assert any("which is never cut" in sentence for sentence in data.warnings())
-    with pytest.raises(NothingUsable, match="1 documents left out, because data.length ends within"):
+    with pytest.raises(NothingUsable, match="1 rows left out, because data.length ends within"):
         prepared(rows[:1], inside).rows  # noqa: B018
     dropped = prepared([*rows, chat("Hi")], inside, overflow="drop")
     assert dropped.report.dropped == 2 and dropped.report.pictures.pictures == 0
@@ -305,8 +436,8 @@ def test_a_row_of_too_many_patches_is_told():
     assert data.rows.patches == 256 == data.report.pictures.patches[1]
     big = prepared([chat(part(drawn(64, 64)), part(drawn(64, 64, 1)), "What?"), rows[1]], 400, patches_per_row=100)
     assert big.report.pictures.too_large == 1 and big.rows.plan.document.tolist() == [1]
-    assert any("more patches than the 256 of a row" in sentence for sentence in big.warnings())
-    with pytest.raises(ValueError, match="more patches than the 256 of a row.*first rows:1"):
+    assert any("more patches than the 256 of a packed row" in sentence for sentence in big.warnings())
+    with pytest.raises(ValueError, match="more patches than the 256 of a packed row.*first rows:1"):
         prepared([chat(part(drawn(64, 64)), part(drawn(64, 64, 1)))], 400, patches_per_row=9, overflow="error").rows  # noqa: B018
 
 
@@ -383,6 +514,7 @@ def test_both_answers_of_a_pair_see_one_picture():
     for row in range(len(packed)):
         packed.fill(batch, row, row)
     sizes = data.documents.pictures.grids.prod(1)
+    assert packed.max_pictures == batch.pictures["patch_segments"].max()
     assert packed.patch_counts.sum() == sizes[0] + sizes[1] + sizes[4] and len(sizes) == 6
     assert (batch.pictures["patch_segments"] > 0).sum() == packed.patch_counts.sum()
     pieces = list(pieces_of(batch))
@@ -415,6 +547,7 @@ def test_steps_have_room_for_patches():
         used = (batch.pictures["patch_segments"] > 0).sum(1)
         assert batch.pictures["patches"].shape == (steps.rows_per_step, room, PROCESSOR.size)
         assert used.sum() == data.rows.patch_counts[steps.rows_at(step)].sum()
+        assert batch.pictures["patch_segments"].max() <= steps.max_pictures and steps.patches == room
         for row, piece in pieces_of(batch):
             for _, grid, patches in grids_in(batch, row, piece):
                 assert len(patches) == grid[0] * grid[1]
@@ -446,6 +579,30 @@ def test_streams_have_pictures_and_resume(write):
     assert mixed.batch_at(0).pictures["patches"].shape == batches[0].pictures["patches"].shape
     for feed in (source, other, mixed):
         feed.close()
+
+
+def test_remote_pictures_are_fetched_if_asked(tmp_path):
+    class Pictures(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/cat.png" else 404)
+            self.end_headers()
+            self.wfile.write(CAT)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    rows = [chat(part(f"{url}/cat.png"), "What?"), chat(part(f"{url}/dog.png"), "What?")]
+    data = prepared(rows, on_bad_row="skip", pictures=dataclasses.replace(OPTIONS, remote=True))
+    server.shutdown()
+    server.server_close()
+    assert data.summary.bad_rows == 1 and "cannot be fetched: HTTP Error 404" in data.summary.offenders[0]
+    assert np.array_equal(_documents(data)[0][0], _documents(prepared([FORMS["parts"]]))[0][0])
+    assert np.array_equal(
+        data.rows.batch().pictures["patches"], prepared([FORMS["parts"]]).rows.batch().pictures["patches"]
+    )
 
 
 def test_a_stream_that_begins_without_pictures_is_told(write):

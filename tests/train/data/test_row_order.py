@@ -156,7 +156,7 @@ def test_a_mixture_takes_each_set_in_its_order_and_goes_on_anywhere(
 class Counted(RowSet):
     """A set of a user's own, whose rows are one token each, from `first` on."""
 
-    name, length, max_documents, patches = "counted", 4, 1, 0
+    name, length, max_documents = "counted", 4, 1
 
     def __init__(self, first: int):
         self.first = first

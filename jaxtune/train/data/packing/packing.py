@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.tokens.documents import Document, Documents
-from jaxtune.train.data.tokens.pictures import patch_budget, rounded, with_room
+from jaxtune.train.data.tokens.pictures import RowPictures, patch_budget, rounded, with_room
 
 # The values of data.overflow: documents longer than a row are cut, divided into pieces, left out, or refused.
 Overflow = Literal["truncate", "split", "drop", "error"]
@@ -44,9 +44,11 @@ class PictureReport:
     """Patches of all rows, where documents that share a picture have it once."""
     rows: int
     cut: int
-    """Documents left out because a cut at the row's length would cut a picture."""
+    """Documents or pairs left out because a cut at the row's length would cut a picture."""
     too_large: int
-    """Documents left out because they have more patches than a row."""
+    """Documents or pairs left out because they have more patches than a row."""
+    left_out: int
+    """Documents of both."""
 
     def __str__(self) -> str:
         fill = self.filled / max(self.rows * self.room, 1)
@@ -60,13 +62,13 @@ class PictureReport:
         sentences = []
         if self.cut:
             sentences.append(
-                f"{self.cut:,} documents left out, because data.length ends within one of their pictures, which is "
+                f"{self.cut:,} rows left out, because data.length ends within one of their pictures, which is "
                 "never cut; raise data.length, or lower the pixels of a picture"
             )
         if self.too_large:
             sentences.append(
-                f"{self.too_large:,} documents left out, because they have more patches than the {self.room:,} of a "
-                "row; raise the patches of a row, or lower the pixels of a picture"
+                f"{self.too_large:,} rows left out, because they have more patches than the {self.room:,} of a "
+                "packed row; raise those, or lower the pixels of a picture"
             )
         return sentences
 
@@ -79,7 +81,7 @@ class PicturePlan:
     """The patches of documents, or of groups that share their pictures, and a row's room for them.
 
     kept_lengths: int64[n], tokens of each document that are packed.
-    length: of a row.
+    length: of a row that several may share; 0: each has its own.
     budget: patches of a row, rounded up; None: chosen by these documents.
     group: consecutive documents that share their pictures.
     refuses: whether documents that have no place raise ValueError.
@@ -105,13 +107,14 @@ class PicturePlan:
             cut = cut | (divided & (pictures.counts > 0))
         cut = cut.reshape(-1, group).any(1)
         kept_lengths = np.where(np.repeat(cut, group), 0, kept_lengths)
-        patches, block = pictures.patches(kept_lengths, group), self.processor.block
+        (patches, counts), block = pictures.sizes(kept_lengths, group), self.processor.block
         if budget is None:
             self.room = patch_budget(patches, int(kept_lengths.sum()), length, block)
         else:
             self.room = rounded(budget, block)
         too_large = patches > self.room
         self.patches = np.where(too_large, 0, patches)  # int64[groups]
+        self._counts = np.where(too_large, 0, counts)
         self.out = np.repeat(cut | too_large, group)  # bool[n]: documents without a place
         self._cut, self._too_large = int(cut.sum()), int(too_large.sum())
         if refuses and self.out.any():
@@ -130,7 +133,7 @@ class PicturePlan:
         documents, placed = self._pictures.placed()
         placed = placed[self._pictures.starts[placed] < kept_lengths[documents]]
         sizes = self._pictures.grids[placed].astype(np.int64).prod(1)
-        tokens = (self._pictures.ends() - self._pictures.starts)[placed]
+        tokens = (self._pictures.ends - self._pictures.starts)[placed]
 
         def span(counts: np.ndarray) -> tuple[int, int]:
             return (int(counts.min()), int(counts.max())) if len(counts) else (0, 0)
@@ -144,12 +147,15 @@ class PicturePlan:
             rows=rows,
             cut=self._cut,
             too_large=self._too_large,
+            left_out=int(self.out.sum()),
         )
 
-    def of_rows(self, plan: Plan) -> np.ndarray:
-        """int64[rows]: patches, without padding."""
-        sums = np.concatenate([[0], np.cumsum(self.patches[plan.document])])
-        return np.diff(sums[plan.row_starts])
+    def of_rows(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+        """int64[rows] each: patches, without padding, and pictures."""
+        patches, pictures = (
+            np.concatenate([[0], np.cumsum(values[plan.document])]) for values in (self.patches, self._counts)
+        )
+        return np.diff(patches[plan.row_starts]), np.diff(pictures[plan.row_starts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,7 +433,7 @@ class PackedRows:
     ) -> None:
         lengths = np.asarray(documents.lengths)
         trained = np.array(documents.trained)
-        self.picture_plan = _picture_plan(documents, length, overflow, patches_per_row)
+        self.picture_plan = _picture_plan(documents, length, overflow, packing, patches_per_row)
         if self.picture_plan is not None:
             lengths = np.where(self.picture_plan.out, 0, lengths)
             trained[self.picture_plan.out] = 0
@@ -512,7 +518,12 @@ class PackedRows:
     @property
     def patch_counts(self) -> np.ndarray:
         """int64[rows]: patches of each row, without padding."""
-        return patches_of_rows(self.plan, self.picture_plan)
+        return sizes_of_rows(self.plan, self.picture_plan)[0]
+
+    @property
+    def max_pictures(self) -> int:
+        """Most pictures of a row."""
+        return int(sizes_of_rows(self.plan, self.picture_plan)[1].max(initial=0))
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of padding, [rows, length], for `fill`. length: None is that of these rows; `shared` changes nothing
@@ -525,11 +536,13 @@ class PackedRows:
         """Writes row `row` into row `slot` of a batch in place, from token `offset` on; the index after it.
         rows_before: how many of these rows the slot has already, for distinct segment ids.
         """
-        plan, documents = self.plan, self.documents
+        plan, documents, pictures = self.plan, self.documents, RowPictures()
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
         for segment, piece in enumerate(pieces, start=1 + rows_before * self.max_documents):
             document, first, count = (int(array[piece]) for array in (plan.document, plan.offset, plan.count))
-            offset = documents.write(document, first, count, batch, slot, offset, segment)
+            offset = documents.write(document, first, count, batch, slot, offset, segment, pictures)
+            pictures.next_group()
+        pictures.wait()
         return offset
 
     def sources(self, row: int) -> list[str]:
@@ -545,7 +558,9 @@ class PackedRows:
         return batch
 
 
-def _picture_plan(documents: Documents, length: int, overflow: Overflow, budget: int | None) -> PicturePlan | None:
+def _picture_plan(
+    documents: Documents, length: int, overflow: Overflow, packing: bool, budget: int | None
+) -> PicturePlan | None:
     if not PicturePlan.needed(documents, budget):
         return None
     lengths = np.asarray(documents.lengths)
@@ -554,11 +569,14 @@ def _picture_plan(documents: Documents, length: int, overflow: Overflow, budget:
         overflow, lengths
     )
     refuses, divided = overflow == "error", is_long if overflow == "split" else None
-    return PicturePlan(documents, kept_lengths, length, budget, refuses=refuses, divided=divided)
+    shared = length if packing else 0
+    return PicturePlan(documents, kept_lengths, shared, budget, refuses=refuses, divided=divided)
 
 
-def patches_of_rows(plan: Plan, pictures: PicturePlan | None) -> np.ndarray:
-    return np.zeros(plan.rows, np.int64) if pictures is None else pictures.of_rows(plan)
+def sizes_of_rows(plan: Plan, pictures: PicturePlan | None) -> tuple[np.ndarray, np.ndarray]:
+    """int64[rows] each: patches of rows, and pictures; zeros without pictures."""
+    zeros = np.zeros(plan.rows, np.int64)
+    return (zeros, zeros) if pictures is None else pictures.of_rows(plan)
 
 
 def pack(

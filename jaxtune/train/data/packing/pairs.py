@@ -18,11 +18,11 @@ from jaxtune.train.data.packing.packing import (
     Overflow,
     PackingReport,
     PicturePlan,
-    patches_of_rows,
     plan_rows,
+    sizes_of_rows,
 )
 from jaxtune.train.data.tokens.documents import Documents
-from jaxtune.train.data.tokens.pictures import with_room
+from jaxtune.train.data.tokens.pictures import RowPictures, with_room
 
 # The names of the arrays that batches of pairs have in Batch.extra; P is the most pairs of a row.
 PAIRS = "pairs"  # float32[rows, P]: 1 where there is a pair
@@ -93,10 +93,8 @@ class PackedPairs:
             kept_lengths = np.where((kept_lengths < lengths).any(1, keepdims=True), 0, kept_lengths)
         self.picture_plan: PicturePlan | None = None
         if PicturePlan.needed(documents, patches_per_row):
-            refuses = overflow == "error"
-            plan = PicturePlan(
-                documents, kept_lengths.reshape(-1), self.length, patches_per_row, group=2, refuses=refuses
-            )
+            shared, refuses = self.length if packing else 0, overflow == "error"
+            plan = PicturePlan(documents, kept_lengths.reshape(-1), shared, patches_per_row, group=2, refuses=refuses)
             self.picture_plan, kept_lengths = plan, np.where(plan.out.reshape(-1, 2), 0, kept_lengths)
         trained = np.array(documents.trained).reshape(-1, 2)
         for pair, side in np.argwhere(kept_lengths < lengths):
@@ -156,7 +154,12 @@ class PackedPairs:
     @property
     def patch_counts(self) -> np.ndarray:
         """int64[rows]: patches of each row, without padding."""
-        return patches_of_rows(self.plan, self.picture_plan)
+        return sizes_of_rows(self.plan, self.picture_plan)[0]
+
+    @property
+    def max_pictures(self) -> int:
+        """Most pictures of a row."""
+        return int(sizes_of_rows(self.plan, self.picture_plan)[1].max(initial=0))
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of padding with float32 `extra` arrays of zeros: PAIRS [rows, P] and, if there are any, LABELS [rows,
@@ -178,17 +181,18 @@ class PackedPairs:
         """Writes row `row` into row `slot` of a batch in place, from token `offset` on; the index after it.
         rows_before: how many of these rows the slot has already, for distinct segment ids and indices.
         """
-        documents, first_pair = self.documents, rows_before * self.max_pairs
+        documents, first_pair, pictures = self.documents, rows_before * self.max_pairs, RowPictures()
         for slot_pair, pair in enumerate(self.pairs(row), start=first_pair):
             batch.extra[PAIRS][slot, slot_pair] = 1.0
             if self.labels is not None:
                 batch.extra[LABELS][slot, slot_pair] = self.labels[pair]
-            shared: dict[int, int] = {}  # a picture of both documents is in the row once
+            pictures.next_group()  # a picture of both documents is in the row once
             for side in (0, 1):
                 index, count = 2 * pair + side, int(self.kept_lengths[pair, side])
-                offset = documents.write(index, 0, count, batch, slot, offset, 2 * slot_pair + side + 1, shared)
+                offset = documents.write(index, 0, count, batch, slot, offset, 2 * slot_pair + side + 1, pictures)
                 if self.reference is not None:
                     batch.extra[REFERENCE][slot, slot_pair, side] = self.reference[index]
+        pictures.wait()
         return offset
 
     def sources(self, row: int) -> list[str]:

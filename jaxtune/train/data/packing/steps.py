@@ -76,6 +76,10 @@ class StepBatches(Batches):
         return self.rows.max_documents * self._shared
 
     @property
+    def max_pictures(self) -> int:
+        return self.rows.max_pictures * self._shared
+
+    @property
     def full(self) -> bool:
         """False: rows are shared and padded."""
         return False

@@ -21,7 +21,8 @@ MARKS = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHI
 
 
 def preview(batch: Batch, tokenizer: Any, row: int = 0, marks: bool = False) -> Text:
-    """One packed row, decoded, with trained tokens in green, lines between documents, and a legend.
+    """One packed row, decoded, with trained tokens in green, lines between documents, numbers of tokens for pictures,
+    and a legend.
 
     A token is trained if it is a target: the weight at the position before it counts.
 
@@ -33,20 +34,25 @@ def preview(batch: Batch, tokenizer: Any, row: int = 0, marks: bool = False) -> 
     tokens, segments, weights = (np.asarray(field)[row] for field in (batch.tokens, batch.segment_ids, batch.weights))
     trained = np.concatenate([[False], weights[:-1] > 0]) & (segments > 0)
     real = segments > 0
+    features = batch.pictures.get("picture_features")
+    seen = np.zeros(len(tokens), bool) if features is None else np.asarray(features)[row] >= 0
     before, after = MARKS if marks else ("", "")
     text = Text()
     text.append(f"row {row}: {int(real.sum())} tokens, {int(trained.sum())} trained ", BOUNDARY)
     text.append(f"{before}trained{after}", TRAINED)
     text.append(" / ").append("only read", READ)
     # Consecutive tokens of one document and one kind are decoded in one call, because a character may span tokens.
-    changes = np.flatnonzero((np.diff(segments) != 0) | (np.diff(trained.astype(int)) != 0)) + 1
+    kinds = np.stack([segments, trained, seen])
+    changes = np.flatnonzero((np.diff(kinds) != 0).any(0)) + 1
     document = 0
     for start, end in zip([0, *changes], [*changes, len(tokens)], strict=True):
         if segments[start] != document:
             document = segments[start]
             if document:
                 text.append(f"\n--- document {document}: {int((segments == document).sum())} tokens ---\n", BOUNDARY)
-        if document:
+        if document and seen[start]:
+            text.append(f"[{end - start} tokens of a picture]", BOUNDARY)
+        elif document:
             decoded = printable(tokenizer.decode(tokens[start:end].tolist()))
             text.append(f"{before}{decoded}{after}" if trained[start] else decoded, TRAINED if trained[start] else READ)
         else:

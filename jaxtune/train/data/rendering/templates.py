@@ -17,7 +17,9 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxtune.conversations.dates import dated, writes_date
-from jaxtune.conversations.messages import template_for
+from jaxtune.conversations.messages import pictures_of, template_for
+from jaxtune.conversations.picture_processors import PlacedPicture, placed_pictures, spaced
+from jaxtune.conversations.pictures import PictureError
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.conversations.templates import (
     TemplateError,
@@ -40,7 +42,7 @@ from jaxtune.train.data.rendering.conversations import GENERATION_MARK, SENTINEL
 from jaxtune.train.data.rendering.formats import Example, strings
 from jaxtune.train.data.rendering.markers import Markers
 from jaxtune.train.data.rendering.packaged import PACKAGED, missing_marks, packaged_that_fit
-from jaxtune.train.data.rendering.pictures import PictureOptions, PlacedPicture, placed_pictures
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rendering.spans import (
     is_marked,
     masked_spans,
@@ -246,6 +248,10 @@ class RowEncoder:
         missing.
         """
         rendered: list[Rendered | RowError] = [attempt(self.render, example) for example in examples]
+        rendered = [
+            item if isinstance(item, RowError) else self._spaced(example, item)
+            for example, item in zip(examples, rendered, strict=True)
+        ]
         texts = [item.text for item in rendered if isinstance(item, Rendered)]
         texts += [item.prompt for item in rendered if isinstance(item, Rendered) and item.prompt is not None]
         try:
@@ -261,12 +267,38 @@ class RowEncoder:
             results.append(attempt(self._illustrated, example, finished) if self.pictures else finished)
         return results
 
+    def _spaced(self, example: Example, rendered: Rendered) -> Rendered:
+        """With the text that the image processor writes around pictures."""
+        if self.pictures is None or not any(pictures_of(message) for message in example.messages or ()):
+            return rendered
+        processor = self.pictures.processor
+        written = str(self.tokenizer.convert_ids_to_tokens(processor.written))
+        text, shifted = spaced(rendered.text, written, processor)
+
+        def moved(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+            return [(shifted(low), shifted(high)) for low, high in ranges]
+
+        return dataclasses.replace(
+            rendered,
+            text=text,
+            ranges=None if rendered.ranges is None else moved(rendered.ranges),
+            begin=shifted(rendered.begin),
+            excluded=tuple(moved(rendered.excluded)),
+            cuts=tuple(map(shifted, rendered.cuts)),
+            prompt=None if rendered.prompt is None else spaced(rendered.prompt, written, processor)[0],
+        )
+
     def _illustrated(self, example: Example, encoded: Encoded | RowError) -> Encoded | RowError:
+        """With the tokens of its pictures, which are never trained on."""
         if self.pictures is None or isinstance(encoded, RowError):
             return encoded
-        tokens, mask, pictures = placed_pictures(
-            example.messages or (), encoded.tokens, encoded.mask, encoded.is_cut, self.pictures.processor
-        )
+        try:
+            tokens, indices, pictures = placed_pictures(
+                example.messages or (), encoded.tokens, self.pictures.processor, encoded.is_cut
+            )
+        except PictureError as error:
+            raise RowError(str(error)) from None
+        mask = np.where(indices >= 0, encoded.mask[indices], False)
         return dataclasses.replace(encoded, tokens=tokens, mask=mask, pictures=pictures)
 
     def encode_prompt(self, example: Example) -> np.ndarray:

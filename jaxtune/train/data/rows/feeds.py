@@ -36,11 +36,6 @@ class RowSet(BatchSource):
         """Most documents that a row may have; batches have room for as many."""
         raise NotImplementedError
 
-    @property
-    def patches(self) -> int:
-        """Patches for which a row has room; 0 without pictures."""
-        raise NotImplementedError
-
     def with_room(self, documents: int, patches: int) -> RowSet:
         """The set with room for `documents` and `patches` (neither below its own), as mixed sets need equal shapes. It
         may change in place: use only the result.
@@ -64,7 +59,7 @@ class FedBatches(BatchSource):
     """
 
     def __init__(self, sets: Sequence[RowSet], weights: Sequence[float], rows_per_step: int, seed: int = 0):
-        most, patches = (max(getattr(row_set, name) for row_set in sets) for name in ("max_documents", "patches"))
+        most, patches = (max(row_set.max_documents for row_set in sets), max(row_set.patches for row_set in sets))
         self.sets = [row_set.with_room(most, patches) for row_set in sets]
         for row_set in self.sets[1:]:
             if (extra := {*row_set.empty(1).extra}) != (first_extra := {*self.sets[0].empty(1).extra}):
@@ -89,6 +84,15 @@ class FedBatches(BatchSource):
     @property
     def max_documents(self) -> int:
         return self._most
+
+    @property
+    def patches(self) -> int:
+        return self.sets[0].patches
+
+    @property
+    def max_pictures(self) -> int | None:
+        known = [most for row_set in self.sets if (most := row_set.max_pictures) is not None]
+        return max(known) if len(known) == len(self.sets) else None
 
     def empty(self, rows: int) -> Batch:
         return self.sets[0].empty(rows)
@@ -200,6 +204,10 @@ class PreparedSet(RowSet):
     @property
     def patches(self) -> int:
         return self.data.rows.patches
+
+    @property
+    def max_pictures(self) -> int:
+        return self.data.rows.max_pictures
 
     def with_room(self, documents: int, patches: int) -> PreparedSet:
         """A copy, packed anew."""

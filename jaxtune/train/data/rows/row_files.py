@@ -345,11 +345,33 @@ def read_list(values: Sequence[object], after: int) -> Iterator[Row]:
 
 
 def _undecoded(dataset: Any) -> Any:
-    """The data set with columns of pictures as files, so that a broken one makes its own row a bad one."""
-    for name, feature in (getattr(dataset, "features", None) or {}).items():
-        if type(feature).__name__ == "Image" and feature.decode:
+    """The data set with pictures as files, so that a broken one makes its own row a bad one. Its rows may be tables of
+    Arrow.
+    """
+    kinds = [
+        kind for feature in (getattr(dataset, "features", None) or {}).values() for kind in _decoded_kinds(feature)
+    ]
+    if "Image" not in kinds:
+        return dataset
+    if hasattr(dataset, "decode"):  # a stream
+        return dataset.decode(False)
+    for name, feature in dataset.features.items():
+        if type(feature).__name__ == "Image":
             dataset = dataset.cast_column(name, dataclasses.replace(feature, decode=False))
-    return dataset
+    nested = {kind for feature in dataset.features.values() for kind in _decoded_kinds(feature)}
+    return dataset.with_format("arrow") if nested == {"Image"} and dataset.format["type"] is None else dataset
+
+
+def _decoded_kinds(feature: object) -> Iterator[str]:
+    """Names of what `datasets` decodes in a column."""
+    if isinstance(feature, Mapping | list | tuple):
+        for inner in feature.values() if isinstance(feature, Mapping) else feature:
+            yield from _decoded_kinds(inner)
+    elif hasattr(feature, "decode_example"):
+        if getattr(feature, "decode", True):
+            yield type(feature).__name__
+    elif (inner := getattr(feature, "feature", None)) is not None:
+        yield from _decoded_kinds(inner)
 
 
 def read_dataset(dataset: Any, name: str, after: int) -> Iterator[Row]:
@@ -367,4 +389,4 @@ def read_dataset(dataset: Any, name: str, after: int) -> Iterator[Row]:
             raise ValueError(
                 f"{name}: row {number} cannot be read: {type(error).__name__}: {printable(error)}"
             ) from error
-        yield _table_row(name, number, value)
+        yield _table_row(name, number, value.to_pylist()[0] if hasattr(value, "to_pylist") else value)

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from jaxtune.conversations.picture_processors import PlacedPicture
 from jaxtune.system.terminal import printable
 from jaxtune.train.data.rendering.formats import (
     LABELLED,
@@ -17,7 +18,7 @@ from jaxtune.train.data.rendering.formats import (
     refuse_excluded,
     unread,
 )
-from jaxtune.train.data.rendering.pictures import PictureOptions, PlacedPicture
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rendering.templates import Encoded, RowEncoder
 from jaxtune.train.data.rows.row_errors import Excluded, RowError, attempt
 from jaxtune.train.data.rows.row_files import Row

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtune.system.sealed import crc32
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.data.tokens.pictures import DocumentPictures
+from jaxtune.train.data.tokens.pictures import DocumentPictures, RowPictures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +98,14 @@ class Documents:
         slot: int,
         offset: int,
         segment: int,
-        shared: dict[int, int] | None = None,
+        pictures: RowPictures,
     ) -> int:
         """Writes a document's tokens[first : first + count] (at least one) into a batch's row in place; the index after
         them. The last token gets no target; positions count from 0.
 
           slot, offset: the batch's row, and the index in it.
           segment: segment id, from 1.
-          shared: of `DocumentPictures.write`; None: it shares its pictures with no other document.
+          pictures: of the row, to be waited for.
         """
         start, end = int(self.starts[document]) + first, offset + count
         tokens = self.tokens[start : start + count]
@@ -114,7 +114,7 @@ class Documents:
         batch.weights[slot, offset : end - 1] = self.mask[start + 1 : start + count] != 0
         batch.segment_ids[slot, offset:end] = segment
         if self.pictures is not None and batch.pictures:
-            self.pictures.write(batch, slot, offset, document, count, {} if shared is None else shared)
+            self.pictures.write(batch, slot, offset, document, count, pictures)
         else:
             batch.positions[slot, offset:end] = np.arange(count)
         return end

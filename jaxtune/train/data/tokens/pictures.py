@@ -5,7 +5,9 @@ A picture that several documents have is stored once. Of a file on disk only its
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -15,11 +17,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jaxtune.conversations.picture_processors import Grid, PictureProcessor
+from jaxtune.conversations.picture_processors import Grid, PictureProcessor, PlacedPicture
 from jaxtune.conversations.pictures import Picture, PictureError
 from jaxtune.system.files import writing
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.data.rendering.pictures import PlacedPicture
 
 # The files picture_NAME.bin of a cache folder: dtype and shape of an entry. `files` has the rest.
 FIELDS = {
@@ -31,8 +32,33 @@ FIELDS = {
     "ends": (np.int64, ()),
     "named": (np.uint8, ()),
 }
+_MOST_THREADS = 16  # that decode the pictures of a row
 _BUDGET_STEP = 64  # blocks, of which a row's room for patches is a multiple
 _BUDGET_SPARE = 1.1  # of the average of full rows
+
+
+@functools.cache
+def _threads() -> concurrent.futures.ThreadPoolExecutor:
+    """Decoding and resizing hold no lock of Python's."""
+    return concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS), "pictures")
+
+
+class RowPictures:
+    """The pictures that are written into a row of a batch."""
+
+    def __init__(self) -> None:
+        self.features: dict[int, int] = {}
+        """{entry: its first feature in the row} of pictures that later documents share."""
+        self.patches: list[concurrent.futures.Future[None]] = []
+
+    def next_group(self) -> None:
+        """Later documents share no pictures with those before."""
+        self.features.clear()
+
+    def wait(self) -> None:
+        """Until all patches are written. Raises ValueError for a picture that is not what it was."""
+        for future in self.patches:
+            future.result()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,19 +115,23 @@ class DocumentPictures:
         first = int(self.firsts[document])
         return self.digests[self.entries[first : first + int(self.counts[document])]].tobytes()
 
+    @functools.cached_property
     def ends(self) -> np.ndarray:
         """int64[m]: index in the document after each picture's last token."""
-        sizes = {grid: len(self.made_by.tokens(grid)) for grid in set(map(_grid, self.grids))}
-        return self.starts + np.array([sizes[_grid(grid)] for grid in self.grids], np.int64)
+        grids, kinds = np.unique(self.grids, axis=0, return_inverse=True)
+        return (
+            self.starts + np.array([len(self.made_by.tokens(_grid(grid))) for grid in grids], np.int64)[kinds.ravel()]
+        )
 
     def cut(self, lengths: np.ndarray) -> np.ndarray:
         """bool[n]: documents of which a cut to these lengths, int[n], would cut a picture."""
         documents, placed = self.placed()
-        inside = (self.starts[placed] < lengths[documents]) & (lengths[documents] < self.ends()[placed])
+        inside = (self.starts[placed] < lengths[documents]) & (lengths[documents] < self.ends[placed])
         return np.bincount(documents[inside], minlength=len(self.counts)) > 0
 
-    def patches(self, lengths: np.ndarray, group: int = 1) -> np.ndarray:
-        """int64[n / group]: patches of each document, or of groups of consecutive ones, which share equal pictures.
+    def sizes(self, lengths: np.ndarray, group: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """(Patches, pictures) of each document, or of groups of consecutive ones, which share equal pictures: int64[n /
+        group].
 
         lengths: int[n], tokens that are left of each document.
         """
@@ -109,17 +139,14 @@ class DocumentPictures:
         inside = self.starts[placed] < lengths[documents]
         groups, placed = documents[inside] // group, placed[inside]
         _, first = np.unique(groups * max(len(self.pictures), 1) + self.entries[placed], return_index=True)
-        sizes = self.grids[placed[first]].astype(np.int64).prod(1)
-        sums = np.zeros(len(self.counts) // group, np.int64)
-        np.add.at(sums, groups[first], sizes)
-        return sums
+        pictures = np.bincount(groups[first], minlength=len(self.counts) // group)
+        patches = np.zeros_like(pictures)
+        np.add.at(patches, groups[first], self.grids[placed[first]].astype(np.int64).prod(1))
+        return patches, pictures
 
-    def write(self, batch: Batch, slot: int, offset: int, document: int, count: int, shared: dict[int, int]) -> None:
+    def write(self, batch: Batch, slot: int, offset: int, document: int, count: int, row: RowPictures) -> None:
         """Writes the positions and pictures of a document's first `count` tokens, which begin at `offset` of a batch's
-        row, in place.
-
-          shared: {entry: its first feature in the row} of pictures that are there already, for documents that share
-          them; new ones are added.
+        row, in place; the patches are there after `row.wait`.
         """
         processor, inside = self.made_by, self.of(document, count)
         arrays = {name: np.asarray(array) for name, array in batch.pictures.items()}  # no copies
@@ -128,24 +155,24 @@ class DocumentPictures:
         segments = arrays["patch_segments"][slot]
         for index, start, grid in zip(inside, starts, grids, strict=True):
             entry, size = int(self.entries[index]), grid[0] * grid[1]
-            if entry not in shared:
+            if entry not in row.features:
                 used = int(np.count_nonzero(segments))
                 where = slice(used, used + size)
-                arrays["patches"][slot, where] = self._patches(entry)
+                row.patches.append(_threads().submit(self._patches, entry, arrays["patches"][slot, where]))
                 arrays["patch_grids"][slot, where] = grid
                 arrays["patch_coordinates"][slot, where] = processor.coordinates(grid)
                 segments[where] = segments.max(initial=0) + 1
-                shared[entry] = used // processor.block
+                row.features[entry] = used // processor.block
             tokens = offset + start + np.flatnonzero(processor.tokens(grid) == processor.token)
-            arrays["picture_features"][slot, tokens] = shared[entry] + np.arange(len(tokens))
+            arrays["picture_features"][slot, tokens] = row.features[entry] + np.arange(len(tokens))
 
-    def _patches(self, entry: int) -> np.ndarray:
-        """float32[patches, F]. Raises ValueError for a file that is not what it was."""
+    def _patches(self, entry: int, into: np.ndarray) -> None:
+        """Writes float32[patches, F]. Raises ValueError for a file that is not what it was."""
         picture = self.pictures[entry]
         try:
             if picture.path is not None and picture.digest() != self.digests[entry].tobytes():
                 raise PictureError(f"{picture.path} is not what it was when its rows were tokenised")
-            return self.made_by.patches(picture.decoded())
+            into[:] = self.made_by.patches(picture.decoded())
         except PictureError as error:
             raise ValueError(f"{error}; put the old one back, or begin a new run") from None
 

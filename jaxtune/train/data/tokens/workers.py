@@ -41,7 +41,8 @@ logger = logging.getLogger(__name__)
 # A chunk is complete when it has one of these numbers of rows or characters.
 ROWS_PER_CHUNK = 512
 CHARACTERS_PER_CHUNK = 8 * 2**20
-MANY_ROWS = 16_384  # from this number of rows on, processes save more time than they take to start
+ROWS_OF_PICTURES = 64  # of a chunk if rows may have pictures, which take far longer than text
+MANY_CHUNKS = 32  # from this number on, processes save more time than they take to start
 FEW_CPUS = 3  # up to this number of CPUs, one process is as fast, because the tokenizer's own threads use them
 MOST_PROCESSES = 16
 # A chunk is taken to be stuck after PATIENCE_SECONDS, and one second more for every CHARACTERS_PER_SECOND characters.
@@ -68,12 +69,12 @@ def encode_rows(
       poll: called several times a second; what it raises ends the work and passes through.
     """
     encoder = RowEncoder(tokenizer, **options)  # made here too, so that a wrong option raises before processes start
-    chunks = _chunks(rows)
+    chunks = _chunks(rows, ROWS_PER_CHUNK if encoder.pictures is None else ROWS_OF_PICTURES)
     if num_workers is None:
-        first = list(itertools.islice(chunks, MANY_ROWS // ROWS_PER_CHUNK + 1))
+        first = list(itertools.islice(chunks, MANY_CHUNKS + 1))
         chunks = itertools.chain(first, chunks)
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        uses_processes = cpus > FEW_CPUS and len(first) * ROWS_PER_CHUNK > MANY_ROWS
+        uses_processes = cpus > FEW_CPUS and len(first) > MANY_CHUNKS
         num_workers = min(cpus, MOST_PROCESSES) if uses_processes else 1
     if num_workers <= 1:
         return _encode(chunks, 1, lambda: _InProcess(encoder), poll)
@@ -88,12 +89,12 @@ def encode_rows(
     return _encode(chunks, num_workers, lambda: _Process(setup), poll)
 
 
-def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def _chunks(rows: Iterable[Row], most: int) -> Iterator[list[Row]]:
     chunk, size = [], 0
     for row in rows:
         chunk.append(row)
         size += row.size
-        if len(chunk) == ROWS_PER_CHUNK or size >= CHARACTERS_PER_CHUNK:
+        if len(chunk) == most or size >= CHARACTERS_PER_CHUNK:
             yield chunk
             chunk, size = [], 0
     if chunk:
