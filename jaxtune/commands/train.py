@@ -62,11 +62,13 @@ def run(arguments: Sequence[str]) -> int | None:
         joining.join(options.coordinator, options.processes, options.process)
     if config.data.train and not (options.plan and config.plan.device is not None):
         from jaxtune.train.data.rows.first_look import require_readable
-        from jaxtune.train.spec.pictures import reads_pictures
+        from jaxtune.train.spec.pictures import reads_pictures, refusal
 
         converts = objective.row_format is None and not objective.samples
         with timing.phase("rows", "first look"):
-            require_readable(config.data, config.model, converts, reads_pictures(config, objective))
+            refused = refusal(objective, config.data, config.mesh, config.evaluation, config.qat)
+            pictures = reads_pictures(config.model, config.data, refused)
+            require_readable(config.data, config.model, converts, pictures)
     from jaxtune.train.app import run as train
 
     code = train(config, check=options.check, plan=options.plan)

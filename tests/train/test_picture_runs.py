@@ -66,10 +66,10 @@ def losses(run):
     return [line["loss"] for line in lines(run) if "loss" in line]
 
 
-def trainer_of(folder, places, trains=False, **changes):
+def trainer_of(folder, places, **changes):
     config = load_config(str(recipe(folder, places, **changes)))
-    with loading(config, trains=trains) as (weights, tokenizer, model):
-        return Trainer(model, tokenizer, config, weights=weights, trains=trains)
+    with loading(config, trains=False) as (weights, tokenizer, model):
+        return Trainer(model, tokenizer, config, weights=weights, trains=False)
 
 
 def test_a_run_learns_what_only_pictures_tell_and_goes_on_to_the_same_bits(tmp_path, places, capsys):
@@ -100,6 +100,7 @@ def test_packed_rows_have_the_losses_of_rows_alone(tmp_path, places):
         data = {"train": str(places["rows"]), "eval": str(places["held_out"]), "packing": packing}
         trainer = trainer_of(tmp_path, places, data=data)
         results.append(trainer.evaluate())
+        assert trainer.eval_data is not None
         assert (trainer.eval_data.report.rows < 16) == packing
     assert results[0]["eval_targets"] == results[1]["eval_targets"]
     np.testing.assert_allclose(results[0]["eval_loss"], results[1]["eval_loss"], rtol=1e-5)

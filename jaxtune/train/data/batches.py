@@ -52,11 +52,6 @@ class Batch:
     picture_features int32[rows, length], the index of a token's feature among those of its row, -1 for text.
     """
 
-    @property
-    def patches(self) -> int:
-        """For which a row has room; 0 without pictures."""
-        return self.pictures["patches"].shape[1] if self.pictures else 0
-
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:
         shape = (rows, length)

@@ -88,6 +88,8 @@ _LENGTH = ("config.steps", "config.epochs")
 # Keys that may change when a run is made longer. The steps of a warm-up are among them, because a script of
 # jaxtune.compat derives them from the number of all steps.
 LENGTHENED = (*_LENGTH, "config.schedule.warmup_steps")
+# Keys that runs of text lack in digests, so that those of older versions are found.
+_OF_PICTURES = ("config.model.tower", "config.data.max_pixels", "config.data.patches_per_row")
 # Keys of `same_run`.
 _IDENTIFYING = ("version", *_INCOMPATIBLE, *LENGTHENED, "code")
 # Digests of the user's code, by name. A change is said, and refused where the run is complete.
@@ -226,17 +228,17 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
 
 def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
     """Whether a stored digest is this run's (`run`, from same_run), by this or an older version."""
-    run = {key: value for key, value in run.items() if _is_digested(key) and value != UNRECORDED}
+    run = {key: value for key, value in run.items() if _is_digested(key, value) and value != UNRECORDED}
     return found in [form(values) for form in (digest, _sha256) for values in (run, older_digested(run))]
 
 
 def digest(run: dict[str, Any]) -> str:
     """SHA-256 of the values of same_run, without LENGTHENED keys, so that it stays when a run is made longer."""
-    return _sha256({key: value for key, value in run.items() if key not in LENGTHENED and _is_digested(key)})
+    return _sha256({key: value for key, value in run.items() if key not in LENGTHENED and _is_digested(key, value)})
 
 
-def _is_digested(key: str) -> bool:
-    return key != "version" and not key.startswith(_CODE)
+def _is_digested(key: str, value: object) -> bool:
+    return key != "version" and not key.startswith(_CODE) and not (key in _OF_PICTURES and value is None)
 
 
 def _sha256(run: dict[str, Any]) -> str:

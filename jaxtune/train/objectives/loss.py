@@ -108,7 +108,7 @@ class Forward:
     """Runs the model over a micro-batch: a call returns hidden states [rows, length, hidden], methods compute losses
     from them. It collects the layers' gradients and losses.
 
-      max_documents: most documents in a row, for faster attention; None: unknown.
+      max_documents, max_pictures: most in a row, for faster attention; None: unknown.
       plan: what becomes of residuals; None: all are kept.
       chunk_tokens: tokens whose logits exist at a time; None: the loss decides.
       noise: (key, alpha) of NEFTune's noise on the embeddings.
@@ -123,6 +123,7 @@ class Forward:
         self,
         *,
         max_documents: int | None = None,
+        max_pictures: int | None = None,
         plan: ResidualPlan | None = None,
         chunk_tokens: int | None = None,
         dropout_key: jax.Array | None = None,
@@ -130,7 +131,7 @@ class Forward:
         aux_losses: AuxLosses = NO_AUX_LOSSES,
         noise: tuple[jax.Array, float] | None = None,
     ):
-        self._max_documents, self._chunk_tokens = max_documents, chunk_tokens
+        self._max_documents, self._max_pictures, self._chunk_tokens = max_documents, max_pictures, chunk_tokens
         self._plan, self._dropout_key, self._gradient_sums, self._noise = plan, dropout_key, gradient_sums, noise
         self._aux_losses = aux_losses
         self.runs = 0
@@ -163,7 +164,9 @@ class Forward:
         # The batch's rows are those of the run's model; a teacher has tables of its own on the device.
         rows = {name: rows for name, rows in batch.table_rows.items() if isinstance(rows, jax.Array)}
         rows = rows if model.needs_rows else None
-        pictures = Pictures(**jax.tree.map(jnp.asarray, batch.pictures)) if batch.pictures else None
+        pictures = None
+        if batch.pictures:
+            pictures = Pictures(**jax.tree.map(jnp.asarray, batch.pictures), max_pictures=self._max_pictures)
         return model.run(*arrays, max_documents=self._max_documents, table_rows=rows, pictures=pictures, **options)
 
     def cross_entropy(self, model: Decoder, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:

@@ -207,8 +207,7 @@ def _tower(tower: Tower, spec: StepSpec, dtype: jnp.dtype, storage: str) -> Towe
     flops = sum(2.0 * math.prod(linear.sizes) for linear in merger) / tower.config.merge_size**2
     # Of a tower that trains: each layer's input, and the merger's input, normed, and before and after its activation.
     kept = (len(tower.layers) + 4) * hidden if trains else 0.0
-    before = tower.config.patch_numbers * dtype.itemsize + 2 * hidden
-    return TowerParts(parts, trains, flops, kept, before)
+    return TowerParts(parts, trains, flops, kept)
 
 
 def _picture_bytes(tower: Tower, spec: StepSpec) -> float:

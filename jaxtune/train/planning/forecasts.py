@@ -102,14 +102,14 @@ class TowerForecast:
 def tower_forecast(costs: StepParts, micro_batches: int, device: Device) -> TowerForecast:
     if (tower := costs.tower) is None:
         return TowerForecast()
-    parts, plan = tower.parts, RECOMPUTE if tower.trains else KEEP
+    parts = tower.parts
     patches = parts.shape.tokens(micro_batches)
-    kept, layer = (layer_forecast(parts, each, patches, device) for each in (KEEP, plan))
+    layer = layer_forecast(parts, RECOMPUTE, patches, device)
     merger = tower.merger_flops * patches / device.gemm
     seconds = parts.shape.num_layers * (layer.forward + (layer.backward if tower.trains else 0.0))
     return TowerForecast(
         seconds=seconds + merger * (3.0 if tower.trains else 1.0),
-        forward=tower.before * patches + kept.kept + kept.work_forward,
+        forward=layer.kept + layer.work_forward,
         backward=layer.work if tower.trains else 0.0,
     )
 

@@ -187,7 +187,6 @@ class Tower:
     trains: bool  # False: it has no backward, and keeps nothing
     merger_flops: float  # of a patch, in the forward
     kept: float  # bytes of a patch that the backward reads; 0 for a frozen tower
-    before: float  # bytes of a patch before its first layer, and after its last one
 
     @property
     def patches(self) -> int:

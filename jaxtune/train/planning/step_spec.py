@@ -107,9 +107,7 @@ class StepSpec:
             ),
             rows=config.rows_per_step if batches is None else batches.rows_per_step,
             length=config.data.length if batches is None else batches.length,
-            patches=(config.data.patches_per_row or 0) * (tower is not None)
-            if batches is None
-            else batches.empty(1).patches,
+            patches=(config.data.patches_per_row or 0) * (tower is not None) if batches is None else batches.patches,
             micro_batches=config.micro_batches,
             mesh=config.mesh,
             memory=config.memory,

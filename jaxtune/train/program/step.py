@@ -83,6 +83,7 @@ class StepProgram:
     objective: Objective = DEFAULT  # defines the loss of a micro-batch and further measurements
     plan: ResidualPlan | None = None  # what becomes of values that the backward reads (residuals); None: all are kept
     max_documents: int | None = None  # the most documents in a row, which allows faster attention; None: unknown
+    max_pictures: int | None = None  # the same of pictures, for a tower's attention
     max_grad_norm: float | None = 1.0  # global norm to which gradients are clipped; None: no clipping
     dropout: bool = False  # whether any adapter has dropout
     scale_loss: bool = False  # dynamic loss scaling (fp16)
@@ -272,6 +273,7 @@ class StepProgram:
             nonlocal runs
             forward = Forward(
                 max_documents=self.max_documents,
+                max_pictures=self.max_pictures,
                 plan=self.plan,
                 chunk_tokens=self.chunk_tokens,
                 dropout_key=key,
@@ -474,7 +476,9 @@ class StepProgram:
         """
 
         def local(trainable, frozen, batch):
-            forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
+            forward = Forward(
+                max_documents=self.max_documents, max_pictures=self.max_pictures, chunk_tokens=self.chunk_tokens
+            )
             loss, count, own_sums = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
             largest = {name: partition.largest(own_sums[name]) for name in self._largest}
             loss, count, own_sums = partition.total((loss, count, own_sums))
@@ -490,7 +494,9 @@ class StepProgram:
         """
 
         def local(trainable, frozen, batch):
-            forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
+            forward = Forward(
+                max_documents=self.max_documents, max_pictures=self.max_pictures, chunk_tokens=self.chunk_tokens
+            )
             return function(nnx.merge(self.graph, trainable, frozen), batch, forward)
 
         tensors = partition.divide((trainable, frozen), self.mesh)
@@ -507,7 +513,7 @@ def without_update(program: StepProgram) -> StepProgram:
 def without_layers(program: StepProgram) -> StepProgram:
     """What `update` reads of a program: it is compiled once for all rows."""
     unread: dict[str, object] = dict(plan=None, max_documents=None, chunk_tokens=None, dropout=False, noise_alpha=None)
-    return dataclasses.replace(program, full=False, **unread)
+    return dataclasses.replace(program, full=False, max_pictures=None, **unread)
 
 
 def of_all_devices(sums):

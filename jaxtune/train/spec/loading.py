@@ -29,7 +29,7 @@ from jaxtune.train.planning import cost
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.movables import left_on_host
 from jaxtune.train.planning.step_spec import StepSpec
-from jaxtune.train.spec.pictures import reads_pictures
+from jaxtune.train.spec.pictures import reads_pictures, refusal
 
 
 @contextlib.contextmanager
@@ -46,7 +46,9 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     """
     model_config, teacher = config.model, open_teacher(config.objective, config.dtype)
     objective = objective_of(config.objective)
-    changes, pictures = (objective.head, model_config, config.adapter, config.seed), reads_pictures(config, objective)
+    changes = objective.head, model_config, config.adapter, config.seed
+    refused = refusal(objective, config.data, config.mesh, config.evaluation, config.qat)
+    pictures = reads_pictures(model_config, config.data, refused)
 
     def tokenizer(folder: Path | None) -> Any:
         loaded = _tokenizer(model_config, folder)

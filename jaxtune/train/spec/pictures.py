@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping
 
-from jaxtune.conversations.picture_processors import FILES, PictureProcessor
+from jaxtune.conversations.picture_processors import PictureProcessor
 from jaxtune.conversations.pictures import PictureAccess, is_picture_part
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.config import Source
 from jaxtune.models.files.model_folder import find_config
 from jaxtune.models.registry import tower_config
-from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
+from jaxtune.train.config import ConfigError, DataConfig, EvaluationConfig, MeshConfig, ModelConfig, QatConfig
 from jaxtune.train.data.rendering.formats import refuse_media
 from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rows.reading import open_sources
@@ -25,14 +24,12 @@ _STREAMED = 100  # of a stream, whose rows are fetched
 _PART = re.compile(r'"type"\s*:\s*"(image|image_url|input_image)"')  # in turns as JSON
 
 
-def reads_pictures(config: TrainConfig, objective: Objective) -> bool:
+def reads_pictures(model: ModelConfig, data: DataConfig, refused: str | None) -> bool:
     """Whether the model is loaded with its tower: as model.pictures says, else if one of the first rows has a picture
     and the model a tower that is supported.
 
-    Raises ConfigError if it cannot be, or for keys that do not go together with pictures; ValueError for rows that
-    cannot be opened.
+    Raises ConfigError if it cannot be, or with `refused` (of `refusal`); ValueError for rows that cannot be opened.
     """
-    model = config.model
     if model.pictures is False:
         return False
     try:
@@ -41,22 +38,28 @@ def reads_pictures(config: TrainConfig, objective: Objective) -> bool:
         if model.pictures:
             raise ConfigError(f"model.pictures = true: {error}") from None
         return False
-    if model.pictures is None and not _rows_have_pictures(config.data):
+    if model.pictures is None and not _rows_have_pictures(data):
         return False
-    if words := refusal(config, objective):
-        raise ConfigError(words)
+    if refused is not None:
+        raise ConfigError(refused)
     return True
 
 
-def refusal(config: TrainConfig, objective: Objective) -> str | None:
+def refusal(
+    objective: Objective,
+    data: DataConfig,
+    mesh: MeshConfig | None,
+    evaluation: EvaluationConfig,
+    qat: QatConfig | None,
+) -> str | None:
     """Why this run cannot have pictures, with what to change; None: it can."""
     instead = "leave it out, or train on text alone (model.pictures=false, and rows without pictures)"
-    mesh, asking = config.mesh, config.evaluation.asking
     refused = {
         f"objective = {objective.label}": not objective.reads_pictures,
         f"mesh.fsdp = {mesh and mesh.fsdp}": mesh is not None and mesh.fsdp != 1,
-        f"qat.format = {config.qat and config.qat.format}": config.qat is not None,
-        **{f"{key} = {value}": True for key, value in asking},
+        "data.streaming = true": data.streaming,
+        f"qat.format = {qat and qat.format}": qat is not None,
+        **{f"{key} = {value}": True for key, value in evaluation.asking},
     }
     key = next((key for key, holds in refused.items() if holds), None)
     return None if key is None else f"{key}: not supported yet in a run with pictures; {instead}"
@@ -69,16 +72,7 @@ def picture_options(source: Source | None, tokenizer: Tokenizer, data: DataConfi
     whole = None if source is None else source.passthrough
     if source is None or whole is None or whole.config is None:
         raise ValueError("pictures: this model was made without a folder, whose image processor says how to read them")
-    files = {name: json.loads(content) for name, content in whole.processors}
-    settings = files.get(FILES[0]) or files.get(FILES[1], {}).get("image_processor")
-    if settings is None:
-        raise ValueError(
-            f"{source.path}: there is no {FILES[0]}, and no image_processor in {FILES[1]}: pictures cannot be read "
-            "without the model's own settings; fetch the file from where the model is from"
-        )
-    processor = PictureProcessor.of(
-        json.loads(whole.config), settings, tokenizer.convert_tokens_to_ids, data.max_pixels
-    )
+    processor = PictureProcessor.of_files(whole.config, dict(whole.processors), tokenizer, data.max_pixels, source.path)
     return PictureOptions(processor, data.remote_images, data.images)
 
 
@@ -90,9 +84,8 @@ def _rows_have_pictures(data: DataConfig) -> bool:
 
 
 def _first_rows(rows: str, data: DataConfig) -> Iterator[object]:
-    count = _STREAMED if data.streaming else _LOOKED_AT
     for source in open_sources(rows, data.streaming, data.columns):
-        yield from (row.value for row in itertools.islice(source.read(0), count))
+        yield from (row.value for row in itertools.islice(source.read(0), _STREAMED if data.streaming else _LOOKED_AT))
 
 
 def _has_picture(value: object) -> bool:

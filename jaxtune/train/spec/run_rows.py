@@ -158,3 +158,10 @@ def most_documents(batches: BatchSource, held_out: TokenDataset | None) -> int |
     if batches.max_documents is None:
         return None
     return max(batches.max_documents, 0 if held_out is None else held_out.rows.max_documents)
+
+
+def most_pictures(batches: BatchSource, held_out: TokenDataset | None) -> int | None:
+    """The most pictures in any row, which a tower's attention needs; None: unknown."""
+    if batches.max_pictures is None:
+        return None
+    return max(batches.max_pictures, 0 if held_out is None else held_out.rows.max_pictures)

@@ -135,7 +135,8 @@ def resolve(
     data = dataclasses.replace(config.data, template=config.data.trained_template)
     rows_config = dataclasses.replace(config, data=data)
     tower, pictures = model.given.vision, None
-    if tower is not None and tokenizer is not None and refusal(config, objective) is None:
+    refused = refusal(objective, data, config.mesh, config.evaluation, config.qat)
+    if tower is not None and tokenizer is not None and refused is None:
         pictures = picture_options(model.given.source, tokenizer, data)
     reader = Reader(objective, tokenizer, rows_config, model.given.config, tuple(ends), pictures)
     held_out_source = config.data.eval if eval_rows is None else eval_rows

@@ -26,7 +26,7 @@ from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.program.gradient_sync import gradient_sync_of
 from jaxtune.train.program.step import StepProgram
-from jaxtune.train.spec.run_rows import most_documents
+from jaxtune.train.spec.run_rows import most_documents, most_pictures
 from jaxtune.train.spec.run_spec import RunRows, RunSpec
 
 # Trained numbers of a run whose tensors are stacked: a save or an evaluation copies them and their states.
@@ -64,6 +64,7 @@ def step_programs(spec: RunSpec, rows: RunRows, model: TrainedModel) -> tuple[St
         objective=spec.objective,
         # A limit would allow cuDNN's attention, whose sums are in no fixed order, so `deterministic` gives none.
         max_documents=None if config.deterministic else most_documents(rows.batches, rows.held_out),
+        max_pictures=None if config.deterministic else most_pictures(rows.batches, rows.held_out),
         max_grad_norm=config.max_grad_norm,
         noise_alpha=config.neftune_noise_alpha,
         dropout=any(rate > 0 for rate in rates),

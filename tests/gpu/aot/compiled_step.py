@@ -36,7 +36,7 @@ class Peaks:
 
 
 VISION = {
-    "depth": 27,
+    "depth": 3,
     "hidden_size": 1152,
     "intermediate_size": 4304,
     "num_heads": 16,
@@ -53,8 +53,7 @@ def _batch(rows: int, length: int, patches: int) -> Batch:
     pictures = {name: jax.ShapeDtypeStruct((rows, patches, *tail), jnp.int32) for name, tail in sizes.items()}
     pictures["patches"] = pictures["patches"].update(dtype=jnp.float32)
     pictures["picture_features"] = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    positions = jax.ShapeDtypeStruct((rows, length, 3), jnp.int32)
-    return dataclasses.replace(batch, positions=positions, pictures=pictures)
+    return dataclasses.replace(batch, pictures=pictures)
 
 
 def step_peaks(
@@ -71,11 +70,10 @@ def step_peaks(
     tower: Literal["frozen", "all"] = "frozen",
 ) -> Peaks:
     """Of `layers` layers of a shape in one micro-batch. rank: of LoRA on all linears and experts, with this dropout;
-    0: all trains. patches: of pictures in a row, of Qwen3.5-9B's tower; 0: there is none."""
+    0: all trains. patches: of pictures in a row, of three layers of Qwen3.5-9B's tower; 0: there is none."""
     hf = SHAPES[shape] | {"num_hidden_layers": layers}
-    if "layer_types" in hf:
-        hf["layer_types"] = hf["layer_types"][:layers]
-    vision = tower_config({"model_type": "qwen3_5", "text_config": hf, "vision_config": VISION}) if patches else None
+    text = {"model_type": "qwen3_5_text", "hidden_size": hf["hidden_size"]}
+    vision = tower_config({"model_type": "qwen3_5", "text_config": text, "vision_config": VISION}) if patches else None
     experts = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj") if config_from_hf(hf).moe is not None else None
     config = TrainConfig(
         model=ModelConfig(path=shape, load_in=load_in, tower=tower if patches else None),
@@ -108,6 +106,7 @@ def step_peaks(
         schedule,
         plan=step_plan.residuals,
         max_documents=1,
+        max_pictures=4,
         chunk_tokens=step_plan.chunk_tokens,
         weights=optim.weights or "fp32",
         bound=update_bound(optim, config.max_grad_norm),

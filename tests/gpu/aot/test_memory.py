@@ -65,6 +65,14 @@ def test_predicted_peak_beside_the_compilers(shape, layers, rows, length, rank, 
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("tower", ["frozen", "all"])
+def test_predicted_peak_of_a_tower(tower):
+    """Of so many patches that it is the tower's."""
+    step = step_peaks(H200, "llama-3.1-8b", 1, 2, 2048, 16, "nf4", "recompute", patches=32_768, tower=tower)
+    assert 0.97 * step.compiled <= step.predicted <= 1.07 * step.compiled
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["keep", "recompute"])
 def test_predicted_peak_on_a_gpu_that_is_not_hopper(plan):
     """The backward of an MLP with an adapter writes over gate and up there too."""

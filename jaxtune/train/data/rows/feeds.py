@@ -89,6 +89,11 @@ class FedBatches(BatchSource):
     def patches(self) -> int:
         return self.sets[0].patches
 
+    @property
+    def max_pictures(self) -> int | None:
+        known = [most for row_set in self.sets if (most := row_set.max_pictures) is not None]
+        return max(known) if len(known) == len(self.sets) else None
+
     def empty(self, rows: int) -> Batch:
         return self.sets[0].empty(rows)
 
@@ -199,6 +204,10 @@ class PreparedSet(RowSet):
     @property
     def patches(self) -> int:
         return self.data.rows.patches
+
+    @property
+    def max_pictures(self) -> int:
+        return self.data.rows.max_pictures
 
     def with_room(self, documents: int, patches: int) -> PreparedSet:
         """A copy, packed anew."""
