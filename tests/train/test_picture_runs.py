@@ -173,6 +173,7 @@ def test_divided_rows_have_the_losses_of_whole_steps(tmp_path, places, changes):
 REFUSED = {
     "objective": (dict(objective="orpo"), "objective = orpo: not supported yet in a run with pictures"),
     "weights divided": (dict(mesh={"fsdp": 2}), "mesh.fsdp = 2: not supported yet in a run with pictures"),
+    "streamed": (dict(data={"streaming": True}), "data.streaming = true: not supported yet in a run with pictures"),
     "rounded": (dict(adapter={"r": 2}, qat="int4"), "qat.format = int4: not supported yet in a run with pictures"),
     "asked": (
         dict(evaluation={"exact_match_rows": 4}, data={"eval": "HELD_OUT"}),
