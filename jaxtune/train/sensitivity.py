@@ -177,7 +177,7 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
             f"sensitivity: precision names modules already, such as {next(iter(config.components))!r}: give "
             f"precision={config.computes_in}"
         )
-    plain = dataclasses.replace(config.model, load_in=None, compute=None)
+    plain = dataclasses.replace(config.model, load_in=None, compute=None, pictures=False, tower=None)
     config = dataclasses.replace(
         config, model=plain, adapter=None, qat=None, objective=ObjectiveConfig(), precision=config.computes_in
     )

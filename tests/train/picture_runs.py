@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,17 +19,16 @@ from tests.train.data.pictures import MARKS, SETTINGS, picture_tokenizer
 COLOURS = ("red", "green", "blue", "white")
 
 
-def write_model(folder: Path, preprocessor: bool = True, **text: object) -> Path:
+def write_model(folder: Path, of: Mapping[str, Any] = picture_rows.HF) -> Path:
+    """A folder of a model with random weights. of: its config.json, but for the vocabulary."""
     tokenizer = picture_tokenizer()
     tokens = dict(zip(("vision_start", "image", "vision_end"), MARKS, strict=True))
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in tokens.items()}
-    hf = picture_rows.HF | ids
-    hf["text_config"] = picture_rows.HF["text_config"] | {"vocab_size": len(tokenizer)} | text
+    hf = {**of, **ids, "text_config": of["text_config"] | {"vocab_size": len(tokenizer)}}
     config = folder.with_name(f"{folder.name}_config")
     config.mkdir(parents=True)
     (config / "config.json").write_text(json.dumps(hf))
-    if preprocessor:
-        (config / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
+    (config / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
     model = shaken(model_from_config(config, jax.random.key(0), "float32", pictures=True))
     save_pretrained(model, folder, tokenizer)
     return folder

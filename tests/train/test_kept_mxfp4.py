@@ -157,7 +157,7 @@ def test_a_model_that_is_planned_has_the_shapes_of_the_one_that_is_loaded(folder
     pretrained = Pretrained(folder, "float32", "mxfp4")
     states = (
         nnx.state(abstract_model(pretrained.config, StepSpec.of(wanted).model)),
-        nnx.state(adapted(pretrained.load(), TEXT, None, wanted.adapter, wanted.seed)),
+        nnx.state(adapted(pretrained.load(), TEXT, wanted.model, wanted.adapter, wanted.seed)),
     )
     one, other = (jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), state) for state in states)
     assert one == other and jax.tree.structure(states[0]) == jax.tree.structure(states[1])

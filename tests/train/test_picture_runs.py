@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+from picture_rows import QWEN3_VL
 from safetensors.numpy import load_file
 
 from jaxtune import cli
@@ -132,6 +133,27 @@ def test_adapters_are_where_the_config_says(tmp_path, places, tower):
     assert parts == {"frozen": set(), "merger": {"merger"}, "layers": {"blocks"}, "all": {"merger", "blocks"}}[tower]
 
 
+def test_features_of_earlier_layers_train_too(tmp_path, places):
+    """Qwen3-VL's, whose mergers are several."""
+    model = {"path": str(write_model(tmp_path / "vl", QWEN3_VL)), "tower": "merger"}
+    run = train(tmp_path, places, model=model, adapter={"r": 2}, steps=8)
+    tensors = load_file(run / "adapter" / "adapter_model.safetensors")
+    moved = {name.split("visual.")[1].split(".linear")[0] for name in tensors if "visual." in name}
+    assert moved == {"merger", "deepstack_merger_list.0", "deepstack_merger_list.1"}
+    assert all(tensor.any() for tensor in tensors.values())
+    assert losses(run)[-1] < 0.75 * losses(run)[0]
+
+
+def test_a_plan_elsewhere_counts_patches(places, capsys, tmp_path):
+    file = str(recipe(tmp_path, places))
+    asked = [file, "--plan", "plan.device=H200", "precision=bf16", "model.pictures=true"]
+    assert cli.main(["train", *asked]) == cli.USER_ERROR
+    assert "data.patches_per_row is not set" in capsys.readouterr().err
+    assert cli.main(["train", *asked, "data.patches_per_row=4096"]) == 0
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "room for 4,096 patches a row, in a frozen tower of 2 layers" in said and "pictures of two steps" in said
+
+
 @pytest.mark.parametrize("changes", [{"micro_batches": 2}, {"mesh": {"data": 2}}, {"adapter": None}])
 def test_divided_rows_have_the_losses_of_whole_steps(tmp_path, places, changes):
     runs = []
@@ -151,6 +173,7 @@ def test_divided_rows_have_the_losses_of_whole_steps(tmp_path, places, changes):
 REFUSED = {
     "objective": (dict(objective="orpo"), "objective = orpo: not supported yet in a run with pictures"),
     "weights divided": (dict(mesh={"fsdp": 2}), "mesh.fsdp = 2: not supported yet in a run with pictures"),
+    "streamed": (dict(data={"streaming": True}), "data.streaming = true: not supported yet in a run with pictures"),
     "rounded": (dict(adapter={"r": 2}, qat="int4"), "qat.format = int4: not supported yet in a run with pictures"),
     "asked": (
         dict(evaluation={"exact_match_rows": 4}, data={"eval": "HELD_OUT"}),

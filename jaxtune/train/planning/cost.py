@@ -206,8 +206,9 @@ def _tower(tower: Tower, spec: StepSpec, dtype: jnp.dtype, storage: str) -> Towe
     merger = (tower.merger.up_proj, tower.merger.down_proj)
     flops = sum(2.0 * math.prod(linear.sizes) for linear in merger) / tower.config.merge_size**2
     # Of a tower that trains: each layer's input, and the merger's input, normed, and before and after its activation.
-    kept = (len(tower.layers) + 4) * hidden if trains else 0.0
-    return TowerParts(parts, trains, flops, kept)
+    of_merger = 4 * hidden if trains else 0.0
+    kept = len(tower.layers) * hidden * trains + of_merger
+    return TowerParts(parts, trains, flops, kept, of_merger)
 
 
 def _picture_bytes(tower: Tower, spec: StepSpec) -> float:

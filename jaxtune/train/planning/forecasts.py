@@ -96,7 +96,7 @@ class TowerForecast:
 
     seconds: float = 0.0
     forward: float = 0.0  # device bytes of its forward
-    backward: float = 0.0  # of its backward, beside what it keeps; 0 for a frozen one
+    backward: float = 0.0  # of its layers' backward, beside Tower.kept; 0 for a frozen one
 
 
 def tower_forecast(costs: StepParts, micro_batches: int, device: Device) -> TowerForecast:
@@ -104,13 +104,14 @@ def tower_forecast(costs: StepParts, micro_batches: int, device: Device) -> Towe
         return TowerForecast()
     parts = tower.parts
     patches = parts.shape.tokens(micro_batches)
-    layer = layer_forecast(parts, RECOMPUTE, patches, device)
+    whole, layer = (layer_forecast(parts, plan, patches, device) for plan in (KEEP, RECOMPUTE))
+    embeddings = costs.shape.tokens(micro_batches) * costs.shape.hidden_size * costs.shape.dtype.itemsize
     merger = tower.merger_flops * patches / device.gemm
     seconds = parts.shape.num_layers * (layer.forward + (layer.backward if tower.trains else 0.0))
     return TowerForecast(
         seconds=seconds + merger * (3.0 if tower.trains else 1.0),
-        forward=layer.kept + layer.work_forward,
-        backward=layer.work if tower.trains else 0.0,
+        forward=whole.work_forward + embeddings,
+        backward=layer.work - tower.of_merger * patches if tower.trains else 0.0,
     )
 
 

@@ -187,6 +187,7 @@ class Tower:
     trains: bool  # False: it has no backward, and keeps nothing
     merger_flops: float  # of a patch, in the forward
     kept: float  # bytes of a patch that the backward reads; 0 for a frozen tower
+    of_merger: float  # the part of `kept` that only the merger's reads, which comes first
 
     @property
     def patches(self) -> int:
