@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping
 
+from jaxtune.conversations.messages import shows_pictures
 from jaxtune.conversations.picture_processors import PictureProcessor
-from jaxtune.conversations.pictures import PictureAccess, is_picture_part
+from jaxtune.conversations.pictures import PictureAccess
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.config import Source
 from jaxtune.models.files.model_folder import find_config
@@ -21,7 +21,6 @@ from jaxtune.train.objectives.objective import Objective
 
 _LOOKED_AT = 1000  # rows of each set
 _STREAMED = 100  # of a stream, whose rows are fetched
-_PART = re.compile(r'"type"\s*:\s*"(image|image_url|input_image)"')  # in turns as JSON
 
 
 def reads_pictures(model: ModelConfig, data: DataConfig, refused: str | None) -> bool:
@@ -100,12 +99,4 @@ def _has_picture(value: object) -> bool:
         except RowError:
             return False  # a video, say
         return True
-    return any(map(_has_part, value.values()))
-
-
-def _has_part(value: object) -> bool:
-    if isinstance(value, str):
-        return value.lstrip()[:1] in ("[", "{") and _PART.search(value) is not None
-    if isinstance(value, Mapping):
-        return is_picture_part(value) or any(map(_has_part, value.values()))
-    return isinstance(value, list | tuple) and any(map(_has_part, value))
+    return any(map(shows_pictures, value.values()))

@@ -381,8 +381,9 @@ def test_rows_whose_pictures_cannot_be_used_are_told(row, why):
 
 
 def test_a_text_has_no_place_for_pictures():
-    with pytest.raises(ValueError, match="a text has no place for them"):
-        prepared([{"text": "A cat.", "images": [CAT]}])
+    for row in ({"text": "A cat.", "images": [CAT]}, {"text": "<image> is a cat.", "image": "cat.png"}):
+        with pytest.raises(ValueError, match="a text has no place for them"):
+            prepared([row])
     page = {"text": "A cat.", "image": "https://example.org"}
     assert len(prepared([page]).documents) == 1
 
@@ -464,6 +465,22 @@ def test_the_cache_has_files_of_rows_and_names_of_files(write, tmp_path):
     assert all(np.array_equal(fresh.pictures[name], stored.pictures[name]) for name in fresh.pictures)
     key = prepared(path, cache_dir=tmp_path / "cache", pictures=dataclasses.replace(OPTIONS, folder=str(tmp_path)))
     assert not key.cached  # other options, other tokens
+
+
+def test_a_cache_is_of_the_folders_of_its_pictures(write, tmp_path, monkeypatch):
+    """A relative path names another picture in another working directory."""
+    path = write("rows.jsonl", [chat(part("cat.png"), "What?")])
+    digests = []
+    for name, data in {"here": CAT, "there": DOG}.items():
+        folder = tmp_path / name / "pictures"
+        folder.mkdir(parents=True)
+        (folder / "cat.png").write_bytes(data)
+        monkeypatch.chdir(folder.parent)
+        options = dataclasses.replace(OPTIONS, folder="pictures")
+        again = [prepared(path, cache_dir=tmp_path / "cache", pictures=options) for _ in range(2)]
+        assert [each.cached for each in again] == [False, True]
+        digests.append(again[1].documents.tokens_crc32)
+    assert digests[0] != digests[1]
 
 
 def test_a_file_that_changes_is_noticed(write, tmp_path):
