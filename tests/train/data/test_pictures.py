@@ -24,6 +24,7 @@ from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.data.packing.steps import StepBatches
 from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rendering.preview import preview
+from jaxtune.train.data.rows import row_files
 from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.streamed import StreamedRows
@@ -326,7 +327,8 @@ def test_data_sets_with_columns_of_pictures(streaming, tmp_path):
         {"prompt": datasets.Value("string"), "completion": datasets.Value("string"), "image": datasets.Image()}
     )
     broken = {"bytes": b"broken", "path": None}
-    rows = {"prompt": ["What?"] * 2, "completion": ["A cat."] * 2, "image": [{"bytes": CAT, "path": None}, broken]}
+    made_of = {"bytes": CAT, "path": "cat.png"}  # which was where the set was made
+    rows = {"prompt": ["What?"] * 2, "completion": ["A cat."] * 2, "image": [made_of, broken]}
     made = datasets.Dataset.from_dict(rows, features=features)
     made = made.to_iterable_dataset() if streaming else made
     data = prepared(made, on_bad_row="skip", cache_dir=tmp_path)
@@ -337,6 +339,28 @@ def test_data_sets_with_columns_of_pictures(streaming, tmp_path):
         made.to_parquet(parquet)
         again = prepared(parquet, on_bad_row="skip", cache_dir=tmp_path)
         assert np.array_equal(_documents(again)[0][0], _documents(data)[0][0])
+
+
+def test_a_parquet_file_of_pictures_is_read_in_batches_that_fit(tmp_path, monkeypatch):
+    """A thousand rows of photographs are gigabytes, which Arrow holds at once."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    rows = [{"prompt": "What?", "image": {"bytes": bytes([number]) * 4000, "path": "a.png"}} for number in range(40)]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet", use_dictionary=False)
+    numbers, iterate = [], parquet.ParquetFile.iter_batches
+
+    def batches(*arguments, **options):
+        for batch in iterate(*arguments, **options):
+            numbers.append(batch.num_rows)
+            yield batch
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", batches)
+    for size, most in ((row_files._BATCH_SIZE, 40), (20_000, 4), (1, 1)):
+        monkeypatch.setattr(row_files, "_BATCH_SIZE", size)
+        assert [row.value for row in row_files.read_parquet(tmp_path / "rows.parquet", 0)] == rows
+        assert max(numbers) == most
+        numbers.clear()
 
 
 @pytest.mark.parametrize("streaming", [False, True])
