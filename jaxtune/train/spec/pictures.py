@@ -27,17 +27,25 @@ def reads_pictures(model: ModelConfig, data: DataConfig, refused: str | None) ->
     """Whether the model is loaded with its tower: as model.pictures says, else if one of the first rows has a picture
     and the model a tower that is supported.
 
-    Raises ConfigError if it cannot be, or with `refused` (of `refusal`); ValueError for rows that cannot be opened.
+    Raises ConfigError if it cannot be though it was asked for, or with `refused` (of `refusal`); ValueError for rows
+    that cannot be opened.
     """
     if model.pictures is False:
         return False
+    trained = model.tower not in (None, "frozen")
     try:
         tower_config(find_config(model.from_config or model.path or "", published=False))
     except (ValueError, OSError) as error:  # whoever loads the model says what is wrong with its folder
-        if model.pictures:
-            raise ConfigError(f"model.pictures = true: {error}") from None
+        if model.pictures or trained:
+            asked = "model.pictures = true" if model.pictures else f"model.tower = {model.tower!r}"
+            raise ConfigError(f"{asked}: {error}") from None
         return False
     if model.pictures is None and not _rows_have_pictures(data):
+        if trained:
+            raise ConfigError(
+                f"model.tower = {model.tower!r}: none of the first {_LOOKED_AT:,} rows has a picture: leave it out, or "
+                "set model.pictures=true if later ones have"
+            )
         return False
     if refused is not None:
         raise ConfigError(refused)
