@@ -79,6 +79,8 @@ _MARKING = re.compile(r"(^|_)(loss|train\w*|learn\w*|mask\w*|weight\w*|superv\w*
 _TRUTH = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False, "yes": True, "no": False}
 _NO_ANSWER = "an answer has a picture: models write text; put it into a turn of the user"
 _MARK_IN_TEXT = f"its text has U+{ord(PICTURE):X}, which stands for pictures: leave it out"
+_PICTURES = ("images", "image")  # keys of a turn
+_SHOWN = re.compile(r'"(images?|image_url|input_image)"')  # in JSON of turns with pictures
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _THOUGHT_PARTS = ("reasoning", "thinking", "reasoning_text")
 _CALL_PARTS = ("tool_call", "tool_use", "function_call")
@@ -173,13 +175,35 @@ def with_system(messages: list[Message], system: str) -> list[Message]:
     return [{"role": "system", "content": system}, *messages] if system.strip() and not begins else messages
 
 
+def shows_pictures(value: object) -> bool:
+    """Whether a cell of a row is a conversation with pictures, or with parts that stand for those of a column."""
+    if isinstance(value, str) and not _SHOWN.search(value):
+        return False
+    try:
+        return isinstance(value, str | Mapping | list | tuple) and any(map(_shows, turns_of(value, "")))
+    except ConversationError:
+        return False
+
+
+def _shows(turn: object) -> bool:
+    if not isinstance(turn, Mapping) or not any(key in turn for key in SPEAKER):
+        return False
+    role, content = _role(dict(turn))[0], next((turn[key] for key in CONTENT if turn.get(key) is not None), None)
+    if any(turn.get(name) for name in _PICTURES):
+        return True
+    parts = [content] if isinstance(content, Mapping) else content
+    if not isinstance(parts, list | tuple) or (role == "tool" and _is_data(content)):
+        return False
+    return any(map(is_picture_part, parts))
+
+
 def with_pictures(messages: Sequence[Message], pictures: Sequence[Picture]) -> list[Message]:
     """The messages with a row's pictures: for parts without a payload and tags <image>, in order; before the first
     user's text if there are none of either. Raises ConversationError if their numbers differ.
     """
     awaited = sum(picture is None for message in messages for picture in _marked(message))
     tags = sum(message["content"].count(TAG) for message in messages) if pictures else 0
-    counted = {awaited: False, awaited + tags: True} if awaited else {tags: True}
+    counted = {awaited: False, awaited + tags: bool(tags)} if awaited else {tags: bool(tags)}
     if pictures and not awaited and not tags:
         first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
@@ -422,7 +446,7 @@ def _message(turn: object, access: PictureAccess | None) -> Message:
             raise ConversationError(_NO_ANSWER, str(key))
         if pictures:
             message["pictures"] = pictures
-        if access is not None and (column := next((name for name in ("images", "image") if extra.get(name)), None)):
+        if access is not None and (column := next((name for name in _PICTURES if extra.get(name)), None)):
             [message] = with_pictures([message], column_pictures(extra.pop(column), access, column))
         thoughts = [*thoughts, thought] if thought.strip() else thoughts
     elif role in ("user", "system"):

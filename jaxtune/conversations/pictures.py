@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import functools
 import hashlib
+import http.client
 import io
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
@@ -25,7 +28,8 @@ MOST_BYTES = 128 * 2**20  # of a picture's file
 # Kinds that are tried. Others run programs (EPS), or hold no photographs or drawings.
 _KINDS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "QOI", "ICO")
 _BASE64 = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")  # how JPEG, PNG, GIF and WebP files begin in base64
-_PAYLOADS = ("image", "image_url", "url", "path", "bytes", "base64", "source", "data", "file")
+# A file's content comes before its name: rows of `datasets` have both, and the file is only where they were made.
+_PAYLOADS = ("image", "image_url", "bytes", "base64", "data", "source", "url", "path", "file")
 _SIZES = ("max_pixels", "min_pixels", "resized_height", "resized_width")
 _SECONDS = 30.0  # for a remote picture
 
@@ -61,20 +65,26 @@ class Picture:
         """The picture with the bytes behind its address; itself without one. Raises PictureError."""
         if self.url is None:
             return self
+        data, end = bytearray(), time.monotonic() + _SECONDS
         try:
-            with urllib.request.urlopen(self.url, timeout=_SECONDS) as reply:
-                data = reply.read(MOST_BYTES + 1)
-        except (OSError, ValueError) as error:
+            with _web().open(self.url, timeout=_SECONDS) as reply:
+                while piece := reply.read1(2**20):
+                    data += piece
+                    if len(data) > MOST_BYTES:
+                        raise PictureError(f"{_short(self.url)} has more than {MOST_BYTES:,} bytes")
+                    if time.monotonic() > end:
+                        raise PictureError(f"{_short(self.url)} took more than {_SECONDS:g} seconds")
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            if isinstance(error, PictureError):
+                raise
             raise PictureError(f"{_short(self.url)} cannot be fetched: {error}") from None
-        if len(data) > MOST_BYTES:
-            raise PictureError(f"{_short(self.url)} has more than {MOST_BYTES:,} bytes")
-        return Picture(data=data)
+        return Picture(data=bytes(data))
 
     def file_bytes(self) -> bytes:
         """Its file's content, of an image in memory as PNG. Raises PictureError."""
         if self.image is not None:
             stream = io.BytesIO()
-            rgb(self.image).save(stream, "PNG", compress_level=1)
+            self.decoded().save(stream, "PNG", compress_level=1)
             return stream.getvalue()
         if self.data is not None:
             return self.data
@@ -97,20 +107,14 @@ class Picture:
         from PIL import Image
 
         name = self.path or "the picture"
-        if self.image is not None:
-            return rgb(self.image)
-        data = self.file_bytes()
+        data = self.file_bytes() if self.image is None else b""
         Image.init()
         kinds = [kind for kind in _KINDS if kind in Image.OPEN]  # a build of Pillow may lack some
         try:
+            if self.image is not None:
+                return _still(self.image, name)
             with Image.open(io.BytesIO(data), formats=kinds) as image:
-                if image.width * image.height > MOST_PIXELS:
-                    raise PictureError(
-                        f"{name} has {image.width:,} x {image.height:,} pixels; at most {MOST_PIXELS:,} are decoded"
-                    )
-                if image.format != "MPO" and getattr(image, "is_animated", False):  # MPO: a photograph with previews
-                    raise PictureError(f"{name} has several frames; only still pictures can be read: keep one frame")
-                return rgb(image)
+                return _still(image, name)
         except PictureError:
             raise
         except Image.UnidentifiedImageError:
@@ -121,8 +125,34 @@ class Picture:
     def digest(self) -> bytes:
         """16 bytes by which equal pictures are known. Raises PictureError."""
         if self.image is not None:
-            return hashlib.blake2b(f"{self.image.size}".encode() + rgb(self.image).tobytes(), digest_size=16).digest()
+            return hashlib.blake2b(f"{self.image.size}".encode() + self.decoded().tobytes(), digest_size=16).digest()
         return hashlib.blake2b(self.file_bytes(), digest_size=16).digest()
+
+
+def _still(image: Image, name: str) -> Image:
+    """`rgb` of an image that may not be decoded yet. Raises PictureError as `Picture.decoded`."""
+    if image.width * image.height > MOST_PIXELS:
+        raise PictureError(f"{name} has {image.width:,} x {image.height:,} pixels; at most {MOST_PIXELS:,} are decoded")
+    if image.format != "MPO" and getattr(image, "is_animated", False):  # MPO: a photograph with previews
+        raise PictureError(f"{name} has several frames; only still pictures can be read: keep one frame")
+    return rgb(image)
+
+
+@functools.cache
+def _web() -> urllib.request.OpenerDirector:
+    """Of http and https alone, wherever an address redirects to."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler,
+        urllib.request.HTTPHandler,
+        urllib.request.HTTPSHandler,
+        urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPErrorProcessor,
+        urllib.request.UnknownHandler,
+    ):
+        opener.add_handler(handler())
+    return opener
 
 
 def rgb(image: Image) -> Image:
@@ -189,7 +219,9 @@ def read_picture(value: object, access: PictureAccess) -> Picture:
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3):
         from PIL import Image
 
-        return Picture(image=Image.fromarray(value))
+        if value.size and (value.ndim == 2 or value.shape[2] in (3, 4)):
+            return Picture(image=Image.fromarray(value))
+        raise PictureError(f"is an array {value.shape}: a picture's is (height, width) or (height, width, 3 or 4)")
     raise PictureError(
         f"is no picture but {type(value).__name__}: give a path, bytes, a data URL or an image of Pillow"
     )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import http.server
 import io
 import json
 import struct
+import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -15,12 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from jaxtune.conversations import pictures as picture_files
 from jaxtune.conversations.messages import (
     ConversationError,
     column_pictures,
     for_template,
     pictures_of,
     read_messages,
+    shows_pictures,
     with_pictures,
 )
 from jaxtune.conversations.pictures import (
@@ -76,6 +81,8 @@ def files(tmp_path: Path) -> Path:
         lambda data, path: f"file://{path.parent}/a%20b.png",
         lambda data, path: {"bytes": data, "path": None},
         lambda data, path: {"bytes": None, "path": str(path)},
+        lambda data, path: {"bytes": data, "path": "where it was made.png"},
+        lambda data, path: {"path": "where it was made.png", "image_url": None, "bytes": data},
         lambda data, path: {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"},
         lambda data, path: base64.b64encode(data).decode(),
         lambda data, path: Image.open(path),
@@ -103,6 +110,8 @@ def test_every_form_is_the_same_picture(files, form):
         ({"bytes": None, "path": None}, "has none of"),
         (3, "is no picture but int"),
         (np.zeros((2, 2), np.float32), "is no picture but ndarray"),
+        (np.zeros((2, 2, 5), np.uint8), r"is an array \(2, 2, 5\)"),
+        (np.zeros((0, 2, 3), np.uint8), r"is an array \(0, 2, 3\)"),
     ],
 )
 def test_what_is_no_picture_is_told(value, why):
@@ -139,6 +148,53 @@ def _moving() -> bytes:
 def test_a_picture_that_cannot_be_read_is_told(data, why):
     with pytest.raises(PictureError, match=why):
         Picture(data=data).decoded()
+
+
+@pytest.mark.parametrize("data", [file_of(drawn(60, 40))[:200], _moving()])
+@pytest.mark.parametrize("reads", [Picture.decoded, Picture.digest, Picture.file_bytes])
+def test_an_image_in_memory_is_read_as_its_file(data, reads):
+    """Pillow decodes one when its pixels are first asked for."""
+    picture = Picture(image=Image.open(io.BytesIO(data)))
+    with pytest.raises(PictureError, match="truncated|broken|several frames"):
+        reads(picture)
+
+
+class _Odd(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        target = {"/file": "file:///etc/passwd", "/ftp": "ftp://127.0.0.1/a.png"}.get(self.path)
+        self.send_response(302 if target else 200)
+        if target:
+            self.send_header("Location", target)
+        self.end_headers()
+        for _ in range(0 if target else 100):
+            self.wfile.write(b"\x89PNG")
+            time.sleep(0.02)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/file", "cannot be fetched: .*not allowed"),
+        ("/ftp", "cannot be fetched: .*unknown url type: ftp"),
+        ("/a b.png", "cannot be fetched: URL can't contain control characters"),
+        ("/slow", "took more than 0.1 seconds"),
+    ],
+)
+def test_a_page_that_is_no_picture_is_told(path, why, monkeypatch):
+    if path == "/slow":
+        monkeypatch.setattr(picture_files, "_SECONDS", 0.1)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Odd)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(PictureError, match=why):
+            Picture(url=f"http://127.0.0.1:{server.server_port}{path}").fetched()
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_a_file_that_goes_missing_is_told(files):
@@ -239,6 +295,48 @@ def test_parts(part):
 def test_parts_that_cannot_be_read(turns, why):
     with pytest.raises(ConversationError, match=why):
         read_messages(turns, pictures=ACCESS)
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "run", "arguments": {"image": "nginx"}}]}
+PART = {"type": "image", "image": "a.png"}
+
+
+@pytest.mark.parametrize(
+    ("cell", "shows"),
+    [
+        ([{"role": "user", "content": [PART]}], True),
+        ([{"role": "user", "content": [{"type": "image"}, "What?"]}], True),
+        ([{"from": "human", "value": PART}], True),
+        ([{"role": "user", "content": "What?", "images": ["a.png"]}], True),
+        (json.dumps([{"role": "user", "content": [PART]}]), True),
+        ([json.dumps({"role": "user", "content": [PART]})], True),
+        ({"messages": [{"role": "user", "content": [PART]}]}, True),
+        ({"role": ["user", "assistant"], "content": [[PART], "A cat."]}, True),
+        ([{"role": "user", "content": "Start nginx", "images": None}, CALL], False),
+        (json.dumps([{"role": "user", "content": "Start nginx"}, CALL]), False),
+        ([{"role": "tool", "content": {"image": "nginx"}}], False),
+        ([{"role": "user", "content": '{"type": "image"}'}], False),
+        ({"image": "a.png", "licence": "CC0"}, False),
+        ([{"type": "function", "function": {"name": "run", "parameters": {"image": {"type": "string"}}}}], False),
+        ('{"image": "a.png"', False),
+        ([{"role": "?", "content": [PART]}], False),
+        (["image"], False),
+        (b"image", False),
+        (None, False),
+    ],
+)
+def test_which_cells_show_pictures(cell, shows):
+    """Names of arguments and of columns with other things are none."""
+    assert shows_pictures(cell) == shows
+
+
+def test_a_tag_beside_a_picture_in_a_part_is_text():
+    messages = read_messages([{"role": "user", "content": [file_part(), f"What is {TAG}?"]}], pictures=ACCESS)
+    assert with_pictures(messages, []) == messages
+
+
+def file_part() -> dict[str, object]:
+    return {"type": "image", "image": file_of(drawn())}
 
 
 def test_a_text_with_the_mark_has_no_picture():

@@ -175,7 +175,9 @@ def test_text_is_as_without_a_tower(model):
     np.testing.assert_array_equal(model(tokens, segments), want)
     np.testing.assert_array_equal(model(tokens, segments, positions[..., 0]), want)
     np.testing.assert_array_equal(model(tokens, segments, positions), want)
-    np.testing.assert_array_equal(model(tokens, segments, positions, pictures), want)
+    for most in (None, 0):
+        padding = dataclasses.replace(pictures, max_pictures=most)
+        np.testing.assert_array_equal(model(tokens, segments, positions, padding), want)
 
 
 def _products(jaxpr, size) -> int:

@@ -93,7 +93,7 @@ def test_muon_updates_matrices_and_leaves_the_rest_to_adam():
     shapes = {
         "embedding": {"weight": (40, 8)},
         "head": {"weight": (40, 8)},
-        "layer": {"up": (8, 24), "experts": (3, 8, 5), "norm": (8,), "bias": (3, 8)},
+        "layer": {"up": (8, 24), "experts": (3, 8, 5), "norm": (8,), "bias": (3, 8), "kernel": (6, 3, 2, 2, 2)},
     }
     is_shape = dict(is_leaf=lambda x: isinstance(x, tuple))
     weights = jax.tree.map(lambda s: jnp.asarray(draw.standard_normal(s), jnp.float32), shapes, **is_shape)
@@ -106,13 +106,14 @@ def test_muon_updates_matrices_and_leaves_the_rest_to_adam():
     for path in (("embedding", "weight"), ("head", "weight"), ("layer", "norm"), ("layer", "bias")):
         one, other = (tree[path[0]][path[1]] for tree in (got, adam))
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6, err_msg=str(path))
-    for name in ("up", "experts"):
+    for name in ("up", "experts", "kernel"):  # the last of a convolution: the matrix of its product
         want, momentum = np.asarray(weights["layer"][name], np.float64), 0.0
         for gradient in gradients:
             g = np.asarray(gradient["layer"][name], np.float64)
             momentum = 0.95 * momentum + 0.05 * g
-            direction = orthogonal(jnp.asarray(0.95 * momentum + 0.05 * g, jnp.float32))
-            want = want - RATE * (0.2 * math.sqrt(max(g.shape[-2:])) * np.asarray(direction) + 0.1 * want)
+            matrices = (0.95 * momentum + 0.05 * g).reshape((6, 24) if name == "kernel" else g.shape)
+            direction = np.asarray(orthogonal(jnp.asarray(matrices, jnp.float32))).reshape(g.shape)
+            want = want - RATE * (0.2 * math.sqrt(max(matrices.shape[-2:])) * direction + 0.1 * want)
         np.testing.assert_allclose(got["layer"][name], want, rtol=1e-4, atol=2e-4)
     assert state[0].v["layer"]["up"].size == 0
 

@@ -184,6 +184,10 @@ REFUSED = {
         dict(model={"pictures": False, "tower": "all"}),
         "model.tower = 'all': model.pictures = f",
     ),
+    "a tower without pictures": (
+        dict(model={"tower": "all"}, data={"train": "TEXT"}),
+        "model.tower = 'all': none of the first 1,000 rows has a picture: leave it out, or set model.pictures=true",
+    ),
     "adapter elsewhere": (
         dict(model={"tower": "all"}, adapter={"r": 2, "target_modules": ["q_proj"]}),
         "model.tower = 'all': adapter.target_modules = ('q_proj',) names none of its linears",
@@ -198,6 +202,7 @@ def test_what_cannot_be_is_refused_by_name_before_weights_are_read(tmp_path, pla
     missing = tmp_path / "rows.jsonl"
     missing.write_text(places["rows"].read_text().replace('.png"', '_.png"'))
     text = json.dumps(changes).replace("HELD_OUT", str(places["held_out"])).replace("MISSING", str(missing))
+    text = text.replace("TEXT", str(places["text"]))
     monkeypatch.setattr(Pretrained, "load", lambda *_: pytest.fail("weights were read"))
     assert cli.main(["train", str(recipe(tmp_path, places, **json.loads(text)))]) == cli.USER_ERROR
     assert words in " ".join(capsys.readouterr().err.split())
@@ -212,6 +217,9 @@ def test_a_model_without_a_tower_or_its_processor_says_so(tmp_path, places, caps
     asked = recipe(tmp_path, places, model={"path": str(alone), "pictures": True})
     assert cli.main(["train", str(asked)]) == cli.USER_ERROR
     assert "model.pictures = true: pictures of a 'qwen3_5_text' model are not" in capsys.readouterr().err
+    asked = recipe(tmp_path, places, model={"path": str(alone), "tower": "all"})
+    assert cli.main(["train", str(asked)]) == cli.USER_ERROR
+    assert "model.tower = 'all': pictures of a 'qwen3_5_text' model are not" in capsys.readouterr().err
     assert cli.main(["train", str(recipe(tmp_path, places, model={"path": str(alone)}))]) == cli.USER_ERROR
     assert "a part of the type image in content; only text can be read" in capsys.readouterr().err
     (bare := tmp_path / "bare").mkdir()

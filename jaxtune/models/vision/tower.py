@@ -196,7 +196,8 @@ class Tower(nnx.Module):
         config, (rows, patches) = self.config, pictures.patch_segments.shape
         x = self.projection(pictures.patches)
         x = x + self.positions(pictures.patch_grids, pictures.patch_coordinates).astype(x.dtype)
-        layout = packed_layout((rows, patches), pictures.patch_segments, pictures.max_pictures, causal=False)
+        most = None if pictures.max_pictures is None else max(pictures.max_pictures, 1)  # 0: rows of padding alone
+        layout = packed_layout((rows, patches), pictures.patch_segments, most, causal=False)
         rope, size = RopeConfig(theta=config.blocks.rotary[0].theta), config.blocks.head_dim // 2
         by_axis = [rotary_table(rope, size, size, pictures.patch_coordinates[..., axis]) for axis in (0, 1)]
         table = tuple(jnp.concatenate(parts, -1) for parts in zip(*by_axis, strict=True))

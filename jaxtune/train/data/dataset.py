@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -256,6 +257,9 @@ def prepare(
         if template is not None:
             texts = {resolve_template(tokenizer, template, tools): None for tools in (None, True)}
             key_options["template_text"] = "\0".join(texts)
+        if pictures is not None:  # the same relative paths name other pictures elsewhere
+            folders = [folder for item in sources for folder in pictures.access(item.name).folders]
+            key_options["folders"] = sorted({os.path.abspath(folder) for folder in folders})
         return cache_key(sources, tokenizer, key_options)
 
     key = identity()

@@ -43,6 +43,11 @@ def orthogonal(x: jax.Array) -> jax.Array:
     return (jnp.swapaxes(x, -1, -2) if tall else x).astype(jnp.float32)
 
 
+def _matrices(x: jax.Array) -> jax.Array:
+    """[..., m, n]: a convolution's kernel [out, channels, frames, rows, columns] as the matrix of its product."""
+    return x.reshape(len(x), -1) if x.ndim == 5 else x
+
+
 def scale_by_muon(
     momentum: float, beta1: float, beta2: float, eps: float, which: Callable[..., list[bool]]
 ) -> optax.GradientTransformationExtraArgs:
@@ -71,8 +76,9 @@ def scale_by_muon(
         def one(is_matrix, g, m, v):
             if is_matrix:
                 m = momentum * m + (1 - momentum) * g
-                size = _LIKE_ADAM * math.sqrt(max(g.shape[-2:]))
-                return size * orthogonal(momentum * m + (1 - momentum) * g), m, v
+                matrices = _matrices(momentum * m + (1 - momentum) * g)
+                size = _LIKE_ADAM * math.sqrt(max(matrices.shape[-2:]))
+                return (size * orthogonal(matrices)).reshape(g.shape), m, v
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
             return m / correction1 / (jnp.sqrt(v / correction2) + eps), m, v
 

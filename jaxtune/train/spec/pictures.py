@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping
 
+from jaxtune.conversations.messages import shows_pictures
 from jaxtune.conversations.picture_processors import PictureProcessor
-from jaxtune.conversations.pictures import PictureAccess, is_picture_part
+from jaxtune.conversations.pictures import PictureAccess
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.config import Source
 from jaxtune.models.files.model_folder import find_config
@@ -21,24 +21,31 @@ from jaxtune.train.objectives.objective import Objective
 
 _LOOKED_AT = 1000  # rows of each set
 _STREAMED = 100  # of a stream, whose rows are fetched
-_PART = re.compile(r'"type"\s*:\s*"(image|image_url|input_image)"')  # in turns as JSON
 
 
 def reads_pictures(model: ModelConfig, data: DataConfig, refused: str | None) -> bool:
     """Whether the model is loaded with its tower: as model.pictures says, else if one of the first rows has a picture
     and the model a tower that is supported.
 
-    Raises ConfigError if it cannot be, or with `refused` (of `refusal`); ValueError for rows that cannot be opened.
+    Raises ConfigError if it cannot be though it was asked for, or with `refused` (of `refusal`); ValueError for rows
+    that cannot be opened.
     """
     if model.pictures is False:
         return False
+    trained = model.tower not in (None, "frozen")
     try:
         tower_config(find_config(model.from_config or model.path or "", published=False))
     except (ValueError, OSError) as error:  # whoever loads the model says what is wrong with its folder
-        if model.pictures:
-            raise ConfigError(f"model.pictures = true: {error}") from None
+        if model.pictures or trained:
+            asked = "model.pictures = true" if model.pictures else f"model.tower = {model.tower!r}"
+            raise ConfigError(f"{asked}: {error}") from None
         return False
     if model.pictures is None and not _rows_have_pictures(data):
+        if trained:
+            raise ConfigError(
+                f"model.tower = {model.tower!r}: none of the first {_LOOKED_AT:,} rows has a picture: leave it out, or "
+                "set model.pictures=true if later ones have"
+            )
         return False
     if refused is not None:
         raise ConfigError(refused)
@@ -100,12 +107,4 @@ def _has_picture(value: object) -> bool:
         except RowError:
             return False  # a video, say
         return True
-    return any(map(_has_part, value.values()))
-
-
-def _has_part(value: object) -> bool:
-    if isinstance(value, str):
-        return value.lstrip()[:1] in ("[", "{") and _PART.search(value) is not None
-    if isinstance(value, Mapping):
-        return is_picture_part(value) or any(map(_has_part, value.values()))
-    return isinstance(value, list | tuple) and any(map(_has_part, value))
+    return any(map(shows_pictures, value.values()))

@@ -24,6 +24,7 @@ from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.data.packing.steps import StepBatches
 from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rendering.preview import preview
+from jaxtune.train.data.rows import row_files
 from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.streamed import StreamedRows
@@ -326,7 +327,8 @@ def test_data_sets_with_columns_of_pictures(streaming, tmp_path):
         {"prompt": datasets.Value("string"), "completion": datasets.Value("string"), "image": datasets.Image()}
     )
     broken = {"bytes": b"broken", "path": None}
-    rows = {"prompt": ["What?"] * 2, "completion": ["A cat."] * 2, "image": [{"bytes": CAT, "path": None}, broken]}
+    made_of = {"bytes": CAT, "path": "cat.png"}  # which was where the set was made
+    rows = {"prompt": ["What?"] * 2, "completion": ["A cat."] * 2, "image": [made_of, broken]}
     made = datasets.Dataset.from_dict(rows, features=features)
     made = made.to_iterable_dataset() if streaming else made
     data = prepared(made, on_bad_row="skip", cache_dir=tmp_path)
@@ -337,6 +339,28 @@ def test_data_sets_with_columns_of_pictures(streaming, tmp_path):
         made.to_parquet(parquet)
         again = prepared(parquet, on_bad_row="skip", cache_dir=tmp_path)
         assert np.array_equal(_documents(again)[0][0], _documents(data)[0][0])
+
+
+def test_a_parquet_file_of_pictures_is_read_in_batches_that_fit(tmp_path, monkeypatch):
+    """A thousand rows of photographs are gigabytes, which Arrow holds at once."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    rows = [{"prompt": "What?", "image": {"bytes": bytes([number]) * 4000, "path": "a.png"}} for number in range(40)]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet", use_dictionary=False)
+    numbers, iterate = [], parquet.ParquetFile.iter_batches
+
+    def batches(*arguments, **options):
+        for batch in iterate(*arguments, **options):
+            numbers.append(batch.num_rows)
+            yield batch
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", batches)
+    for size, most in ((row_files._BATCH_SIZE, 40), (20_000, 4), (1, 1)):
+        monkeypatch.setattr(row_files, "_BATCH_SIZE", size)
+        assert [row.value for row in row_files.read_parquet(tmp_path / "rows.parquet", 0)] == rows
+        assert max(numbers) == most
+        numbers.clear()
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -381,8 +405,9 @@ def test_rows_whose_pictures_cannot_be_used_are_told(row, why):
 
 
 def test_a_text_has_no_place_for_pictures():
-    with pytest.raises(ValueError, match="a text has no place for them"):
-        prepared([{"text": "A cat.", "images": [CAT]}])
+    for row in ({"text": "A cat.", "images": [CAT]}, {"text": "<image> is a cat.", "image": "cat.png"}):
+        with pytest.raises(ValueError, match="a text has no place for them"):
+            prepared([row])
     page = {"text": "A cat.", "image": "https://example.org"}
     assert len(prepared([page]).documents) == 1
 
@@ -464,6 +489,22 @@ def test_the_cache_has_files_of_rows_and_names_of_files(write, tmp_path):
     assert all(np.array_equal(fresh.pictures[name], stored.pictures[name]) for name in fresh.pictures)
     key = prepared(path, cache_dir=tmp_path / "cache", pictures=dataclasses.replace(OPTIONS, folder=str(tmp_path)))
     assert not key.cached  # other options, other tokens
+
+
+def test_a_cache_is_of_the_folders_of_its_pictures(write, tmp_path, monkeypatch):
+    """A relative path names another picture in another working directory."""
+    path = write("rows.jsonl", [chat(part("cat.png"), "What?")])
+    digests = []
+    for name, data in {"here": CAT, "there": DOG}.items():
+        folder = tmp_path / name / "pictures"
+        folder.mkdir(parents=True)
+        (folder / "cat.png").write_bytes(data)
+        monkeypatch.chdir(folder.parent)
+        options = dataclasses.replace(OPTIONS, folder="pictures")
+        again = [prepared(path, cache_dir=tmp_path / "cache", pictures=options) for _ in range(2)]
+        assert [each.cached for each in again] == [False, True]
+        digests.append(again[1].documents.tokens_crc32)
+    assert digests[0] != digests[1]
 
 
 def test_a_file_that_changes_is_noticed(write, tmp_path):

@@ -221,14 +221,15 @@ def picture_columns(value: Columns) -> list[str]:
 def _illustrated(value: Columns, example: Example, access: PictureAccess | None) -> Example:
     """The example with the pictures of the row's columns, as a conversation if it has any. Raises RowError."""
     names = picture_columns(value)
-    if access is None or (example.text is not None and all(isinstance(value[name], str) for name in names)):
+    text = example.text
+    if access is None or (text is not None and TAG not in text and all(isinstance(value[name], str) for name in names)):
         return example  # a text may have an address beside it
     if len(names) > 1:
         raise RowError(f"columns {' and '.join(names)} both have pictures: leave one")
     messages = example.messages or []
     if not names and not any(PICTURE in message["content"] for message in messages):
         return example
-    if example.text is not None:
+    if text is not None:
         raise RowError(f"column {names[0]} has pictures, and a text has no place for them: write messages")
     pictures = [picture for name in names for picture in column_pictures(value[name], access, name)]
     messages = with_pictures(messages, pictures)

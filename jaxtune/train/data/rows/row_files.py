@@ -21,6 +21,7 @@ from jaxtune.system.terminal import printable
 
 MAX_ROW_SIZE = 32 * 2**20  # the most bytes of a line and characters of a row: about eight million tokens
 MAX_FILES_SIZE = 512 * 2**20  # the most bytes of a row's pictures
+_BATCH_SIZE = 64 * 2**20  # bytes of a Parquet file's rows that are read at a time
 MAX_DEPTH = 100  # the most objects and lists inside each other
 MAX_EXPANSION = 1000  # the most characters of all rows of a Parquet file, as a multiple of its size in bytes
 
@@ -282,7 +283,8 @@ def read_parquet(file: Path, after: int) -> Iterator[Row]:
                     continue
                 # Row groups are read one by one, because Arrow cannot join the dictionaries of two groups for texts in
                 # lists.
-                for batch in table.iter_batches(batch_size=1024, row_groups=[index]):
+                fitting = _BATCH_SIZE * group.num_rows // max(group.total_byte_size, 1)
+                for batch in table.iter_batches(min(max(fitting, 1), 1024), row_groups=[index]):
                     decoders = {field.name: _decoder(field.type) for field in batch.schema}
                     for batch_index in range(batch.num_rows):
                         number += 1
