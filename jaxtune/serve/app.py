@@ -306,7 +306,7 @@ def _constrained(request_values: ParsedRequest, served: ServedModel) -> list[Row
     try:
         return served.constrained(request_values)
     except ValueError as error:
-        raise ApiError(400, f"the grammar is not followed: {error}", "response_format", "invalid_value") from None
+        raise ApiError(400, f"the grammar is not followed: {error}", code="invalid_value") from None
 
 
 def _new_tokens(piece: Piece | PromptScores) -> int:

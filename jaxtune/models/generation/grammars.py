@@ -49,8 +49,13 @@ def checked(grammar: str) -> str:
         raise ValueError(f"the grammar has {len(grammar):,} characters; at most {_MOST_BYTES:,} are followed")
     is_error, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
-        raise ValueError(" ".join(messages[0].split())[:300])
+        raise ValueError(_first_words(messages[0]))
     return grammar
+
+
+def _first_words(error: str) -> str:
+    """An error without the state of a parser that follows it."""
+    return " ".join(error.partition("<state>")[0].split())[:300]
 
 
 def _llguidance():
@@ -90,7 +95,7 @@ class Grammars:
         if last is None or last[0] != grammar:
             matcher = _llguidance().LLMatcher(self._compiler, grammar)
             if matcher.is_error():
-                raise ValueError(" ".join(matcher.get_error().split())[:300])
+                raise ValueError(_first_words(matcher.get_error()))
             last = self._last = grammar, matcher
 
         def decode(ids: Sequence[int]) -> str:
@@ -139,5 +144,9 @@ class GrammarConstraint:
             elif first is not None and token == first:
                 self._thinks = True
             elif not self._matcher.consume_token(token):
-                return True
-        return not self._thinks and self._matcher.is_stopped()
+                break
+        if self._thinks:
+            return False
+        if self._matcher.is_error():
+            raise ValueError(f"the grammar is not followed: {_first_words(self._matcher.get_error())}")
+        return self._matcher.is_stopped()
