@@ -225,7 +225,8 @@ class _Api:
         request_values, deadline = await self._read(request)
         assert isinstance(request_values, ParsedRequest)
         served = self._models[request_values.model]
-        progress = self.numbers.answer(served.name, request_values.prompt_tokens)
+        progress = self.numbers.answer(served.name, request_values.prompt_tokens, deadline - self._seconds)
+        answer = answer_to(request_values, served)  # before there are rows that an error would leave behind
         try:
             async with asyncio.timeout_at(deadline):
                 host = request.client.host if request.client is not None else ""
@@ -235,7 +236,6 @@ class _Api:
                 answers = await self._engine.submit(served.name, rows, request_values.client or host)
         except TimeoutError:
             raise self._too_late() from None
-        answer = answer_to(request_values, served)
         if request_values.stream:
             return _Stream(self._events(answer, answers, progress), answers, deadline, self._too_late())
         with contextlib.closing(answers):
@@ -304,7 +304,8 @@ class _Api:
 
 def _constrained(request_values: ParsedRequest, served: ServedModel) -> list[Row]:
     try:
-        return served.constrained(request_values)
+        with panics():
+            return served.constrained(request_values)
     except ValueError as error:
         raise ApiError(400, f"the grammar is not followed: {error}", code="invalid_value") from None
 
