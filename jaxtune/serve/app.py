@@ -222,10 +222,11 @@ class _Api:
         """Answers a request, whole or as a stream; an error in a stream that is being sent is its last event. ApiError:
         a wrong, large or late body, refused rows, a failed engine, or (504) the time is over.
         """
-        request_values, deadline = await self._read(request)
+        request_values, arrived = await self._read(request)
         assert isinstance(request_values, ParsedRequest)
+        deadline = arrived + self._seconds
         served = self._models[request_values.model]
-        progress = self.numbers.answer(served.name, request_values.prompt_tokens, deadline - self._seconds)
+        progress = self.numbers.answer(served.name, request_values.prompt_tokens, arrived)
         answer = answer_to(request_values, served)  # before there are rows that an error would leave behind
         try:
             async with asyncio.timeout_at(deadline):
@@ -247,7 +248,7 @@ class _Api:
         return Response(status_code=_CLIENT_LEFT) if data is None else Response(data, media_type=Json.media_type)
 
     async def _read(self, request: Request) -> tuple[Reading, float]:
-        """What a request asks for, and the end of its time."""
+        """What a request asks for, and when its body had arrived."""
         length = 0
 
         def count(arrived_bytes: int) -> None:
@@ -259,11 +260,11 @@ class _Api:
 
         try:
             data = await self._engine.unless_ended(_body(request, count))
-            deadline = asyncio.get_running_loop().time() + self._seconds
+            arrived = asyncio.get_running_loop().time()
             lengths = {name: plan.length for name, plan in self._engine.plans.items()}
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(arrived + self._seconds):
                 reading = self._readers.read(request.scope["path"], data, lengths)
-                return await self._engine.unless_ended(reading), deadline
+                return await self._engine.unless_ended(reading), arrived
         except TimeoutError:
             raise self._too_late() from None
         finally:

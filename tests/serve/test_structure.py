@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import random
@@ -176,6 +177,8 @@ def test_a_bias_leaves_no_row_without_a_token(models, compiler, tokenizer, tempe
     rule = compiler.constraint(grammars.regex_grammar("ab"))
     with jaxtune.Sampler(models["base"].model, 2, 64) as sampler:
         [row] = sampler.run([[5]], 20, temperature, logit_bias={token: float("-inf")}, constraint=rule)
+        with pytest.raises(ValueError, match="constraint"):
+            next(sampler.run([[5], [6]], 20, constraint=rule))
     assert row.finish_reason == "stop" and tokenizer.decode(row.ids, skip_special_tokens=True) == "ab"
 
 
@@ -189,6 +192,16 @@ def test_a_grammar_that_fails_ends_its_own_row(models, port):
         status, answer = ask(port, PLAIN, body | {"structured_outputs": {"grammar": wide}})
     assert status == 400 and "too many expressions" in answer["error"]["message"], answer
     assert other.result()[1]["choices"][0]["text"] == expected
+
+
+def test_a_grammar_that_takes_long_fails(compiler, tokenizer):
+    ids = tokenizer("ab" * 500, add_special_tokens=False)["input_ids"]
+    quick, slow = grammars.regex_grammar("[ab]*"), grammars.lark_grammar('start: s\ns: s s | s s s | "a" | "b" |')
+    for grammar in (quick, slow):
+        rule = compiler.constraint(grammar)
+        with pytest.raises(ValueError, match="too long") if grammar is slow else contextlib.nullcontext():
+            for token in ids:
+                assert rule.mask() is not None and not rule.accept([token])
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form.body], ids=lambda form: form.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _MOST_BYTES = 256 * 1024  # of a grammar
+# Of a processor, that a row may take: other rows wait meanwhile. Few grammars take a millisecond for a token.
+_SECONDS, _SECONDS_PER_TOKEN = 1.0, 0.02
 _TAIL = 16  # tokens in which the end of thoughts is looked for
 
 
@@ -119,6 +122,7 @@ class GrammarConstraint:
         self._first, self._width, self._decode = first, width, decode
         self._thoughts_end, self._thinks, self._opens = thoughts_end, thinks and thoughts_end is not None, opens
         self._thoughts: list[int] = []
+        self._seconds = _SECONDS  # that are left
 
     @functools.cached_property
     def _matcher(self) -> LLMatcher:
@@ -127,7 +131,9 @@ class GrammarConstraint:
     def mask(self) -> np.ndarray | None:
         if self._thinks:
             return None
+        began = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        self._seconds -= time.thread_time() - began
         mask = np.zeros(self._width, np.uint32)
         mask[: len(bits)] = bits[: self._width]
         if self._opens is not None:
@@ -135,6 +141,7 @@ class GrammarConstraint:
         return mask
 
     def accept(self, tokens: Sequence[int]) -> bool:
+        began = time.thread_time()
         for token in tokens:
             first, self._opens = self._opens, None
             if self._thinks:
@@ -147,6 +154,10 @@ class GrammarConstraint:
                 break
         if self._thinks:
             return False
+        spent = time.thread_time() - began
+        self._seconds = min(_SECONDS, self._seconds - spent + _SECONDS_PER_TOKEN * len(tokens))
+        if self._seconds < 0:
+            raise ValueError("the grammar takes too long to follow: make it less ambiguous")
         if self._matcher.is_error():
             raise ValueError(f"the grammar is not followed: {_first_words(self._matcher.get_error())}")
         return self._matcher.is_stopped()

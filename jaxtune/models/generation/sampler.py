@@ -375,6 +375,9 @@ class Sampler:
         """
         if self._requests:
             raise ValueError(f"Sampler: run while {len(self._requests)} requests are not done; use submit and step")
+        for name in ("constraint", "pictures"):
+            if settings.get(name) is not None and len(prompts) > 1:
+                raise ValueError(f"Sampler: {name} = {settings[name]!r}: is of one prompt; `submit` each with its own")
         seeds = seeds_of(seed, len(prompts), "Sampler")
         limits = [max_new_tokens] * len(prompts) if not isinstance(max_new_tokens, Sequence) else max_new_tokens
         if len(limits) != len(prompts):
