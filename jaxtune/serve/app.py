@@ -238,7 +238,8 @@ class _Api:
         except TimeoutError:
             raise self._too_late() from None
         if request_values.stream:
-            return _Stream(self._events(answer, answers, progress), answers, deadline, self._too_late())
+            frames = self._events(answer, answers, progress)
+            return _Stream(frames, answers, deadline, self._too_late(), answer.error_frame)
         with contextlib.closing(answers):
             try:
                 async with asyncio.timeout_at(deadline):
@@ -369,10 +370,18 @@ class _Stream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncIterator[bytes], answers: Answers, deadline: float, too_late: ApiError):
+    def __init__(
+        self,
+        frames: AsyncIterator[bytes],
+        answers: Answers,
+        deadline: float,
+        too_late: ApiError,
+        error_frame: Callable[[ApiError], bytes],
+    ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._frames, self._answers, self._deadline, self._too_late = frames, answers, deadline, too_late
+        self._error_frame = error_frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.closing(self._answers):
@@ -403,5 +412,5 @@ class _Stream(Response):
             error = _reported(fault)
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                await say_frame(b"data: " + encoded(error.body()) + b"\n\n")
+                await say_frame(self._error_frame(error))
                 await send({"type": "http.response.body", "body": b""})
