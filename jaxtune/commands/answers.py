@@ -146,6 +146,8 @@ def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
     sampler: to which the requests were submitted.
     numbers: {request number: index of its answer}; indices are consecutive from `first`.
     first: the lowest index.
+
+    ValueError: a constraint failed.
     """
     ids: dict[int, list[int]] = {index: [] for index in numbers.values()}
     reasons: dict[int, str] = {}
@@ -154,6 +156,8 @@ def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
             yield first, ids.pop(first), reasons.pop(first)
             first += 1
         for piece in sampler.step():
+            if piece.finish_reason == "failed":
+                raise ValueError(piece.error)
             ids[numbers[piece.request]] += piece.ids
             if piece.finish_reason is not None:
                 reasons[numbers[piece.request]] = piece.finish_reason

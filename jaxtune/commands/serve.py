@@ -82,6 +82,7 @@ def _run(arguments: Sequence[str]) -> None:
     key = options.api_key if options.api_key is not None else os.environ.get(_KEY)
     if options.api_key_file is not None:
         key = _key_in(Path(options.api_key_file).expanduser())
+    key = None if key is None else key.strip()  # as clients' keys are, and files and variables end with a newline
     if key == "":
         parser.error(f"--api-key (or --api-key-file, or ${_KEY}) is empty: give a key, or none")
     for flag, value, right in (
@@ -120,7 +121,7 @@ def _key_in(file: Path) -> str:
         raise ValueError(f"--api-key-file {file}: cannot be read: {error}") from None
     if len(lines) != 1:
         raise ValueError(f"--api-key-file {file}: has {len(lines)} lines; a key is one")
-    return lines[0].strip()
+    return lines[0]
 
 
 def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> None:

@@ -222,10 +222,12 @@ class _Api:
         """Answers a request, whole or as a stream; an error in a stream that is being sent is its last event. ApiError:
         a wrong, large or late body, refused rows, a failed engine, or (504) the time is over.
         """
-        request_values, deadline = await self._read(request)
+        request_values, arrived = await self._read(request)
         assert isinstance(request_values, ParsedRequest)
+        deadline = arrived + self._seconds
         served = self._models[request_values.model]
-        progress = self.numbers.answer(served.name, request_values.prompt_tokens)
+        progress = self.numbers.answer(served.name, request_values.prompt_tokens, arrived)
+        answer = answer_to(request_values, served)  # before there are rows that an error would leave behind
         try:
             async with asyncio.timeout_at(deadline):
                 host = request.client.host if request.client is not None else ""
@@ -235,9 +237,9 @@ class _Api:
                 answers = await self._engine.submit(served.name, rows, request_values.client or host)
         except TimeoutError:
             raise self._too_late() from None
-        answer = answer_to(request_values, served)
         if request_values.stream:
-            return _Stream(self._events(answer, answers, progress), answers, deadline, self._too_late())
+            frames = self._events(answer, answers, progress)
+            return _Stream(frames, answers, deadline, self._too_late(), answer.error_frame)
         with contextlib.closing(answers):
             try:
                 async with asyncio.timeout_at(deadline):
@@ -247,7 +249,7 @@ class _Api:
         return Response(status_code=_CLIENT_LEFT) if data is None else Response(data, media_type=Json.media_type)
 
     async def _read(self, request: Request) -> tuple[Reading, float]:
-        """What a request asks for, and the end of its time."""
+        """What a request asks for, and when its body had arrived."""
         length = 0
 
         def count(arrived_bytes: int) -> None:
@@ -259,11 +261,11 @@ class _Api:
 
         try:
             data = await self._engine.unless_ended(_body(request, count))
-            deadline = asyncio.get_running_loop().time() + self._seconds
+            arrived = asyncio.get_running_loop().time()
             lengths = {name: plan.length for name, plan in self._engine.plans.items()}
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(arrived + self._seconds):
                 reading = self._readers.read(request.scope["path"], data, lengths)
-                return await self._engine.unless_ended(reading), deadline
+                return await self._engine.unless_ended(reading), arrived
         except TimeoutError:
             raise self._too_late() from None
         finally:
@@ -304,9 +306,10 @@ class _Api:
 
 def _constrained(request_values: ParsedRequest, served: ServedModel) -> list[Row]:
     try:
-        return served.constrained(request_values)
+        with panics():
+            return served.constrained(request_values)
     except ValueError as error:
-        raise ApiError(400, f"the grammar is not followed: {error}", "response_format", "invalid_value") from None
+        raise ApiError(400, f"the grammar is not followed: {error}", code="invalid_value") from None
 
 
 def _new_tokens(piece: Piece | PromptScores) -> int:
@@ -367,10 +370,18 @@ class _Stream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncIterator[bytes], answers: Answers, deadline: float, too_late: ApiError):
+    def __init__(
+        self,
+        frames: AsyncIterator[bytes],
+        answers: Answers,
+        deadline: float,
+        too_late: ApiError,
+        error_frame: Callable[[ApiError], bytes],
+    ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._frames, self._answers, self._deadline, self._too_late = frames, answers, deadline, too_late
+        self._error_frame = error_frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.closing(self._answers):
@@ -401,5 +412,5 @@ class _Stream(Response):
             error = _reported(fault)
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                await say_frame(b"data: " + encoded(error.body()) + b"\n\n")
+                await say_frame(self._error_frame(error))
                 await send({"type": "http.response.body", "body": b""})

@@ -65,7 +65,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Stop = Annotated[str, Field(min_length=1, max_length=_MOST_STOP)]
 Objects = Annotated[list[dict[str, object]], Field(fail_fast=True)]
-Ids = Annotated[list[int], Field(fail_fast=True)]
+Ids = Annotated[list[Token], Field(fail_fast=True)]
 
 
 class _StreamOptions(BaseModel):
@@ -179,7 +179,7 @@ class _Completion(_Body):
 
     prompt: (
         str
-        | Annotated[list[int], Field(min_length=1, fail_fast=True)]
+        | Annotated[Ids, Field(min_length=1)]
         | Annotated[list[str], Field(min_length=1, max_length=_MOST_ANSWERS, fail_fast=True)]
         | Annotated[list[Ids], Field(min_length=1, max_length=_MOST_ANSWERS, fail_fast=True)]
     )
@@ -283,7 +283,7 @@ def _grammar(body: _Body) -> str | None:
     """Of an answer's content; ApiError (400)."""
     form, outputs = body.response_format, body.structured_outputs
     if outputs is not None:
-        asked = outputs.model_dump(exclude_none=True)
+        asked = {kind: value for kind, value in outputs.model_dump(exclude_none=True).items() if value is not False}
         if len(asked) != 1 or form is not None:
             message = "structured_outputs: give one of json, regex, choice and grammar, and no response_format"
             raise ApiError(400, message, "structured_outputs", "invalid_value")

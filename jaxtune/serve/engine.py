@@ -340,7 +340,7 @@ class Engine:
                 answers, index = self._of_request[key]
                 if piece.finish_reason is not None:
                     del self._of_request[key]
-                answers.put(index, piece)
+                answers.put(index, _Failed(ApiError(400, piece.error)) if piece.finish_reason == "failed" else piece)
 
     def _cancel_all(self) -> None:
         for name, number in self._of_request:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jaxtune.conversations.answers import Pieces
 from jaxtune.models.generation.requests import Piece, text_of
 from jaxtune.serve.engine import PromptScores
-from jaxtune.serve.errors import encoded
+from jaxtune.serve.errors import ApiError, encoded
 from jaxtune.serve.requests import ParsedRequest
 from jaxtune.serve.responses import Response
 from jaxtune.serve.served import ServedModel
@@ -148,6 +148,10 @@ class Answer:
         """A server-sent event."""
         return b"data: " + encoded(chunk) + b"\n\n"
 
+    def error_frame(self, error: ApiError) -> bytes:
+        """What a stream ends with after an error, in place of `last_frame`."""
+        return self.frame(error.body())
+
     @property
     def is_large(self) -> bool:
         """Whether it has log-probabilities, whose JSON takes long."""
@@ -251,6 +255,9 @@ class ResponsesAnswer:
 
     def frame(self, chunk: dict[str, object]) -> bytes:
         return f"event: {chunk['type']}\n".encode() + b"data: " + encoded(chunk) + b"\n\n"
+
+    def error_frame(self, error: ApiError) -> bytes:
+        return self.frame(self._response.failed(error))
 
     def _feed(self, piece: Piece | PromptScores, stream: bool) -> list[dict[str, object]]:
         choice, events = self._choice, []

@@ -41,18 +41,18 @@ class Metrics:
     def request(self, path: str, status: int) -> None:
         self._requests.labels(path, str(status)).inc()
 
-    def answer(self, model: str, prompt_tokens: int) -> Progress:
-        """Counts an answer that begins."""
+    def answer(self, model: str, prompt_tokens: int, began: float) -> Progress:
+        """Counts an answer that begins. began: of the monotonic clock, when its body had arrived."""
         self._prompt_tokens.labels(model).inc(prompt_tokens)
-        return Progress(self._answer_tokens.labels(model), self._first.labels(model), self._whole.labels(model))
+        return Progress(self._answer_tokens.labels(model), self._first.labels(model), self._whole.labels(model), began)
 
 
 class Progress:
     """One request's answers."""
 
-    def __init__(self, tokens: Counter, first: Histogram, whole: Histogram):
+    def __init__(self, tokens: Counter, first: Histogram, whole: Histogram, began: float):
         self._tokens, self._first, self._whole = tokens, first, whole
-        self._began, self._has_tokens = time.monotonic(), False
+        self._began, self._has_tokens = began, False
 
     def add(self, tokens: int) -> None:
         self._tokens.inc(tokens)

@@ -87,7 +87,8 @@ class Readers:
     def _start(self, reader: _Reader) -> None:
         """Starts a process, again until it has the models."""
         while not self._closed.is_set():
-            reader.start()
+            with contextlib.suppress(OSError):  # too many processes or files; `ask` then gets no answer
+                reader.start()
             if self._closed.is_set():
                 reader.end()
                 return
@@ -99,17 +100,21 @@ class Readers:
             if not self._closed.wait(_AGAIN_SECONDS):
                 say("jaxtune: a process that reads requests did not start; it is started again", file=sys.stderr)
 
+    def _restart(self, reader: _Reader) -> None:
+        reader.end()
+        with contextlib.suppress(RuntimeError):  # after `close`
+            self._starts.submit(self._start, reader)
+
     def _read(self, message: bytes) -> Reading:
-        reader = self._idle.get()
+        while (reader := self._idle.get()) is not None and reader.has_ended:
+            self._restart(reader)
         if reader is None or self._closed.is_set():
             self._idle.put(None)
             raise ApiError(503, "the server is stopping: ask again when it is back", code="stopping")
         began = time.monotonic()
         answer = reader.ask(message, _SECONDS)
         if answer is None:
-            reader.end()
-            with contextlib.suppress(RuntimeError):  # after `close`
-                self._starts.submit(self._start, reader)
+            self._restart(reader)
             late = time.monotonic() - began >= _SECONDS
             why = f"took longer than {_SECONDS:g} s" if late else "ended the process that read it"
             raise ApiError(400, f"reading the request (its JSON, the chat template, tokens) {why}: send less")
@@ -127,8 +132,14 @@ class _Reader:
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        process = self._process
+        return process is None or process.poll() is not None
+
     def start(self) -> None:
-        ours, theirs = socket.socketpair()
+        """OSError: too many processes or files."""
+        self._connection, theirs = socket.socketpair()
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
         with theirs:
             self._process = subprocess.Popen(
@@ -138,7 +149,6 @@ class _Reader:
                 env=os.environ | _ENVIRONMENT,
                 start_new_session=True,
             )
-        self._connection = ours
 
     def ask(self, message: bytes, seconds: float) -> bytes | None:
         """Its answer; None if it ended, or did not answer within `seconds`."""

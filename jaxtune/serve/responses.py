@@ -193,6 +193,10 @@ class Response:
         self.whole = self._response(status, reason, usage)
         return [*events, self._event(f"response.{status}", response=self.whole)]
 
+    def failed(self, error: ApiError) -> dict[str, object]:
+        """The last event of a stream that fails, with a chat's `error` too, at which the openai package raises."""
+        return self._event("error", code=error.code, message=error.message, param=error.param, **error.body())
+
     def _response(self, status: str, reason: str | None, usage: Mapping[str, int] | None) -> dict[str, object]:
         details = {"reason": "max_output_tokens"} if reason == "length" else None
         form = self._head | {"status": status, "incomplete_details": details, "output": list(self._output)}

@@ -126,6 +126,9 @@ def test_echo_has_the_prompts_log_probabilities(models, port, most, stream):
 def test_echo_of_what_the_sampler_refuses(port):
     status, answer = ask(port, PLAIN, BODY | {"prompt": [99999], "echo": True, "logprobs": 0})
     assert status == 400 and "outside the vocabulary" in answer["error"]["message"]
+    for prompt in ([5, -1], [2**40], [[5], [-1]]):
+        status, answer = ask(port, PLAIN, BODY | {"prompt": prompt, "echo": True})
+        assert status == 400 and answer["error"]["param"] == "prompt"
     assert ask(port, PLAIN, BODY | {"max_tokens": 0})[1]["error"]["param"] == "max_tokens"
 
 

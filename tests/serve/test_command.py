@@ -51,6 +51,7 @@ def test_two_models_of_one_name_are_refused(adapter, capsys):
     [
         (["--host", "0.0.0.0"], "can be reached from other machines: give --api-key-file FILE"),
         (["--api-key", ""], "is empty"),
+        (["--api-key", " \n"], "is empty"),
         (["--api-key", "a", "--api-key-file", "b"], "give one of them"),
         (["--timeout", "0"], "--timeout 0: must be positive"),
         (["--grace", "-1"], "--grace -1: must be 0 or more"),

@@ -121,6 +121,18 @@ def test_items_are_turns(tokenizer):
     assert said["content"] == "3"
 
 
+def test_an_error_in_a_stream_is_an_event(models):
+    """After events, by their numbers; the openai package raises at `error`, other clients at the type."""
+    served = models["base"]
+    answer = ResponsesAnswer(read_responses(BODY, {"base": served.readable}, {"base": 99}), served)
+    begun = answer.first_chunks()
+    name, data = answer.error_frame(ApiError(504, "too late", code="timeout")).decode().strip().split("\n")
+    event = json.loads(data.removeprefix("data: "))
+    assert (name, event["type"], event["sequence_number"]) == ("event: error", "error", len(begun))
+    assert (event["code"], event["message"], event["param"]) == ("timeout", "too late", None)
+    assert event["error"]["message"] == "too late"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_and_calls_are_items(tokenizer, stream):
     shows = _Shows(tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -216,6 +217,29 @@ class _Panics:
         if "panic" in str(text):
             raise type("PanicException", (BaseException,), {})("retry-limit-in-match over")
         return self._tokenizer(text, **options)
+
+
+def test_readers_that_do_not_start_or_end_while_idle_start_again(models, monkeypatch):
+    """As where memory runs out: no request is refused for it."""
+    start, failures = subprocess.Popen, [BlockingIOError(11, "no more processes")]
+
+    def popen(*arguments, **options):
+        if failures:
+            raise failures.pop()
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(readers.subprocess, "Popen", popen)
+    monkeypatch.setattr(readers, "_AGAIN_SECONDS", 0.01)
+    body = json.dumps({"model": "base", "prompt": "a"}).encode()
+    with Readers(1) as own:
+        own.serve({"base": models["base"].readable})
+        for _ in range(2):
+            reading = asyncio.run(own.read("/tokenize", body, {"base": 256}))
+            assert isinstance(reading, dict) and reading["count"]
+            process = own._readers[0]._process
+            assert process is not None
+            process.kill()
+            process.wait()
 
 
 TEMPLATES = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -167,6 +169,39 @@ def test_other_rows_do_not_change(models, compiler, tokenizer):
             return [texts[row] for row in rows]
 
         assert made() == made("[a-f]{9}", "[0-9]{3}") == made("(ab)+")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_leaves_no_row_without_a_token(models, compiler, tokenizer, temperature):
+    [token] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    rule = compiler.constraint(grammars.regex_grammar("ab"))
+    with jaxtune.Sampler(models["base"].model, 2, 64) as sampler:
+        [row] = sampler.run([[5]], 20, temperature, logit_bias={token: float("-inf")}, constraint=rule)
+        with pytest.raises(ValueError, match="constraint"):
+            next(sampler.run([[5], [6]], 20, constraint=rule))
+    assert row.finish_reason == "stop" and tokenizer.decode(row.ids, skip_special_tokens=True) == "ab"
+
+
+def test_a_grammar_that_fails_ends_its_own_row(models, port):
+    """llguidance gives some up only after tokens; the client learns it, and other rows go on."""
+    wide = "start: A\nA: /.*a.{30}b.*/ & /.*b.{30}a.*/ & /.*ab.{20}a.*/"
+    body = {"model": "base", "prompt": "Once", "max_tokens": 60, "temperature": 0}
+    expected = ask(port, PLAIN, body)[1]["choices"][0]["text"]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(ask, port, PLAIN, body)
+        status, answer = ask(port, PLAIN, body | {"structured_outputs": {"grammar": wide}})
+    assert status == 400 and "too many expressions" in answer["error"]["message"], answer
+    assert other.result()[1]["choices"][0]["text"] == expected
+
+
+def test_a_grammar_that_takes_long_fails(compiler, tokenizer):
+    ids = tokenizer("ab" * 500, add_special_tokens=False)["input_ids"]
+    quick, slow = grammars.regex_grammar("[ab]*"), grammars.lark_grammar('start: s\ns: s s | s s s | "a" | "b" |')
+    for grammar in (quick, slow):
+        rule = compiler.constraint(grammar)
+        with pytest.raises(ValueError, match="too long") if grammar is slow else contextlib.nullcontext():
+            for token in ids:
+                assert rule.mask() is not None and not rule.accept([token])
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form.body], ids=lambda form: form.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _MOST_BYTES = 256 * 1024  # of a grammar
+# Of a processor, that a row may take: other rows wait meanwhile. Few grammars take a millisecond for a token.
+_SECONDS, _SECONDS_PER_TOKEN = 1.0, 0.02
 _TAIL = 16  # tokens in which the end of thoughts is looked for
 
 
@@ -49,8 +52,13 @@ def checked(grammar: str) -> str:
         raise ValueError(f"the grammar has {len(grammar):,} characters; at most {_MOST_BYTES:,} are followed")
     is_error, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
-        raise ValueError(" ".join(messages[0].split())[:300])
+        raise ValueError(_first_words(messages[0]))
     return grammar
+
+
+def _first_words(error: str) -> str:
+    """An error without the state of a parser that follows it."""
+    return " ".join(error.partition("<state>")[0].split())[:300]
 
 
 def _llguidance():
@@ -90,7 +98,7 @@ class Grammars:
         if last is None or last[0] != grammar:
             matcher = _llguidance().LLMatcher(self._compiler, grammar)
             if matcher.is_error():
-                raise ValueError(" ".join(matcher.get_error().split())[:300])
+                raise ValueError(_first_words(matcher.get_error()))
             last = self._last = grammar, matcher
 
         def decode(ids: Sequence[int]) -> str:
@@ -114,6 +122,7 @@ class GrammarConstraint:
         self._first, self._width, self._decode = first, width, decode
         self._thoughts_end, self._thinks, self._opens = thoughts_end, thinks and thoughts_end is not None, opens
         self._thoughts: list[int] = []
+        self._seconds = _SECONDS  # that are left
 
     @functools.cached_property
     def _matcher(self) -> LLMatcher:
@@ -122,7 +131,9 @@ class GrammarConstraint:
     def mask(self) -> np.ndarray | None:
         if self._thinks:
             return None
+        began = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        self._seconds -= time.thread_time() - began
         mask = np.zeros(self._width, np.uint32)
         mask[: len(bits)] = bits[: self._width]
         if self._opens is not None:
@@ -130,6 +141,7 @@ class GrammarConstraint:
         return mask
 
     def accept(self, tokens: Sequence[int]) -> bool:
+        began = time.thread_time()
         for token in tokens:
             first, self._opens = self._opens, None
             if self._thinks:
@@ -139,5 +151,13 @@ class GrammarConstraint:
             elif first is not None and token == first:
                 self._thinks = True
             elif not self._matcher.consume_token(token):
-                return True
-        return not self._thinks and self._matcher.is_stopped()
+                break
+        if self._thinks:
+            return False
+        spent = time.thread_time() - began
+        self._seconds = min(_SECONDS, self._seconds - spent + _SECONDS_PER_TOKEN * len(tokens))
+        if self._seconds < 0:
+            raise ValueError("the grammar takes too long to follow: make it less ambiguous")
+        if self._matcher.is_error():
+            raise ValueError(f"the grammar is not followed: {_first_words(self._matcher.get_error())}")
+        return self._matcher.is_stopped()

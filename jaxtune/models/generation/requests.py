@@ -40,7 +40,7 @@ class Constraint(Protocol):
         ...
 
     def accept(self, tokens: Sequence[int]) -> bool:
-        """Takes the row's new tokens; True: its text is complete."""
+        """Takes the row's new tokens; True: its text is complete. ValueError: the row cannot go on, and ends."""
         ...
 
 
@@ -51,8 +51,8 @@ def text_of(tokenizer: Decodes, ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-# Why a row ended: an end token or a stop string; max_new_tokens; Sampler.cancel.
-FinishReason = Literal["stop", "length", "cancelled"]
+# Why a row ended: an end token or a stop string; max_new_tokens; Sampler.cancel; its constraint.
+FinishReason = Literal["stop", "length", "cancelled", "failed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Piece:
     finish_reason: FinishReason | None  # why the request ended; None: it has not
     # the most likely tokens at the position of each of these, as in Row.top_logprobs; empty unless asked for
     top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    error: str = ""  # of a request that "failed"
 
 
 class StopStrings:

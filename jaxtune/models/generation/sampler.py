@@ -267,7 +267,9 @@ class Sampler:
             (*checked_bias(token, bias, self.config.vocab_size), device.NEVER)
             for token, bias in (logit_bias or {}).items()
         ]
-        biases += [(token, -np.inf, len(tokens) + min_new_tokens) for token in ends if min_new_tokens > 0]
+        biases += [
+            (token, -np.inf, min(len(tokens) + min_new_tokens, device.NEVER)) for token in ends if min_new_tokens > 0
+        ]
         if len(biases) > MOST_BIASES:
             raise ValueError(
                 f"Sampler: logit_bias and end tokens are {len(biases)}; at most {MOST_BIASES} are followed"
@@ -368,10 +370,14 @@ class Sampler:
           in_order: whether rows come in the order of the prompts, or as they end.
           settings: further arguments of `submit`.
 
-        Raises ValueError while requests are not done, for a wrong number of limits or seeds, and as submit does.
+        Raises ValueError while requests are not done, for a wrong number of limits or seeds, as submit does, and for a
+        constraint that fails.
         """
         if self._requests:
             raise ValueError(f"Sampler: run while {len(self._requests)} requests are not done; use submit and step")
+        for name in ("constraint", "pictures"):
+            if settings.get(name) is not None and len(prompts) > 1:
+                raise ValueError(f"Sampler: {name} = {settings[name]!r}: is of one prompt; `submit` each with its own")
         seeds = seeds_of(seed, len(prompts), "Sampler")
         limits = [max_new_tokens] * len(prompts) if not isinstance(max_new_tokens, Sequence) else max_new_tokens
         if len(limits) != len(prompts):
@@ -396,6 +402,8 @@ class Sampler:
         following = 0
         while following < len(rows) and (self._requests or self._pieces):
             for piece in self.step():
+                if piece.finish_reason == "failed":
+                    raise ValueError(f"Sampler: {piece.error}")
                 row = rows[piece.request]
                 row.ids.extend(piece.ids)
                 row.logprobs.extend(piece.logprobs)
@@ -420,6 +428,7 @@ class Sampler:
         if structure is not self._structure:
             raise ValueError("Sampler: update with a model of another structure: make a new Sampler")
         self._leaves = leaves
+        self._decoding.clear()  # for dtypes may be others
         self._prefills.forget()
 
     # ---- filling slots
@@ -629,7 +638,11 @@ class Sampler:
             if request.done:  # by a stop string or a cancellation that the device did not know of yet
                 continue
             count = int(counts[slot])
-            new_tokens, reason = request.take(tokens[:count, slot].tolist())
+            try:
+                new_tokens, reason = request.take(tokens[:count, slot].tolist())
+            except ValueError as error:  # of its constraint
+                self._finish(request, [], [], "failed", error=str(error))
+                continue
             values = logprobs[: len(new_tokens), slot].tolist()
             top_count = request.sampling.top_logprobs
             tops = [
@@ -649,11 +662,13 @@ class Sampler:
                 self._slots[slot] = None
                 self._enqueue(request, first=True)
 
-    def _finish(self, request: Request, ids: list[int], logprobs: list[float], reason: FinishReason, tops=()) -> None:
+    def _finish(
+        self, request: Request, ids: list[int], logprobs: list[float], reason: FinishReason, tops=(), error: str = ""
+    ) -> None:
         """Ends a request with a last Piece, and frees its slot or removes it from the queue."""
         request.done = True
         del self._requests[request.number]
-        self._pieces.append(Piece(request.number, ids, logprobs, reason, list(tops)))
+        self._pieces.append(Piece(request.number, ids, logprobs, reason, list(tops), error))
         if request.slot is None:
             self._waiting.remove(request)
             self._prefills.remove_waiting(request)

@@ -46,6 +46,7 @@ from jaxtune.pallas.decode.attention import inserted
 from jaxtune.pallas.decode.few_rows import MOST_ROWS, chosen_token, looked_up
 
 NO_MASK = np.uint32(0xFFFFFFFF)
+_LEAST = -1e30  # finite also after its division by a small temperature
 NEVER = np.iinfo(np.int32).max  # a length that no row reaches
 
 
@@ -419,7 +420,9 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, rows: Rows, length, unifor
             scores = scores if adjustments is None else lessened(scores, adjustments, seen >> 1)
         if rows.masks is not None:
             bits = rows.masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-            scores = jnp.where(bits.reshape(len(logits), -1)[:, :vocab_size] > 0, scores, -jnp.inf)
+            allowed = bits.reshape(len(logits), -1)[:, :vocab_size] > 0
+            # What a mask allows alone is taken though a bias leaves it out.
+            scores = jnp.where(allowed, jnp.maximum(scores, _LEAST), -jnp.inf)
         filtered_token = likeliest = scores.argmax(-1).astype(jnp.int32)
         if uniform is not None:
             scores = scores / numbers.temperature[:, None]
