@@ -14,7 +14,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
@@ -215,7 +215,7 @@ def read_picture(value: object, access: PictureAccess) -> Picture:
     if isinstance(value, str | Path):
         return _of_text(str(value), access)
     if _is_image(value):
-        return _of_image(value)  # type: ignore[arg-type]
+        return _of_image(value)
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3):
         from PIL import Image
 
@@ -227,7 +227,7 @@ def read_picture(value: object, access: PictureAccess) -> Picture:
     )
 
 
-def _is_image(value: object) -> bool:
+def _is_image(value: object) -> TypeGuard[Image]:
     return hasattr(value, "getbands") and hasattr(value, "tobytes")
 
 

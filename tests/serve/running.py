@@ -33,6 +33,11 @@ def served_models() -> dict[str, ServedModel]:
     return {"base": base, "mine": ServedModel("mine", adapted, tokenizer, "base")}
 
 
+def stub_model(name, model, tokenizer) -> ServedModel:
+    """A ServedModel of stand-ins."""
+    return ServedModel(name, model, tokenizer)
+
+
 def engine_of(models: dict[str, ServedModel], slots: int = 4, length: int = 256) -> Engine:
     made = {
         name: functools.partial(Sampler, one.model, slots, length, first_at_once=True) for name, one in models.items()

@@ -15,8 +15,8 @@ from jaxtune.models.generation.requests import Piece
 from jaxtune.serve.bodies import read_chat, read_completion
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.forms import Answer
-from jaxtune.serve.served import Readable, ServedModel
-from tests.serve.running import BASE, ask, engine_of, events, served_models, serving
+from jaxtune.serve.served import Readable
+from tests.serve.running import BASE, ask, engine_of, events, served_models, serving, stub_model
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"model": "base", "prompt": "What is 12 + 30?", "max_tokens": 12, "temperature": 0}
@@ -232,7 +232,7 @@ def test_an_effort_is_what_the_template_reads(tokenizer, template, effort, varia
 
 def test_one_call_where_a_client_wants_no_more(tokenizer):
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
-    served = ServedModel("m", None, _Template(tokenizer, "tools"))  # type: ignore[arg-type]
+    served = stub_model("m", None, _Template(tokenizer, "tools"))
     ids = tokenizer('<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 3)["input_ids"]
     for value, count in ((None, 3), (True, 3), (False, 1)):
         asked, _ = chat(tokenizer, "tools", tools=[tool], parallel_tool_calls=value)
@@ -245,9 +245,7 @@ def test_one_call_where_a_client_wants_no_more(tokenizer):
 def test_defaults_are_those_of_the_models_files(models, tokenizer):
     model = models["base"].model
     recorded = {"temperature": 0.6, "top_k": 20, "top_p": 1.0, "min_p": 7, "repetition_penalty": "x", "eos_token_id": 1}
-    model = dataclasses.replace(
-        ServedModel("m", _WithSource(json.dumps(recorded)), tokenizer)  # type: ignore[arg-type]
-    )
+    model = stub_model("m", _WithSource(json.dumps(recorded)), tokenizer)
     assert model.defaults == {"temperature": 0.6, "top_k": 20}
     body = {"model": "m", "prompt": "a"}
 

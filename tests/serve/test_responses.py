@@ -12,8 +12,8 @@ from jaxtune.models.generation.requests import Piece
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.forms import ResponsesAnswer
 from jaxtune.serve.responses import read_responses
-from jaxtune.serve.served import Readable, ServedModel
-from tests.serve.running import BASE, ask, engine_of, served_models, serving
+from jaxtune.serve.served import Readable
+from tests.serve.running import BASE, ask, engine_of, served_models, serving, stub_model
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 QUESTION = "What is 12 + 30?"
@@ -139,7 +139,7 @@ def test_thoughts_and_calls_are_items(tokenizer, stream):
     asked = read_responses({"model": "m", "input": "a", "tools": [TOOL]}, {"m": Readable("m", shows)}, {"m": 99})
     text = '<think>Add them.</think>I look.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     ids = tokenizer(text)["input_ids"]
-    answer = ResponsesAnswer(asked, ServedModel("m", None, shows))  # type: ignore[arg-type]
+    answer = ResponsesAnswer(asked, stub_model("m", None, shows))
     if stream:
         found = [event for token in ids[:-1] for event in answer.chunks(0, Piece(0, [token], [0.0], None))]
         found += answer.chunks(0, Piece(0, ids[-1:], [0.0], "stop"))

@@ -16,7 +16,7 @@ from jaxtune.serve.errors import encoded
 from jaxtune.serve.forms import Answer
 from jaxtune.serve.served import Tokenizer
 from jaxtune.serve.texts import Text
-from tests.serve.running import BASE
+from tests.serve.running import BASE, stub_model
 
 SENTENCE = "Grüße, 世界 🙂: aab abab aabab, twice 🙂🙂 and <tool_call> in the middle. "
 
@@ -115,10 +115,9 @@ class _Turns:
 
 
 def test_tools_reach_the_template_and_their_calls_the_client(tokenizer):
-    from jaxtune.serve.served import ServedModel
 
     turns = _Turns(tokenizer)
-    served = ServedModel("m", None, turns)  # type: ignore[arg-type]
+    served = stub_model("m", None, turns)
     models, lengths = {"m": served.readable}, {"m": 1000}
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

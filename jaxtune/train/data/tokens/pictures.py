@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
@@ -61,6 +61,14 @@ class RowPictures:
             future.result()
 
 
+class Files(Protocol):
+    """Pictures by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Picture: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class DocumentPictures:
     """The pictures of many documents. A selection shares all but `firsts` and `counts` with its original."""
@@ -77,7 +85,7 @@ class DocumentPictures:
     """int64[m]: index in `pictures`."""
     digests: np.ndarray
     """uint8[k, 16]: of each entry."""
-    pictures: Sequence[Picture]
+    pictures: Files
     """[k], without repetitions."""
     processor: PictureProcessor | None = None
     """Set before rows are packed."""
@@ -282,7 +290,7 @@ class PictureStore:
         return {name: np.asarray(values[name], dtype).reshape(-1, *shape) for name, (dtype, shape) in FIELDS.items()}
 
 
-def _documents(arrays: dict[str, np.ndarray], pictures: Sequence[Picture]) -> DocumentPictures:
+def _documents(arrays: dict[str, np.ndarray], pictures: Files) -> DocumentPictures:
     counts, *others = (arrays[name] for name in ("counts", "starts", "grids", "entries", "digests"))
     firsts = np.cumsum(counts) - counts
     return DocumentPictures(firsts, counts, others[0], others[1], others[2], others[3], pictures)
@@ -319,7 +327,7 @@ def stored_pictures(folder: Path, documents: int) -> DocumentPictures | None:
     return _documents(arrays, pictures)
 
 
-class _StoredFiles(Sequence[Picture]):
+class _StoredFiles:
     def __init__(self, files: np.ndarray, ends: np.ndarray, named: np.ndarray):
         self.files, self.bounds, self.named = files, np.concatenate([[0], ends]), named
 
@@ -329,6 +337,6 @@ class _StoredFiles(Sequence[Picture]):
     def data(self, index: int) -> bytes:
         return self.files[self.bounds[index] : self.bounds[index + 1]].tobytes()
 
-    def __getitem__(self, index: int) -> Picture:  # type: ignore[override]
+    def __getitem__(self, index: int) -> Picture:
         data = self.data(index)
         return Picture(path=json.loads(data)[0]) if self.named[index] else Picture(data=data)
