@@ -130,6 +130,7 @@ def test_functions_of_the_user_in_jaxtune_are_noticed(kept, monkeypatch):
     wrapped = functools.wraps(step.with_zeros)(lambda *args: scaled(*args))
     forms = (scaled, jax.jit(scaled), functools.partial(scaled), jax.jit(functools.partial(scaled)), Scaled(), wrapped)
     forms += jax.custom_vjp(scaled), staticmethod(scaled), classmethod(jax.jit(scaled))
+    forms += property(scaled), functools.cached_property(scaled)
     for holder, name in ((step, "with_zeros"), (step.StepProgram, "update"), (FORMATS, "mine")):
         for form in forms:
             with monkeypatch.context() as patch:

@@ -25,6 +25,7 @@ _STANDARD = frozenset({"builtins", "collections", "functools", "math", "operator
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(...)})
 _BY_VALUE = frozenset({jax.tree_util.PyTreeDef, NamedSharding})  # equal layers have equal ones, which are read once
 _LONG = 64  # bytes
+_INNER = ("func", "__func__", "fget", "__wrapped__")  # attributes with what a partial, method, property or wrapper runs
 _WRAPPERS = 16  # around a function; more are no wrappers
 
 
@@ -122,8 +123,9 @@ def replaced(package: str) -> str | None:
 
 @functools.cache
 def _is_called(kind: type) -> bool:
-    """Whether objects of this type, which are no classes, run code."""
-    return issubclass(kind, Callable | classmethod) and not issubclass(kind, type)
+    """Whether objects of this type, which are no classes, run code of Python."""
+    called = Callable | classmethod | property | functools.cached_property
+    return issubclass(kind, called) and not issubclass(kind, type | types.BuiltinFunctionType)
 
 
 def _runs(held: object) -> Iterator[types.FunctionType | type]:
@@ -136,8 +138,8 @@ def _runs(held: object) -> Iterator[types.FunctionType | type]:
             return
         else:
             yield type(held)
-            inner = held.func if isinstance(held, functools.partial) else getattr(held, "__func__", None)
-            held = getattr(held, "__wrapped__", None) if inner is None else inner
+            inner = (getattr(held, name, None) for name in _INNER)
+            held = next((function for function in inner if function is not None), None)
 
 
 def _is_of_user(code: types.FunctionType | type, package: str) -> bool:
