@@ -233,7 +233,7 @@ def kernels(capsys) -> list[str]:
 
 
 def test_info_on_kernels(capsys):
-    whole, packed, wide, matmul, four_bits, pair, gated, thin, gated_rows, *rest = kernels(capsys)
+    whole, packed, wide, matmul, four_bits, few_rows, pair, gated, thin, gated_rows, *rest = kernels(capsys)
     grouped, grouped_four_bits, sort, spread, loss, normed, stream, rule = rest
     title, *lines = whole.splitlines()
     assert title == "attention: bfloat16, head dim 128, 8 rows of 2,048 tokens, one document a row"
@@ -247,6 +247,7 @@ def test_info_on_kernels(capsys):
     assert [line.split()[0] for line in packed.splitlines()[1:]] == ["mosaic", "cudnn", "triton", "reference"]
     assert "head dim 256" in wide and wide.split()[-2:] == ["reference", "chosen"]
     assert "weights in NF4" in four_bits and "mosaic refuses: needs a Hopper" in " ".join(four_bits.split())
+    assert "8 tokens, weights in FP8" in few_rows and "triton refuses: no NVIDIA GPU" in " ".join(few_rows.split())
     assert "experts" in grouped and "weights in NF4" in grouped_four_bits
     assert "mosaic_ahead refuses: needs a Hopper" in " ".join(grouped_four_bits.split())
     assert "triton refuses: no NVIDIA GPU" in " ".join(grouped.split())

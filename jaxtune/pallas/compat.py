@@ -134,6 +134,7 @@ def triton_graph_call(
             "__gpu$xla.gpu.ptx",
             # The last ones are scratch memory, which no kernel here uses.
             [*out_types, *[jax.ShapeDtypeStruct((16,), np.uint8)] * built.scratch],
+            vmap_method="sequential",
             input_output_aliases=dict(aliases or {}),
         ),
         name=built.name,

@@ -12,7 +12,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import api as attention
 from jaxtune.pallas.attention.layout import packed_layout
 from jaxtune.pallas.delta_rule import api as delta_rule
-from jaxtune.pallas.formats import NF4
+from jaxtune.pallas.formats import FP8, NF4
 from jaxtune.pallas.gated import api as gated
 from jaxtune.pallas.gated import thin
 from jaxtune.pallas.grouped_matmul import api as grouped_matmul
@@ -21,6 +21,7 @@ from jaxtune.pallas.linear_cross_entropy import api as linear_cross_entropy
 from jaxtune.pallas.normed_heads import api as normed_heads
 from jaxtune.pallas.normed_stream import api as normed_stream
 from jaxtune.pallas.quant_matmul import api as quant_matmul
+from jaxtune.pallas.quant_matmul import coded
 from jaxtune.pallas.routing import api as routing
 from jaxtune.pallas.thin_pair import api as thin_pair
 
@@ -58,7 +59,7 @@ def kernel_choices() -> list[KernelChoice]:
     unpacked = jax.eval_shape(lambda: packed_layout(ids.shape))
     packed = jax.eval_shape(lambda ids: packed_layout(ids.shape, ids, _DOCUMENTS), ids)
     array: Any = jax.ShapeDtypeStruct((_HIDDEN, _HIDDEN), jnp.bfloat16)
-    nf4 = jax.eval_shape(NF4.encode, array)
+    nf4, fp8 = (jax.eval_shape(kind.encode, array) for kind in (NF4, FP8))
     experts = jax.eval_shape(NF4.encode, jax.ShapeDtypeStruct((_EXPERTS, 5760, 2880), jnp.bfloat16))
     sizes = jax.ShapeDtypeStruct((_EXPERTS,), jnp.int32)
     weight: Any = jax.ShapeDtypeStruct((_HEAD_DIM,), jnp.bfloat16)
@@ -83,6 +84,11 @@ def kernel_choices() -> list[KernelChoice]:
         ),
         _choice("quant_matmul", "bfloat16", quant_matmul.implementations([array], jnp.bfloat16)),
         _choice("quant_matmul", "bfloat16, weights in NF4", quant_matmul.implementations([nf4], jnp.bfloat16)),
+        _choice(
+            "quant_matmul",
+            f"bfloat16, {_ROWS} tokens, weights in FP8",
+            {"triton": lambda: coded.refusal([fp8], jnp.bfloat16, _ROWS), "reference": lambda: None},
+        ),
         _choice("thin_pair", f"bfloat16, rank {_RANK}", thin_pair.implementations(array, adapter)),
         _choice("gated_backward", "bfloat16, silu", gated.implementations(jnp.bfloat16, array.size, "silu")),
         _choice("gated_thin", f"bfloat16, silu, rank {_RANK}", thin.implementations(array, _RANK, "silu")),

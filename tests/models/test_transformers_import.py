@@ -78,21 +78,38 @@ def test_names_are_read_back_and_damaged_ones_looked_for_again(structure, at, tm
     assert names_of("models") == names_of("models") == structure and len(looks) == 1
 
 
-@pytest.mark.parametrize("change", ["RECORD", "place", "editable"])
-def test_another_installation_has_another_cache(change, tmp_path, monkeypatch):
-    folder = tmp_path / "transformers-1.dist-info"
-    folder.mkdir()
+@pytest.fixture
+def installation(tmp_path, monkeypatch) -> Path:
+    """A dist-info folder beside its package, first on the path."""
+    folder = tmp_path / "first" / "transformers-1.dist-info"
+    folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 1\n")
     (folder / "RECORD").write_text("transformers/models/__init__.py,sha256=1,1\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    package(folder.parent)
+    monkeypatch.setattr(sys, "path", [str(folder.parent), *sys.path])
+    return folder
+
+
+def package(folder: Path) -> None:
+    (folder / "transformers").mkdir(parents=True)
+    (folder / "transformers" / "__init__.py").touch()
+
+
+@pytest.mark.parametrize("change", ["RECORD", "place", "editable", "clone", "homeless"])
+def test_another_installation_has_another_cache(change, installation, tmp_path, monkeypatch):
     first = transformers_import._cache_of_names()
     assert first is not None and first == transformers_import._cache_of_names()
     if change == "place":
-        other = tmp_path / "other"
-        other.mkdir()
-        folder.rename(other / folder.name)
-        monkeypatch.setattr(sys, "path", [str(other), *sys.path])
+        installation.parent.rename(tmp_path / "other")
+        monkeypatch.setattr(sys, "path", [str(tmp_path / "other"), *sys.path])
+    elif change == "clone":
+        package(tmp_path / "clone")
+        monkeypatch.setattr(sys, "path", [str(tmp_path / "clone"), *sys.path])
+    elif change == "homeless":
+        monkeypatch.setenv("JAXTUNE_CACHE", "~no-such-user/jaxtune")
     else:
-        (folder / "RECORD").write_text("transformers/models/__init__.py,sha256=2,1\n" if change == "RECORD" else "")
+        (installation / "RECORD").write_text(
+            "transformers/models/__init__.py,sha256=2,1\n" if change == "RECORD" else ""
+        )
     second = transformers_import._cache_of_names()
-    assert second is None if change == "editable" else second not in (None, first)
+    assert second not in (None, first) if change in ("RECORD", "place") else second is None

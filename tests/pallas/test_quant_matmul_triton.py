@@ -38,3 +38,17 @@ def test_decoding(monkeypatch):
         assert triton.refusal(weight(5, 7), jnp.int8) == "dtype int8"
     assert triton.refusal(weight(5, 7), jnp.bfloat16) == "no NVIDIA GPU"
     assert triton.small_refusal(weight(8, 64), jnp.bfloat16, 1) == "no NVIDIA GPU"
+
+
+def test_a_kernel_in_a_graph_is_mapped_one_by_one(monkeypatch):
+    """As XLA maps what it decodes, so that jax.vmap works on any GPU."""
+    monkeypatch.setattr(compat, "_assembly", lambda *_: compat._Assembly("kernel", "", 0, 1))
+    x = jax.ShapeDtypeStruct((5, 8, 64), jnp.bfloat16)
+
+    def call(x):
+        return compat.triton_graph_call(None, (x,), (jax.ShapeDtypeStruct((8, 16), x.dtype),), (1,), warps=1, stages=1)
+
+    with dispatch.compile_for((9, 0)):
+        mapped = jax.make_jaxpr(jax.vmap(call))(x)
+    assert [out.shape for out in mapped.out_avals] == [(5, 8, 16)]
+    assert [equation.primitive.name for equation in mapped.eqns if equation.primitive.name == "scan"] == ["scan"]

@@ -112,6 +112,7 @@ def test_weights_of_several_kinds_with_adapters_and_biases():
     [
         ((8, 0), 1, jnp.bfloat16, (128, 512), "Hopper"),
         (HOPPER, 17, jnp.bfloat16, (128, 512), "17 rows"),
+        (HOPPER, 0, jnp.bfloat16, (128, 512), "0 rows"),
         (HOPPER, 1, jnp.float16, (128, 512), "float16"),
         (HOPPER, 1, jnp.bfloat16, (120, 512), "multiples of 16 and 128"),
         (HOPPER, 1, jnp.bfloat16, (128, 448), "multiples of 16 and 128"),

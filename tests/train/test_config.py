@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxtune.train.config import (
@@ -384,6 +384,14 @@ def test_code_of_the_users_is_told_from_values(recipe, tmp_path, monkeypatch, ke
     for value in ("mine.py:f", f"{tmp_path}/mine.py:f"):
         assert names(path, f"{key}=[{value}]" if key.endswith("s") else f"{key}={value}")
     assert names(recipe(MINIMAL), "data.eval=rows.jsonl", "evaluation.generate=[mine.py:f]")
+
+
+@given(text=st.text(), repeats=st.integers(1, 300))
+@example(text="~no-such-user/mine.py:f", repeats=1)
+@example(text="Answer so: x", repeats=100)
+@example(text="a\0.py:f", repeats=1)
+def test_any_text_may_be_a_value_beside_code(text, repeats):
+    assert not names_code({"data": {"system_prompt": [text * repeats]}})
 
 
 def test_no_packaged_recipe_names_code():

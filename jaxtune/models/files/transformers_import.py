@@ -82,19 +82,24 @@ def names_kept() -> Iterator[None]:
 
 
 def _cache_of_names() -> Path | None:
-    """A file for the installed transformers, which may not exist yet; None if its files may change as they are
-    (an editable installation, whose record does not list them).
+    """A file for the installed transformers, which may not exist yet; None if there is no home for it, if its files may
+    change as they are (an editable installation, whose record does not list them), or if Python finds another one (a
+    clone on its path).
     """
     try:
         installed = metadata.distribution("transformers")
         record = installed.read_text("RECORD") or ""
-    except (metadata.PackageNotFoundError, OSError):
+        root = Path(os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune").expanduser()
+    except (metadata.PackageNotFoundError, OSError, RuntimeError):
         return None
-    if "transformers/models/__init__.py" not in record:
+    folder = str(installed.locate_file("transformers"))
+    imported = importlib.machinery.PathFinder.find_spec("transformers")
+    if imported is None or imported.origin is None or "transformers/models/__init__.py" not in record:
         return None
-    root = os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune"
-    what = "\n".join((f"format {_FORMAT}", str(installed.locate_file("transformers")), record))
-    return Path(root).expanduser() / "imports" / f"{hashlib.sha256(what.encode()).hexdigest()}.json"
+    if os.path.realpath(os.path.dirname(imported.origin)) != os.path.realpath(folder):
+        return None
+    what = "\n".join((f"format {_FORMAT}", folder, record))
+    return root / "imports" / f"{hashlib.sha256(what.encode()).hexdigest()}.json"
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -25,6 +25,8 @@ _STANDARD = frozenset({"builtins", "collections", "functools", "math", "operator
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(...)})
 _BY_VALUE = frozenset({jax.tree_util.PyTreeDef, NamedSharding})  # equal layers have equal ones, which are read once
 _LONG = 64  # bytes
+_INNER = ("func", "__func__", "fget", "__wrapped__")  # attributes with what a partial, method, property or wrapper runs
+_WRAPPERS = 16  # around a function; more are no wrappers
 
 
 class Undescribed(TypeError):
@@ -114,17 +116,45 @@ def replaced(package: str) -> str | None:
             table = isinstance(item, dict) and not label.startswith("__")
             own = isinstance(item, type) and item.__module__ == name
             for held in item.values() if table else list(vars(item).values()) if own else (item,):
-                function = getattr(held, "__func__", held)
-                if isinstance(function, types.FunctionType) and _is_of_user(function, package):
+                if _is_called(type(held)) and any(_is_of_user(code, package) for code in _runs(held)):
                     return f"{name}.{label}"
     return None
 
 
-def _is_of_user(function: types.FunctionType, package: str) -> bool:
-    top = str(function.__globals__.get("__name__")).split(".")[0]
-    if top == "__main__" or top == package or function.__code__.co_filename.startswith("<"):  # the last: of dataclasses
+@functools.cache
+def _is_called(kind: type) -> bool:
+    """Whether objects of this type, which are no classes, run code of Python."""
+    called = Callable | classmethod | property | functools.cached_property
+    return issubclass(kind, called) and not issubclass(kind, type | types.BuiltinFunctionType)
+
+
+def _runs(held: object) -> Iterator[types.FunctionType | type]:
+    """What calling an object runs: functions, through jax.jit and other wrappers, or the object's class."""
+    for _ in range(_WRAPPERS):
+        if isinstance(held, types.FunctionType):
+            yield held
+            held = vars(held).get("__wrapped__")
+        elif not _is_called(type(held)):
+            return
+        else:
+            yield type(held)
+            inner = (getattr(held, name, None) for name in _INNER)
+            held = next((function for function in inner if function is not None), None)
+
+
+def _is_of_user(code: types.FunctionType | type, package: str) -> bool:
+    if isinstance(code, type):
+        top, generated = _top(code.__module__), code.__module__ not in sys.modules  # the latter: of C++
+    else:
+        top, generated = _top(code.__globals__.get("__name__")), code.__code__.co_filename.startswith("<")
+    if top == "__main__" or top == package or generated:  # methods of dataclasses are generated
         return top == "__main__"
     return top not in PACKAGES and not _is_installed(top)  # jaxtune may be a clone
+
+
+@functools.cache
+def _top(module: object) -> str:
+    return str(module).partition(".")[0]
 
 
 @functools.cache

@@ -105,9 +105,9 @@ def refusal(weights: Sequence[Stored], dtype, tokens: int) -> str | None:
     if dispatch.compute_capability() != (9, 0):
         return "measured on Hopper alone (compute capability 9.0)"
     kind = coding(weights[0])
-    if kind is None or dtype != jnp.bfloat16 or len(weights) > MOST_WEIGHTS or tokens > MOST_ROWS:
+    if kind is None or dtype != jnp.bfloat16 or len(weights) > MOST_WEIGHTS or not 1 <= tokens <= MOST_ROWS:
         names = ", ".join(type(weight).__name__ for weight in weights)
-        return f"{tokens} rows in {jnp.dtype(dtype).name}, weights {names}; up to {MOST_ROWS} in bfloat16"
+        return f"{tokens} rows in {jnp.dtype(dtype).name}, weights {names}; 1 to {MOST_ROWS} in bfloat16"
     tile = tile_of(kind, sum(weight.shape[0] for weight in weights), tokens)
     rows = 128 if kind.name == "FP8_TILES" else tile.rows
     if any(weight.shape[0] % rows or weight.shape[1] % tile.depth for weight in weights):

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 import re
 import shlex
 import types
@@ -145,8 +146,8 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
 
 def names_code(values: object) -> bool:
     """Whether a value in a config's nested values names code of the user's, as file.py:name."""
-    if isinstance(values, str):
-        return Path(values.rpartition(":")[0]).expanduser().is_file()
+    if isinstance(values, str):  # any text: too long for a path, or beginning with a "~" that is nobody's
+        return os.path.isfile(os.path.expanduser(values.rpartition(":")[0]))
     if isinstance(values, Mapping):
         return any(map(names_code, values.values()))
     return isinstance(values, list | tuple) and any(map(names_code, values))

@@ -231,8 +231,10 @@ class StepProgram:
         """Zero sums for these tensors. device: sharding of undivided arrays; None: JAX places all."""
         if device is None:
             return self._sums(trainable, jnp.zeros)
-        places = iter(jax.tree.leaves(self.sums_shardings(trainable, device)))
-        return self._sums(trainable, lambda shape, dtype: jnp.zeros(shape, dtype, device=next(places)))
+        places = self.sums_shardings(trainable, device)
+        return jax.tree.map(
+            lambda shape, place: jnp.zeros(shape.shape, shape.dtype, device=place), self.sums_shapes(trainable), places
+        )
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         """`sums` (donated) with a micro-batch added; of a single one only their memory is used. micro_batch: int32[],

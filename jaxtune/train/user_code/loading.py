@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +19,8 @@ def load_from_file(name: str, key: str) -> Callable:
     path, separator, attribute = name.rpartition(":")
     if not separator:
         raise ConfigError(f"{key}: {name!r} must be file.py:name, a Python file and what it defines")
-    file = Path(path).expanduser()
-    if not file.is_file():
+    file = Path(os.path.expanduser(path))
+    if not os.path.isfile(file):
         raise ConfigError(f"{key}: {name!r}: there is no file {file}")
     try:
         module = module_of(file)
