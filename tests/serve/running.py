@@ -7,6 +7,8 @@ import contextlib
 import functools
 import http.client
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +33,30 @@ def served_models() -> dict[str, ServedModel]:
     base = ServedModel("base", with_end_tokens(model, tokenizer), tokenizer)
     adapted = with_end_tokens(adapted_model(model, r=4), tokenizer)
     return {"base": base, "mine": ServedModel("mine", adapted, tokenizer, "base")}
+
+
+class Idle:
+    """A process that only sleeps: `kept_waiting` is the longest for which a busy machine did not let it run."""
+
+    _CODE = """
+import select, sys, time
+longest = 0.0
+while True:
+    began = time.monotonic()
+    if select.select([sys.stdin], [], [], 0.02)[0]:
+        break
+    longest = max(longest, time.monotonic() - began - 0.02)
+print(longest)
+"""
+
+    def __enter__(self) -> Idle:
+        self.kept_waiting = 0.0
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen([sys.executable, "-c", self._CODE], text=True, **pipes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kept_waiting = float(self._process.communicate()[0])
 
 
 def stub_model(name, model, tokenizer) -> ServedModel:

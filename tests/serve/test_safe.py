@@ -22,12 +22,13 @@ import pytest
 from jaxtune.serve import connections, readers
 from jaxtune.serve.readers import Readers
 from jaxtune.serve.served import ServedModel
-from tests.serve.running import BASE, ask, engine_of, served_models, serving, wait_until
+from tests.serve.running import BASE, Idle, ask, engine_of, served_models, serving, wait_until
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
 SMALL = {"model": "base", "prompt": "What is 12 + 30?", "max_tokens": 3, "temperature": 0}
 MOST = 16 * 2**20  # bytes of a body
 FILES = 256
+_TURNS = 6  # for which an answer waits on a busy machine
 
 
 @contextlib.contextmanager
@@ -52,7 +53,12 @@ class Watch(threading.Thread):
 
     def __init__(self, port: int):
         super().__init__(daemon=True)
-        self._port, self._over, self.seconds = port, threading.Event(), []
+        self._port, self._over, self._idle, self.seconds = port, threading.Event(), Idle(), []
+
+    @property
+    def most(self) -> float:
+        """Seconds in which an answer must come: several threads, each of which a busy machine keeps waiting."""
+        return 1 + _TURNS * self._idle.kept_waiting
 
     def run(self) -> None:
         while not self._over.wait(0.1):
@@ -61,12 +67,14 @@ class Watch(threading.Thread):
             self.seconds.append(time.monotonic() - began if status == 200 else float("inf"))
 
     def __enter__(self) -> Watch:
+        self._idle.__enter__()
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self.join(60)
+        self._idle.__exit__()
 
 
 def many(unit: bytes, before: bytes = b"", after: bytes = b"") -> bytes:
@@ -122,7 +130,7 @@ def test_half_open_connections_and_large_wrong_bodies():
                 for client in clients:
                     client.join(120)
                 assert ask(port, PLAIN, SMALL)[0] == 200
-        assert len(watch.seconds) > 10 and max(watch.seconds) < 1, max(watch.seconds)
+        assert len(watch.seconds) > 10 and max(watch.seconds) < watch.most, max(watch.seconds)
         assert {status for status, _ in statuses.values()} == {400}, statuses
         assert all(len(answer["error"]["message"]) < 1000 for _, answer in statuses.values())
         for client in half_open:
@@ -269,7 +277,7 @@ def test_a_template_or_tokenizer_that_never_ends_or_swells(models, engine, monke
                 "longer than|[Mm]emory|ended the process|fails", answer["error"]["message"]
             )
             assert ask(port, PLAIN, SMALL)[0] == 200
-        assert max(watch.seconds) < 1
+        assert max(watch.seconds) < watch.most
 
 
 def test_many_log_probabilities_stop_nobody(models, engine):
@@ -292,13 +300,14 @@ def test_many_log_probabilities_stop_nobody(models, engine):
         over.set()
 
     thread = threading.Thread(target=make)
-    thread.start()
-    while not over.is_set():
-        began = time.monotonic()
-        time.sleep(0.001)
-        longest = max(longest, time.monotonic() - began)
-    thread.join()
-    assert longest < 0.5
+    with Idle() as idle:
+        thread.start()
+        while not over.is_set():
+            began = time.monotonic()
+            time.sleep(0.001)
+            longest = max(longest, time.monotonic() - began)
+        thread.join()
+    assert longest < 0.5 + _TURNS * idle.kept_waiting
 
 
 @pytest.mark.parametrize("moment", [0.3, 2.0])
