@@ -76,7 +76,7 @@ def test_errors_are_those_that_the_package_knows(client):
         client.chat.completions.create(model="base", messages=QUESTION, max_tokens=4000)
     assert found.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as found:
-        client.chat.completions.create(model="base", messages=QUESTION, presence_penalty=1)
+        client.chat.completions.create(model="base", messages=QUESTION, presence_penalty=3)
     assert found.value.param == "presence_penalty"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="other").models.list()
