@@ -26,7 +26,7 @@ from jaxtune.conversations.messages import (
     unknown_keys,
 )
 from jaxtune.serve.bodies import read_chat
-from jaxtune.serve.served import ServedModel
+from jaxtune.serve.served import Readable
 from jaxtune.train.data.rendering.formats import normalize, normalize_labelled, normalize_pair, unread
 from jaxtune.train.data.rendering.packaged import PACKAGED
 from jaxtune.train.data.rendering.templates import RowEncoder
@@ -173,12 +173,11 @@ def test_every_way_asks_with_the_same_tokens(data):
     tokenizer = plain()
     messages = data.draw(conversations())[:-1]
     form = data.draw(written(messages))
-    tools = [{"name": "look", "parameters": {}}]
     encoder = RowEncoder(tokenizer)
     expected = encoder.encode_prompt(normalize({"messages": messages}, "messages")).tolist()
-    served = ServedModel("m", None, tokenizer)  # type: ignore[arg-type]
+    served = Readable("m", tokenizer)
     turns = json.loads(form) if isinstance(form, str) else form
-    asked = read_chat({"model": "m", "messages": turns, "tools": tools}, {"m": served})
+    asked = read_chat({"model": "m", "messages": turns}, {"m": served}, {"m": 1_000_000})
     text = moved().apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     assert [
         list(prompt_of({"prompt": form}, encoder, 10**6, "").ids),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtune.commands import answers
+from jaxtune.conversations.messages import template_for
 from jaxtune.conversations.prompts import prompt_tokens, text_tokens
 from jaxtune.conversations.templates import (
     TemplateError,
@@ -26,7 +27,7 @@ from jaxtune.conversations.tokenizing import beginning, with_beginning
 from jaxtune.models.generation import chat
 from jaxtune.serve.bodies import read_chat, read_completion
 from jaxtune.serve.errors import ApiError
-from jaxtune.serve.served import ServedModel
+from jaxtune.serve.served import Readable
 from jaxtune.train.data.rendering.formats import Example
 from jaxtune.train.data.rendering.packaged import PACKAGED, packaged_that_fit
 from jaxtune.train.data.rendering.templates import RowEncoder, trained_tokenizer
@@ -90,15 +91,11 @@ def chats(tokenizer, messages, monkeypatch) -> list[int]:
     return asked[0]
 
 
-class Quick(ServedModel):
-    """Without a copy of the tokenizer, which takes seconds."""
-
-    def __post_init__(self):
-        object.__setattr__(self, "decoder", self.tokenizer)
+LENGTHS = {"m": 1_000_000}  # tokens of a row
 
 
-def served_of(tokenizer) -> dict[str, ServedModel]:
-    return {"m": Quick("m", None, tokenizer)}  # type: ignore[arg-type]
+def served_of(tokenizer) -> dict[str, Readable]:
+    return {"m": Readable("m", tokenizer)}
 
 
 def ways(tokenizer, template, messages, tools, monkeypatch):
@@ -106,12 +103,13 @@ def ways(tokenizer, template, messages, tools, monkeypatch):
     own = trained_tokenizer(tokenizer, template)
     row = {"messages": [*messages, {"role": "assistant", "content": "Yes."}]} | ({"tools": tools} if tools else {})
     served = served_of(own)["m"]
-    body = {"model": "m", "messages": messages} | ({"tools": tools} if tools else {})
+    has_place = "tools" in (template_for(own.chat_template, tools) or "")  # where it has none, a server refuses tools
+    body = {"model": "m", "messages": messages} | ({"tools": tools} if tools and has_place else {})
     encoder = RowEncoder(tokenizer, template=template)
     yield "rewards", lambda: prompt_of(row, encoder, 10**6, "").ids
     yield "a trained tokenizer's rows", lambda: prompt_of(row, RowEncoder(own), 10**6, "").ids
     yield "generate --prompts", lambda: answers.prompt_ids(row, own, False, "here")
-    yield "serve", lambda: read_chat(copy.deepcopy(body), {"m": served}).rows[0].prompt
+    yield "serve", lambda: read_chat(copy.deepcopy(body), {"m": served}, LENGTHS).rows[0].prompt
     yield (
         "other programs",
         lambda: own.apply_chat_template(
@@ -209,7 +207,7 @@ def test_raw_prompts_begin_with_bos_and_have_no_end(monkeypatch):
     assert prompt_tokens(tokenizer, "<|bos|>Add them") == [bos, *plain]
     assert answers.prompt_ids({"prompt": "Add them"}, tokenizer, True, "here") == [bos, *plain]
     body = {"model": "m", "prompt": ["Add them", "<|bos|><|bos|>Add them"]}
-    assert [row.prompt for row in read_completion(body, {"m": served}).rows] == [[bos, *plain]] * 2
+    assert [row.prompt for row in read_completion(body, {"m": served}, LENGTHS).rows] == [[bos, *plain]] * 2
     assert prompt_of({"prompt": "Add them"}, RowEncoder(tokenizer), 99, "").ids == (bos, *plain)
     assert beginning(tokenizer) == [bos] and with_beginning(tokenizer, [], [bos]) == [bos]
     with pytest.raises(TemplateError, match="not valid Unicode"):
@@ -233,7 +231,7 @@ def test_what_a_tokenizer_puts_first_is_there_whatever_it_is():
 def test_the_template_for_tools_is_taken_where_there_are_tools(monkeypatch):
     tokenizer = make_tokenizer()
     plain = tokenizer.chat_template
-    tokenizer.chat_template = {"default": plain, "tool_use": "{{ 'Add them.' }}" + plain}
+    tokenizer.chat_template = {"default": plain, "tool_use": "{{ 'Add them.' if tools }}" + plain}
     messages = [{"role": "user", "content": "Who"}]
     for tools, begins in ((None, False), ([], False), ([TOOL], True)):
         found = {way: tokens_or_error(work) for way, work in ways(tokenizer, None, messages, tools, monkeypatch)}
@@ -293,8 +291,8 @@ def test_arguments_of_a_template_reach_it_in_all_ways_and_are_the_saved_ones(mon
     assert tokenizer.decode(without[len(with_thoughts) :]) == "<think></think>"
     served = served_of(tokenizer)["m"]
     body = {"model": "m", "messages": messages}
-    assert read_chat(body | {"chat_template_kwargs": off}, {"m": served}).rows[0].prompt == without
-    assert read_chat(body, {"m": served}).rows[0].prompt == with_thoughts
+    assert read_chat(body | {"chat_template_kwargs": off}, {"m": served}, LENGTHS).rows[0].prompt == without
+    assert read_chat(body, {"m": served}, LENGTHS).rows[0].prompt == with_thoughts
     assert answers.prompt_ids({"messages": messages}, tokenizer, False, "here", off) == without
     saved = trained_tokenizer(tokenizer, None, off | {"style": "it's\n", "depth": None})
     assert prompt_tokens(saved, messages) == without
@@ -305,7 +303,7 @@ def test_arguments_of_a_template_reach_it_in_all_ways_and_are_the_saved_ones(mon
         with pytest.raises(ValueError, match="chat_template_kwargs"):
             checked_arguments(wrong, "chat_template_kwargs")
     with pytest.raises(ApiError, match="tokenize is not the template's own"):
-        read_chat(body | {"chat_template_kwargs": {"tokenize": True}}, {"m": served})
+        read_chat(body | {"chat_template_kwargs": {"tokenize": True}}, {"m": served}, LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -342,14 +340,14 @@ def test_a_last_message_is_continued():
         ({"add_generation_prompt": False, "messages": messages[:1]}, "user", None),
         ({"add_generation_prompt": True, "continue_final_message": False}, "assistant", None),
     ):
-        asked = read_chat(body | options, served)
+        asked = read_chat(body | options, served, LENGTHS)
         assert asked.role == role and (prompt is None or asked.rows[0].prompt == prompt)
     for wrong, words in (
         ({"continue_final_message": True, "add_generation_prompt": True}, "set add_generation_prompt to false"),
         ({"continue_final_message": True, "messages": [messages[0], messages[1] | {"content": " "}]}, "has no text"),
     ):
         with pytest.raises(ApiError, match=words) as error:
-            read_chat(body | wrong, served)
+            read_chat(body | wrong, served, LENGTHS)
         assert error.value.param == "continue_final_message"
 
 
@@ -365,7 +363,7 @@ def test_a_message_is_continued_as_other_programs_do(name, test_data):
             body = {"model": "m", "messages": messages, "continue_final_message": True}
             options = dict(continue_final_message=True, tokenize=True, return_dict=False)
             ids = tokens_or_error(lambda: own.apply_chat_template(messages, **options))  # noqa: B023
-            found = tokens_or_error(lambda: read_chat(copy.deepcopy(body), served).rows[0].prompt)  # noqa: B023
+            found = tokens_or_error(lambda: read_chat(copy.deepcopy(body), served, LENGTHS).rows[0].prompt)  # noqa: B023
             assert found == ids or (isinstance(ids, str) and isinstance(found, str))
             continued += not isinstance(ids, str)
     assert continued

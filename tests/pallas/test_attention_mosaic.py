@@ -274,6 +274,6 @@ def test_bounds_rise_along_the_row_and_match_the_definition():
         index = np.arange(LENGTH)
         from_queries = (index >= lower[:, None]) & (index <= index[:, None])
         from_keys = (index[:, None] >= index) & (index[:, None] < upper)
-        visible = np.asarray(reference._visible(layout.doc_start, layout.doc_end, 0, LENGTH, window))[0, 0, 0]
+        visible = np.asarray(reference._visible(layout.doc_start, layout.doc_end, 0, LENGTH, window, True))[0, 0, 0]
         np.testing.assert_array_equal(from_queries, visible)
         np.testing.assert_array_equal(from_keys & (SEGMENTS[0] > 0)[:, None], visible)

@@ -8,10 +8,10 @@ import numpy as np
 import peft
 import picture_rows as rows
 import torch
-from test_pictures import load
 
 from jaxtune import cli
 from jaxtune.models.hf import from_pretrained
+from tests.parity.test_pictures import load
 from tests.train.picture_runs import write_model, write_rows
 
 

@@ -98,6 +98,7 @@ def test_every_key_of_data_reaches_the_rows():
         "streaming",
         "buffer_size",
         "template_arguments",  # which the run's tokenizer has
+        *("images", "remote_images", "max_pixels"),  # which `pictures` has
     }
     assert keys <= set(inspect.signature(prepare).parameters)
 
