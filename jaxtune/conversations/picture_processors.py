@@ -284,25 +284,25 @@ def placed_pictures(
     indices = np.arange(len(ids))
     if not pictures:
         return ids, indices, ()
-    places = np.flatnonzero(ids == processor.written)
-    pictures = pictures[: len(places)] if is_cut else pictures
-    if len(places) != len(pictures):
+    offsets = np.flatnonzero(ids == processor.written)
+    pictures = pictures[: len(offsets)] if is_cut else pictures
+    if len(offsets) != len(pictures):
         raise PictureError(
-            f"the chat template writes {len(places)} tokens of pictures for {len(pictures)} pictures: it may be for "
+            f"the chat template writes {len(offsets)} tokens of pictures for {len(pictures)} pictures: it may be for "
             "text alone (set data.template to one with pictures), or the text itself has such a token"
         )
     pieces, sources, placed, count, low = [], [], [], 0, 0
-    for number, (picture, place) in enumerate(zip(pictures, places.tolist(), strict=True), start=1):
+    for number, (picture, offset) in enumerate(zip(pictures, offsets.tolist(), strict=True), start=1):
         try:
-            whole = picture.fetched()
-            grid, digest = processor.grid(whole.decoded()), whole.digest()
+            fetched = picture.fetched()
+            grid, digest = processor.grid(fetched.decoded()), fetched.digest()
         except PictureError as error:
             raise PictureError(f"picture {number}: {error}") from None
         tokens = processor.tokens(grid)
-        pieces += [ids[low:place], tokens]
-        sources += [indices[low:place], np.full(len(tokens), -1)]
-        placed.append(PlacedPicture(count + place - low, grid, whole, digest))
-        count, low = count + place - low + len(tokens), place + 1
+        pieces += [ids[low:offset], tokens]
+        sources += [indices[low:offset], np.full(len(tokens), -1)]
+        placed.append(PlacedPicture(count + offset - low, grid, fetched, digest))
+        count, low = count + offset - low + len(tokens), offset + 1
     tokens = np.concatenate([*pieces, ids[low:]]).astype(np.int32)
     return tokens, np.concatenate([*sources, indices[low:]]), tuple(placed)
 
@@ -337,9 +337,9 @@ def _loaded(name: str, settings: str) -> _ImageProcessor:
 
 def in_blocks(raster: np.ndarray, merge: int) -> np.ndarray:
     """[h * w, ...]: the patches [h, w, ...] of a picture, blocks of merge x merge one after the other."""
-    height, width, *others = raster.shape
-    blocks = raster.reshape(height // merge, merge, width // merge, merge, *others)
-    return blocks.swapaxes(1, 2).reshape(height * width, *others)
+    height, width, *numbers = raster.shape
+    blocks = raster.reshape(height // merge, merge, width // merge, merge, *numbers)
+    return blocks.swapaxes(1, 2).reshape(height * width, *numbers)
 
 
 # --- families

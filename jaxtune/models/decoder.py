@@ -235,7 +235,7 @@ class Decoder(nnx.Module):
                 return jnp.where(index >= 0, at_tokens.astype(x.dtype), x)
 
             first, *deep = features
-            return put(x, first), [put(jnp.zeros_like(x), each) for each in deep]
+            return put(x, first), [put(jnp.zeros_like(x), feature) for feature in deep]
 
     def per_layer_inputs(
         self,
@@ -335,8 +335,8 @@ class Decoder(nnx.Module):
             x, deep = self.with_pictures(x, pictures, tower_key)
         projection_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers)
         layer_inputs = self.per_layer_inputs(tokens, x, projection_key, table_rows.get("per_layer"))
-        parts = range(1, len(deep) + 1), lambda x, index: x + deep[index], self.layers, self.config.layers
-        x, values = run_in_parts(*parts, x, layout, plan, dropout_key, gradient_sums, aux, layer_inputs)
+        sections = range(1, len(deep) + 1), lambda x, index: x + deep[index], self.layers, self.config.layers
+        x, values = run_in_parts(*sections, x, layout, plan, dropout_key, gradient_sums, aux, layer_inputs)
         with jax.named_scope("final_norm"):
             return self.norm(x), values
 

@@ -366,8 +366,8 @@ def model_from_config(
     model = Decoder(config_from_hf(hf), key, dtype_name(dtype), tower)
     model.source = Source(path=where, config=json.dumps(hf))
     if tower is not None:
-        whole = passthrough.around_tower(outer, folder)
-        model.source = dataclasses.replace(model.source, passthrough=whole, nested=True)
+        passthrough_files = passthrough.around_tower(outer, folder)
+        model.source = dataclasses.replace(model.source, passthrough=passthrough_files, nested=True)
     model.base_digest = random_digest(model.config, key, model.dtype)
     return model
 

@@ -148,7 +148,12 @@ def tower_config(hf: dict) -> TowerConfig:
     """
     declared = family(text_config(hf).get("model_type"))
     if declared.tower is None or hf.get("model_type") not in declared.text_of:
-        whole_types = [name for each in FAMILIES.values() if each.tower is not None for name in each.text_of]
+        whole_types = [
+            name
+            for declared_family in FAMILIES.values()
+            if declared_family.tower is not None
+            for name in declared_family.text_of
+        ]
         raise ValueError(
             f"pictures of a {hf.get('model_type')!r} model are not supported; they are of {', '.join(whole_types)}"
         )

@@ -38,11 +38,17 @@ class Connection(H11Protocol):
             self._close_one(most)
 
     def _close_one(self, most: int) -> None:
-        living = [other for other in self.connections if isinstance(other, Connection) and not other._is_closing]
+        living = [
+            connection
+            for connection in self.connections
+            if isinstance(connection, Connection) and not connection._is_closing
+        ]
         if len(living) <= most:
             return
         min(
-            (other for other in living if other.is_idle), key=lambda other: other._begun, default=self
+            (connection for connection in living if connection.is_idle),
+            key=lambda connection: connection._begun,
+            default=self,
         ).transport.abort()
         if time.monotonic() - Connection._said > _SAY_SECONDS:
             Connection._said = time.monotonic()

@@ -77,7 +77,7 @@ def _limit_memory() -> None:
     """Allows MEMORY_BYTES of private memory more than is taken now; only where /proc tells that."""
     with contextlib.suppress(OSError, ValueError):
         with open("/proc/self/statm") as file:
-            taken = int(file.read().split()[5]) * resource.getpagesize()
+            resident = int(file.read().split()[5]) * resource.getpagesize()
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        limit = taken + MEMORY_BYTES
+        limit = resident + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))

@@ -181,12 +181,12 @@ class Response:
                 "arguments": function["arguments"],
                 "status": "completed",
             }
-            place = {"output_index": len(self._output), "item_id": item["id"]}
+            location = {"output_index": len(self._output), "item_id": item["id"]}
             begun = item | {"arguments": "", "status": "in_progress"}
             events.append(self._event("response.output_item.added", output_index=len(self._output), item=begun))
             name = "response.function_call_arguments"
-            events.append(self._event(f"{name}.delta", **place, delta=item["arguments"]))
-            events.append(self._event(f"{name}.done", **place, name=item["name"], arguments=item["arguments"]))
+            events.append(self._event(f"{name}.delta", **location, delta=item["arguments"]))
+            events.append(self._event(f"{name}.done", **location, name=item["name"], arguments=item["arguments"]))
             events.append(self._event("response.output_item.done", output_index=len(self._output), item=item))
             self._output.append(item)
         status = "incomplete" if reason == "length" else "completed"
@@ -239,14 +239,14 @@ class Response:
             return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         return {"type": "reasoning_text", "text": text}
 
-    def _part_event(self, what: str, **values: object) -> dict[str, object]:
+    def _part_event(self, event: str, **values: object) -> dict[str, object]:
         """Of the open item: a part that is "added" or "done", or a text's "delta" or "text.done"."""
         assert self._open is not None
         kind = "output_text" if self._is_message else "reasoning_text"
-        name = "content_part." + what if what in ("added", "done") else f"{kind}.{what.removeprefix('text.')}"
+        name = "content_part." + event if event in ("added", "done") else f"{kind}.{event.removeprefix('text.')}"
         extra = {"logprobs": []} if kind == "output_text" and name.startswith(kind) else {}
-        place = {"item_id": self._open["id"], "output_index": len(self._output), "content_index": 0}
-        return self._event(f"response.{name}", **place, **values, **extra)
+        location = {"item_id": self._open["id"], "output_index": len(self._output), "content_index": 0}
+        return self._event(f"response.{name}", **location, **values, **extra)
 
     def _event(self, name: str, /, **values: object) -> dict[str, object]:
         self._number += 1

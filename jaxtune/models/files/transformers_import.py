@@ -98,8 +98,8 @@ def _cache_of_names() -> Path | None:
         return None
     if os.path.realpath(os.path.dirname(imported.origin)) != os.path.realpath(folder):
         return None
-    what = "\n".join((f"format {_FORMAT}", folder, record))
-    return root / "imports" / f"{hashlib.sha256(what.encode()).hexdigest()}.json"
+    identity = "\n".join((f"format {_FORMAT}", folder, record))
+    return root / "imports" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -132,8 +132,8 @@ def _through_cache(look: Callable[..., Names], path: Path) -> Callable[..., Name
 
     @functools.wraps(look)
     def names_of(module_path: str | Path, prefix: str | None = None) -> Names:
-        place = Path(module_path)
-        if (place.parent if place.name == "__init__.py" else place).name != "models":
+        module_file = Path(module_path)
+        if (module_file.parent if module_file.name == "__init__.py" else module_file).name != "models":
             return look(module_path, prefix)
         begin = "" if prefix is None else f"{prefix}."
         return {

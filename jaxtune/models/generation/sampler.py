@@ -609,13 +609,13 @@ class Sampler:
         """What the rows need, by an earlier round's kind if there was the same; else with what the last round had, so
         that few programs are compiled.
         """
-        needed = Kind(False, False, False)
+        kind = Kind(False, False, False)
         for request in self._slots:
-            needed = needed if request is None else needed | request.sampling.kind
-        if needed not in self._kinds:
-            self._kinds.append(needed | self._kinds[-1] if self._kinds else needed)
-            needed = self._kinds[-1]
-        return needed
+            kind = kind if request is None else kind | request.sampling.kind
+        if kind not in self._kinds:
+            self._kinds.append(kind | self._kinds[-1] if self._kinds else kind)
+            kind = self._kinds[-1]
+        return kind
 
     def _changes(self) -> tuple[device.Array, device.Live]:
         """(bool[slots]: changed since the last call, new numbers). Without changes nothing is sent: the device would

@@ -211,9 +211,12 @@ class Function:
         options: Mapping[str, bool | int | str] = types.MappingProxyType({}),
     ):
         self._function, self._statics, self._donated, self._options = function, statics, tuple(donated), options
-        given = [statics + index for index in donated]
+        donated_indices = [statics + index for index in donated]
         self._jitted = jax.jit(
-            function, static_argnums=tuple(range(statics)), donate_argnums=given, compiler_options=dict(options)
+            function,
+            static_argnums=tuple(range(statics)),
+            donate_argnums=donated_indices,
+            compiler_options=dict(options),
         )
         self.lower = self._jitted.lower
         self._programs: dict[Hashable, Callable | None] = {}
@@ -237,7 +240,7 @@ class Function:
             self._programs[key] = self._compiled(statics, others, *devices)
         return self._programs[key] or jitted
 
-    def _compiled(self, statics: tuple, others: tuple, device) -> Callable | None:
+    def _compiled(self, statics: tuple, arguments: tuple, device) -> Callable | None:
         """None if programs are not kept."""
         with timing.phase("cached", "keys"):
             cache = cache_of_programs()
@@ -251,7 +254,7 @@ class Function:
 
         where = jax.sharding.SingleDeviceSharding(device)
         bound = functools.partial(self._function, *statics)
-        request = Request(bound, jax.tree.map(shape, others), where, None, self._options, self._donated)
+        request = Request(bound, jax.tree.map(shape, arguments), where, None, self._options, self._donated)
         return _programs_of([request], cache)[0]
 
 

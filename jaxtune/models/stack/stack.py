@@ -507,9 +507,9 @@ def run_in_parts(
     plan, values = plan or ResidualPlan.uniform(KEEP, len(layers)), []
     if len(plan.layers) != len(layers):
         raise ValueError(f"the residual plan has {len(plan.layers)} layers, the model {len(layers)}")
-    for part, (start, end) in enumerate(itertools.pairwise((0, *ends, len(layers)))):
-        if part:
-            x = between(x, part - 1)
+    for section, (start, end) in enumerate(itertools.pairwise((0, *ends, len(layers)))):
+        if section:
+            x = between(x, section - 1)
         if start == end:
             continue
         part_layers = list(layers)[start:end]
@@ -525,7 +525,7 @@ def run_in_parts(
             x,
             layout,
             part_plan,
-            None if dropout_key is None else jax.random.fold_in(dropout_key, part),
+            None if dropout_key is None else jax.random.fold_in(dropout_key, section),
             sums,
             tuple(name for name in aux if any(name in layer.aux for layer in part_layers)),
             None if layer_inputs is None else layer_inputs[start:end],

@@ -179,8 +179,8 @@ class Tower(nnx.Module):
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """Yields (Hugging Face module name, Linear), such as model.visual.blocks.0.attn.qkv; the mergers' last."""
         for index, layer in enumerate(self.layers):
-            for part, name, matrix in layer.matrices():
-                yield self.config.tensor_name(("layers", index, part, name)), matrix
+            for module, name, matrix in layer.matrices():
+                yield self.config.tensor_name(("layers", index, module, name)), matrix
         for path, merger in self.mergers:
             for name in ("up_proj", "down_proj"):
                 yield self.config.tensor_name((*path, name)), getattr(merger, name)
@@ -200,7 +200,7 @@ class Tower(nnx.Module):
         layout = packed_layout((rows, patches), pictures.patch_segments, most, causal=False)
         rope, size = RopeConfig(theta=config.blocks.rotary[0].theta), config.blocks.head_dim // 2
         by_axis = [rotary_table(rope, size, size, pictures.patch_coordinates[..., axis]) for axis in (0, 1)]
-        table = tuple(jnp.concatenate(parts, -1) for parts in zip(*by_axis, strict=True))
+        table = tuple(jnp.concatenate(tables, -1) for tables in zip(*by_axis, strict=True))
         layout = dataclasses.replace(layout, rotary=(table,))
         states: list[jax.Array] = []
 

@@ -75,8 +75,8 @@ def _e2m1(codes):
 @triton.jit
 def _permuted(tile, ROWS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr):
     """[ROWS, DEPTH] in the order of the module's docstring; STEPS: of a block."""
-    parts = tl.reshape(tile, (ROWS, DEPTH // (16 * STEPS), STEPS, 4, 2, 2))
-    return tl.reshape(tl.permute(parts, (0, 1, 4, 3, 2, 5)), (ROWS, DEPTH))
+    fragments = tl.reshape(tile, (ROWS, DEPTH // (16 * STEPS), STEPS, 4, 2, 2))
+    return tl.reshape(tl.permute(fragments, (0, 1, 4, 3, 2, 5)), (ROWS, DEPTH))
 
 
 @triton.jit
@@ -128,19 +128,19 @@ def _four_bits(
         third, fourth = (_e2m1(words >> 8) * wide).to(DTYPE), (_e2m1(words >> 12) * wide).to(DTYPE)
     else:
         if FORMAT == _NVFP4:
-            pair, other = tl.inline_asm_elementwise(
+            pair, second_pair = tl.inline_asm_elementwise(
                 _E2M1_PTX, "=r,=r,r,r", [words, wide], (tl.int32, tl.int32), True, 1
             )
         else:
             exponents = tl.where(wide == 0, 0x00400040, wide << 23 | wide << 7)  # two bfloat16 of 2^(wide - 127)
-            pair, other = tl.inline_asm_elementwise(
+            pair, second_pair = tl.inline_asm_elementwise(
                 _MX_PTX, "=r,=r,r,r", [words, exponents], (tl.int32, tl.int32), True, 1
             )
         first, second = _halves(pair)
-        third, fourth = _halves(other)
-    parts = tl.join(tl.join(first, second), tl.join(third, fourth))
-    parts = tl.reshape(parts, (ROWS, DEPTH // 64, 4, 4, 2, 2))
-    return tl.reshape(tl.permute(parts, (0, 1, 5, 3, 2, 4)), (ROWS, DEPTH))
+        third, fourth = _halves(second_pair)
+    fragments = tl.join(tl.join(first, second), tl.join(third, fourth))
+    fragments = tl.reshape(fragments, (ROWS, DEPTH // 64, 4, 4, 2, 2))
+    return tl.reshape(tl.permute(fragments, (0, 1, 5, 3, 2, 4)), (ROWS, DEPTH))
 
 
 @triton.jit

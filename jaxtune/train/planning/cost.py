@@ -187,7 +187,7 @@ def _tower(tower: Tower, spec: StepSpec, dtype: jnp.dtype, storage: str) -> Towe
     """As if a picture filled each row. storage: "fp32" or "bf16"."""
     config, patches, trains = tower.config.blocks, spec.patches, tower.trains
     hidden = float(config.hidden_size * dtype.itemsize)
-    parts = StepParts(
+    step_costs = StepParts(
         shape=Shape(
             rows=spec.rows,
             length=patches,
@@ -207,8 +207,8 @@ def _tower(tower: Tower, spec: StepSpec, dtype: jnp.dtype, storage: str) -> Towe
     flops = sum(2.0 * math.prod(linear.sizes) for linear in merger) / tower.config.merge_size**2
     # Of a tower that trains: each layer's input, and the merger's input, normed, and before and after its activation.
     of_merger = 4 * hidden if trains else 0.0
-    kept = len(tower.layers) * hidden * trains + of_merger
-    return TowerParts(parts, trains, flops, kept, of_merger)
+    kept_bytes = len(tower.layers) * hidden * trains + of_merger
+    return TowerParts(step_costs, trains, flops, kept_bytes, of_merger)
 
 
 def _picture_bytes(tower: Tower, spec: StepSpec) -> float:

@@ -102,15 +102,15 @@ class TowerForecast:
 def tower_forecast(costs: StepParts, micro_batches: int, device: Device) -> TowerForecast:
     if (tower := costs.tower) is None:
         return TowerForecast()
-    parts = tower.parts
-    patches = parts.shape.tokens(micro_batches)
-    whole, layer = (layer_forecast(parts, plan, patches, device) for plan in (KEEP, RECOMPUTE))
+    step_costs = tower.parts
+    patches = step_costs.shape.tokens(micro_batches)
+    keeping, layer = (layer_forecast(step_costs, plan, patches, device) for plan in (KEEP, RECOMPUTE))
     embeddings = costs.shape.tokens(micro_batches) * costs.shape.hidden_size * costs.shape.dtype.itemsize
     merger = tower.merger_flops * patches / device.gemm
-    seconds = parts.shape.num_layers * (layer.forward + (layer.backward if tower.trains else 0.0))
+    seconds = step_costs.shape.num_layers * (layer.forward + (layer.backward if tower.trains else 0.0))
     return TowerForecast(
         seconds=seconds + merger * (3.0 if tower.trains else 1.0),
-        forward=whole.work_forward + embeddings,
+        forward=keeping.work_forward + embeddings,
         backward=layer.work - tower.of_merger * patches if tower.trains else 0.0,
     )
 

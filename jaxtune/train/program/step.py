@@ -208,12 +208,12 @@ class StepProgram:
         """Shapes of the sums for these tensors, not traced, which takes a second for hundreds of them."""
         return self._sums(trainable, jax.ShapeDtypeStruct)
 
-    def _sums(self, trainable, made) -> Sums:
+    def _sums(self, trainable, make) -> Sums:
         """made: (shape, dtype) -> a leaf."""
         sum_dtype = jnp.float32 if self.micro_batches > 1 else None
 
         def leaf(sizes=(), dtype=jnp.float32, devices=self.devices):
-            return made((*(() if self.devices == 1 else (devices,)), *sizes), dtype)
+            return make((*(() if self.devices == 1 else (devices,)), *sizes), dtype)
 
         def gradient(tensor):
             if isinstance(tensor, partition.Shard):
@@ -231,9 +231,11 @@ class StepProgram:
         """Zero sums for these tensors. device: sharding of undivided arrays; None: JAX places all."""
         if device is None:
             return self._sums(trainable, jnp.zeros)
-        places = self.sums_shardings(trainable, device)
+        shardings = self.sums_shardings(trainable, device)
         return jax.tree.map(
-            lambda shape, place: jnp.zeros(shape.shape, shape.dtype, device=place), self.sums_shapes(trainable), places
+            lambda shape, sharding: jnp.zeros(shape.shape, shape.dtype, device=sharding),
+            self.sums_shapes(trainable),
+            shardings,
         )
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:

@@ -76,10 +76,12 @@ def picture_options(source: Source | None, tokenizer: Tokenizer, data: DataConfi
     """How pictures of rows are read for a model that was loaded from `source` with its tower. Raises ValueError for a
     model without its image processor's file, or with one that is not supported.
     """
-    whole = None if source is None else source.passthrough
-    if source is None or whole is None or whole.config is None:
+    published = None if source is None else source.passthrough
+    if source is None or published is None or published.config is None:
         raise ValueError("pictures: this model was made without a folder, whose image processor says how to read them")
-    processor = PictureProcessor.of_files(whole.config, dict(whole.processors), tokenizer, data.max_pixels, source.path)
+    processor = PictureProcessor.of_files(
+        published.config, dict(published.processors), tokenizer, data.max_pixels, source.path
+    )
     return PictureOptions(processor, data.remote_images, data.images)
 
 

@@ -630,7 +630,7 @@ def test_remote_pictures_are_fetched_if_asked(tmp_path):
             self.wfile.write(CAT)
 
         def log_message(self, *arguments):
-            pass
+            """Says nothing, as pytest shows what tests print."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -349,7 +349,11 @@ class _OpenRows:
 
 
 def _best_fit_decreasing(
-    count: np.ndarray, length: int, max_pieces: int | None = None, used: Sequence[int] = (), pieces: Sequence[int] = ()
+    count: np.ndarray,
+    length: int,
+    max_pieces: int | None = None,
+    row_tokens: Sequence[int] = (),
+    pieces: Sequence[int] = (),
 ) -> tuple[np.ndarray, int]:
     """(Row of each piece, int64[pieces]; number of rows).
 
@@ -365,7 +369,7 @@ def _best_fit_decreasing(
         if remaining and pieces_of[row] != max_pieces:
             open_rows.put(row, remaining)
 
-    for row, tokens in enumerate(used):
+    for row, tokens in enumerate(row_tokens):
         reopen(row, length - tokens)
     for piece, tokens in zip(order.tolist(), count[order].tolist(), strict=True):
         row, capacity = open_rows.fullest(tokens) or (len(pieces_of), length)
@@ -388,27 +392,62 @@ def _around_pictures(
     order = with_pictures[np.lexsort((-count[with_pictures], -patches[with_pictures]))]
     row_of = np.empty(len(count), np.int64)
     open_rows = _OpenRows(room)
-    used: list[int] = []
+    row_tokens: list[int] = []
     pieces_of: list[int] = []
     for piece, tokens, size in zip(order.tolist(), count[order].tolist(), patches[order].tolist(), strict=True):
-        row, capacity = open_rows.fullest(size, lambda row, tokens=tokens: used[row] + tokens <= length) or (
-            len(used),
+        row, capacity = open_rows.fullest(size, lambda row, tokens=tokens: row_tokens[row] + tokens <= length) or (
+            len(row_tokens),
             room,
         )
-        if row == len(used):
-            used.append(0)
+        if row == len(row_tokens):
+            row_tokens.append(0)
             pieces_of.append(0)
         row_of[piece] = row
-        used[row] += tokens
+        row_tokens[row] += tokens
         pieces_of[row] += 1
         if pieces_of[row] != max_pieces:
             open_rows.put(row, capacity - size)
     text = np.flatnonzero(patches == 0)
-    row_of[text], rows = _best_fit_decreasing(count[text], length, max_pieces, used, pieces_of)
+    row_of[text], rows = _best_fit_decreasing(count[text], length, max_pieces, row_tokens, pieces_of)
     return row_of, rows
 
 
-class PackedRows:
+class PlannedRows:
+    """Sizes of rows that are planned and not yet filled."""
+
+    plan: Plan
+    picture_plan: PicturePlan | None
+
+    def __len__(self) -> int:
+        return self.plan.rows
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[rows]: tokens of each row, without padding."""
+        return self.plan.lengths
+
+    @property
+    def patches(self) -> int:
+        """Patches for which a row has room; 0 without pictures."""
+        return 0 if self.picture_plan is None else self.picture_plan.room
+
+    @property
+    def patch_counts(self) -> np.ndarray:
+        """int64[rows]: patches of each row, without padding."""
+        return self._picture_sizes()[0]
+
+    @property
+    def max_pictures(self) -> int:
+        """Most pictures of a row."""
+        return int(self._picture_sizes()[1].max(initial=0))
+
+    def _picture_sizes(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64[rows] each: patches of rows, and pictures; zeros without pictures."""
+        zeros = np.zeros(self.plan.rows, np.int64)
+        return (zeros, zeros) if self.picture_plan is None else self.picture_plan.of_rows(self.plan)
+
+
+class PackedRows(PlannedRows):
     """Packed rows of documents, built when written into a batch. Documents that are empty, or lose all trained tokens
     when cut, are in no row, nor are untrained pieces; a document that never had one stays.
 
@@ -502,29 +541,6 @@ class PackedRows:
         first = documents.starts[document] + offset
         return not documents.trained[document] or bool(documents.mask[first + 1 : first + count].any())
 
-    def __len__(self) -> int:
-        return self.plan.rows
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64[rows]: tokens of each row, without padding."""
-        return self.plan.lengths
-
-    @property
-    def patches(self) -> int:
-        """Patches for which a row has room; 0 without pictures."""
-        return 0 if self.picture_plan is None else self.picture_plan.room
-
-    @property
-    def patch_counts(self) -> np.ndarray:
-        """int64[rows]: patches of each row, without padding."""
-        return sizes_of_rows(self.plan, self.picture_plan)[0]
-
-    @property
-    def max_pictures(self) -> int:
-        """Most pictures of a row."""
-        return int(sizes_of_rows(self.plan, self.picture_plan)[1].max(initial=0))
-
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of padding, [rows, length], for `fill`. length: None is that of these rows; `shared` changes nothing
         here.
@@ -571,12 +587,6 @@ def _picture_plan(
     refuses, divided = overflow == "error", is_long if overflow == "split" else None
     shared = length if packing else 0
     return PicturePlan(documents, kept_lengths, shared, budget, refuses=refuses, divided=divided)
-
-
-def sizes_of_rows(plan: Plan, pictures: PicturePlan | None) -> tuple[np.ndarray, np.ndarray]:
-    """int64[rows] each: patches of rows, and pictures; zeros without pictures."""
-    zeros = np.zeros(plan.rows, np.int64)
-    return (zeros, zeros) if pictures is None else pictures.of_rows(plan)
 
 
 def pack(

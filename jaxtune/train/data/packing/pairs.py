@@ -18,8 +18,8 @@ from jaxtune.train.data.packing.packing import (
     Overflow,
     PackingReport,
     PicturePlan,
+    PlannedRows,
     plan_rows,
-    sizes_of_rows,
 )
 from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.data.tokens.pictures import RowPictures, with_room
@@ -30,7 +30,7 @@ LABELS = "labels"  # float32[rows, P]: a number that the objective gives each pa
 REFERENCE = "reference"  # float32[rows, P, 2]: log-probabilities of the two answers under the reference model
 
 
-class PackedPairs:
+class PackedPairs(PlannedRows):
     """Packed rows of pairs, built when written into a batch.
 
     With overflow="truncate" a pair longer than `length` is cut: first its longer document to the shorter one's length,
@@ -137,29 +137,6 @@ class PackedPairs:
             if self.picture_plan is None
             else self.picture_plan.report(kept_lengths.reshape(-1), self.plan.rows, int(self.patch_counts.sum())),
         )
-
-    def __len__(self) -> int:
-        return self.plan.rows
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64[rows]: tokens, without padding."""
-        return self.plan.lengths
-
-    @property
-    def patches(self) -> int:
-        """Patches for which a row has room; 0 without pictures."""
-        return 0 if self.picture_plan is None else self.picture_plan.room
-
-    @property
-    def patch_counts(self) -> np.ndarray:
-        """int64[rows]: patches of each row, without padding."""
-        return sizes_of_rows(self.plan, self.picture_plan)[0]
-
-    @property
-    def max_pictures(self) -> int:
-        """Most pictures of a row."""
-        return int(sizes_of_rows(self.plan, self.picture_plan)[1].max(initial=0))
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of padding with float32 `extra` arrays of zeros: PAIRS [rows, P] and, if there are any, LABELS [rows,

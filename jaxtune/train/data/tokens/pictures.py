@@ -164,13 +164,13 @@ class DocumentPictures:
         for index, start, grid in zip(inside, starts, grids, strict=True):
             entry, size = int(self.entries[index]), grid[0] * grid[1]
             if entry not in row.features:
-                used = int(np.count_nonzero(segments))
-                where = slice(used, used + size)
+                patches_before = int(np.count_nonzero(segments))
+                where = slice(patches_before, patches_before + size)
                 row.patches.append(_threads().submit(self._patches, entry, arrays["patches"][slot, where]))
                 arrays["patch_grids"][slot, where] = grid
                 arrays["patch_coordinates"][slot, where] = processor.coordinates(grid)
                 segments[where] = segments.max(initial=0) + 1
-                row.features[entry] = used // processor.block
+                row.features[entry] = patches_before // processor.block
             tokens = offset + start + np.flatnonzero(processor.tokens(grid) == processor.token)
             arrays["picture_features"][slot, tokens] = row.features[entry] + np.arange(len(tokens))
 
@@ -291,9 +291,9 @@ class PictureStore:
 
 
 def _documents(arrays: dict[str, np.ndarray], pictures: Files) -> DocumentPictures:
-    counts, *others = (arrays[name] for name in ("counts", "starts", "grids", "entries", "digests"))
+    counts, *fields = (arrays[name] for name in ("counts", "starts", "grids", "entries", "digests"))
     firsts = np.cumsum(counts) - counts
-    return DocumentPictures(firsts, counts, others[0], others[1], others[2], others[3], pictures)
+    return DocumentPictures(firsts, counts, fields[0], fields[1], fields[2], fields[3], pictures)
 
 
 def _stamped(path: str) -> tuple[str, int, int]:
