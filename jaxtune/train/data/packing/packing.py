@@ -358,7 +358,7 @@ def _best_fit_decreasing(
     """(Row of each piece, int64[pieces]; number of rows).
 
     count: int[pieces], tokens, at most `length`.
-    used, pieces: tokens and number of pieces of rows that are there already.
+    row_tokens, pieces: tokens and number of pieces of rows that are there already.
     """
     order = np.argsort(-count, kind="stable")
     row_of = np.empty(len(count), np.int64)
