@@ -205,10 +205,17 @@ def evaluate(
     scored = loaded_in(weights_to_score(weights, config.checkpoint, recipe, overrides), load_in, overrides)
     console.print(f"weights: {scored.text}")
     config = replace(config, **vars(scored.weights))
-    held_out, data = None, config.data
-    if eval_rows:
-        held_out, data = data.eval, replace(data, eval=None, eval_rows=eval_rows)
-    of_run = replace(config, data=data)
+    held_out, of_run = None, config
+    if eval_rows and config.evaluation.generate:
+        if scored.checkpoints is not None:
+            raise ValueError(
+                f"evaluation.generate = {[*config.evaluation.generate]}: the run took its held-out rows out of "
+                "data.train and has exported nothing yet; set evaluation.exact_match_rows instead, or let the run end"
+            )
+    elif eval_rows:
+        held_out = config.data.eval
+        data, evaluation = replace(config.data, eval=None, eval_rows=eval_rows), config.evaluation
+        of_run = replace(config, data=data, evaluation=replace(evaluation, exact_match_rows=0))  # asked below
     with loading(config, trains=False) as (_, tokenizer, model):
         trainer = Trainer(model, tokenizer, of_run, eval_rows=held_out, keeps_model=False, trains=False)
     if scored.result is not None and config.data.eval_rows:

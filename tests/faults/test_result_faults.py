@@ -97,4 +97,11 @@ def test_other_rows_are_evaluated_where_the_run_took_its_own_out_of_data_train(f
             shutil.rmtree(run / name, ignore_errors=True)
     assert found[0]["eval_loss"] == pytest.approx(found[1]["eval_loss"], rel=1e-3)
     assert found[0]["eval_targets"] == found[1]["eval_targets"] < 20  # of the one row
-    assert cli.main(["evaluate", str(run / "config.yaml"), f"data.eval={other}", "data.eval_rows=3"]) == cli.USER_ERROR
+    arguments = ["evaluate", str(run / "config.yaml"), f"data.eval={other}"]
+    assert cli.main([*arguments, "data.eval_rows=3"]) == cli.USER_ERROR
+    for key in ("exact_match_rows=1", "max_new_tokens=4 exact_match_rows=1"):
+        capsys.readouterr()
+        assert cli.main([*arguments, *(f"evaluation.{word}" for word in key.split())]) == 0
+        assert json.loads(capsys.readouterr().out)["rows"] == 1
+    assert cli.main([*arguments, "evaluation.generate=[exact_match]"]) == cli.USER_ERROR
+    assert "has exported nothing yet" in capsys.readouterr().err

@@ -180,8 +180,9 @@ def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainC
     }
     if _scalar(override_values.get("data.eval", "")) is not None and "data.eval_rows" not in override_values:
         try:
-            other_overrides = [override for override in overrides if override.split("=")[0].strip() != "data.eval"]
-            held_out_rows = load_config(recipe, other_overrides).data.eval_rows
+            # without the keys of evaluations, which may need data.eval
+            others = [override for override in overrides if not re.match(r"\s*(data\.eval\s*=|evaluation\b)", override)]
+            held_out_rows = load_config(recipe, others).data.eval_rows
         except ConfigError:  # the call below, with all overrides, shows the error if there still is one
             held_out_rows = 0
         if held_out_rows:
