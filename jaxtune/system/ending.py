@@ -73,9 +73,15 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
+# Set by nsys, compute-sanitizer and coverage, whose handlers write their reports at an ordinary end.
+_WATCHERS = "CUDA_INJECTION64_PATH", "LD_PRELOAD", "COVERAGE_PROCESS_START"
+
+
 def end_now(codes: list[int]) -> None:
-    """Ends this process with the one code in a list, if there is one, without Python's finalization."""
-    if codes:
+    """Ends this process with the one code in a list, if there is one, without Python's finalization, unless a profiler
+    watches it.
+    """
+    if codes and not any(map(os.environ.get, _WATCHERS)):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
