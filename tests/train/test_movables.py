@@ -1,5 +1,5 @@
 """A movable says what it is in one file, and the rest follows: it is chosen, forecast, written in plans and records,
-placed and told. This is shown of a toy in tests/train/toy_movable.py, which nothing else knows."""
+placed and told; at length of the frozen weights that stream."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.host_room import places
+from jaxtune.train.planning.movables.streamed import ARRIVING
 from jaxtune.train.planning.plan import StepPlan, parse_plan
 from jaxtune.train.planning.plan_text import plan_lines
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import assert_same, dataset, documents, lora_model, make_config
-from tests.train.toy_movable import BUFFERS, Streamed
 
 H200 = dataclasses.replace(find_device("H200"), host_memory_bytes=256e9, host_bytes=150e9)
 CONFIG = TrainConfig(
@@ -49,11 +49,6 @@ CONFIG = TrainConfig(
     micro_batches=1,
     steps=9,
 )
-
-
-@pytest.fixture
-def toy(monkeypatch):
-    monkeypatch.setitem(movables.MOVABLES, Streamed.word, Streamed)
 
 
 @functools.cache
@@ -70,10 +65,10 @@ def streaming() -> StepCost:
     return step_cost(model_8b(), StepSpec.of(CONFIG))
 
 
-# ---- the toy
+# ---- frozen weights that stream
 
 
-def test_it_is_chosen_where_nothing_else_fits_and_no_more_of_it_than_needed(toy):
+def test_it_is_chosen_where_nothing_else_fits_and_no_more_of_it_than_needed():
     costs, device, levels = streaming(), dataclasses.replace(H200, link=5e9), []  # a link that hides little
     assert choose(costs, StepSpec.of(CONFIG), device, None).plan.level("streamed") == 0
     for budget in (14e9, 11e9, 7e9):
@@ -81,14 +76,16 @@ def test_it_is_chosen_where_nothing_else_fits_and_no_more_of_it_than_needed(toy)
             choose(costs.limited({"streamed": (0, 0)}), StepSpec.of(CONFIG), device, budget)
         best = choose(costs, StepSpec.of(CONFIG), device, budget)
         levels.append(best.plan.level("streamed"))
-        assert best.peak_bytes <= budget and best.parts[BUFFERS] == 2 * costs.movables["streamed"].layer_bytes
-        assert f"  weights of {levels[-1]} layers stream from the host" in plan_lines(best, costs, device, budget)
+        assert best.peak_bytes <= budget and best.parts[ARRIVING] == 2 * max(costs.movables["streamed"].layer_bytes)
+        assert f"  weights of {levels[-1]} layers stream from the host (" in "\n".join(
+            plan_lines(best, costs, device, budget)
+        )
         fewer = forecast(costs, best.plan.at(streamed=levels[-1] - 1), device)
         assert fewer.peak_bytes > budget or fewer.step_seconds >= best.step_seconds
     assert 0 < levels[0] <= levels[1] <= levels[2] <= 32 and levels[0] < levels[2]
 
 
-def test_residuals_and_weights_share_the_link(toy):
+def test_residuals_and_weights_share_the_link():
     """A step takes at least what the link needs for both, and what one of them leaves free costs nothing."""
     costs, rate = streaming(), 55e9
     device = dataclasses.replace(H200, link=rate)
@@ -99,7 +96,7 @@ def test_residuals_and_weights_share_the_link(toy):
         return forecast(costs, StepPlan(plan, 1, 1024, moved), dataclasses.replace(device, link=link))
 
     kept, streams, offloads, both = map(of, ("keep", "keep; streamed=32", "offload", "offload; streamed=32"))
-    size = costs.movables["streamed"].layer_bytes * 32
+    size = sum(costs.movables["streamed"].layer_bytes)
     assert streams.wait_seconds == kept.wait_seconds == 0 and both.wait_seconds > offloads.wait_seconds
     for each, bytes_ in ((streams, size), (both, size + offloads.host_bytes)):
         assert each.host_bytes == pytest.approx(bytes_) and each.step_seconds > 2 * bytes_ / rate * 0.99
@@ -107,7 +104,7 @@ def test_residuals_and_weights_share_the_link(toy):
     assert slow.wait_seconds > 0 and slow.step_seconds > 2 * size / 10e9
 
 
-def test_a_host_without_room_or_link_gets_none(toy):
+def test_a_host_without_room_or_link_gets_none():
     costs = streaming()
     for device in (dataclasses.replace(H200, host_memory_bytes=6e9), dataclasses.replace(H200, link=0.0)):
         assert not any(placed.level("streamed") for placed in places(costs, device))
@@ -115,7 +112,7 @@ def test_a_host_without_room_or_link_gets_none(toy):
     assert {placed.level("streamed") for placed in places(costs, half)} == {0, 8, 16}
 
 
-def test_its_word_is_read_written_and_refused(toy):
+def test_its_word_is_read_written_and_refused():
     residuals = costs_of().layers.all_residuals
     plan = StepPlan(*parse_plan("recompute; tile=512; streamed=3", 32, residuals)[:1], 2, 64, {"streamed": 3})
     assert plan.text == "recompute; tile=512; streamed=3"
@@ -126,7 +123,7 @@ def test_its_word_is_read_written_and_refused(toy):
     assert choose(streaming(), StepSpec.of(fixed), H200, None).plan.text == "keep; streamed=5"
 
 
-def test_a_run_with_it_is_the_same_run_and_goes_on(toy, tmp_path):
+def test_a_run_with_it_is_the_same_run_and_goes_on(tmp_path):
     """Its first layer's frozen weights lie on the host, the given model's, too, as each is in memory once."""
     changes = dict(
         adapter=AdapterConfig(r=4, lora_alpha=8),

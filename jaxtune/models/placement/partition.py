@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtune.models.placement.low_format import SyncFormat
+from jaxtune.models.placement.streams import memory_kinds
 from jaxtune.pallas.formats import Stored
 from jaxtune.system import private_jax
 
@@ -430,8 +431,12 @@ def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """NamedShardings of a tree of nnx variables, divided where `divide` says."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), undivided(specs(divide(tree, mesh))))
+    """NamedShardings of a tree of nnx variables, divided where `divide` says, and on the host where they stream."""
+    variables = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    kinds = (kind for variable in variables for kind in memory_kinds(variable))
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec, memory_kind=next(kinds)), undivided(specs(divide(tree, mesh)))
+    )
 
 
 def require_undivided(states: Any, caller: str) -> None:

@@ -31,6 +31,7 @@ from jaxtune.models.linear import not_differentiated
 from jaxtune.models.placement.collectives import CollectiveSchedule
 from jaxtune.models.placement.gathers import first_gathered, scatter, shards_of_layer, with_gradients
 from jaxtune.models.placement.partition import Shard, with_whole
+from jaxtune.models.placement.streams import Arrivals, with_arrived
 from jaxtune.models.placement.transfers import TransferSchedule, copies_start_at_once, cut, join
 from jaxtune.models.stack.residual_plan import KEEP, ResidualPlan, residuals_of, unknown_residual
 from jaxtune.models.stack.stack_layers import (
@@ -115,9 +116,11 @@ def layer_forward(
     tile=None,
     in_fp8: tuple[str, ...] = (),
     taken=None,
+    to_device=(),
 ):
-    """Runs one layer, while it copies residuals of the layer before to the host and gathers weights of the next.
-    Returns (layer_output, {name: value} for the wanted names, copies of `to_host`, `gathers` whole).
+    """Runs one layer, while it copies residuals of the layer before to the host and brings weights of later ones.
+    Returns (layer_output, {name: value} for the wanted names, copies of `to_host`, `gathers` whole, copies of
+    `to_device`).
 
       graph, trainable, frozen: the layer's Block, for nnx.merge.
       spec: the layer's kind: its parts, window and rotary base.
@@ -130,6 +133,7 @@ def layer_forward(
       tile: tokens of each row that tokenwise segments process at a time; None: whole rows.
       in_fp8: those of `returned_names` that are returned rounded to e4m3.
       taken: {name: value} that the layer takes from outside (Block.takes); None: nothing.
+      to_device: weights of later layers on the host.
     """
     with jax.named_scope("layer"), copies_start_at_once():
         block = nnx.merge(graph, trainable, frozen)
@@ -138,19 +142,20 @@ def layer_forward(
         values: dict[str, Any] = {LAYER_INPUT: layer_input, **(taken or {})}
         work = _work(segments, block, layer_input)
         copies = TransferSchedule(to_host, work, jax.memory.Space.Host)
+        arrivals = TransferSchedule(to_device, work, jax.memory.Space.Device)
         collectives = CollectiveSchedule(gathers, (), work)
         for stage, segment in enumerate(segments):
-            inputs = collectives.start(stage, copies.start(stage, [values[name] for name in segment.reads]))
-            context, inputs = context_of(segment, inputs)
+            inputs = arrivals.start(stage, copies.start(stage, [values[name] for name in segment.reads]))
+            context, inputs = context_of(segment, collectives.start(stage, inputs))
             outputs, low_rank = run_segment(segment, block, context, inputs)
-            outputs = collectives.finish(stage, copies.finish(stage, outputs))
+            outputs = collectives.finish(stage, arrivals.finish(stage, copies.finish(stage, outputs)))
             values |= {**dict(zip(segment.outputs, outputs, strict=True)), **low_rank}
         returned = {name: values[name] for name in returned_names if name in values}
         output = values[LAYER_OUTPUT]
         rounded = {name: in_e4m3(returned[name]) for name in in_fp8 if name in returned}
         if rounded:  # before the next layer begins; otherwise XLA may keep the values before rounding
             rounded, output = optimization_barrier((rounded, output))
-        return output, returned | rounded, copies.arrays, collectives.gathered
+        return output, returned | rounded, copies.arrays, collectives.gathered, arrivals.arrays
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="tile")
@@ -177,7 +182,8 @@ def layer_backward(
       saved: {name: value} of residuals, arrays or FP8, and of what the layer takes; missing ones are recomputed.
       doutput: layer_output's gradient, [B, T, hidden].
       layout, key, tile: those of the layer's forward.
-      to_device: Pieces of the residuals of the layer that is next in the backward, on the host.
+      to_device: what is on the host, a tree: Pieces of the residuals of the layer that is next in the backward, and
+        weights of later ones.
       gathers: Shards of the weights that it needs whole.
       scatters: pairs (Shard, gradient of the whole tensor), to be summed over devices.
       dother_outputs: {name: gradient} of auxiliary values and of what later layers took; None: there are none.
@@ -275,14 +281,21 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, gradient_
       decoder_inputs: {name: value} that the decoder gives each layer.
     """
     aux, layer_values = [], {}
-    gathered = first_gathered(trainables, frozens)
+    gathered, arrivals = first_gathered(trainables, frozens), Arrivals(frozens)
     for index, layer in enumerate(static.layers):
-        weights = with_whole((trainables[index], frozens[index]), gathered)
+        frozen = with_arrived(frozens[index], arrivals.take(index))
+        weights = with_whole((trainables[index], frozen), gathered)
         arguments = (*weights, x, layout, _layer_key(keys, index), (), shards_of_layer(trainables, frozens, index + 1))
-        taken = layer.taken(decoder_inputs[index], layer_values)
-        x, residuals, _, gathered = (layer_forward if isinstance(x, Tracer) else _untuned_layer_forward)(
-            layer.graph, layer.spec, static.aux + tuple(layer.gives), *arguments, tile=layer.tile, taken=taken
+        x, residuals, _, gathered, copies = (layer_forward if isinstance(x, Tracer) else _untuned_layer_forward)(
+            layer.graph,
+            layer.spec,
+            static.aux + tuple(layer.gives),
+            *arguments,
+            tile=layer.tile,
+            taken=layer.taken(decoder_inputs[index], layer_values),
+            to_device=arrivals.beside(index),
         )
+        arrivals.arrive(index, copies)
         layer_values |= {name: residuals[residual] for residual, name in layer.gives.items()}
         aux.append({name: residuals[name] for name in static.aux if name in residuals})
     return x, total_over_layers(aux)
@@ -293,14 +306,15 @@ def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, gradi
     resident, hosted, aux, whole_weights, taken_by_layer, layer_values = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
-    next_weights = first_gathered(trainables, frozens)
+    next_weights, arrivals, arrived = first_gathered(trainables, frozens), Arrivals(frozens), []
     for index, layer in enumerate(static.layers):
         returned_names = layer.kept + layer.in_fp8 + layer.offloaded + static.aux
         gathered, gathers = next_weights, shards_of_layer(trainables, frozens, index + 1)
-        weights = with_whole((trainables[index], frozens[index]), gathered)
+        arrived = arrivals.take(index)
+        weights = with_whole((trainables[index], with_arrived(frozens[index], arrived)), gathered)
         arguments = (*weights, x, layout, _layer_key(keys, index), to_host, gathers)
         taken_by_layer.append(layer.taken(decoder_inputs[index], layer_values))
-        x, residuals, copies, next_weights = layer_forward(
+        x, residuals, copies, next_weights, of_later = layer_forward(
             layer.graph,
             layer.spec,
             returned_names,
@@ -308,7 +322,9 @@ def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, gradi
             tile=layer.tile,
             in_fp8=layer.in_fp8,
             taken=taken_by_layer[index],
+            to_device=arrivals.beside(index),
         )
+        arrivals.arrive(index, of_later)
         layer_values |= {name: residuals[residual] for residual, name in layer.gives.items()}
         whole_weights.append(gathered if static.stays_whole(index) else [])
         aux.append({name: residuals.pop(name) for name in static.aux if name in residuals})
@@ -322,6 +338,7 @@ def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, gradi
     return (x, total_over_layers(aux)), (
         trainables,
         frozens,
+        arrived,
         whole_weights,
         resident,
         [*hosted, {}],
@@ -337,7 +354,10 @@ def _stack_bwd(static: StackProgram, residuals, gradient):
     With `gradient_sums`, their cotangent is sums plus gradients, and trainables get None.
     """
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
-    trainables, frozens, whole_weights, resident, hosted, taken_by_layer, layout, keys, gradient_sums = residuals
+    trainables, frozens, arrived, whole_weights, resident, hosted, taken_by_layer, layout, keys, gradient_sums = (
+        residuals
+    )
+    arrivals, last = Arrivals(frozens[::-1], arrived), len(resident) - 1
     gradients: list[Any] = [None] * len(resident)
     ddecoder_inputs: list[dict[str, jax.Array]] = [{} for _ in resident]
     dlayer_values: dict[
@@ -365,18 +385,19 @@ def _stack_bwd(static: StackProgram, residuals, gradient):
         # Ties this layer's work to its gradient; otherwise XLA shares recomputed values with the forward and keeps
         # them. The same holds for trained weights in the compute dtype: 26 MB a layer of adapters on a 30B's experts.
         gathered = whole_weights[index] if static.stays_whole(index) else gathered
-        gathered_trainable, frozen = with_whole((trainables[index], frozens[index]), gathered)
+        frozen = with_arrived(frozens[index], arrivals.take(last - index))
+        gathered_trainable, frozen = with_whole((trainables[index], frozen), gathered)
         # If memory is short these are tied too, because a plan does not count what is computed from them.
         untied = {
             name: saved.pop(name) for name in layer.free if name in resident[index] and not static.memory_is_short
         }
         saved, dx, trainable = optimization_barrier((saved, dx, gathered_trainable))
-        to_device = tuple(hosted[index - 1].values()) if index else ()
+        to_device = tuple(hosted[index - 1].values()) if index else (), arrivals.beside(last - index)
         dother_outputs = {name: daux[name] for name in static.aux if name in layer.aux}
         dother_outputs |= {
             residual: dlayer_values.pop(name) for residual, name in layer.gives.items() if name in dlayer_values
         }
-        gradients[index], dx, dtaken, reloaded, gathered, scattered = layer_backward(
+        gradients[index], dx, dtaken, (reloaded, copies), gathered, scattered = layer_backward(
             layer.graph,
             layer.spec,
             trainable if static.memory_is_short else gathered_trainable,
@@ -391,6 +412,7 @@ def _stack_bwd(static: StackProgram, residuals, gradient):
             tile=layer.tile,
             dother_outputs=dother_outputs,
         )
+        arrivals.arrive(last - index, copies)
         for name, value in dtaken.items():
             if name not in layer.shared:
                 ddecoder_inputs[index][name] = value

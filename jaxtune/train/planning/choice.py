@@ -78,18 +78,21 @@ def choose(
         moved = dataclasses.replace(costs.moved, link_bytes=link_bytes)
         return best_layers(dataclasses.replace(costs, moved=moved), costs.shape.tokens(micro), device, tile)
 
-    for placed in places(costs, device):
-        beside = beside_moved(placed, device)
-        candidates += _candidates(placed, spec, fixed, beside, budget, chunk_logits, unlike, layers_of, alike_bytes)
-
     def limit(plan: StepPlan) -> float:
         return min(budget, alike_bytes) if any(_runs(failed) == _runs(plan) for failed in unlike) else budget
 
     def fits(candidate: Forecast) -> bool:
         return candidate.peak_bytes <= limit(candidate.plan) and not _related(costs, candidate.plan, unlike)
 
-    fitting = [candidate for candidate in candidates if fits(candidate)]
-    if not fitting:
+    last = {word: (0, 0) for word, m in costs.movables.items() if m.last_resort and m.able and costs.may(word, 0)}
+    fitting: list[Forecast] = []
+    for limited in (costs.limited(last), costs) if last else (costs,):
+        for placed in places(limited, device):
+            beside = beside_moved(placed, device)
+            candidates += _candidates(placed, spec, fixed, beside, budget, chunk_logits, unlike, layers_of, alike_bytes)
+        if fitting := [candidate for candidate in candidates if fits(candidate)]:
+            break
+    else:
         raise PlanError(min(candidates, key=lambda candidate: candidate.peak_bytes), budget)
 
     def order(candidate: Forecast) -> tuple[float, int, float]:

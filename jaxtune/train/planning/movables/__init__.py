@@ -5,12 +5,14 @@ from jaxtune.train.planning.movables.embeddings import Embeddings
 from jaxtune.train.planning.movables.movable import Movable
 from jaxtune.train.planning.movables.optimizer_states import OptimizerStates
 from jaxtune.train.planning.movables.residuals import Residuals
+from jaxtune.train.planning.movables.streamed import Streamed
 from jaxtune.train.planning.movables.transposed_codes import TransposedCodes
 from jaxtune.train.planning.movables.whole_weights import Resident, Whole
 
 # {word: movable}, in the order in which they are tried and told.
 MOVABLES: dict[str, type[Movable]] = {
-    movable.word: movable for movable in (Embeddings, Residuals, OptimizerStates, TransposedCodes, Whole, Resident)
+    movable.word: movable
+    for movable in (Embeddings, Residuals, OptimizerStates, Streamed, TransposedCodes, Whole, Resident)
 }
 
 

@@ -50,8 +50,9 @@ class TransposedCodes(Movable):
         return cls(nbytes([w.with_transposed(lambda codes: codes).transposed for w in frozen if isinstance(w, Stored)]))
 
     def with_room(self, costs: StepParts, level: int, room_bytes: float, device: Device) -> Sequence[int]:
-        """Hopper only: its kernel reads the codes where they are; elsewhere they would be joined in each step."""
-        return (1,) if device.hopper else ()
+        """Hopper only: its kernel reads the codes where they are; elsewhere they would be joined in each step. Not with
+        weights that stream, which would bring their copies."""
+        return (1,) if device.hopper and not costs.level("streamed") else ()
 
     def placed[P: StepParts](self, costs: P, level: int) -> P:
         moved = dataclasses.replace(costs.moved, copied_bytes=costs.moved.copied_bytes + self.bytes)

@@ -1,0 +1,124 @@
+"""Frozen weights of layers in pinned host memory, which arrive on the device while the layers before theirs compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+PINNED = "pinned_host"
+_SMALL = 256  # of a matrix' arrays, those that are so many times smaller than its largest stay on the device
+
+
+def streamed_layers(level: int, layers: int) -> list[int]:
+    """The `level` layers whose weights are on the host, evenly spread, so that copies have the time of those between.
+    The last is among them: its weights stay from forward to backward. The first is only if all are.
+    """
+    return [index for index in range(layers) if (index + 1) * level // layers > index * level // layers]
+
+
+def declared(variable: nnx.Variable, value: Any, hosted: bool) -> nnx.Variable:
+    """The variable with another value, which streams from the host or does not."""
+    if hosted == _is_hosted(variable):
+        return variable.replace(value)
+    return variable.replace(value, memory_kind=PINNED if hosted else None)
+
+
+def memory_kinds(variable: Any) -> list[str | None]:
+    """Of the arrays of a variable, which may be shapes, or of another leaf; None: the device's."""
+    return (
+        [PINNED if large else None for large in _large(variable)]
+        if _is_hosted(variable)
+        else [None] * len(jax.tree.leaves(variable))
+    )
+
+
+def streamed_bytes(variable: Any) -> float:
+    """Bytes of a variable's arrays, or shapes, that are on the host if it streams."""
+    arrays = jax.tree.leaves(variable)
+    return sum(_nbytes(array) for array, large in zip(arrays, _large(variable), strict=True) if large)
+
+
+def _large(variable: nnx.Variable) -> list[bool]:
+    """Which arrays of a variable are on the host if it streams: of matrices, the large ones."""
+    value = variable.get_value()
+    sizes = [_nbytes(array) for array in jax.tree.leaves(value)]
+    return [value.ndim > 1 and size * _SMALL >= max(sizes) for size in sizes]
+
+
+def _nbytes(array: Any) -> float:
+    return float(math.prod(array.shape) * array.dtype.itemsize)
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def _is_hosted(leaf: Any) -> bool:
+    return _is_variable(leaf) and leaf.get_metadata().get("memory_kind") == PINNED
+
+
+def _hosted(weights: Any) -> list[jax.Array]:
+    variables = jax.tree.leaves(weights, is_leaf=_is_variable)
+    return [
+        array
+        for variable in variables
+        for array, kind in zip(jax.tree.leaves(variable), memory_kinds(variable), strict=True)
+        if kind is not None
+    ]
+
+
+def with_arrived(weights: Any, arrived: Sequence[jax.Array]) -> Any:
+    """The weights with copies on the device in the places of arrays on the host, in the order of leaves."""
+    copies = iter(arrived)
+
+    def placed(leaf: Any) -> Any:
+        if not _is_hosted(leaf):
+            return leaf
+        arrays, structure = jax.tree.flatten(leaf.get_value())
+        kinds = memory_kinds(leaf)
+        arrays = [array if kind is None else next(copies) for array, kind in zip(arrays, kinds, strict=True)]
+        return declared(leaf, structure.unflatten(arrays), False)
+
+    return jax.tree.map(placed, weights, is_leaf=_is_variable) if arrived else weights
+
+
+class Arrivals:
+    """The copies of a pass over all layers, each beside one of the layers since the one before with weights on the
+    host. At most the weights of two layers are on the device.
+
+      weights: of each layer, nnx variables, in the order of the pass.
+      first: copies of the first layer's, if they are there already; None: they are made before it.
+    """
+
+    def __init__(self, weights: Sequence[Any], first: Sequence[jax.Array] | None = None):
+        hosted = [_hosted(tree) for tree in weights]
+        self._beside: list[list[tuple[int, jax.Array]]] = [[] for _ in weights]
+        self._arrived: list[list[jax.Array]] = [[] for _ in weights]
+        self._arrived[:1] = [
+            [jax.device_put(array, jax.memory.Space.Device) for array in hosted[0]] if first is None else [*first]
+        ]
+        before = 0
+        for layer in range(1, len(weights)):
+            total, done = sum(array.nbytes for array in hosted[layer]), 0
+            for array in hosted[layer]:
+                self._beside[before + done * (layer - before) // total].append((layer, array))
+                done += array.nbytes
+            before = layer if hosted[layer] else before
+
+    def beside(self, layer: int) -> list[jax.Array]:
+        """Arrays on the host that are to be copied while a layer computes. layer: its place in the pass, from 0."""
+        return [array for _, array in self._beside[layer]]
+
+    def arrive(self, layer: int, copies: Sequence[jax.Array]) -> None:
+        """Takes the copies of `beside`."""
+        for (later, _), copy in zip(self._beside[layer], copies, strict=True):
+            self._arrived[later].append(copy)
+
+    def take(self, layer: int) -> list[jax.Array]:
+        """The copies of a layer's weights, of which nothing remains here."""
+        arrived, self._arrived[layer] = self._arrived[layer], []
+        return arrived

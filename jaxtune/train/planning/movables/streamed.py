@@ -1,0 +1,113 @@
+"""Frozen weights of layers in pinned host memory (models/placement/streams.py): each pass over a layer copies them to
+the device while the layers before it compute. Results are bitwise equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.placement import partition, streams
+from jaxtune.train.planning.devices import Device
+from jaxtune.train.planning.movables.movable import Movable, Outcome
+from jaxtune.train.planning.parts import FROZEN, StepParts
+from jaxtune.train.planning.step_spec import StepSpec
+
+ARRIVING = "weights of two layers that arrive"  # a name of bytes in StepParts.fixed
+
+
+@dataclasses.dataclass(frozen=True)
+class Streamed(Movable):
+    """Layers of an adapter's run on one device, which does not generate: an answer's token would wait for all of them.
+    Weights that QAT rounds stay.
+    """
+
+    word = "streamed"
+    counted = True
+    last_resort = True
+
+    layer_bytes: tuple[float, ...] = ()  # frozen, of each layer
+
+    @classmethod
+    def of(cls, model: Decoder, states: optax.OptState, spec: StepSpec) -> Streamed:
+        if not spec.model.adapts or spec.mesh_shape.size > 1 or spec.generates or spec.rounds:
+            return cls()
+        return cls(tuple(sum(map(streams.streamed_bytes, _frozen(layer))) for layer in model.layers))
+
+    @property
+    def able(self) -> bool:
+        return any(self.layer_bytes)
+
+    def levels(self, costs: StepParts, device: Device) -> Sequence[int]:
+        layers = costs.shape.num_layers
+        return sorted({-(-layers * quarter // 4) for quarter in (1, 2, 3, 4)}) if device.link else ()
+
+    def with_room(self, costs: StepParts, level: int, room_bytes: float, device: Device) -> Sequence[int]:
+        """As many more layers stay on the device as there is room for."""
+        stay = int(room_bytes / max(self.layer_bytes)) if room_bytes < float("inf") else level
+        return range(max(level - stay, 0), level) if level else ()
+
+    def _bytes(self, level: int) -> float:
+        return sum(self.layer_bytes[layer] for layer in streams.streamed_layers(level, len(self.layer_bytes)))
+
+    def placed[P: StepParts](self, costs: P, level: int) -> P:
+        size = self._bytes(level)
+        more = size - self._bytes(costs.level(self.word))
+        fixed = {**costs.fixed, FROZEN: costs.fixed[FROZEN] - more}
+        fixed[ARRIVING] = min(2 * max(self.layer_bytes), size) if level else 0.0
+        moved = dataclasses.replace(
+            costs.moved,
+            pinned_bytes=costs.moved.pinned_bytes + more,
+            link_bytes=costs.moved.link_bytes + more / costs.shape.num_layers,
+        )
+        return dataclasses.replace(costs, fixed=fixed, moved=moved)
+
+    def lines(self, costs: StepParts, outcome: Outcome, device: Device) -> list[str]:
+        if not (level := costs.level(self.word)):
+            return []
+        size = self._bytes(level)
+        seconds = f", {size / device.link:.2f} s a pass over the link" if device.link and device.name != "cpu" else ""
+        return [f"  weights of {level} layers stream from the host ({size / 1e9:.2f} GB{seconds})"]
+
+    @classmethod
+    def moved(cls, model: Decoder, frozen: nnx.State, level: int, where: NamedSharding) -> nnx.State:
+        def placed(variable: Any, hosted: bool) -> Any:
+            declared = streams.declared(variable, variable.get_value(), hosted)
+            arrays, structure = jax.tree.flatten(declared)
+            for index, kind in enumerate(streams.memory_kinds(declared)):
+                there = where if kind is None else where.with_memory_kind(kind)
+                if kind is not None or arrays[index].sharding.memory_kind == streams.PINNED:
+                    arrays[index] = partition.put(arrays[index], there)
+            return structure.unflatten(arrays)
+
+        return _of_layers(placed, frozen, level, len(model.layers))
+
+    @classmethod
+    def declared(cls, model: Decoder, frozen: nnx.State, level: int) -> nnx.State:
+        def declare(variable: Any, hosted: bool) -> Any:
+            return streams.declared(variable, variable.get_value(), hosted)
+
+        return _of_layers(declare, frozen, level, len(model.layers))
+
+
+def _frozen(layer: nnx.Module) -> list[nnx.Variable]:
+    state = nnx.split(layer, nnx.Param, ...)[2]
+    return jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def _of_layers(function: Callable[[Any, bool], Any], frozen: nnx.State, level: int, layers: int) -> nnx.State:
+    """The state with function(variable, whether it is on the host) in place of the layers' variables."""
+    hosted = set(streams.streamed_layers(level, layers))
+
+    def at(path, variable):
+        keys = [getattr(key, "key", None) for key in path]
+        return function(variable, keys[1] in hosted) if keys[0] == "layers" else variable
+
+    return jax.tree_util.tree_map_with_path(at, frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

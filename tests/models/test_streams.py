@@ -1,0 +1,135 @@
+"""Frozen weights that stream from the host give the bits of those that stay, whatever else is planned."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import CONFIGS, golden_tokens
+
+from jaxtune.models.files.quant import compute_in_fp8, quantize
+from jaxtune.models.hf import model_from_config
+from jaxtune.models.lora import freeze, get_peft_model, matrices
+from jaxtune.models.placement.streams import Arrivals, declared, streamed_layers
+from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
+from jaxtune.pallas.formats import FORMATS
+from jaxtune.train.planning.movables.streamed import Streamed
+
+PLANS = {"keep": KEEP, "recompute": RECOMPUTE, "offload": LayerPlan("offload")}
+WHERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def make_model(family: str, form: str | None, layers: int | None = None):
+    config = CONFIGS[family] if layers is None else CONFIGS[family] | {"num_hidden_layers": layers}
+    model = model_from_config(config, jax.random.key(0), "bfloat16" if form else "float32")
+    if form == "mxfp4":
+        model = freeze(model)
+        for _, matrix in matrices(model):
+            if matrix.weight.get_value().ndim == 3:
+                matrix.weight = matrix.weight.replace(FORMATS["mxfp4"].encode(matrix.stored_weight))
+    elif form == "fp8 products":
+        model = compute_in_fp8(quantize(model, "fp8"))
+    elif form is not None:
+        model = quantize(model, form)
+    return get_peft_model(model, r=2, target_modules="all-linear")
+
+
+def loss_and_gradients(model, plan: LayerPlan, level: int):
+    """(loss, gradients), jitted, with `level` layers' frozen weights on the host."""
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    frozen = Streamed.moved(model, frozen, level, WHERE)
+    tokens = jnp.asarray(golden_tokens())
+    segments = jnp.asarray([[1] * 9 + [2] * 15, [1] * 20 + [0] * 4])
+    residuals = ResidualPlan.uniform(plan, len(model.layers))
+
+    @jax.jit
+    def compute(trainable, frozen):
+        def total(trainable):
+            hidden = nnx.merge(graph, trainable, frozen).hidden_states(tokens, segments, plan=residuals)
+            return (hidden.astype(jnp.float32) * jnp.cos(jnp.arange(hidden.size).reshape(hidden.shape))).sum()
+
+        return jax.value_and_grad(total)(trainable)
+
+    return compute(trainable, frozen)
+
+
+def assert_same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+
+
+CASES = [
+    ("qwen3_5", "nf4", "recompute", 2),
+    ("gpt_oss", "mxfp4", "offload", 1),
+    ("qwen3", "fp8 products", "recompute", 3),
+]
+OTHERS = [(family, form, plan, 2) for family in CONFIGS for form in (None, "nf4") for plan in ("keep", "offload")]
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "plan", "level"),
+    [*CASES, *(pytest.param(*other, marks=pytest.mark.full) for other in OTHERS)],
+    ids=str,
+)
+def test_a_step_has_the_same_bits(family, form, plan, level):
+    model = make_model(family, form)
+    level = min(level, len(model.layers))
+    assert_same(loss_and_gradients(model, PLANS[plan], level), loss_and_gradients(model, PLANS[plan], 0))
+
+
+def test_a_pass_without_gradients_has_the_same_bits():
+    model = make_model("gemma3", None)
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    tokens, run = jnp.asarray(golden_tokens()), jax.jit(lambda model, tokens: model(tokens))
+    want = run(model, tokens)
+    for level in range(1, len(model.layers) + 1):
+        streamed = nnx.merge(graph, trainable, Streamed.moved(model, frozen, level, WHERE))
+        np.testing.assert_array_equal(run(streamed, tokens), want)
+
+
+@given(st.integers(1, 100), st.data())
+def test_layers_are_spread_evenly(layers, data):
+    level = data.draw(st.integers(0, layers))
+    chosen = streamed_layers(level, layers)
+    assert len(chosen) == level and (not level or chosen[-1] == layers - 1)
+    gaps = np.diff([-1, *chosen])
+    assert not level or gaps.max() - gaps.min() <= 1
+
+
+@given(st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=9), st.booleans())
+@settings(deadline=None)
+def test_each_weight_arrives_once_in_its_place_and_at_most_those_of_two_layers_are_there(sizes, arrived):
+    """Sizes are of each layer's arrays on the host; every layer has one on the device, too."""
+    where, host = WHERE, WHERE.with_memory_kind("pinned_host")
+    number = iter(range(100))
+
+    def variable(size, hosted):
+        array = jax.device_put(np.full((size, 1), next(number), np.float32), host if hosted else where)
+        return declared(nnx.Variable(array), array, hosted)
+
+    variables = [[variable(size, True) for size in layer] + [variable(1, False)] for layer in sizes]
+    weights = [[leaf.get_value() for leaf in layer] for layer in variables]
+    first = [jax.device_put(leaf, where) for leaf in weights[0][:-1]] if arrived else None
+    arrivals, there = Arrivals(variables, first), 0
+    for layer, expected in enumerate(weights):
+        taken = arrivals.take(layer)
+        np.testing.assert_array_equal([a[0, 0] for a in taken], [a[0, 0] for a in expected[:-1]])
+        assert all(a.sharding.memory_kind == where.memory_kind for a in taken)
+        beside = arrivals.beside(layer)
+        later = {index for index, other in enumerate(weights) for a in other for b in beside if a is b}
+        assert len(later) <= 1 and all(index > layer for index in later)
+        arrivals.arrive(layer, [jax.device_put(a, where) for a in beside])
+        there += len(taken)
+    assert there == sum(map(len, sizes))
+
+
+def test_copies_are_spread_over_the_layers_between():
+    array = jax.device_put(np.zeros((4, 2)), WHERE.with_memory_kind("pinned_host"))
+    weights = [[declared(nnx.Variable(array), array, True) for _ in range(6 * (layer in (3, 7)))] for layer in range(8)]
+    arrivals = Arrivals(weights)
+    assert [len(arrivals.beside(layer)) for layer in range(8)] == [2, 2, 2, 2, 1, 2, 1, 0]
