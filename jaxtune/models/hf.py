@@ -5,6 +5,7 @@ twice.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -52,6 +53,7 @@ from jaxtune.models.files.tensor_entries import dtype_name, is_kept_packed, list
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import freeze, matrices
 from jaxtune.models.placement import partition
+from jaxtune.models.placement.streams import host_shardings
 from jaxtune.models.precision import DTYPES
 from jaxtune.models.registry import (
     config_from_hf,
@@ -183,6 +185,11 @@ class Pretrained:
         return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._kept, self._dtypes)
 
     @property
+    def of_layers(self) -> list[str]:
+        """Names of the text model's matrices in layers."""
+        return [name for name, (path, v) in self._variables.items() if path[0] == "layers" and v.get_value().ndim > 1]
+
+    @property
     def source(self) -> Source:
         """Of the model that `load` makes."""
         return self._source
@@ -195,6 +202,7 @@ class Pretrained:
         cancelled: threading.Event | None = None,
         mesh: jax.sharding.Mesh | None = None,
         stay: Collection[str] = (),
+        streams: bool = False,
     ) -> Decoder:
         """Reads the weights. They are all trainable, or all frozen if any is quantised; a tower's are frozen.
 
@@ -203,16 +211,21 @@ class Pretrained:
             quantised. None: the default device has the model.
           stay: Hugging Face names of tensors that stay in host memory, as numpy arrays, unless they are stored
             quantised.
+          streams: whether the matrices of layers go to pinned host memory; without a mesh.
 
         Raises ValueError for numbers that are not finite and, without a mesh, for too little memory on the first
         device.
         """
         stay = [name for name in stay if not isinstance(self._entries.get(name), StoredEntry)]
+        pinned = {
+            name: functools.partial(host_shardings, self._variables[name][1]) for name in self.of_layers if streams
+        }
         if mesh is None:
             how = next(iter(self._encoded.values()), None) or self.stored_in or self._dtype
-            nf4 = None if self.packed or how == "nf4" else self.device_bytes("nf4", stay)
+            elsewhere = [*stay, *pinned]
+            nf4 = None if self.packed or how == "nf4" else self.device_bytes("nf4", elsewhere)
             with timing.phase("devices"):
-                load_memory.require_room(self.folder, self.device_bytes(None, stay), how, nf4)
+                load_memory.require_room(self.folder, self.device_bytes(None, elsewhere), how, nf4)
 
         def where(name: str, tensor):
             if mesh is None:
@@ -223,7 +236,7 @@ class Pretrained:
         forms = self._encoded, self._kept
         # A text model is the same base with and without its tower.
         text, tower = ({n: e for n, e in self._entries.items() if self._in_tower(n) == of} for of in (False, True))
-        arrays, digest = read_tensors(text, self._dtype, *forms, cancelled, where, self._dtypes, stay)
+        arrays, digest = read_tensors(text, self._dtype, *forms, cancelled, where, self._dtypes, stay, pinned)
         if tower:
             arrays |= read_tensors(tower, self._dtype, *forms, cancelled, where, self._dtypes, stay)[0]
         state = nnx.from_flat_state([(path, v.replace(arrays[name])) for name, (path, v) in self._variables.items()])

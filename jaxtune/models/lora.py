@@ -17,6 +17,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.expressions import matching
 from jaxtune.models.layers.expert_linear import ExpertLinear, ExpertLora
 from jaxtune.models.linear import Frozen, Linear, Lora, frozen, row_norm, trained
+from jaxtune.models.placement.streams import on_device
 from jaxtune.pallas.formats import Stored, dense
 
 
@@ -314,7 +315,9 @@ def get_peft_model(
         out_size, in_size = linear.sizes
         lora = Lora(in_size, out_size, rank, alpha, lora_dropout, key, rslora=use_rslora, dora=use_dora)
         if lora.magnitude is not None:
-            lora.magnitude.set_value(row_norm(dense(linear.stored_weight), lora.a[...], lora.b[...], lora.scale))
+            lora.magnitude.set_value(
+                row_norm(dense(on_device(linear.stored_weight)), lora.a[...], lora.b[...], lora.scale)
+            )
         linear.lora = lora
     head = model.config.head.name
     for name in {*(modules_to_save or ()), *([] if model.config.head.is_text else [head])}:

@@ -19,10 +19,10 @@ STEPS = 6
 ONE_DEVICE = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
 
 
-def make_folder(folder: Path, **shape: Any) -> Path:
+def make_folder(folder: Path, layers: int = 1, **shape: Any) -> Path:
     """Writes model/, of that shape, rows.jsonl, eval.jsonl and recipe.yaml; returns the recipe."""
     tokenizer = make_tokenizer()
-    model = tiny_model("bfloat16", vocab_size=len(tokenizer), layers=(LayerSpec(),), **shape)
+    model = tiny_model("bfloat16", vocab_size=len(tokenizer), layers=(LayerSpec(),) * layers, **shape)
     save_pretrained(model, folder / "model", tokenizer=tokenizer)
     for name, count in (("rows", 40), ("eval", 10)):
         rows = [

@@ -150,6 +150,7 @@ def read_tensors(
     where: Callable[[str, Any], Any] = lambda name, tensor: None,
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
     on_host: Collection[str] = (),
+    pinned: Mapping[str, Callable[[Any], Any]] = types.MappingProxyType({}),
 ) -> tuple[dict[str, jax.Array | np.ndarray | Stored], Digest]:
     """({name: array or quantised weight}, digest of all as stored). Eight threads read; at most 1 GiB, or one larger
     tensor, is on its way.
@@ -163,13 +164,14 @@ def read_tensors(
         parts of a tensor are read only for a digest that is not cached.
       dtypes: {name: dtype} of tensors with another dtype than `dtype`.
       on_host: plain tensors that stay in host memory.
+      pinned: {name: tensor -> its shardings} of tensors that go on to pinned host memory, from one device.
 
     Raises ValueError for files that end early, values that are not finite after the cast, or impossible scales.
     """
     one_at_a_time, digest_cache = threading.Lock(), DigestCache(entry.file for entry in entries.values())
     moved = {name: entry for name, entry in entries.items() if name not in kept_quantised and name not in on_host}
     computed = _computed(moved, dtype, encoded, dtypes)
-    zeros = {name: _zeros(shapes, where(name, shapes)) for name, shapes in computed.items()}
+    zeros = {name: _zeros(shapes, where(name, shapes)) for name, shapes in computed.items() if name not in pinned}
 
     def load(name, entry):
         tensor_dtype = dtypes.get(name, dtype)
@@ -194,6 +196,9 @@ def read_tensors(
             if name in encoded:
                 tensor = quant.encode(jax.device_put(tensor).astype(dtype), encoded[name])
             placed = partition.put(tensor, where(name, tensor))
+            if name in pinned:
+                placed = jax.tree.map(lambda leaf, shape: leaf.astype(shape.dtype), placed, computed[name])
+                return jax.block_until_ready(placed), digest
             return jax.block_until_ready(_moved_into(zeros.pop(name), placed)), digest
 
     arrays, digests, finite, waiting, in_flight = {}, {}, {}, deque(), 0
@@ -204,6 +209,8 @@ def read_tensors(
         name, entry, future = waiting.popleft()
         arrays[name], digests[name], flags = future.result()
         finite[name] = are_finite(arrays[name]) if flags is None else flags
+        if name in pinned:
+            arrays[name] = jax.block_until_ready(partition.put(arrays[name], pinned[name](arrays[name])))
         in_flight -= entry.size_bytes
         work.advance(entry.size_bytes)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 PINNED = "pinned_host"
@@ -40,6 +41,31 @@ def streamed_bytes(variable: Any) -> float:
     """Bytes of a variable's arrays, or shapes, that are on the host if it streams."""
     arrays = jax.tree.leaves(variable)
     return sum(_nbytes(array) for array, large in zip(arrays, _large(variable), strict=True) if large)
+
+
+def host_shardings(variable: nnx.Variable, value: Any) -> Any:
+    """A tree of shardings, on the default device, of a value that streams in a variable."""
+    hosted, device = declared(variable, value, True), jax.local_devices()[0]
+    shardings = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in memory_kinds(hosted)]
+    return jax.tree.unflatten(jax.tree.structure(value), shardings)
+
+
+def on_device(tree: Any) -> Any:
+    """The tree with its pinned arrays copied to their devices."""
+    return _of_pinned(lambda array: jax.device_put(array, array.sharding.with_memory_kind("device")), tree)
+
+
+def unpinned(tree: Any) -> Any:
+    """The tree with numpy copies of its pinned arrays, which take part in any computation."""
+    return _of_pinned(np.asarray, tree)
+
+
+def _of_pinned(function: Callable[[jax.Array], Any], tree: Any) -> Any:
+    def of(array: Any) -> Any:
+        is_pinned = isinstance(array, jax.Array) and array.sharding.memory_kind == PINNED
+        return function(array) if is_pinned else array
+
+    return jax.tree.map(of, tree)
 
 
 def _large(variable: nnx.Variable) -> list[bool]:

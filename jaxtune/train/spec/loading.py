@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +26,14 @@ from jaxtune.train.config.tower import with_trained_parts
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
 from jaxtune.train.planning import cost
+from jaxtune.train.planning.devices import find_device, limit
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.movables import left_on_host
+from jaxtune.train.planning.movables.streamed import Streamed
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.spec.pictures import reads_pictures, refusal
+
+_MOST_WEIGHTS = 0.8  # of the device's memory: if there are more, plans that fit have some of them elsewhere
 
 
 @contextlib.contextmanager
@@ -77,13 +81,15 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
         StepSpec.of(shared), lambda: cost.abstract_model(pretrained.config, StepSpec.of(stored, tower=tower).model)
     )
     mesh = None if mesh_config.divides_tensors is None else partition.make_mesh(*mesh_config.sizes)
+    one_device = partition.mesh_shape(*mesh_config.sizes).size == 1
     cancelled = threading.Event()
     generates = objective.samples or bool(config.evaluation.asking)
     tied = pretrained.config.tie_embeddings and objective.head.is_text
 
     def load() -> Decoder:
         stay = left_on_host(config.adapter, generates, tied) if trains and mesh is None else []
-        model = adapted(pretrained.load(cancelled, mesh, stay), *changes)
+        streams = trains and one_device and not generates and _streams(config, pretrained, stay)
+        model = adapted(pretrained.load(cancelled, mesh, stay, streams), *changes)
         return with_teacher(model, load_teacher(teacher, cancelled, mesh))
 
     packed = pretrained.packed or (teacher is not None and teacher.packed)
@@ -100,6 +106,18 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
             yield weights, tokenizer(pretrained.folder), shapes
         finally:
             cancelled.set()
+
+
+def _streams(config: TrainConfig, pretrained: Pretrained, stay: Collection[str]) -> bool:
+    """Whether layers are loaded into host memory, from where a plan may stream them."""
+    if config.adapter is None or config.qat is not None:
+        return False
+    if config.memory.plan is not None:
+        return Streamed.word in config.memory.plan
+    device = jax.local_devices()[0]
+    name = "cpu" if device.platform == "cpu" else device.device_kind
+    most = limit(config.memory, find_device(name, (device.memory_stats() or {}).get("bytes_limit")))
+    return most is not None and pretrained.device_bytes(None, stay) > _MOST_WEIGHTS * most
 
 
 def _tokenizer(model_config: ModelConfig, folder: Path | None) -> Any:

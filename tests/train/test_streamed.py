@@ -1,0 +1,72 @@
+"""Runs whose frozen weights stream from the host, as a user starts them: loaded there, trained, resumed, exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxtune import cli
+from jaxtune.models import hf
+from jaxtune.models.hf import Pretrained
+from jaxtune.models.placement.streams import PINNED
+from tests.faults.command import make_folder
+
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("streamed")
+    make_folder(folder, LAYERS)
+    return folder
+
+
+def train(folder: Path, name: str, plan: str, *overrides: str) -> Path:
+    output = folder / name
+    assert cli.main(["train", str(folder / "recipe.yaml"), f"memory.plan={plan}", f"output={output}", *overrides]) == 0
+    return output
+
+
+def results(run: Path) -> dict[str, bytes]:
+    """What a run exported, without words of its plan."""
+    return {
+        str(path.relative_to(run)): path.read_bytes()
+        for path in sorted([*run.glob("adapter/*"), *run.glob("merged/*")])
+        if path.suffix == ".safetensors"
+    }
+
+
+@pytest.mark.parametrize("load_in", ["nf4", "null"])
+def test_a_streamed_run_is_the_resident_one_and_goes_on(folder, load_in, monkeypatch, capsys):
+    kinds: list[set[str]] = []
+
+    def load(self, *arguments, **options):
+        model = loads(self, *arguments, **options)
+        weight = model.layers[0].mlp.down_proj.weight.get_value()
+        kinds.append({array.sharding.memory_kind for array in jax.tree.leaves(weight)})
+        return model
+
+    loads = hf.Pretrained.load
+    monkeypatch.setattr(Pretrained, "load", load)
+    # On a CPU XLA keeps more than 16 bits within a fusion, and a copy ends one.
+    more = f"model.load_in={load_in}", "checkpoint.every_steps=2", "precision=fp32"
+    want = results(train(folder, f"resident-{load_in}", "recompute", *more))
+    assert len(want) == 2 and PINNED not in kinds[-1]
+    name, plan = f"streamed-{load_in}", "recompute; streamed=3"
+    train(folder, name, plan, *more, "steps=3")
+    assert PINNED in kinds[-1] and results(train(folder, name, plan, *more)) == want
+    assert "weights of 3 layers stream from the host" in "".join(capsys.readouterr())
+    assert cli.main(["evaluate", str(folder / name / "config.yaml")]) == 0
+    last = json.loads((folder / name / "results.json").read_text())["eval_loss"]["last"]
+    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(last, abs=1e-3)
+
+
+def test_a_run_that_samples_or_rounds_does_not_stream(folder, capsys):
+    recipe = str(folder / "recipe.yaml")
+    for override in ("qat=int8", "evaluation.exact_match_rows=2"):
+        command = ["train", recipe, "memory.plan=recompute; streamed=2", f"output={folder / 'refused'}", override]
+        assert cli.main(command) == cli.USER_ERROR
+        assert "streamed=2" in capsys.readouterr().err
