@@ -52,7 +52,7 @@ def test_a_streamed_run_is_the_resident_one_and_goes_on(folder, load_in, monkeyp
     loads = hf.Pretrained.load
     monkeypatch.setattr(Pretrained, "load", load)
     # On a CPU XLA keeps more than 16 bits within a fusion, and a copy ends one.
-    more = f"model.load_in={load_in}", "checkpoint.every_steps=2", "precision=fp32"
+    more = f"model.load_in={load_in}", "checkpoint.every_steps=2", "precision=fp32", "schedule.name=constant"
     want = results(train(folder, f"resident-{load_in}", "recompute", *more))
     assert len(want) == 2 and PINNED not in kinds[-1]
     name, plan = f"streamed-{load_in}", "recompute; streamed=3"

@@ -16,10 +16,12 @@ from jaxtune.models.config import DecoderConfig, LayerSpec, RopeConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import compute_in_fp8, quantize
 from jaxtune.models.lora import get_peft_model
+from jaxtune.models.placement.streams import memory_kinds
 from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.engine.xla_options import compiler_options
+from jaxtune.train.planning.movables.streamed import Streamed
 from jaxtune.train.program.step import StepProgram
 from tests.gpu.aot.target import H200
 
@@ -68,22 +70,35 @@ def make_model(layers: int, four_bit: bool = False):
 
 
 @functools.cache
-def programs(plan: str, layers: int = 4, max_documents: int = 1, four_bit: bool = False, length: int = LENGTH):
+def programs(
+    plan: str,
+    layers: int = 4,
+    max_documents: int = 1,
+    four_bit: bool = False,
+    length: int = LENGTH,
+    streamed: int = 0,
+):
     """(lowered accumulate, lowered update, bytes of accumulate's arguments) for one H200."""
-    graph, trainable, frozen = nnx.split(make_model(layers, four_bit), nnx.Param, ...)
+    model = make_model(layers, four_bit)
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    frozen = Streamed.declared(model, frozen, streamed)
     schedule = optax.constant_schedule(1e-4)
     residuals = ResidualPlan.uniform(PLANS[plan], layers)
     program = StepProgram(graph, optax.adamw(schedule), schedule, plan=residuals, max_documents=max_documents)
     where = H200.sharding()
 
-    def placed(tree):
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
+    def placed(tree, kind=None):
+        sharding = where if kind is None else H200.on_host(where)
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
 
+    variables = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    kinds = [kind for variable in variables for kind in memory_kinds(variable)]
+    frozen = jax.tree.unflatten(jax.tree.structure(frozen), map(placed, jax.tree.leaves(frozen), kinds))
     state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable))
     sums = placed(jax.eval_shape(program.zero_sums, trainable))
     batch = placed(Batch.empty(TOKENS // length, length))
     index = placed(jax.ShapeDtypeStruct((), jnp.int32))
-    arguments = (sums, state, placed(frozen), batch, index)
+    arguments = (sums, state, frozen, batch, index)
     dispatch.record.pop("attention", None)
     with H200.lowering():
         accumulate = jax.jit(program.accumulate, donate_argnums=0).lower(*arguments)
@@ -93,8 +108,15 @@ def programs(plan: str, layers: int = 4, max_documents: int = 1, four_bit: bool 
 
 
 @functools.cache
-def compiled(plan: str, layers: int = 4, max_documents: int = 1, four_bit: bool = False, length: int = LENGTH):
-    accumulate, *_ = programs(plan, layers, max_documents, four_bit, length)
+def compiled(
+    plan: str,
+    layers: int = 4,
+    max_documents: int = 1,
+    four_bit: bool = False,
+    length: int = LENGTH,
+    streamed: int = 0,
+):
+    accumulate, *_ = programs(plan, layers, max_documents, four_bit, length, streamed)
     return accumulate.compile(compiler_options=compiler_options("gpu", deterministic=False))
 
 
@@ -190,9 +212,9 @@ def is_product(line: str) -> bool:
     return re.search(r'custom_call_target="(__cublas\$lt\$matmul|mosaic_gpu|triton_kernel_call)', line) is not None
 
 
-def transfers(plan: str) -> list[tuple[str, int, int]]:
+def transfers(plan: str, **shape: int) -> list[tuple[str, int, int]]:
     """("to host" or "to device", products before its start, products before its end) of every asynchronous copy."""
-    lines = compiled(plan).as_text().splitlines()
+    lines = compiled(plan, **shape).as_text().splitlines()
     entry = max(index for index, line in enumerate(lines) if line.startswith("ENTRY"))
     begun, found, count = {}, [], 0
     for line in lines[entry:]:
@@ -220,6 +242,19 @@ def test_transfers_run_under_the_whole_layer():
                 covered.update(range(first, last))
         # Three layers of four send, and three receive, under the products of a layer's forward, or of its backward.
         assert len(covered) > 0.9 * 3 / 4 * sum(where in line for line in lines), direction
+
+
+def test_weights_that_stream_arrive_beside_products():
+    """Of layers 1 and 3 of four; those of 3 stay from forward to backward."""
+    resident, streamed = compiled("recompute", four_bit=True), compiled("recompute", four_bit=True, streamed=2)
+    before, after = resident.memory_analysis(), streamed.memory_analysis()
+    layer = after.host_argument_size_in_bytes / 2
+    assert before.argument_size_in_bytes - after.argument_size_in_bytes == pytest.approx(2 * layer, rel=1e-3)
+    assert after.temp_size_in_bytes - before.temp_size_in_bytes < 2 * layer
+    copies = transfers("recompute", four_bit=True, streamed=2)
+    matrices, parts = 7, 2  # codes, and what scales them
+    assert len(copies) == 3 * matrices * parts
+    assert all(way == "to device" and last - first > 1 for way, first, last in copies)
 
 
 def products(plan: str, where: str) -> list[tuple[str, float, int]]:
