@@ -30,6 +30,8 @@ def places(tmp_path_factory):
         "rows": write_rows(folder / "rows", 48, text=12),
         "held_out": write_rows(folder / "held_out", 16, seed=1000),
         "text": write_rows(folder / "text", 0, text=16),
+        "pairs": write_rows(folder / "pairs", 48, text=8, form="pairs"),
+        "held_out_pairs": write_rows(folder / "held_out_pairs", 16, seed=1000, form="pairs"),
     }
 
 
@@ -93,6 +95,36 @@ def test_a_run_learns_what_only_pictures_tell_and_goes_on_to_the_same_bits(tmp_p
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         np.testing.assert_array_equal(after[name], tensor, err_msg=name)
+
+
+def test_preferences_that_only_pictures_tell(tmp_path, places, capsys):
+    """New pairs are told apart; a run that lost its last step makes it again from the same reference."""
+    changes = dict(
+        objective={"name": "dpo", "precompute_ref_log_probs": True},
+        checkpoint={"every_steps": STEPS - 1, "every_minutes": None},
+        data={"train": str(places["pairs"]), "eval": str(places["held_out_pairs"]), "cache_dir": str(tmp_path / "c")},
+    )
+    run = train(tmp_path, places, **changes)
+    assert "96 pictures of 4 to 25 tokens" in " ".join("".join(capsys.readouterr()).split())  # of both answers
+    evaluation = next(line for line in reversed(lines(run)) if "eval_loss" in line)
+    assert evaluation["eval_rewards/accuracies"] > 0.8
+    first = losses(run)
+    shutil.rmtree(run / "checkpoints" / f"step_{STEPS:08d}")
+    train(tmp_path, places, **changes)
+    assert losses(run) == first
+    assert "log-probabilities of the reference: /" in " ".join("".join(capsys.readouterr()).split())
+
+
+@pytest.mark.parametrize("tower", ["frozen", "all"])
+def test_a_reference_of_pairs_is_computed_in_steps_or_before(tmp_path, places, tower):
+    runs = []
+    for before in (True, False):
+        (folder := tmp_path / str(before)).mkdir()
+        objective = {"name": "dpo", "precompute_ref_log_probs": before}
+        settings = dict(model={"tower": tower}, adapter={"r": 2}, steps=3, data={"train": str(places["pairs"])})
+        runs.append(losses(train(folder, places, objective=objective, **settings)))
+    np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
+    assert runs[0][0] == pytest.approx(math.log(2)) and runs[0][2] < 0.69
 
 
 def test_packed_rows_have_the_losses_of_rows_alone(tmp_path, places):
@@ -171,7 +203,7 @@ def test_divided_rows_have_the_losses_of_whole_steps(tmp_path, places, changes):
 
 
 REFUSED = {
-    "objective": (dict(objective="orpo"), "objective = orpo: not supported yet in a run with pictures"),
+    "objective": (dict(objective="reward"), "objective = reward: not supported yet in a run with pictures"),
     "weights divided": (dict(mesh={"fsdp": 2}), "mesh.fsdp = 2: not supported yet in a run with pictures"),
     "streamed": (dict(data={"streaming": True}), "data.streaming = true: not supported yet in a run with pictures"),
     "rounded": (dict(adapter={"r": 2}, qat="int4"), "qat.format = int4: not supported yet in a run with pictures"),

@@ -207,7 +207,9 @@ def _tower(tower: Tower, spec: StepSpec, dtype: jnp.dtype, storage: str) -> Towe
     flops = sum(2.0 * math.prod(linear.sizes) for linear in merger) / tower.config.merge_size**2
     # Of a tower that trains: each layer's input, and the merger's input, normed, and before and after its activation.
     of_merger = 4 * hidden if trains else 0.0
-    kept_bytes = len(tower.layers) * hidden * trains + of_merger
+    kept_bytes = len(tower.layers) * hidden + of_merger if trains else 0.0
+    if not trains and spec.needs.reference_runs:  # its features serve the reference, too
+        kept_bytes = len(tower.mergers) * tower.config.out_size * dtype.itemsize / tower.config.merge_size**2
     return TowerParts(step_costs, trains, flops, kept_bytes, of_merger)
 
 

@@ -184,9 +184,9 @@ class Tower:
     """The tower of a model that reads pictures, on one device."""
 
     parts: StepParts  # its layers over the rows' patches, in place of tokens
-    trains: bool  # False: it has no backward, and keeps nothing
+    trains: bool  # False: it has no backward
     merger_flops: float  # of a patch, in the forward
-    kept: float  # bytes of a patch that the backward reads; 0 for a frozen tower
+    kept: float  # bytes of a patch that the backward reads, or of a frozen tower the reference
     of_merger: float  # the part of `kept` that only the merger's reads, which comes first
 
     @property

@@ -17,7 +17,6 @@ from jaxtune.conversations.messages import read_messages
 from jaxtune.conversations.picture_processors import PictureProcessor
 from jaxtune.conversations.pictures import PictureAccess
 from jaxtune.conversations.prompts import picture_prompt
-from jaxtune.train.config import ConfigError
 from jaxtune.train.data import prepare
 from jaxtune.train.data.packing.packing import NothingUsable, plan_rows
 from jaxtune.train.data.packing.pairs import PackedPairs
@@ -28,7 +27,6 @@ from jaxtune.train.data.rows import row_files
 from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.streamed import StreamedRows
-from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.objectives.kto import with_mismatched_answers
 from tests.train.data.conftest import PLAIN_TEMPLATE, spans
 from tests.train.data.pictures import MARKS, SETTINGS, TEMPLATE, drawn, file_of, picture_options, picture_tokenizer
@@ -568,14 +566,55 @@ def test_both_answers_of_a_pair_see_one_picture():
     assert prepared([column], pairs=True, format="preference").documents.pictures.counts.tolist() == [1, 1]
 
 
-def test_kto_refuses_pictures():
-    rows = [
-        {"prompt": f"<image>What {number}?", "completion": "A cat.", "label": True, "image": CAT} for number in (1, 2)
-    ]
-    data = prepared(rows, pairs=True, format="labelled")
-    with pytest.raises(ConfigError, match="mismatched answers have no pictures"):
-        with_mismatched_answers(data.documents)
-    assert isinstance(with_mismatched_answers(dataclasses.replace(data.documents, pictures=None))[0], Documents)
+@settings(max_examples=15, deadline=None, database=None)
+@given(st.lists(st.tuples(CONTENTS, st.booleans(), st.integers(1, 30)), min_size=2, max_size=5), st.integers(150, 500))
+def test_mismatched_answers_follow_the_pictures_of_their_prompts(rows, length):
+    """Prompts of one text and other pictures are other prompts. Both documents of a row share their pictures, and a
+    mismatched answer without room takes the row's own with it only if that has none either.
+    """
+
+    def parts(words, seed):
+        return [word if isinstance(word, str) else part(drawn(*word, seed=seed)) for word in words]
+
+    labelled = []
+    for number, (question, label, answer) in enumerate(rows):
+        turns = [{"role": "user", "content": parts(question, number % 2)}]
+        turns.append({"role": "assistant", "content": "Yes. " * answer})
+        labelled.append({"prompt": turns[:1], "completion": turns[1:], "label": label})
+    data = prepared(labelled, pairs=True, format="labelled", last_response_only=True)
+    documents, labels = with_mismatched_answers(data.documents)
+    assert labels.tolist() == [label for _, label, _ in rows] and len(documents) == 2 * len(rows)
+
+    def told(index, begin, end):
+        """Tokens with the pictures that begin there, of one of the documents before or after."""
+        source = documents if index < 0 else data.documents
+        pictures, tokens = source.pictures, source[abs(index) - (index < 0)].tokens
+        seen = [i for i in pictures.of(abs(index) - (index < 0), end) if pictures.starts[i] >= begin]
+        digests = [pictures.digests[pictures.entries[i]].tobytes() for i in seen]
+        return tokens[begin:end].tolist(), [int(pictures.starts[i]) - begin for i in seen], digests
+
+    own = [2 * row + int(not label) for row, (_, label, _) in enumerate(rows)]
+    begins = [int(np.argmax(data.documents[index].mask)) for index in own]
+    prompts = [told(index, 0, begin) for index, begin in zip(own, begins, strict=True)]
+    for row, (index, begin) in enumerate(zip(own, begins, strict=True)):
+        size = int(data.documents.lengths[index])
+        assert told(-(2 * row) - 1, 0, size) == told(index, 0, size)
+        others = [(row - back) % len(rows) for back in range(1, len(rows) + 1)]
+        other = next((o for o in others if prompts[o] != prompts[row]), others[0])
+        end = int(documents.lengths[2 * row + 1])
+        assert told(-(2 * row) - 2, 0, begin) == prompts[row]
+        assert told(-(2 * row) - 2, begin, end) == told(
+            own[other], begins[other], int(data.documents.lengths[own[other]])
+        )
+    rows_of = PackedPairs(documents, length, second_yields=True)
+    batch = rows_of.empty(len(rows_of))
+    for row in range(len(rows_of)):
+        rows_of.fill(batch, row, row)
+    if batch.pictures:
+        assert np.array_equal((batch.pictures["patch_segments"] > 0).sum(1), rows_of.patch_counts)
+    alone = [documents[2 * row].mask[1:length].any() for row in range(len(rows))]
+    cut = documents.pictures.cut(np.minimum(documents.lengths, length))[::2]
+    assert np.array_equal(rows_of.kept_lengths[:, 0] > 0, alone & ~cut)
 
 
 def test_steps_have_room_for_patches():

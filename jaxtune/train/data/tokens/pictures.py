@@ -119,9 +119,31 @@ class DocumentPictures:
     def fingerprint(self) -> bytes:
         return b"".join([self.digests[self.entries].tobytes(), np.ascontiguousarray(self.grids).tobytes()])
 
-    def digests_of(self, document: int) -> bytes:
-        first = int(self.firsts[document])
-        return self.digests[self.entries[first : first + int(self.counts[document])]].tobytes()
+    def digests_of(self, document: int, count: int) -> bytes:
+        """Of the pictures in a document's first `count` tokens."""
+        inside = self.of(document, count)
+        return self.digests[self.entries[inside.start : inside.stop]].tobytes()
+
+    def joined(self, pieces: Sequence[Sequence[tuple[int, int, int]]]) -> DocumentPictures:
+        """As Documents.joined."""
+        placed, starts, counts = list[int](), list[int](), list[int]()
+        for document in pieces:
+            before, offset = len(placed), 0
+            for index, first, count in document:
+                inside = [picture for picture in self.of(index, first + count) if self.starts[picture] >= first]
+                placed += inside
+                starts += (self.starts[inside] - first + offset).tolist()
+                offset += count
+            counts.append(len(placed) - before)
+        indices, numbers = np.array(placed, np.int64), np.array(counts, np.int64)
+        return dataclasses.replace(
+            self,
+            firsts=np.cumsum(numbers) - numbers,
+            counts=numbers,
+            starts=np.array(starts, np.int64),
+            grids=self.grids[indices],
+            entries=self.entries[indices],
+        )
 
     @functools.cached_property
     def ends(self) -> np.ndarray:
