@@ -209,6 +209,8 @@ class StepParts:
     reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
     teacher: StepParts | None = None  # of the forward passes of the teacher, if the frozen model is one
     tower: Tower | None = None  # None: rows have no pictures
+    held_out: Tower | None = None  # over the patches of held-out rows
+    held_out_bytes: float = 0.0  # of the arrays of two steps' pictures of held-out rows
 
     def level(self, word: str) -> int:
         """How much of a movable is moved in these parts."""

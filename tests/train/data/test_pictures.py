@@ -10,14 +10,16 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from jaxtune.conversations.messages import read_messages
 from jaxtune.conversations.picture_processors import PictureProcessor
 from jaxtune.conversations.pictures import PictureAccess
 from jaxtune.conversations.prompts import picture_prompt
+from jaxtune.train.config import ConfigError
 from jaxtune.train.data import prepare
+from jaxtune.train.data.packing.answers import Answer, AnswerPictures, AnswerRows
 from jaxtune.train.data.packing.packing import NothingUsable, plan_rows
 from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.data.packing.steps import StepBatches
@@ -27,6 +29,7 @@ from jaxtune.train.data.rows import row_files
 from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.streamed import StreamedRows
+from jaxtune.train.data.tokens.pictures import prompt_documents, rounded
 from jaxtune.train.objectives.kto import with_mismatched_answers
 from tests.train.data.conftest import PLAIN_TEMPLATE, spans
 from tests.train.data.pictures import MARKS, SETTINGS, TEMPLATE, drawn, file_of, picture_options, picture_tokenizer
@@ -523,6 +526,26 @@ def test_a_file_that_changes_is_noticed(write, tmp_path):
         prepared(path, cache_dir=tmp_path / "cache")
 
 
+@pytest.mark.parametrize("before", [None, b"broken", CAT[:-30]], ids=["missing", "unknown", "cut"])
+@pytest.mark.parametrize("form", ["llama-factory", "parts"])
+def test_rows_that_were_left_out_come_back_with_their_pictures(write, tmp_path, before, form):
+    cat = tmp_path / "cat.png"
+    if before is not None:
+        cat.write_bytes(before)
+    row = FORMS["llama-factory"] if form == "llama-factory" else chat(part("cat.png"), "What?")
+    path = write("rows.jsonl", [row, chat("Hi"), chat({"type": "image_url", "image_url": DATA_URL})])
+
+    def read():
+        return prepared(path, cache_dir=tmp_path / "cache", on_bad_row="skip")
+
+    first, again = read(), read()
+    assert (first.cached, again.cached) == (False, True) and again.summary.bad_rows == 1
+    cat.write_bytes(CAT)
+    mended = read()
+    assert not mended.cached and mended.summary.bad_rows == 0 and len(mended.documents) == 3
+    assert read().cached
+
+
 def test_rows_are_known_by_their_pictures():
     rows = [chat(part(drawn(20, 12, seed)), "What?") for seed in range(6)]
     data = prepared([*rows, rows[0]])
@@ -615,6 +638,55 @@ def test_mismatched_answers_follow_the_pictures_of_their_prompts(rows, length):
     alone = [documents[2 * row].mask[1:length].any() for row in range(len(rows))]
     cut = documents.pictures.cut(np.minimum(documents.lengths, length))[::2]
     assert np.array_equal(rows_of.kept_lengths[:, 0] > 0, alone & ~cut)
+
+
+@settings(max_examples=15, deadline=None, database=None)
+@given(
+    st.lists(st.lists(SIZES, max_size=3), min_size=2, max_size=4),
+    st.integers(1, 5),
+    st.integers(1, 7),
+    st.sampled_from([None, 1, 300, 5000]),
+    st.data(),
+)
+def test_answers_share_the_pictures_of_their_prompt(prompts, group, most, budget, data):
+    """In rows with room for them, at the positions that follow the pictures."""
+    assume(any(prompts) or budget)
+    placed, ids = [], []
+    for number, sizes in enumerate(prompts):
+        content = [part(drawn(*size, seed=number)) for size in sizes] or ["Hi"]
+        messages = read_messages([{"role": "user", "content": [*content, "What?"]}], pictures=PictureAccess())
+        tokens, pictures = picture_prompt(TOKENIZER, messages, PROCESSOR)
+        ids.append(tuple(tokens.tolist()))
+        placed.append(pictures)
+    documents = prompt_documents(placed, PROCESSOR)
+    lengths = np.array([len(tokens) for tokens in ids])
+    largest = int(documents.sizes(lengths)[0].max())
+    if budget is not None and largest > rounded(budget, 4):
+        with pytest.raises(ConfigError, match=f"patches_per_row = {budget:,}: the pictures of a prompt have"):
+            AnswerPictures.of(documents, lengths, most, group, budget)
+        return
+    shape = AnswerPictures.of(documents, lengths, most, group, budget)
+    longest, answers = int(lengths.max()) + 6, []
+    for prompt in range(len(prompts)):
+        for _ in range(group):
+            new = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6)))
+            answers.append(Answer(prompt, ids[prompt], new, (0.0,) * len(new), "stop"))
+    count = -(-len(answers) // shape.answers)
+    rows = AnswerRows(count, longest * shape.answers, shape.answers, pictures=shape)
+    batch = rows.packed(answers, 1.0)
+    assert batch.pictures["patches"].shape[1] == shape.patches
+    assert shape.answers <= most and (budget is None or shape.patches == rounded(budget, 4))
+    assert batch.pictures["patch_segments"].max() <= shape.most
+    for answer, (row, begin, _) in zip(answers, rows.places_of(answers), strict=True):
+        piece = slice(begin, begin + len(answer.prompt_ids) + len(answer.ids))
+        assert batch.tokens[row, piece].tolist() == [*answer.prompt_ids, *answer.ids]
+        seen = list(grids_in(batch, row, piece)) if placed[answer.prompt] else []
+        starts, grids = ([each.start for each in placed[answer.prompt]], [each.grid for each in placed[answer.prompt]])
+        assert [(start, grid) for start, grid, _ in seen] == list(zip(starts, grids, strict=True))
+        for (_, _, patches), each in zip(seen, placed[answer.prompt], strict=True):
+            assert np.array_equal(patches, PROCESSOR.patches(each.picture.decoded()))
+        positions = PROCESSOR.positions(len(answer.prompt_ids) + len(answer.ids), starts, grids)
+        assert np.array_equal(batch.positions[row, piece], positions)
 
 
 def test_steps_have_room_for_patches():
