@@ -150,7 +150,7 @@ class Decoder(nnx.Module):
             tied = config.tie_embeddings
             self.head = None if tied else Linear(*size, bias=False, std=std, key=keys[1], dtype=dtype)
             if tower is not None:
-                self.vision = Tower(tower, jax.random.fold_in(key, 1), dtype)
+                self.vision = tower.make(jax.random.fold_in(key, 1), dtype)
 
     @property
     def head_variable(self) -> nnx.Variable:
@@ -221,7 +221,8 @@ class Decoder(nnx.Module):
         """
         if self.vision is None:
             raise ValueError("pictures: this model was loaded without its tower; load it with pictures=True")
-        pictures = dataclasses.replace(pictures, patches=pictures.patches.astype(self.dtype))
+        patches = self.vision.inputs(pictures.patches, self.dtype)
+        pictures = dataclasses.replace(pictures, patches=patches)
         with jax.named_scope("pictures"):
             if self.vision.trains:
                 plan = ResidualPlan.uniform(RECOMPUTE, len(self.vision.layers))
@@ -243,6 +244,7 @@ class Decoder(nnx.Module):
         x: jax.Array,
         dropout_key: jax.Array | None = None,
         per_layer_rows: jax.Array | None = None,
+        pictures: Pictures | None = None,
     ) -> list[dict[str, jax.Array]] | None:
         """The per-layer embeddings (Gemma 4), {name: [B, T, size]} for each layer; None for models without.
 
@@ -250,11 +252,17 @@ class Decoder(nnx.Module):
         x: [B, T, hidden], the first layer's input, from which they are computed too.
         dropout_key: draws the adapter's dropout mask; None: no dropout.
         per_layer_rows: [B, T, layers * size], the tokens' rows; ValueError if they are missing for a table on the host.
+        pictures: of the rows; None: text alone.
         """
         if self.per_layer is None:
             return None
+        placed = None
+        if pictures is not None and self.vision is not None and self.vision.config.placeholder is not None:
+            placed = jnp.asarray(pictures.picture_features) >= 0
+            tokens = jnp.where(placed, self.vision.config.placeholder, tokens)
         with jax.named_scope("embed"):
-            return [{PER_LAYER: value} for value in self.per_layer(tokens, x, _rows, dropout_key, per_layer_rows)]
+            by_layer = self.per_layer(tokens, x, _rows, dropout_key, per_layer_rows, placed)
+            return [{PER_LAYER: value} for value in by_layer]
 
     def layout(
         self,
@@ -334,7 +342,7 @@ class Decoder(nnx.Module):
             tower_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers + 1)
             x, deep = self.with_pictures(x, pictures, tower_key)
         projection_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers)
-        layer_inputs = self.per_layer_inputs(tokens, x, projection_key, table_rows.get("per_layer"))
+        layer_inputs = self.per_layer_inputs(tokens, x, projection_key, table_rows.get("per_layer"), pictures)
         sections = range(1, len(deep) + 1), lambda x, index: x + deep[index], self.layers, self.config.layers
         x, values = run_in_parts(*sections, x, layout, plan, dropout_key, gradient_sums, aux, layer_inputs)
         with jax.named_scope("final_norm"):

@@ -139,7 +139,7 @@ class Pretrained:
         nested = tower is not None or is_nested(outer)
         self._source = Source(os.fspath(path), json.dumps(hf), generation, passthrough_parts, nested, positions_text)
         if hf is not outer:
-            renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
+            renamed = {text_tensor_name(name, tower): entry for name, entry in entries.items()}
             entries = {name: entry for name, entry in renamed.items() if name is not None}
         unused = family(config.family).unused_tensors(config)
         entries = stored_weights.gather({name: entry for name, entry in entries.items() if not name.startswith(unused)})

@@ -120,10 +120,13 @@ def text_config(hf: dict) -> dict:
     return {key: hf[key] for key in outer if key in hf} | text | {"model_type": text_type}
 
 
-def text_tensor_name(name: str) -> str | None:
+def text_tensor_name(name: str, tower: TowerConfig | None = None) -> str | None:
     """The name here of a tensor of a model with a vision tower, as transformers 4 or 5 writes it: of a text tensor that
-    in the text model alone, of a tower's that of transformers 5; None for "vision_tower." and "multi_modal_projector.".
+    in the text model alone, of a tower's that of transformers 5; None for "vision_tower." and "multi_modal_projector."
+    unless they are of the tower that is loaded.
     """
+    if tower is not None and name.startswith(tower.prefixes):
+        return name
     if name.startswith("visual."):
         return f"model.{name}"
     if any(module in name for module in ("vision_tower.", "multi_modal_projector.")):
@@ -138,7 +141,7 @@ def is_passthrough(name: str, model_type: str, tower: TowerConfig | None = None)
     model_type: the text part's.
     tower: the one that is loaded; None: none is.
     """
-    loaded = tower is not None and (text_tensor_name(name) or name).startswith(f"{tower.prefix}.")
+    loaded = tower is not None and (text_tensor_name(name) or name).startswith(tower.prefixes)
     return not loaded and name.startswith(family(model_type).passthrough_tensors)
 
 

@@ -304,7 +304,7 @@ def test_adapters_of_a_tower_need_it(model, tmp_path):
 
 def test_a_convolution_has_no_adapter(model):
     for targets in (["proj"], r".*visual\.patch_embed\.proj|.*q_proj"):
-        with pytest.raises(ValueError, match=r"model\.visual\.patch_embed\.proj too, a convolution"):
+        with pytest.raises(ValueError, match=r"model\.visual\.patch_embed\.proj too, which is no linear"):
             jaxtune.get_peft_model(model, r=2, target_modules=targets)
     adapted = jaxtune.get_peft_model(model, r=2, target_modules=["proj", "qkv"], exclude_modules=["patch_embed.proj"])
     assert sum(linear.lora is not None for _, linear in linears(adapted)) == 4

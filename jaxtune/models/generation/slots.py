@@ -247,7 +247,7 @@ def _forward(
     states, shared, deep = [], {}, []
     if pictures is not None:
         x, deep = model.with_pictures(x, pictures)
-    decoder_values = model.per_layer_inputs(tokens, x) or [{}] * len(model.layers)
+    decoder_values = model.per_layer_inputs(tokens, x, pictures=pictures) or [{}] * len(model.layers)
     for layer, spec, layer_values in zip(model.layers, model.config.layers, decoder_values, strict=True):
         graph, *state = nnx.split(layer, nnx.Param, ...)
         inputs = layer_values | {name: shared[name] for name in layer.takes if name not in layer_values}

@@ -203,8 +203,8 @@ def _tower(tower: Tower, spec: StepSpec, dtype: jnp.dtype, storage: str) -> Towe
         divided=Divided(),
         fixed={},
     )
-    merger = (tower.merger.up_proj, tower.merger.down_proj)
-    flops = sum(2.0 * math.prod(linear.sizes) for linear in merger) / tower.config.merge_size**2
+    merger = tower.linears(layers=False)
+    flops = sum(2.0 * math.prod(linear.sizes) for _, linear in merger) / tower.config.merge_size**2
     # Of a tower that trains: each layer's input, and the merger's input, normed, and before and after its activation.
     of_merger = 4 * hidden if trains else 0.0
     kept_bytes = len(tower.layers) * hidden * trains + of_merger

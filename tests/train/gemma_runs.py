@@ -1,0 +1,42 @@
+"""Tiny Gemmas with their towers in folders, for runs over the rows of picture_runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import picture_rows
+from tiny_models import shaken
+
+from jaxtune.models.hf import model_from_config, save_pretrained
+from tests.train.data.pictures import MARKS, TEMPLATE, picture_tokenizer
+
+# Pictures of 2 x 2 to 8 x 8 features.
+GEMMA4 = {
+    "image_processor_type": "Gemma4ImageProcessor",
+    "patch_size": 4,
+    "pooling_kernel_size": 3,
+    "max_soft_tokens": 70,
+    "do_normalize": False,
+}
+
+
+def write_model(
+    folder: Path, of: Mapping[str, Any] = picture_rows.GEMMA4, settings: Mapping[str, Any] = GEMMA4
+) -> Path:
+    """A folder of a model with random weights. of: its config.json, but for the vocabulary."""
+    tokenizer = picture_tokenizer(TEMPLATE.replace("".join(MARKS), MARKS[1]))
+    before, image, after = map(tokenizer.convert_tokens_to_ids, MARKS)
+    ids = {"boi_token_id": before, "image_token_id": image, "eoi_token_id": after}
+    sizes = {key: len(tokenizer) for key in ("vocab_size", "vocab_size_per_layer_input") if key in of["text_config"]}
+    hf = {**of, **ids, "text_config": of["text_config"] | sizes | {"pad_token_id": 0}}
+    config = folder.with_name(f"{folder.name}_config")
+    config.mkdir(parents=True)
+    (config / "config.json").write_text(json.dumps(hf))
+    (config / "preprocessor_config.json").write_text(json.dumps(settings))
+    model = shaken(model_from_config(config, jax.random.key(0), "float32", pictures=True))
+    save_pretrained(model, folder, tokenizer)
+    return folder
