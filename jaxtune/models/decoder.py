@@ -238,6 +238,14 @@ class Decoder(nnx.Module):
             first, *deep = features
             return put(x, first), [put(jnp.zeros_like(x), feature) for feature in deep]
 
+    def picture_layout(self, layout: PackedLayout, pictures: Pictures | None) -> PackedLayout:
+        """The layout with runs of the tokens of each picture, if they see each other."""
+        if pictures is None or self.vision is None or self.vision.config.both_ways is None:
+            return layout
+        with jax.named_scope("layout"):
+            inside = jnp.asarray(pictures.picture_features) >= 0
+            return layout.with_runs(inside, windows_only=self.vision.config.both_ways == "windows")
+
     def per_layer_inputs(
         self,
         tokens: jax.Array,
@@ -332,6 +340,7 @@ class Decoder(nnx.Module):
             )
         rows, length = tokens.shape
         layout = self.layout((rows, length), segment_ids, positions, max_documents)
+        layout = self.picture_layout(layout, pictures)
         table_rows = table_rows or {}
         x = self.embed(tokens, table_rows.get("embedding"))
         if noise is not None:

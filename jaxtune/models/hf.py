@@ -494,7 +494,8 @@ def checkpoint_tensors(weights: Weights) -> Planned:
         name: _group(name, variable.get_value(), weights.maker(name, variable), jnp.dtype(model.dtype), files)
         for name, variable in tensors_of(model).items()
     }
-    return passthrough.with_passthrough(planned, None if model.source is None else model.source.passthrough)
+    parts = None if model.source is None else model.source.passthrough
+    return passthrough.with_passthrough(planned, parts, None if model.vision is None else model.vision.config)
 
 
 def write_checkpoint(

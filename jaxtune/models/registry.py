@@ -5,7 +5,7 @@ the parts of models with a vision tower are found here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxtune.models import values
 from jaxtune.models.config import DecoderConfig
@@ -125,8 +125,10 @@ def text_tensor_name(name: str, tower: TowerConfig | None = None) -> str | None:
     in the text model alone, of a tower's that of transformers 5; None for "vision_tower." and "multi_modal_projector."
     unless they are of the tower that is loaded.
     """
-    if tower is not None and name.startswith(tower.prefixes):
-        return name
+    if tower is not None:
+        loaded = _with_beginnings(name, {stored: name for name, stored in tower.stored_names})
+        if loaded.startswith(tower.prefixes):
+            return loaded
     if name.startswith("visual."):
         return f"model.{name}"
     if any(module in name for module in ("vision_tower.", "multi_modal_projector.")):
@@ -141,7 +143,7 @@ def is_passthrough(name: str, model_type: str, tower: TowerConfig | None = None)
     model_type: the text part's.
     tower: the one that is loaded; None: none is.
     """
-    loaded = tower is not None and (text_tensor_name(name) or name).startswith(tower.prefixes)
+    loaded = tower is not None and (text_tensor_name(name, tower) or name).startswith(tower.prefixes)
     return not loaded and name.startswith(family(model_type).passthrough_tensors)
 
 
@@ -194,6 +196,16 @@ def is_nested(hf: dict) -> bool:
     if hf.get("model_type") not in tuple(text_parts()):
         return False
     return not family(text_config(hf)["model_type"]).text_alone
+
+
+def _with_beginnings(name: str, changes: Mapping[str, str]) -> str:
+    first = next((first for first in changes if name == first or name.startswith(f"{first}.")), None)
+    return name if first is None else changes[first] + name.removeprefix(first)
+
+
+def stored_tensor_name(name: str, tower: TowerConfig | None) -> str:
+    """The name of a tensor of the text model alone, or of its tower, in checkpoints of the whole model."""
+    return _with_beginnings(whole_tensor_name(name), {} if tower is None else dict(tower.stored_names))
 
 
 def whole_tensor_name(name: str) -> str:

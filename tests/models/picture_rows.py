@@ -145,6 +145,43 @@ GEMMA4 = {
 }
 
 
+# Without a tower; in its layers with a window a picture's tokens see each other.
+UNIFIED = GEMMA4 | {
+    "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+    "model_type": "gemma4_unified",
+    "text_config": {
+        key: value
+        for key, value in GEMMA4["text_config"].items()
+        if key not in ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "use_double_wide_mlp")
+    }
+    | {
+        "model_type": "gemma4_unified_text",
+        "num_kv_shared_layers": 0,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "use_bidirectional_attention": "vision",
+    },
+    "vision_config": {
+        "model_type": "gemma4_unified_vision",
+        "patch_size": 2,
+        "pooling_kernel_size": 2,
+        "mm_embed_dim": 56,
+        "output_proj_dims": 56,
+        "mm_posemb_size": 40,
+        "rms_norm_eps": 1e-6,
+    },
+}
+# As the 31B: a tower without clamped linears, and the same mask.
+WIDE = UNIFIED | {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "text_config": UNIFIED["text_config"] | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0},
+    "vision_config": GEMMA4["vision_config"] | {"use_clipped_linears": False, "num_key_value_heads": 2},
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Form:
     """How a family's pictures are cut and counted."""
@@ -154,7 +191,7 @@ class Form:
     axes: int = 1  # of positions
 
 
-QWEN, OF_GEMMA4 = Form(MERGE, NUMBERS, 3), Form(3, 3 * 4 * 4)
+QWEN, OF_GEMMA4, OF_UNIFIED = Form(MERGE, NUMBERS, 3), Form(3, 3 * 4 * 4), Form(1, 3 * 4 * 4)
 
 Piece = int | np.ndarray  # a token, or a picture's patches float32[height, width, NUMBERS]
 

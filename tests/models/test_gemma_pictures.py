@@ -23,7 +23,11 @@ from jaxtune.models.lora import freeze, with_trained_tower
 from jaxtune.models.registry import tower_config
 
 LENGTH, PATCHES = 40, 126
-FORMS = {"gemma4": (rows.GEMMA4, rows.OF_GEMMA4)}
+FORMS = {
+    "gemma4": (rows.GEMMA4, rows.OF_GEMMA4),
+    "unified": (rows.UNIFIED, rows.OF_UNIFIED),
+    "wide": (rows.WIDE, rows.OF_GEMMA4),
+}
 
 
 @pytest.fixture(scope="module")

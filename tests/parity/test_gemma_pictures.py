@@ -29,7 +29,11 @@ from tests.parity.test_pictures import load
 from tests.train.test_gemma_picture_runs import run_of
 
 LENGTH, PATCHES = 40, 144
-CONFIGS = {"gemma4": (rows.GEMMA4, rows.OF_GEMMA4)}
+CONFIGS = {
+    "gemma4": (rows.GEMMA4, rows.OF_GEMMA4),
+    "unified": (rows.UNIFIED, rows.OF_UNIFIED),
+    "wide": (rows.WIDE, rows.OF_GEMMA4),
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,25 @@ def both(tmp_path_factory):
         return made[name]
 
     return get
+
+
+def masked(name, model, given):
+    """The arguments with masks made ahead where transformers' plain forward of 12B differs from its own generation: in
+    full layers, too, it lets a picture's tokens see each other."""
+    if name != "unified":
+        return given
+    from transformers.models.gemma4_unified import modeling_gemma4_unified as modeling
+
+    ids, types = given["input_ids"], given["mm_token_type_ids"]
+    masks = modeling.create_masks_for_vision_model(
+        config=model.config.get_text_config(),
+        inputs_embeds=torch.zeros((*ids.shape, 1)),
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=None,
+        block_sequence_ids=modeling.get_block_sequence_ids_for_mask(types, device=ids.device),
+    )
+    return given | {"attention_mask": masks}
 
 
 def arguments(pieces, form) -> dict:
@@ -102,9 +125,11 @@ def test_features_and_logits(name, both, shape, seed):
     with torch.no_grad():
         if patches:
             seen = theirs.model.get_image_features(given["pixel_values"], given["image_position_ids"]).pooler_output
-            want = torch.cat(list(seen))
+            want = torch.cat(list(seen)).flatten(0, -2)
             np.testing.assert_allclose(features[0, : len(want)], want, atol=5e-5, rtol=1e-3)
-        np.testing.assert_allclose(logits[0, :length], theirs(**given).logits[0], atol=1e-4, rtol=1e-3)
+        np.testing.assert_allclose(
+            logits[0, :length], theirs(**masked(name, theirs, given)).logits[0], atol=1e-4, rtol=1e-3
+        )
 
 
 def documents_of(form, seed=5):
@@ -123,7 +148,7 @@ def test_loss_and_gradient_of_every_tensor(name, both):
     total = 0.0
     for pieces in documents:
         given = arguments(pieces, form)
-        logits = theirs(**given).logits[0, :-1]
+        logits = theirs(**masked(name, theirs, given)).logits[0, :-1]
         total = total + torch.nn.functional.cross_entropy(logits, given["input_ids"][0, 1:], reduction="sum")
     total.backward()
     want = {key: p.grad.numpy() for key, p in theirs.named_parameters() if p.grad is not None}
@@ -167,6 +192,18 @@ def _same_weights(one, other):
         assert torch.equal(value, second[name]), name
 
 
+def generated(name, model, given, count):
+    """transformers' greedy tokens: by generate, of 12B each from the whole row, with its masks."""
+    ids = given["input_ids"]
+    if name != "unified":
+        return model.generate(**given, max_new_tokens=count, do_sample=False)[0, ids.shape[1] :].tolist()
+    for _ in range(count):
+        types = (ids == rows.PICTURE).int()
+        logits = model(**masked(name, model, given | {"input_ids": ids, "mm_token_type_ids": types})).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+    return ids[0, -count:].tolist()
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_generation(name, both):
     """Prompts of several pictures."""
@@ -175,9 +212,9 @@ def test_greedy_generation(name, both):
         given, batch = arguments(pieces, form), rows.packed([[pieces]], *rows.size(pieces, form), form=form)
         tokens, _, positions, pictures = batch
         with torch.no_grad():
-            want = theirs.generate(**given, max_new_tokens=10, do_sample=False)[0, tokens.shape[1] :].tolist()
+            want = generated(name, theirs, given, 8)
         prompt = PromptPictures(pictures, positions[0])
-        assert jaxtune.generate(ours, tokens.tolist(), 10, eos_token_ids=(), pictures=[prompt]) == [want]
+        assert jaxtune.generate(ours, tokens.tolist(), 8, eos_token_ids=(), pictures=[prompt]) == [want]
 
 
 @pytest.mark.parametrize(
@@ -186,15 +223,17 @@ def test_greedy_generation(name, both):
         ("gemma4", dict(target_modules="all-linear")),
         ("gemma4", dict(target_modules="all-linear", exclude_modules=r".*(vision_tower|embed_vision)\..*")),
         ("gemma4", dict(target_modules=r".*(vision_tower.*\.linear|embedding_projection|input_proj)", use_dora=True)),
+        ("unified", dict(target_modules="all-linear")),
     ],
-    ids=["all", "text", "tower"],
+    ids=["all", "text", "tower", "embedder"],
 )
 def test_adapters_both_ways(both, tmp_path, name, settings):
-    folder, _, ours, form = both(name)
+    folder, plain, ours, form = both(name)
     pieces = documents_of(form)[0]
     given, batch = arguments(pieces, form), rows.packed([[pieces]], *rows.size(pieces, form), form=form)
     torch.manual_seed(0)
     theirs = peft.get_peft_model(load(folder), peft.LoraConfig(r=4, init_lora_weights=False, **settings))
+    given = masked(name, plain, given)
     with torch.no_grad():
         want = theirs(**given).logits.numpy()
     theirs.save_pretrained(tmp_path / "theirs")
@@ -233,6 +272,7 @@ def test_exports_of_a_run_with_a_trained_tower(name, tmp_path):
     tokens, segments, positions, pictures = rows.packed([[pieces]], *rows.size(pieces, form), form=form)
     tokens = np.where(tokens == rows.PICTURE, picture, tokens)
     given = arguments(pieces, form) | {"input_ids": torch.from_numpy(tokens).long()}
+    given = masked(name, load(base), given)
     model, _ = from_pretrained(run / "adapter", dtype="float32", pictures=True)
     ours = model(tokens, segments, positions, pictures)
     adapted = peft.PeftModel.from_pretrained(load(base), run / "adapter")

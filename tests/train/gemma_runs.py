@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import picture_rows
@@ -24,10 +22,17 @@ GEMMA4 = {
 }
 
 
-def write_model(
-    folder: Path, of: Mapping[str, Any] = picture_rows.GEMMA4, settings: Mapping[str, Any] = GEMMA4
-) -> Path:
-    """A folder of a model with random weights. of: its config.json, but for the vocabulary."""
+UNIFIED = GEMMA4 | {"image_processor_type": "Gemma4UnifiedImageProcessor", "patch_size": 2, "pooling_kernel_size": 2}
+KINDS = {
+    "gemma4": (picture_rows.GEMMA4, GEMMA4),
+    "unified": (picture_rows.UNIFIED, UNIFIED),
+    "wide": (picture_rows.WIDE, GEMMA4),
+}
+
+
+def write_model(folder: Path, name: str = "gemma4") -> Path:
+    """A folder of a model with random weights."""
+    of, settings = KINDS[name]
     tokenizer = picture_tokenizer(TEMPLATE.replace("".join(MARKS), MARKS[1]))
     before, image, after = map(tokenizer.convert_tokens_to_ids, MARKS)
     ids = {"boi_token_id": before, "image_token_id": image, "eoi_token_id": after}

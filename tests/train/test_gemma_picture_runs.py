@@ -17,7 +17,7 @@ STEPS = 12
 
 def run_of(folder, name="gemma4", **changes):
     """(the base's folder, the run's folder) of a run by the command."""
-    base, data = write_model(folder / "model"), write_rows(folder / "rows", 24, text=6)
+    base, data = write_model(folder / "model", name), write_rows(folder / "rows", 24, text=6)
     settings = {
         "model": {"path": str(base)},
         "data": {"train": str(data), "length": 192},
@@ -51,7 +51,7 @@ def losses(run):
 )
 def test_a_run_learns_packed_rows_with_pictures(tmp_path, changes, capsys):
     base, run = run_of(tmp_path, **changes)
-    assert "tokens and" in capsys.readouterr().err
+    assert "pictures: room for" in capsys.readouterr().err
     made = losses(run)
     assert len(made) == STEPS and np.mean(made[-3:]) < 0.7 * made[0]
     before, after = (load_file(next(folder.glob("*.safetensors"))) for folder in (base, run / "merged"))

@@ -193,6 +193,7 @@ def _prefill(
     """
     model = structure.model(leaves)
     layout = _rows_layout(model.config, tokens.shape, lengths, totals, positions)
+    layout = model.picture_layout(layout, pictures)
 
     def first_state(layer, spec, residuals):
         return layer.first_state(residuals, lengths, capacity - tokens.shape[1], Context(spec, layout))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ class Gemma4TowerConfig(TowerConfig):
     standardised: bool  # means are shifted and scaled by numbers of the checkpoint
     names: tuple[tuple[str, str], ...]  # (attribute of a layer, its name in checkpoints) where they differ
     pad_token: int
+    looks: Literal["windows"] | None  # both_ways
 
     def __post_init__(self):
         if self.blocks.head_dim % 4:
@@ -60,6 +62,10 @@ class Gemma4TowerConfig(TowerConfig):
     @property
     def placeholder(self) -> int:
         return self.pad_token
+
+    @property
+    def both_ways(self) -> Literal["windows"] | None:
+        return self.looks
 
     def tensor_name(self, path: Sequence[object]) -> str:
         words = tuple(map(str, path))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,11 @@ class TowerConfig(abc.ABC):
         """Of its tensors' names in checkpoints, such as ("model.visual.",)."""
 
     @property
+    def stored_names(self) -> tuple[tuple[str, str], ...]:
+        """(beginning of tensors' names, that in published checkpoints) where these differ from transformers' model."""
+        return ()
+
+    @property
     @abc.abstractmethod
     def patch_numbers(self) -> int:
         """The numbers of a patch."""
@@ -44,6 +49,11 @@ class TowerConfig(abc.ABC):
     @property
     def placeholder(self) -> int | None:
         """The token of which pictures' tokens have the per-layer embeddings; None: their own."""
+        return None
+
+    @property
+    def both_ways(self) -> Literal["windows", "all"] | None:
+        """The text's layers in which the tokens of a picture see each other; None: its tokens are causal everywhere."""
         return None
 
     @abc.abstractmethod

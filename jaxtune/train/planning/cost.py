@@ -111,7 +111,7 @@ def step_cost(model: Decoder, spec: StepSpec) -> StepCost:
         given_bytes=_given_bytes(model, dtype),
         dropout_bytes=max(masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
     )
-    tower = None if model.vision is None or not spec.patches else _tower(model.vision, spec, dtype, storage)
+    tower = None if model.vision is None or not spec.patches else _tower(model.vision, spec, shape, dtype, storage)
     pictures = 0.0 if tower is None or model.vision is None else _picture_bytes(model.vision, spec)
     fixed = {
         **_frozen_parts(frozen, weight_shards),
@@ -183,8 +183,8 @@ def _layers(
     )
 
 
-def _tower(tower: Tower, spec: StepSpec, dtype: jnp.dtype, storage: str) -> TowerParts:
-    """As if a picture filled each row. storage: "fp32" or "bf16"."""
+def _tower(tower: Tower, spec: StepSpec, text: DecoderConfig, dtype: jnp.dtype, storage: str) -> TowerParts:
+    """As if a picture filled each row. text: the text model's. storage: "fp32" or "bf16"."""
     config, patches, trains = tower.config.blocks, spec.patches, tower.trains
     hidden = float(config.hidden_size * dtype.itemsize)
     step_costs = StepParts(
@@ -208,7 +208,9 @@ def _tower(tower: Tower, spec: StepSpec, dtype: jnp.dtype, storage: str) -> Towe
     # Of a tower that trains: each layer's input, and the merger's input, normed, and before and after its activation.
     of_merger = 4 * hidden if trains else 0.0
     kept_bytes = len(tower.layers) * hidden * trains + of_merger
-    return TowerParts(step_costs, trains, flops, kept_bytes, of_merger)
+    kinds = tower.config.both_ways
+    both_ways = sum(kinds == "all" or (kinds == "windows" and layer.window is not None) for layer in text.layers)
+    return TowerParts(step_costs, trains, flops, kept_bytes, of_merger, both_ways)
 
 
 def _picture_bytes(tower: Tower, spec: StepSpec) -> float:
