@@ -126,6 +126,8 @@ def text_tensor_name(name: str, tower: TowerConfig | None = None) -> str | None:
     unless they are of the tower that is loaded.
     """
     if tower is not None:
+        if f"model.{name}".startswith(tower.prefixes):  # as transformers 4 wrote Gemma 3's
+            name = f"model.{name}"
         loaded = _with_beginnings(name, {stored: name for name, stored in tower.stored_names})
         if loaded.startswith(tower.prefixes):
             return loaded
@@ -212,7 +214,8 @@ def whole_tensor_name(name: str) -> str:
     """The inverse of text_tensor_name, as transformers 5 writes it ("model.language_model." in place of "model.", but
     not of towers).
     """
-    towers = tuple(prefix for declared in FAMILIES.values() for prefix in declared.passthrough_tensors)
+    towers = ("model.vision_tower.", "model.multi_modal_projector.")
+    towers += tuple(prefix for declared in FAMILIES.values() for prefix in declared.passthrough_tensors)
     text = name.startswith("model.") and not name.startswith(towers)
     return _LANGUAGE + name.removeprefix("model.") if text else name
 

@@ -182,6 +182,47 @@ WIDE = UNIFIED | {
 }
 
 
+# In all its layers a picture's tokens see each other; every picture has 6 x 6 patches and 9 features.
+GEMMA3 = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_theta": 100000.0,
+        "rope_local_base_freq": 1000.0,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 48,
+        "intermediate_size": 104,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 24,
+        "patch_size": 4,
+        "vision_use_head": False,
+    },
+    "mm_tokens_per_image": 9,
+    "image_token_index": PICTURE,
+    "boi_token_index": 123,
+    "eoi_token_index": 124,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Form:
     """How a family's pictures are cut and counted."""
@@ -189,11 +230,20 @@ class Form:
     merge: int
     numbers: int  # of a patch
     axes: int = 1  # of positions
+    sides: tuple[int, int] = (1, 3)  # the fewest and most features of a picture's side
 
 
 QWEN, OF_GEMMA4, OF_UNIFIED = Form(MERGE, NUMBERS, 3), Form(3, 3 * 4 * 4), Form(1, 3 * 4 * 4)
+OF_GEMMA3 = Form(2, 3 * 4 * 4, sides=(3, 3))
 
 Piece = int | np.ndarray  # a token, or a picture's patches float32[height, width, NUMBERS]
+
+
+def grid_of(sides: tuple[int, int], form: Form) -> tuple[int, int]:
+    """Patches of a picture of as many features a side, as near as it may have."""
+    least, most = form.sides
+    height, width = (form.merge * min(max(side, least), most) for side in sides)
+    return height, width
 
 
 def picture(draw: np.random.Generator, height: int, width: int, form: Form = QWEN) -> np.ndarray:

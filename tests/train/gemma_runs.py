@@ -23,10 +23,17 @@ GEMMA4 = {
 
 
 UNIFIED = GEMMA4 | {"image_processor_type": "Gemma4UnifiedImageProcessor", "patch_size": 2, "pooling_kernel_size": 2}
+GEMMA3 = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": 24, "width": 24},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 KINDS = {
     "gemma4": (picture_rows.GEMMA4, GEMMA4),
     "unified": (picture_rows.UNIFIED, UNIFIED),
     "wide": (picture_rows.WIDE, GEMMA4),
+    "gemma3": (picture_rows.GEMMA3, GEMMA3),
 }
 
 
@@ -35,7 +42,8 @@ def write_model(folder: Path, name: str = "gemma4") -> Path:
     of, settings = KINDS[name]
     tokenizer = picture_tokenizer(TEMPLATE.replace("".join(MARKS), MARKS[1]))
     before, image, after = map(tokenizer.convert_tokens_to_ids, MARKS)
-    ids = {"boi_token_id": before, "image_token_id": image, "eoi_token_id": after}
+    end = "index" if of["model_type"] == "gemma3" else "id"
+    ids = {f"boi_token_{end}": before, f"image_token_{end}": image, f"eoi_token_{end}": after}
     sizes = {key: len(tokenizer) for key in ("vocab_size", "vocab_size_per_layer_input") if key in of["text_config"]}
     hf = {**of, **ids, "text_config": of["text_config"] | sizes | {"pad_token_id": 0}}
     config = folder.with_name(f"{folder.name}_config")

@@ -19,9 +19,8 @@ from jaxtune.models.norm import norm_of
 from jaxtune.models.stack.residual_plan import ResidualPlan
 from jaxtune.models.stack.stack import run_in_parts
 from jaxtune.models.vision.pictures import Pictures
-from jaxtune.models.vision.tower import Tower, TowerConfig
+from jaxtune.models.vision.tower import PatchProjection, Tower, TowerConfig
 from jaxtune.pallas.gated import ACTIVATIONS
-from jaxtune.pallas.quant_matmul import quant_matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,24 +67,6 @@ class QwenTowerConfig(TowerConfig):
     def tensor_name(self, path: Sequence[object]) -> str:
         names = dict(self.names)
         return ".".join((self.prefix, *(names.get(str(word), str(word)) for word in path)))
-
-
-class PatchProjection(nnx.Module):
-    """A convolution whose kernel is a whole patch: a product with the weight [hidden, channels, frames, rows, columns].
-
-    patches: [B, P, patch_numbers] -> [B, P, hidden].
-    """
-
-    def __init__(self, config: QwenTowerConfig, key: jax.Array, dtype):
-        size = config.patch_size
-        shape = (config.blocks.hidden_size, config.channels, config.frames, size, size)
-        weight = jax.random.normal(key, shape, jnp.float32) * config.blocks.initializer_range
-        self.weight: nnx.Variable = nnx.Param(weight.astype(dtype))
-        self.bias: nnx.Variable = nnx.Param(jnp.zeros(shape[:1], dtype))
-
-    def __call__(self, patches: jax.Array) -> jax.Array:
-        weight = self.weight[...]
-        return quant_matmul(patches, [weight.reshape(weight.shape[0], -1)], [None], [self.bias[...]])[0]
 
 
 class LearnedPositions(nnx.Module):
@@ -157,7 +138,9 @@ class QwenTower(Tower):
     def __init__(self, config: QwenTowerConfig, key: jax.Array, dtype):
         self.config = config
         keys = jax.random.split(key, config.blocks.num_layers + 3)
-        self.projection = PatchProjection(config, keys[0], dtype)
+        size = config.patch_size
+        shape = (config.blocks.hidden_size, config.channels, config.frames, size, size)
+        self.projection = PatchProjection(shape, config.blocks.initializer_range, keys[0], dtype)
         self.positions = LearnedPositions(config, keys[1], dtype)
         blocks = config.blocks
         layers = [Block(blocks, spec, k, dtype) for spec, k in zip(blocks.layers, keys[3:], strict=True)]
@@ -189,7 +172,7 @@ class QwenTower(Tower):
         config = self.config
         x = self.projection(pictures.patches)
         x = x + self.positions(pictures.patch_grids, pictures.patch_coordinates).astype(x.dtype)
-        layout = self.layout(pictures)
+        layout = self.layout(pictures, axes=(0, 1))
         states: list[jax.Array] = []
 
         def keep(x: jax.Array, index: int) -> jax.Array:

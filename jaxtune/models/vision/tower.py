@@ -20,6 +20,7 @@ from jaxtune.models.rope import rotary_table
 from jaxtune.models.stack.residual_plan import ResidualPlan
 from jaxtune.models.vision.pictures import Pictures
 from jaxtune.pallas.attention import PackedLayout, packed_layout
+from jaxtune.pallas.quant_matmul import quant_matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,22 @@ class TowerConfig(abc.ABC):
     @abc.abstractmethod
     def make(self, key: jax.Array, dtype) -> Tower:
         """Draws the initial weights, stored in `dtype`."""
+
+
+class PatchProjection(nnx.Module):
+    """A convolution whose kernel is a whole patch: a product with a weight [hidden, channels, ..., rows, columns].
+
+    patches: [B, P, numbers in the kernel's order] -> [B, P, hidden].
+    std: the standard deviation of the initial weight.
+    """
+
+    def __init__(self, shape: tuple[int, ...], std: float, key: jax.Array, dtype):
+        self.weight: nnx.Variable = nnx.Param((jax.random.normal(key, shape, jnp.float32) * std).astype(dtype))
+        self.bias: nnx.Variable = nnx.Param(jnp.zeros(shape[:1], dtype))
+
+    def __call__(self, patches: jax.Array) -> jax.Array:
+        weight = self.weight[...]
+        return quant_matmul(patches, [weight.reshape(weight.shape[0], -1)], [None], [self.bias[...]])[0]
 
 
 class Merging(Protocol):
@@ -117,14 +134,16 @@ class Tower(nnx.Module):
         """The image processor's patches float32[B, P, F] as the tower reads them, in `dtype`."""
         return patches.astype(dtype)
 
-    def layout(self, pictures: Pictures, axes: tuple[int, int] = (0, 1)) -> PackedLayout:
+    def layout(self, pictures: Pictures, axes: tuple[int, int] | None = None) -> PackedLayout:
         """In which the patches of a picture see each other, turned by their coordinates.
 
-        axes: of the coordinates that turn the first and the second half of a head's pairs.
+        axes: of the coordinates that turn the first and the second half of a head's pairs; None: nothing turns them.
         """
         blocks, most = self.config.blocks, pictures.max_pictures
         most = None if most is None else max(most, 1)  # 0: rows of padding alone
         layout = packed_layout(pictures.patch_segments.shape, pictures.patch_segments, most, causal=False)
+        if axes is None:
+            return layout
         rope, size = RopeConfig(theta=blocks.rotary[0].theta), blocks.head_dim // 2
         by_axis = [rotary_table(rope, size, size, pictures.patch_coordinates[..., axis]) for axis in axes]
         table = tuple(jnp.concatenate(tables, -1) for tables in zip(*by_axis, strict=True))
