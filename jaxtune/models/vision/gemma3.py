@@ -115,8 +115,6 @@ class Gemma3Tower(Tower):
       key: draws the initial weights. dtype: of the weights as stored.
     """
 
-    config: Gemma3TowerConfig
-
     def __init__(self, config: Gemma3TowerConfig, key: jax.Array, dtype):
         self.config, blocks = config, config.blocks
         keys = jax.random.split(key, blocks.num_layers + 3)
@@ -136,6 +134,10 @@ class Gemma3Tower(Tower):
     @property
     def unadapted(self) -> list[str]:
         return [self.config.tensor_name(("projection",))]  # a convolution
+
+    @property
+    def mergers(self) -> list[tuple[tuple, Projector]]:
+        return [(("merger",), self.merger)]
 
     def __call__(
         self, pictures: Pictures, plan: ResidualPlan | None = None, dropout_key: jax.Array | None = None

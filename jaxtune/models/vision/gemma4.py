@@ -141,8 +141,6 @@ class Gemma4Tower(Tower):
       key: draws the initial weights. dtype: of the weights as stored.
     """
 
-    config: Gemma4TowerConfig
-
     def __init__(self, config: Gemma4TowerConfig, key: jax.Array, dtype):
         self.config, blocks = config, config.blocks
         keys = jax.random.split(key, blocks.num_layers + 3)
@@ -166,6 +164,10 @@ class Gemma4Tower(Tower):
 
     def inputs(self, patches: jax.Array, dtype) -> jax.Array:
         return (2.0 * (patches - 0.5)).astype(dtype)
+
+    @property
+    def mergers(self) -> list[tuple[tuple, Pooler]]:
+        return [(("merger",), self.merger)]
 
     def __call__(
         self, pictures: Pictures, plan: ResidualPlan | None = None, dropout_key: jax.Array | None = None

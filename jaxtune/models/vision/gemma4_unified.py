@@ -102,12 +102,14 @@ class Gemma4Embedder(Tower):
     key: draws the initial weights. dtype: of the weights as stored.
     """
 
-    config: Gemma4EmbedderConfig
-
     def __init__(self, config: Gemma4EmbedderConfig, key: jax.Array, dtype):
         self.config = config
         self.layers = nnx.List([])
         self.merger = Embedding(config, key, dtype)
+
+    @property
+    def mergers(self) -> list[tuple[tuple, Embedding]]:
+        return [(("merger",), self.merger)]
 
     def __call__(
         self, pictures: Pictures, plan: ResidualPlan | None = None, dropout_key: jax.Array | None = None

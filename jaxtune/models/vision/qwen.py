@@ -133,10 +133,8 @@ class QwenTower(Tower):
       key: draws the initial weights. dtype: of the weights as stored.
     """
 
-    config: QwenTowerConfig
-
     def __init__(self, config: QwenTowerConfig, key: jax.Array, dtype):
-        self.config = config
+        self.config, self._ends = config, tuple(index + 1 for index in config.deep)
         keys = jax.random.split(key, config.blocks.num_layers + 3)
         size = config.patch_size
         shape = (config.blocks.hidden_size, config.channels, config.frames, size, size)
@@ -179,16 +177,15 @@ class QwenTower(Tower):
             states.append(x)
             return x
 
-        ends = tuple(index + 1 for index in config.deep)
-        x, _ = run_in_parts(ends, keep, self.layers, config.blocks.layers, x, layout, plan, dropout_key)
+        x, _ = run_in_parts(self._ends, keep, self.layers, config.blocks.layers, x, layout, plan, dropout_key)
         return [*states, x]
 
     def __call__(
         self, pictures: Pictures, plan: ResidualPlan | None = None, dropout_key: jax.Array | None = None
     ) -> tuple[jax.Array, ...]:
-        layers_key, *keys = (None,) * (2 + len(self.config.deep))
+        layers_key, *keys = (None,) * (2 + len(self._ends))
         if dropout_key is not None:
-            layers_key, *keys = jax.random.split(dropout_key, 2 + len(self.config.deep))
+            layers_key, *keys = jax.random.split(dropout_key, 2 + len(self._ends))
         states = self.patch_states(pictures, plan, layers_key)
         *deep, last = (merger(x, k) for (_, merger), x, k in zip(self.mergers, states, keys, strict=True))
         return last, *deep

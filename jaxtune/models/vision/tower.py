@@ -85,8 +85,10 @@ class PatchProjection(nnx.Module):
 class Merging(Protocol):
     """A module that makes features of patches."""
 
-    matrices: tuple[str, ...]
-    """Attributes of its linears."""
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Attributes of its linears."""
+        ...
 
 
 class Tower(nnx.Module):
@@ -96,7 +98,6 @@ class Tower(nnx.Module):
 
     config: TowerConfig
     layers: nnx.List[Block]
-    merger: Merging
 
     @property
     def trains(self) -> bool:
@@ -113,9 +114,9 @@ class Tower(nnx.Module):
         yield from ()
 
     @property
-    def mergers(self) -> list[tuple[tuple, Merging]]:
+    def mergers(self) -> Sequence[tuple[tuple, Merging]]:
         """(path from the Tower, module) of those that make features, the last layer's at last."""
-        return [(("merger",), self.merger)]
+        raise NotImplementedError
 
     def linears(self, layers: bool = True, merger: bool = True) -> Iterator[tuple[str, Linear]]:
         """Yields (Hugging Face module name, Linear), such as model.visual.blocks.0.attn.qkv.
@@ -141,7 +142,8 @@ class Tower(nnx.Module):
         """
         blocks, most = self.config.blocks, pictures.max_pictures
         most = None if most is None else max(most, 1)  # 0: rows of padding alone
-        layout = packed_layout(pictures.patch_segments.shape, pictures.patch_segments, most, causal=False)
+        rows, patches = pictures.patch_segments.shape
+        layout = packed_layout((rows, patches), pictures.patch_segments, most, causal=False)
         if axes is None:
             return layout
         rope, size = RopeConfig(theta=blocks.rotary[0].theta), blocks.head_dim // 2
