@@ -87,7 +87,7 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
         Source(lambda: None, (Tensor(name, factors.shape, lambda _, factors=factors: factors, True),))
         for name, factors in rope_factors(config).items()
     ]
-    tower = () if model.vision is None else (f"{model.vision.config.prefix}.",)  # llama.cpp has it in another file
+    tower = () if model.vision is None else model.vision.config.prefixes  # llama.cpp has it in another file
     variables = {name: variable for name, variable in tensors_of(model).items() if not name.startswith(tower)}
     rounded = _rounded(model)
     for name, variable in variables.items():
@@ -175,7 +175,7 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
     for name, _, lora in adapted:
         if name == _UNADAPTED:
             raise ValueError(f"gguf-adapter: {name} is adapted, and llama.cpp ignores that adapter; export gguf")
-        if model.vision is not None and name.startswith(f"{model.vision.config.prefix}."):
+        if model.vision is not None and name.startswith(model.vision.config.prefixes):
             raise ValueError(
                 f"gguf-adapter: {name} is adapted, and llama.cpp's adapters are of text; export safetensors"
             )

@@ -282,6 +282,7 @@ class DecoderConfig:
     fused_gate_up: bool = False  # gate and up are one matrix, for the same reason
     # neighbouring numbers of a head are rotated as pairs, not its two halves (GLM, Command R)
     interleaved_rotary: bool = False
+    rotary_parts: int = 1  # equal parts of a head, of each of which the two halves are rotated (Gemma 4's tower: 2)
     attention_soft_cap: float | None = None  # attention scores s become cap * tanh(s / cap)
     final_soft_cap: float | None = None  # logits become cap * tanh(logit / cap)
     embedding_scale: float = 1.0  # factor on the embedding, which is cast to the compute dtype first (Gemma)

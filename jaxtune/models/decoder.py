@@ -150,7 +150,7 @@ class Decoder(nnx.Module):
             tied = config.tie_embeddings
             self.head = None if tied else Linear(*size, bias=False, std=std, key=keys[1], dtype=dtype)
             if tower is not None:
-                self.vision = Tower(tower, jax.random.fold_in(key, 1), dtype)
+                self.vision = tower.make(jax.random.fold_in(key, 1), dtype)
 
     @property
     def head_variable(self) -> nnx.Variable:
@@ -219,7 +219,8 @@ class Decoder(nnx.Module):
         """
         if self.vision is None:
             raise ValueError("pictures: this model was loaded without its tower; load it with pictures=True")
-        pictures = dataclasses.replace(pictures, patches=pictures.patches.astype(self.dtype))
+        patches = self.vision.inputs(pictures.patches, self.dtype)
+        pictures = dataclasses.replace(pictures, patches=patches)
         with jax.named_scope("pictures"):
             if self.vision.trains:
                 plan = ResidualPlan.uniform(RECOMPUTE, len(self.vision.layers))
@@ -250,12 +251,21 @@ class Decoder(nnx.Module):
             first, *deep = features
             return put(x, first), [put(jnp.zeros_like(x), feature) for feature in deep]
 
+    def picture_layout(self, layout: PackedLayout, pictures: Pictures | None) -> PackedLayout:
+        """The layout with runs of the tokens of each picture, if they see each other."""
+        if pictures is None or self.vision is None or self.vision.config.both_ways is None:
+            return layout
+        with jax.named_scope("layout"):
+            inside = jnp.asarray(pictures.picture_features) >= 0
+            return layout.with_runs(inside, windows_only=self.vision.config.both_ways == "windows")
+
     def per_layer_inputs(
         self,
         tokens: jax.Array,
         x: jax.Array,
         dropout_key: jax.Array | None = None,
         per_layer_rows: jax.Array | None = None,
+        pictures: Pictures | None = None,
     ) -> list[dict[str, jax.Array]] | None:
         """The per-layer embeddings (Gemma 4), {name: [B, T, size]} for each layer; None for models without.
 
@@ -263,11 +273,17 @@ class Decoder(nnx.Module):
         x: [B, T, hidden], the first layer's input, from which they are computed too.
         dropout_key: draws the adapter's dropout mask; None: no dropout.
         per_layer_rows: [B, T, layers * size], the tokens' rows; ValueError if they are missing for a table on the host.
+        pictures: of the rows; None: text alone.
         """
         if self.per_layer is None:
             return None
+        placed = None
+        if pictures is not None and self.vision is not None and self.vision.config.placeholder is not None:
+            placed = jnp.asarray(pictures.picture_features) >= 0
+            tokens = jnp.where(placed, self.vision.config.placeholder, tokens)
         with jax.named_scope("embed"):
-            return [{PER_LAYER: value} for value in self.per_layer(tokens, x, _rows, dropout_key, per_layer_rows)]
+            by_layer = self.per_layer(tokens, x, _rows, dropout_key, per_layer_rows, placed)
+            return [{PER_LAYER: value} for value in by_layer]
 
     def layout(
         self,
@@ -339,6 +355,7 @@ class Decoder(nnx.Module):
             )
         rows, length = tokens.shape
         layout = self.layout((rows, length), segment_ids, positions, max_documents)
+        layout = self.picture_layout(layout, pictures)
         table_rows = table_rows or {}
         x = self.embed(tokens, table_rows.get("embedding"))
         if noise is not None:
@@ -349,7 +366,7 @@ class Decoder(nnx.Module):
             tower_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers + 1)
             x, deep = self.with_pictures(x, pictures, tower_key, features)
         projection_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers)
-        layer_inputs = self.per_layer_inputs(tokens, x, projection_key, table_rows.get("per_layer"))
+        layer_inputs = self.per_layer_inputs(tokens, x, projection_key, table_rows.get("per_layer"), pictures)
         sections = range(1, len(deep) + 1), lambda x, index: x + deep[index], self.layers, self.config.layers
         x, values = run_in_parts(*sections, x, layout, plan, dropout_key, gradient_sums, aux, layer_inputs)
         with jax.named_scope("final_norm"):

@@ -141,7 +141,7 @@ class Pretrained:
         nested = tower is not None or is_nested(outer)
         self._source = Source(os.fspath(path), json.dumps(hf), generation, passthrough_parts, nested, positions_text)
         if hf is not outer:
-            renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
+            renamed = {text_tensor_name(name, tower): entry for name, entry in entries.items()}
             entries = {name: entry for name, entry in renamed.items() if name is not None}
         unused = family(config.family).unused_tensors(config)
         entries = stored_weights.gather({name: entry for name, entry in entries.items() if not name.startswith(unused)})
@@ -507,7 +507,8 @@ def checkpoint_tensors(weights: Weights) -> Planned:
         name: _group(name, variable.get_value(), weights.maker(name, variable), jnp.dtype(model.dtype), files)
         for name, variable in tensors_of(model).items()
     }
-    return passthrough.with_passthrough(planned, None if model.source is None else model.source.passthrough)
+    parts = None if model.source is None else model.source.passthrough
+    return passthrough.with_passthrough(planned, parts, None if model.vision is None else model.vision.config)
 
 
 def write_checkpoint(

@@ -180,6 +180,27 @@ merged_and_rounded.defvjp(
 )
 
 
+class Clips(nnx.Module):
+    """The limits, scalars of the checkpoint, to which a linear's input and output are clamped (Gemma 4's towers)."""
+
+    def __init__(self, dtype):
+        low, high = jnp.asarray(-jnp.inf, dtype), jnp.asarray(jnp.inf, dtype)
+        self.input_min, self.input_max = NeverTrained(low), NeverTrained(high)
+        self.output_min, self.output_max = NeverTrained(low), NeverTrained(high)
+
+    def of_input(self, x: jax.Array) -> jax.Array:
+        return clamped(x, self.input_min[...], self.input_max[...])
+
+    def of_output(self, x: jax.Array) -> jax.Array:
+        return clamped(x, self.output_min[...], self.output_max[...])
+
+
+def clamped(x: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """x within limits, with the gradient of x where it is, at the limits too, and else 0."""
+    low, high = low.astype(x.dtype), high.astype(x.dtype)
+    return jnp.where(x < low, low, jnp.where(x > high, high, x))
+
+
 class Linear(nnx.Module):
     """A linear layer: weight [out, in] as in Hugging Face checkpoints or quantised, optional bias [out], optional
     adapter.
@@ -188,6 +209,7 @@ class Linear(nnx.Module):
 
     Attributes:
       fp8: True: a weight stored in FP8 is multiplied as it is, by inputs rounded to FP8; False: it is decoded first.
+      clips: the limits of inputs and outputs; None: there are none.
       compute: the dtype's name that a precision map gives the product: x is cast to it, the output back; None: x's
         dtype.
       fake_quant: for QAT: the grid to which the weight, with its adapter merged in, is rounded before it multiplies,
@@ -202,6 +224,7 @@ class Linear(nnx.Module):
     original: nnx.Variable | None = None
     input_scale: nnx.Variable | None = None
     observer: Callable[[jax.Array], None] | None = None
+    clips: Clips | None = None
     compute: str | None = None
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, std: float, key: jax.Array, dtype):
@@ -234,11 +257,12 @@ class Linear(nnx.Module):
 
     def plain(self, dtype, drops: bool) -> bool:
         """Whether the linear, applied to x in `dtype`, is only the product with a frozen weight, and perhaps an adapter
-        and a bias: no DoRA, QAT, observer or dtype of its own, and if `drops`, no dropout.
+        and a bias: no DoRA, QAT, observer, limits or dtype of its own, and if `drops`, no dropout.
         """
         if self.lora is not None and (self.lora.magnitude is not None or (drops and self.lora.rate > 0)):
             return False
-        plain = self.fake_quant is None and self.observer is None and not isinstance(self.weight, nnx.Param)
+        changed = self.fake_quant is not None or self.observer is not None or self.clips is not None
+        plain = not changed and not isinstance(self.weight, nnx.Param)
         return plain and (self.compute is None or self.compute == dtype)
 
     def rounded_weight(self, x: jax.Array) -> jax.Array:
@@ -281,6 +305,8 @@ def apply_fused(
             biases = [None if linear.bias is None else linear.bias[...] for linear in linears]
             return normed_matmul(unnormed, norm.weight[...], weights, loras, biases, **norm.rounding, fp8=True)
         x = x.value()
+    if any(linear.clips is not None for linear in linears):
+        return tuple(_clipped(x, linear, key) for linear in linears)
     kinds = dict.fromkeys(linear.compute for linear in linears)
     if any(kinds):
         output_by_index: dict[int, jax.Array] = {}
@@ -291,6 +317,13 @@ def apply_fused(
             output_by_index |= {i: out.astype(x.dtype) for i, out in zip(indices, outputs, strict=True)}
         return tuple(output_by_index[i] for i in range(len(linears)))
     return _fused(x, linears, key)
+
+
+def _clipped(x: jax.Array, linear: Linear, key: jax.Array | None) -> jax.Array:
+    clips, kind = linear.clips, linear.compute or x.dtype
+    x = x if clips is None else clips.of_input(x)
+    out = _fused(x.astype(kind), (linear,), key)[0].astype(x.dtype)
+    return out if clips is None else clips.of_output(out)
 
 
 def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> tuple[jax.Array, ...]:

@@ -16,7 +16,7 @@ from jaxtune.models import heads, values
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.expressions import matching
 from jaxtune.models.layers.expert_linear import ExpertLinear, ExpertLora
-from jaxtune.models.linear import Frozen, Linear, Lora, frozen, row_norm, trained
+from jaxtune.models.linear import Frozen, Linear, Lora, NeverTrained, frozen, row_norm, trained
 from jaxtune.models.placement.streams import on_device
 from jaxtune.pallas.formats import Stored, dense
 
@@ -186,7 +186,7 @@ def with_trained_tower(model: Decoder, layers: bool = True, merger: bool = True)
     for path, module in nnx.iter_modules(model.vision):
         if path and (merger if path[0] in ("merger", "deep_mergers") else layers):
             for name, value in list(vars(module).items()):
-                if isinstance(value, Frozen):
+                if isinstance(value, Frozen) and not isinstance(value, NeverTrained):
                     setattr(module, name, trained(value, value.get_value()))
     return model
 
@@ -209,10 +209,9 @@ def _ranks_and_alphas(
     selected = []
     if target_modules or not parameters:
         names = [name for name, _ in linears(model)]
-        excluded = _excluded([*names, *_convolutions(model)], exclude_modules)
-        convolutions = [name for name in _convolutions(model) if name not in excluded]
+        excluded = _excluded([*names, *_unadapted(model)], exclude_modules)
         if target_modules != "all-linear" and target_modules:
-            _refuse_convolutions(convolutions, target_modules)
+            _refuse_unadapted([name for name in _unadapted(model) if name not in excluded], target_modules)
         selected = select_targets([name for name in names if name not in excluded], target_modules, expert_names)
     selected += parameters
     checked_patterns = {"rank_pattern": (rank_pattern, values.whole), "alpha_pattern": (alpha_pattern, values.positive)}
@@ -227,9 +226,9 @@ def _ranks_and_alphas(
     return {name: (ranks.get(name, r), alphas.get(name, lora_alpha)) for name in selected}
 
 
-def _convolutions(model: Decoder) -> list[str]:
-    """The modules that PEFT would adapt by name, and that have no adapters here."""
-    return [] if model.vision is None else [model.vision.config.tensor_name(("projection",))]
+def _unadapted(model: Decoder) -> list[str]:
+    """The modules that PEFT would match by name, and that have no adapters here."""
+    return [] if model.vision is None else model.vision.unadapted
 
 
 def _excluded(names: Sequence[str], exclude_modules: str | Sequence[str] | None) -> set[str]:
@@ -239,16 +238,16 @@ def _excluded(names: Sequence[str], exclude_modules: str | Sequence[str] | None)
     return {name for name in names if any(name_matches(name, module) for module in exclude_modules or ())}
 
 
-def _refuse_convolutions(names: Sequence[str], target_modules: str | Sequence[str]) -> None:
-    """Raises ValueError for targets that in PEFT name a convolution, too."""
+def _refuse_unadapted(names: Sequence[str], target_modules: str | Sequence[str]) -> None:
+    """Raises ValueError for targets that in PEFT name a module without an adapter, too."""
     if isinstance(target_modules, str):
         matched = matching("target_modules", target_modules, names)
     else:
         matched = [name for name in names if any(name_matches(name, target) for target in target_modules)]
     if matched:
         raise ValueError(
-            f"target_modules {target_modules!r} name {matched[0]} too, a convolution, which has no adapter here: name "
-            "linears by more of their names, such as attn.proj, or exclude it (exclude_modules)"
+            f"target_modules {target_modules!r} name {matched[0]} too, which is no linear and gets no adapter: name "
+            "linears by more of their names, such as attn.proj or q_proj.linear, or exclude it (exclude_modules)"
         )
 
 
@@ -369,7 +368,7 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
     rank, rank_pattern = _compress({name: lora.rank for name, lora in loras.items()})
     alpha, alpha_pattern = _compress({name: _number(lora.alpha) for name, lora in loras.items()})
     # A last part of names where all modules with it are adapted, whole names otherwise: PEFT then matches the same set.
-    targets, parameters, peers = set(), set(), [*matrix_by_name, *_convolutions(model)]
+    targets, parameters, peers = set(), set(), [*matrix_by_name, *_unadapted(model)]
     for name, lora in loras.items():
         last_part = name.rsplit(".", 1)[1]
         adapted = all(peer in loras for peer in peers if peer.endswith("." + last_part))

@@ -5,7 +5,7 @@ the parts of models with a vision tower are found here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxtune.models import values
 from jaxtune.models.config import DecoderConfig
@@ -120,10 +120,17 @@ def text_config(hf: dict) -> dict:
     return {key: hf[key] for key in outer if key in hf} | text | {"model_type": text_type}
 
 
-def text_tensor_name(name: str) -> str | None:
+def text_tensor_name(name: str, tower: TowerConfig | None = None) -> str | None:
     """The name here of a tensor of a model with a vision tower, as transformers 4 or 5 writes it: of a text tensor that
-    in the text model alone, of a tower's that of transformers 5; None for "vision_tower." and "multi_modal_projector.".
+    in the text model alone, of a tower's that of transformers 5; None for "vision_tower." and "multi_modal_projector."
+    unless they are of the tower that is loaded.
     """
+    if tower is not None:
+        if f"model.{name}".startswith(tower.prefixes):  # as transformers 4 wrote Gemma 3's
+            name = f"model.{name}"
+        loaded = _with_beginnings(name, {stored: name for name, stored in tower.stored_names})
+        if loaded.startswith(tower.prefixes):
+            return loaded
     if name.startswith("visual."):
         return f"model.{name}"
     if any(module in name for module in ("vision_tower.", "multi_modal_projector.")):
@@ -138,7 +145,7 @@ def is_passthrough(name: str, model_type: str, tower: TowerConfig | None = None)
     model_type: the text part's.
     tower: the one that is loaded; None: none is.
     """
-    loaded = tower is not None and (text_tensor_name(name) or name).startswith(f"{tower.prefix}.")
+    loaded = tower is not None and (text_tensor_name(name, tower) or name).startswith(tower.prefixes)
     return not loaded and name.startswith(family(model_type).passthrough_tensors)
 
 
@@ -193,11 +200,22 @@ def is_nested(hf: dict) -> bool:
     return not family(text_config(hf)["model_type"]).text_alone
 
 
+def _with_beginnings(name: str, changes: Mapping[str, str]) -> str:
+    first = next((first for first in changes if name == first or name.startswith(f"{first}.")), None)
+    return name if first is None else changes[first] + name.removeprefix(first)
+
+
+def stored_tensor_name(name: str, tower: TowerConfig | None) -> str:
+    """The name of a tensor of the text model alone, or of its tower, in checkpoints of the whole model."""
+    return _with_beginnings(whole_tensor_name(name), {} if tower is None else dict(tower.stored_names))
+
+
 def whole_tensor_name(name: str) -> str:
     """The inverse of text_tensor_name, as transformers 5 writes it ("model.language_model." in place of "model.", but
     not of towers).
     """
-    towers = tuple(prefix for declared in FAMILIES.values() for prefix in declared.passthrough_tensors)
+    towers = ("model.vision_tower.", "model.multi_modal_projector.")
+    towers += tuple(prefix for declared in FAMILIES.values() for prefix in declared.passthrough_tensors)
     text = name.startswith("model.") and not name.startswith(towers)
     return _LANGUAGE + name.removeprefix("model.") if text else name
 

@@ -18,6 +18,10 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarra
     normal = generator.standard_normal(shape, np.float32)
     if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale")):
         return (0.2 * normal + 1).astype(np.float32)
+    if name.endswith((".input_min", ".output_min")):  # that clamp some numbers
+        return -np.abs(normal).reshape(shape) - 0.5
+    if name.endswith((".input_max", ".output_max")):
+        return np.abs(normal).reshape(shape) + 0.5
     if name.endswith((".bias", "_bias", ".sinks")):
         return 0.3 * normal
     return normal / np.float32(np.sqrt(shape[-1]))

@@ -304,7 +304,7 @@ def test_adapters_of_a_tower_need_it(model, tmp_path):
 
 def test_a_convolution_has_no_adapter(model):
     for targets in (["proj"], r".*visual\.patch_embed\.proj|.*q_proj"):
-        with pytest.raises(ValueError, match=r"model\.visual\.patch_embed\.proj too, a convolution"):
+        with pytest.raises(ValueError, match=r"model\.visual\.patch_embed\.proj too, which is no linear"):
             jaxtune.get_peft_model(model, r=2, target_modules=targets)
     adapted = jaxtune.get_peft_model(model, r=2, target_modules=["proj", "qkv"], exclude_modules=["patch_embed.proj"])
     assert sum(linear.lora is not None for _, linear in linears(adapted)) == 4
@@ -317,7 +317,7 @@ def test_published_towers(hf, count):
     vision = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "out_hidden_size": 4096}
     text = {**hf["text_config"], "hidden_size": 4096}
     config = tower_config({**hf, "text_config": text, "vision_config": vision})
-    shapes = nnx.state(nnx.eval_shape(lambda: jaxtune.models.vision.tower.Tower(config, jax.random.key(0), "bfloat16")))
+    shapes = nnx.state(nnx.eval_shape(lambda: config.make(jax.random.key(0), "bfloat16")))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == count
     assert (config.blocks.head_dim, config.side, config.patch_numbers) == (72, 48, 1536)
 

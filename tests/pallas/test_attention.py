@@ -30,8 +30,8 @@ SCALE = 0.3
 TOLERANCE = dict(rtol=2e-5, atol=3e-6)
 
 
-def visibility(segments: np.ndarray, window: int | None = None, causal: bool = True) -> np.ndarray:
-    """bool[B, T, T], from the words of the contract: one loop over queries and keys."""
+def visibility(segments: np.ndarray, window: int | None = None, causal: bool = True, inside=None) -> np.ndarray:
+    """bool[B, T, T], from the words of the contract: one loop over queries and keys. inside: of runs, bool[B, T]."""
     rows, length = segments.shape
     visible = np.zeros((rows, length, length), bool)
     for row in range(rows):
@@ -40,17 +40,34 @@ def visibility(segments: np.ndarray, window: int | None = None, causal: bool = T
                 if segments[row, key] != segments[row, query] or segments[row, query] == 0:
                     break  # an earlier run of the same id is another document
                 visible[row, query, key] = window is None or query - key < window
+    if inside is not None:  # the look ahead is not cut by the window
+        behind = visibility(segments)
+        for row, query, key in np.argwhere(behind):
+            visible[row, key, query] |= bool(np.asarray(inside)[row, key : query + 1].all())
     return visible if causal else visible | visible.swapaxes(1, 2)
 
 
-def dense(query, key, value, segments, *, scale=SCALE, window=None, soft_cap=None, sinks=None, dout=None, causal=True):
+def dense(
+    query,
+    key,
+    value,
+    segments,
+    *,
+    scale=SCALE,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    dout=None,
+    causal=True,
+    inside=None,
+):
     """float64 (out, lse, gradients of sum(out * dout) or None)."""
     query, key, value = (np.asarray(a, np.float64) for a in (query, key, value))
     group = query.shape[2] // key.shape[2]
     keys, values = np.repeat(key, group, 2), np.repeat(value, group, 2)
     raw = scale * np.einsum("bqhd,bkhd->bhqk", query, keys)
     capped = raw if soft_cap is None else soft_cap * np.tanh(raw / soft_cap)
-    visible = visibility(np.asarray(segments), window, causal)[:, None]
+    visible = visibility(np.asarray(segments), window, causal, inside)[:, None]
     exponential = np.where(visible, np.exp(capped), 0.0)
     total = exponential.sum(-1)
     if sinks is not None:
@@ -89,9 +106,10 @@ SINKS = jnp.asarray([0.5, -1.0, 2.0, 0.0], jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("window", "soft_cap", "causal"))
-def run(query, key, value, dout, segments, sinks=None, *, window=None, soft_cap=None, causal=True):
+def run(query, key, value, dout, segments, sinks=None, *, window=None, soft_cap=None, causal=True, inside=None):
     """(out, lse, gradients) of the public functions: the differentiable one must agree with the pair."""
     layout = packed_layout(query.shape[:2], segments, causal=causal)
+    layout = layout if inside is None else layout.with_runs(inside)
     options = dict(scale=SCALE, window=window, soft_cap=soft_cap)
     out, lse = attention_forward(query, key, value, layout, sinks=sinks, **options)
     gradients = attention_backward(query, key, value, out, lse, dout, layout, sinks=sinks, **options)
@@ -99,6 +117,11 @@ def run(query, key, value, dout, segments, sinks=None, *, window=None, soft_cap=
         lambda q, k, v, s: attention(q, k, v, layout, sinks=s, **options), query, key, value, sinks
     )
     return out, lse, gradients, same, pullback(dout)
+
+
+INSIDE = jnp.asarray([row_of % 7 < 5 for row_of in range(24)] + [row_of % 11 != 3 for row_of in range(24)]).reshape(
+    2, 24
+)
 
 
 def row(*runs: tuple[int, int]) -> list[int]:
@@ -126,6 +149,8 @@ FEATURES = {
     "sinks": dict(sinks=SINKS),
     "all": dict(window=4, soft_cap=0.9, sinks=SINKS),
     "both ways": dict(causal=False),
+    "runs": dict(inside=INSIDE),
+    "runs, all": dict(inside=INSIDE, window=4, soft_cap=0.9, sinks=SINKS),
     "both ways, all": dict(causal=False, soft_cap=0.9, sinks=SINKS),
 }
 
@@ -197,14 +222,14 @@ segment_rows = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_siz
 )
 
 
-@pytest.mark.parametrize("features", ["plain", "all", "both ways, all"])
+@pytest.mark.parametrize("features", ["plain", "all", "both ways, all", "runs, all"])
 @hypothesis.given(segments=st.tuples(segment_rows, segment_rows))
 @pytest.mark.gpu
 def test_any_layout(features, segments):
     check(segments, FEATURES[features], operands())
 
 
-@pytest.mark.parametrize("features", ["plain", "all", "both ways, all"])
+@pytest.mark.parametrize("features", ["plain", "all", "both ways, all", "runs, all"])
 @pytest.mark.parametrize("chunk", [1, 7, 23])
 def test_chunks_of_queries_change_nothing(monkeypatch, chunk, features):
     """The path for long rows, which keeps only some queries' scores at a time."""

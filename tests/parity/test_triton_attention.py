@@ -32,6 +32,17 @@ CASES = {
     "everything": (RUNS, {"window": 30, "soft_cap": 4.0, "sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)}),
     "window_soft_cap": (RUNS, {"window": 30, "soft_cap": 4.0}),
     "window_of_one": (RUNS, {"window": 1}),
+    "runs": (RUNS, {"inside": lambda index: index % 47 < 40}),  # some cross tiles, some documents' bounds cut
+    "runs_everything": (
+        RUNS,
+        {
+            "inside": lambda index: index % 47 < 40,
+            "window": 30,
+            "soft_cap": 4.0,
+            "sinks": np.linspace(-1, 1, HEADS, dtype=np.float32),
+        },
+    ),
+    "one_run": (((1, 300),), {"inside": lambda index: (index > 20) & (index < 290), "window": 50}),
     "one_document": (((1, 300),), {}),
     "whole_tiles": (((1, 256),), {}),
     "less_than_a_tile": (((1, 40),), {"window": 7}),
@@ -53,6 +64,9 @@ def operands(length, dim, dtype, heads=HEADS, kv_heads=KV_HEADS):
 def outputs(implementation, arrays, segments, features):
     query, key, value, dout = arrays
     layout = packed_layout(query.shape[:2], jnp.asarray(segments))
+    features = dict(features)
+    if (inside := features.pop("inside", None)) is not None:
+        layout = layout.with_runs(jnp.asarray(inside(np.arange(query.shape[1])))[None])
     options = dict(features, scale=query.shape[-1] ** -0.5, implementation=implementation)
     out, lse = attention_forward(query, key, value, layout, **options)
     gradients = attention_backward(query, key, value, out, lse, dout, layout, **options)
@@ -83,6 +97,8 @@ def check(segments, features, dim, capability=(8, 0), **heads):
         *(("window_soft_cap", dim) for dim in (80, 96, 192, 256)),
         ("everything", 128),
         ("everything", 512),
+        ("runs_everything", 256),
+        ("runs_everything", 512),
     ],
 )
 def test_kernels_against_the_reference(case, dim):

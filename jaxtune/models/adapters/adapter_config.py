@@ -94,8 +94,10 @@ def config_of(model: Decoder) -> dict[str, Any]:
     for key in ("rank_pattern", "alpha_pattern"):
         settings[key] = {peft_name(model, name): value for name, value in settings[key].items()}
     tower = () if model.vision is None else model.vision.linears()
-    excluded = is_nested(model) and all(linear.lora is None for _, linear in tower)
-    towers = "|".join(tower_modules(model.config.family))
+    adapted = tuple(name for name, linear in tower if linear.lora is not None)
+    modules = tower_modules(model.config.family) if is_nested(model) else ()
+    excluded = [module for module in modules if not any(name.startswith(f"model.{module}.") for name in adapted)]
+    towers = "|".join(excluded)
     return settings | {
         "peft_type": "LORA",
         "task_type": model.config.head.task_type,

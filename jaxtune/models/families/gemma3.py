@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxtune.models.config import PRE_AND_POST_NORM, DecoderConfig
 from jaxtune.models.families.common import Config, Family, Fields, Key, LayerType, LayerTypes, Rotary, RotaryByType
+from jaxtune.models.families.common.gemma3_vision import gemma3_tower
 from jaxtune.models.families.common.layers import FULL, by_pattern
 from jaxtune.models.families.common.names import GEMMA_NORMS
 from jaxtune.models.families.common.rope import SLIDING, above_one, by_type, rope_parameters
@@ -57,4 +58,5 @@ FAMILY = Family(
     stages=PRE_AND_POST_NORM,
     norms=GEMMA_NORMS,
     text_of=("gemma3",),
+    tower=gemma3_tower,
 )

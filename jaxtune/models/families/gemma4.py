@@ -4,6 +4,7 @@ layers may have experts beside the MLP (26B-A4B), or embeddings of their own and
 
 from jaxtune.models.config import PRE_AND_POST_NORM
 from jaxtune.models.families.common import ExpertFiles, Family, gemma4
+from jaxtune.models.families.common.gemma4_vision import gemma4_tower
 
 FAMILY = Family(
     "gemma4_text",
@@ -18,4 +19,5 @@ FAMILY = Family(
     unused_tensors=gemma4.unused_tensors,
     expert_files=ExpertFiles("", "gate_proj", "up_proj", "down_proj", quantised_only=True),
     passthrough_tensors=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+    tower=gemma4_tower,
 )

@@ -4,6 +4,7 @@ experts and per-layer embeddings.
 
 from jaxtune.models.config import PRE_AND_POST_NORM
 from jaxtune.models.families.common import Family, gemma4
+from jaxtune.models.families.common.gemma4_vision import gemma4_embedder
 
 FAMILY = Family(
     "gemma4_unified_text",
@@ -18,4 +19,5 @@ FAMILY = Family(
     text_of=("gemma4_unified",),
     unused_tensors=gemma4.unused_tensors,
     passthrough_tensors=("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
+    tower=gemma4_embedder,
 )

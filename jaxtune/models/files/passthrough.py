@@ -18,7 +18,7 @@ from jaxtune.models.config import DecoderConfig, Passthrough
 from jaxtune.models.files import file_plan, headers, shards, stored_weights
 from jaxtune.models.files.file_plan import Planned
 from jaxtune.models.files.stored_weights import StoredEntry
-from jaxtune.models.registry import config_from_hf, is_passthrough, whole_tensor_name
+from jaxtune.models.registry import config_from_hf, is_passthrough, stored_tensor_name, whole_tensor_name
 from jaxtune.models.vision.tower import TowerConfig
 from jaxtune.system.files import read_plain
 
@@ -85,13 +85,13 @@ def _in_16_bits(entry: StoredEntry) -> jax.Array:
     return jax.tree.map(jnp.asarray, weight).decode("bfloat16")
 
 
-def with_passthrough(planned: Planned, passthrough: Passthrough | None) -> Planned:
+def with_passthrough(planned: Planned, passthrough: Passthrough | None, tower: TowerConfig | None = None) -> Planned:
     """A plan of tensors to write with the passthrough tensors after the text model's, quantised ones in bfloat16; a
     nested text model's get their names in the whole model. Raises ValueError if the original file has changed.
     """
     if passthrough is None:
         return dict(planned)
-    rename = whole_tensor_name if passthrough.config is not None else str
+    rename = functools.partial(stored_tensor_name, tower=tower) if passthrough.config is not None else str
     current_entries = {}
     for file in {entry.file for entry in passthrough.tensors}:
         with contextlib.suppress(OSError):

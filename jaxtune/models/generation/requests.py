@@ -136,7 +136,7 @@ class PromptPictures(NamedTuple):
         many. patches: to which they are padded.
         """
         count, pictures = min(tokens, len(self.positions)), self.pictures
-        positions = np.zeros((1, tokens, self.positions.shape[1]), np.int32)
+        positions = np.zeros((1, tokens, *self.positions.shape[1:]), np.int32)
         positions[0, :count] = self.positions[:count]
         features = np.full((1, tokens), -1, np.int32)
         features[0, :count] = np.asarray(pictures.picture_features)[0, :count]
@@ -159,12 +159,13 @@ def check_pictures(
     """
     if tower is None:
         raise ValueError(f"{name} has pictures, and the model was loaded without its tower; load it with pictures=True")
-    axes, tokens = len(config.rotary[0].sections), len(prompt)
+    tokens, axes = len(prompt), len(config.rotary[0].sections)
+    shape = (tokens, axes) if axes else (tokens,)
     features = np.asarray(pictures.pictures.picture_features)
-    if pictures.positions.shape != (tokens, axes) or features.shape != (1, tokens):
+    if pictures.positions.shape != shape or features.shape != (1, tokens):
         raise ValueError(
             f"{name} of {tokens} tokens has pictures with positions {pictures.positions.shape} and picture_features "
-            f"{features.shape}: must be {(tokens, axes)} and {(1, tokens)}"
+            f"{features.shape}: must be {shape} and {(1, tokens)}"
         )
     patches, block = pictures.pictures.patch_segments.shape[1], tower.merge_size**2
     if patches % block or features.max() >= patches // block:

@@ -193,6 +193,7 @@ def _prefill(
     """
     model = structure.model(leaves)
     layout = _rows_layout(model.config, tokens.shape, lengths, totals, positions)
+    layout = model.picture_layout(layout, pictures)
 
     def first_state(layer, spec, residuals):
         return layer.first_state(residuals, lengths, capacity - tokens.shape[1], Context(spec, layout))
@@ -247,7 +248,7 @@ def _forward(
     states, shared, deep = [], {}, []
     if pictures is not None:
         x, deep = model.with_pictures(x, pictures)
-    decoder_values = model.per_layer_inputs(tokens, x) or [{}] * len(model.layers)
+    decoder_values = model.per_layer_inputs(tokens, x, pictures=pictures) or [{}] * len(model.layers)
     for layer, spec, layer_values in zip(model.layers, model.config.layers, decoder_values, strict=True):
         graph, *state = nnx.split(layer, nnx.Param, ...)
         inputs = layer_values | {name: shared[name] for name in layer.takes if name not in layer_values}

@@ -258,7 +258,12 @@ class Attention(nnx.Module):
         """Norms x [B, T, heads, D] by the attribute `norm`, over each head or all as one vector (qk_norm), and rotates
         it.
         """
-        interleaved = self.config.interleaved_rotary
+        interleaved, parts = self.config.interleaved_rotary, self.config.rotary_parts
+        if parts > 1:
+            assert self.config.qk_norm == "head"
+            halves = getattr(self, norm)(x).reshape(*x.shape[:-1], parts, 2, -1)
+            # Queries and keys in the same other order, in which the first halves of all parts come first.
+            return rotate(halves.swapaxes(-3, -2).reshape(x.shape), rotary)
         if self.config.qk_norm == "head":
             return rotate_normed(x, getattr(self, norm), rotary, interleaved)
         if self.config.qk_norm == "projection":

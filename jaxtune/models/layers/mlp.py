@@ -72,6 +72,8 @@ class MLP(nnx.Module):
           key: draws the adapter's dropout mask; None: no dropout.
         """
         linear, activation = self.down_proj, self.config.activation
+        if linear.clips is not None:  # whose gradient depends on its input, which `_down` does not keep
+            return linear(ACTIVATIONS[activation](gate) * up, key)
         if linear.only_adapted(gate.dtype, key is not None):
             assert linear.lora is not None
             weight, bias = linear.stored_weight, None if linear.bias is None else linear.bias[...]

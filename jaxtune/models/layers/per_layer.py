@@ -115,6 +115,7 @@ class PerLayerInputs(nnx.Module):
         take,
         key: jax.Array | None = None,
         rows: jax.Array | None = None,
+        placed: jax.Array | None = None,
     ) -> list[jax.Array]:
         """The per-layer embeddings, one array [B, T, size] in x's dtype for each layer.
 
@@ -122,8 +123,11 @@ class PerLayerInputs(nnx.Module):
         take: (table, tokens) -> rows [B, T, layers * size], which decides the table's gradient.
         key: draws the dropout mask of the projection's adapter; None: no dropout.
         rows: [B, T, layers * size], the tokens' rows of a table on the host; ValueError if they are missing then.
+        placed: bool[B, T], tokens that give the table no gradient, as transformers' padding token; None: none.
         """
         rows = host_table.rows_of("per_layer", self.weight, tokens, take, rows)
+        if placed is not None:
+            rows = jnp.where(placed[..., None], jax.lax.stop_gradient(rows), rows)
         rows = rows.astype(x.dtype) * jnp.asarray(self.size**0.5, x.dtype)
         projected = self.projection(x, key)
         projected = (projected.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype)

@@ -10,9 +10,9 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pictures:
-    """The pictures of packed rows, all arrays with rows first. A row has room for P patches, a multiple of merge x
-    merge; each picture's patches are consecutive and in the image processor's order, merge x merge blocks one after the
-    other, and padding comes last. A block's patches become one feature, which stands at one token.
+    """The pictures of packed rows, all arrays with rows first. A row has room for P patches; each picture's are
+    consecutive and in the image processor's order, merge x merge blocks one after the other, and padding comes last. A
+    block's patches become one feature, which stands at one token.
 
     Qwen: merge 2, F = 3 channels x 2 frames x 16 x 16 = 1,536. A picture's tokens have positions [rows, T, 3] (time,
     height, width), an argument beside this.

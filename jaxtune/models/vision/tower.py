@@ -1,13 +1,13 @@
-"""A tower: the layers of a decoder over the patches of pictures, and the merger of their outputs into the features that
-stand at a text's picture tokens.
+"""A tower: the layers of a decoder over the patches of pictures, and what makes of their outputs the features that
+stand at a text's picture tokens. Each kind of tower is a file of its own.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-import itertools
-import math
 from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,71 +16,65 @@ from flax import nnx
 from jaxtune.models.config import DecoderConfig, RopeConfig
 from jaxtune.models.layers.block import Block
 from jaxtune.models.linear import Linear
-from jaxtune.models.norm import norm_of
 from jaxtune.models.rope import rotary_table
 from jaxtune.models.stack.residual_plan import ResidualPlan
-from jaxtune.models.stack.stack import run_in_parts
 from jaxtune.models.vision.pictures import Pictures
-from jaxtune.pallas.attention import packed_layout
-from jaxtune.pallas.gated import ACTIVATIONS
+from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.quant_matmul import quant_matmul
 
 
 @dataclasses.dataclass(frozen=True)
-class TowerConfig:
-    """Shape of a tower as Qwen3.5 and Qwen3-VL have it. Raises ValueError for sizes that do not fit each other."""
+class TowerConfig(abc.ABC):
+    """Shape of a tower."""
 
     blocks: DecoderConfig  # of its layers; vocabulary, embedding and head are not used
-    channels: int  # numbers of a pixel
-    frames: int  # pictures of a patch; a still picture is there twice
     patch_size: int  # pixels of a patch's side
     merge_size: int  # patches of a feature's side
-    positions: int  # rows of the table of learned positions, a square
     out_size: int  # numbers of a feature, the text's hidden size
-    prefix: str  # of its tensors' names in checkpoints, such as "model.visual"
-    names: tuple[tuple[str, str], ...]  # (attribute, its name in checkpoints) where they differ
-    # ascending indices of layers whose outputs are merged, too: the i-th features are added after text layer i
-    deep: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        layers = self.blocks.num_layers
-        if any(first >= second for first, second in itertools.pairwise((-1, *self.deep, layers))):
-            raise ValueError(f"deepstack_visual_indexes = {list(self.deep)}: must ascend, below the {layers} layers")
-        if self.side**2 != self.positions:
-            raise ValueError(f"num_position_embeddings = {self.positions}: must be a square")
-        if self.blocks.head_dim % 4:
-            raise ValueError(
-                f"a tower's heads of {self.blocks.head_dim} numbers (hidden_size / num_heads) are turned by two axes: "
-                "must be a multiple of 4"
-            )
 
     @property
-    def side(self) -> int:
-        """Learned positions of a side."""
-        return math.isqrt(self.positions)
+    @abc.abstractmethod
+    def prefixes(self) -> tuple[str, ...]:
+        """Of its tensors' names in checkpoints, such as ("model.visual.",)."""
 
     @property
+    def stored_names(self) -> tuple[tuple[str, str], ...]:
+        """(beginning of tensors' names, that in published checkpoints) where these differ from transformers' model."""
+        return ()
+
+    @property
+    @abc.abstractmethod
     def patch_numbers(self) -> int:
-        """The numbers of a patch, in the order (channel, frame, row, column)."""
-        return self.channels * self.frames * self.patch_size**2
+        """The numbers of a patch."""
 
+    @property
+    def placeholder(self) -> int | None:
+        """The token of which pictures' tokens have the per-layer embeddings; None: their own."""
+        return None
+
+    @property
+    def both_ways(self) -> Literal["windows", "all"] | None:
+        """The text's layers in which the tokens of a picture see each other; None: its tokens are causal everywhere."""
+        return None
+
+    @abc.abstractmethod
     def tensor_name(self, path: Sequence[object]) -> str:
         """The name in checkpoints of a tensor or module. path: attributes and indices from the Tower."""
-        names = dict(self.names)
-        return ".".join((self.prefix, *(names.get(str(word), str(word)) for word in path)))
+
+    @abc.abstractmethod
+    def make(self, key: jax.Array, dtype) -> Tower:
+        """Draws the initial weights, stored in `dtype`."""
 
 
 class PatchProjection(nnx.Module):
-    """A convolution whose kernel is a whole patch: a product with the weight [hidden, channels, frames, rows, columns].
+    """A convolution whose kernel is a whole patch: a product with a weight [hidden, channels, ..., rows, columns].
 
-    patches: [B, P, patch_numbers] -> [B, P, hidden].
+    patches: [B, P, numbers in the kernel's order] -> [B, P, hidden].
+    std: the standard deviation of the initial weight.
     """
 
-    def __init__(self, config: TowerConfig, key: jax.Array, dtype):
-        size = config.patch_size
-        shape = (config.blocks.hidden_size, config.channels, config.frames, size, size)
-        weight = jax.random.normal(key, shape, jnp.float32) * config.blocks.initializer_range
-        self.weight: nnx.Variable = nnx.Param(weight.astype(dtype))
+    def __init__(self, shape: tuple[int, ...], std: float, key: jax.Array, dtype):
+        self.weight: nnx.Variable = nnx.Param((jax.random.normal(key, shape, jnp.float32) * std).astype(dtype))
         self.bias: nnx.Variable = nnx.Param(jnp.zeros(shape[:1], dtype))
 
     def __call__(self, patches: jax.Array) -> jax.Array:
@@ -88,82 +82,22 @@ class PatchProjection(nnx.Module):
         return quant_matmul(patches, [weight.reshape(weight.shape[0], -1)], [None], [self.bias[...]])[0]
 
 
-class LearnedPositions(nnx.Module):
-    """A square table of positions [side * side, hidden], interpolated to each picture's grid (bilinear, corners on
-    corners).
-    """
+class Merging(Protocol):
+    """A module that makes features of patches."""
 
-    def __init__(self, config: TowerConfig, key: jax.Array, dtype):
-        shape = (config.positions, config.blocks.hidden_size)
-        weight = jax.random.normal(key, shape, jnp.float32) * config.blocks.initializer_range
-        self.weight: nnx.Variable = nnx.Param(weight.astype(dtype))
-
-    def __call__(self, grids: jax.Array, coordinates: jax.Array) -> jax.Array:
-        """float32[B, P, hidden]. grids, coordinates: int32[B, P, 2], as in Pictures."""
-        table = self.weight[...].astype(jnp.float32)  # so that gradients of a row are summed in float32
-        side = math.isqrt(len(table))
-        at = coordinates.astype(jnp.float32) * (side - 1) / jnp.maximum(grids - 1, 1)
-        first = jnp.floor(at)
-        share = at - first
-        index = first.astype(jnp.int32)
-        (row, column), (row_share, column_share) = (jnp.moveaxis(a, -1, 0) for a in (index, share))
-        total = jnp.zeros((*grids.shape[:2], table.shape[1]), jnp.float32)
-        for rows, row_weight in ((row, 1 - row_share), (row + 1, row_share)):
-            for columns, weight in ((column, 1 - column_share), (column + 1, column_share)):
-                taps = jnp.clip(rows, 0, side - 1) * side + jnp.clip(columns, 0, side - 1)
-                total = total + table[taps] * (row_weight * weight)[..., None]
-        return total
-
-
-class Merger(nnx.Module):
-    """down(gelu(up(the normed patches of a block, joined))): [B, P, hidden] -> [B, P / merge^2, out_size].
-
-    norms_joined: whether the norm is over a joined block, not over each patch.
-    """
-
-    def __init__(self, config: TowerConfig, key: jax.Array, dtype, norms_joined: bool = False):
-        blocks, keys = config.blocks, jax.random.split(key, 2)
-        joined = blocks.hidden_size * config.merge_size**2
-        self.norms_joined = norms_joined
-        self.norm = norm_of(blocks, joined if norms_joined else blocks.hidden_size, dtype)
-
-        def drawn(k, out_size):
-            return Linear(joined, out_size, bias=True, std=blocks.initializer_range, key=k, dtype=dtype)
-
-        self.up_proj, self.down_proj = drawn(keys[0], joined), drawn(keys[1], config.out_size)
-        for linear in (self.up_proj, self.down_proj):
-            # Without logical axes, because no device divides a matrix that is used outside of a stack.
-            linear.weight = nnx.Param(linear.weight.get_value())
-
-    def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """key: draws the adapters' dropout masks; None: no dropout."""
-        keys = (None, None) if key is None else jax.random.split(key)
-        blocks = (x.shape[0], -1, self.up_proj.sizes[1])
-        x = self.norm(x.reshape(blocks)) if self.norms_joined else self.norm(x).reshape(blocks)
-        return self.down_proj(ACTIVATIONS["gelu"](self.up_proj(x, keys[0])), keys[1])
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Attributes of its linears."""
+        ...
 
 
 class Tower(nnx.Module):
-    """Makes features of pictures: a projection of patches, learned positions, layers in which the patches of a picture
-    see each other, turned by row and column, and a merger, of some families several. Its linears are never quantised:
-    of a 9B it has a twentieth of the weights, which pixels need more than text does.
-
-      key: draws the initial weights. dtype: of the weights as stored; it computes in the patches' dtype.
+    """Makes features of pictures. Its linears are never quantised: of a 9B it has a twentieth of the weights, which
+    pixels need more than text does. It computes in the patches' dtype.
     """
 
-    def __init__(self, config: TowerConfig, key: jax.Array, dtype):
-        self.config = config
-        keys = jax.random.split(key, config.blocks.num_layers + 3)
-        self.projection = PatchProjection(config, keys[0], dtype)
-        self.positions = LearnedPositions(config, keys[1], dtype)
-        blocks = config.blocks
-        layers = [Block(blocks, spec, k, dtype) for spec, k in zip(blocks.layers, keys[3:], strict=True)]
-        self.layers = nnx.List(layers)
-        self.merger = Merger(config, keys[2], dtype)
-        deep = [Merger(config, jax.random.fold_in(key, index), dtype, norms_joined=True) for index in config.deep]
-        self.deep_mergers = nnx.List(deep)
-        for _, linear in self.linears():
-            linear.quantizable = False
+    config: TowerConfig
+    layers: nnx.List[Block]
 
     @property
     def trains(self) -> bool:
@@ -171,56 +105,60 @@ class Tower(nnx.Module):
         return bool(jax.tree.leaves(nnx.state(self, nnx.Param)))
 
     @property
-    def mergers(self) -> list[tuple[tuple, Merger]]:
-        """(path from the Tower, merger) of those of the layers `deep`, and at last of the last layer."""
-        deep = [(("deep_mergers", index), merger) for index, merger in enumerate(self.deep_mergers)]
-        return [*deep, (("merger",), self.merger)]
+    def unadapted(self) -> list[str]:
+        """Modules that PEFT would match by name, and that have no adapters here."""
+        return []
 
-    def linears(self) -> Iterator[tuple[str, Linear]]:
-        """Yields (Hugging Face module name, Linear), such as model.visual.blocks.0.attn.qkv; the mergers' last."""
-        for index, layer in enumerate(self.layers):
-            for module, name, matrix in layer.matrices():
-                yield self.config.tensor_name(("layers", index, module, name)), matrix
-        for path, merger in self.mergers:
-            for name in ("up_proj", "down_proj"):
-                yield self.config.tensor_name((*path, name)), getattr(merger, name)
+    def before_layers(self) -> Iterator[tuple[tuple, Linear]]:
+        """Yields (path, Linear) of those that the layers' input goes through."""
+        yield from ()
 
-    def patch_states(
-        self, pictures: Pictures, plan: ResidualPlan | None = None, dropout_key: jax.Array | None = None
-    ) -> list[jax.Array]:
-        """The outputs [B, P, hidden] of the layers `deep`, and at last of the last layer.
+    @property
+    def mergers(self) -> Sequence[tuple[tuple, Merging]]:
+        """(path from the Tower, module) of those that make features, the last layer's at last."""
+        raise NotImplementedError
 
-        plan: where each layer's residuals are until the backward; None: all stay in device memory.
-        dropout_key: draws the adapters' dropout masks; None: no dropout.
+    def linears(self, layers: bool = True, merger: bool = True) -> Iterator[tuple[str, Linear]]:
+        """Yields (Hugging Face module name, Linear), such as model.visual.blocks.0.attn.qkv.
+
+        layers: with those of the layers and before them. merger: with those after them, at last.
         """
-        config, (rows, patches) = self.config, pictures.patch_segments.shape
-        x = self.projection(pictures.patches)
-        x = x + self.positions(pictures.patch_grids, pictures.patch_coordinates).astype(x.dtype)
-        most = None if pictures.max_pictures is None else max(pictures.max_pictures, 1)  # 0: rows of padding alone
+        paths = [*self.before_layers()] if layers else []
+        for index, layer in enumerate(self.layers if layers else ()):
+            paths += [(("layers", index, module, name), matrix) for module, name, matrix in layer.matrices()]
+        for path, module in self.mergers if merger else ():
+            paths += [((*path, name), getattr(module, name)) for name in module.matrices]
+        for path, matrix in paths:
+            yield self.config.tensor_name(path), matrix
+
+    def inputs(self, patches: jax.Array, dtype) -> jax.Array:
+        """The image processor's patches float32[B, P, F] as the tower reads them, in `dtype`."""
+        return patches.astype(dtype)
+
+    def layout(self, pictures: Pictures, axes: tuple[int, int] | None = None) -> PackedLayout:
+        """In which the patches of a picture see each other, turned by their coordinates.
+
+        axes: of the coordinates that turn the first and the second half of a head's pairs; None: nothing turns them.
+        """
+        blocks, most = self.config.blocks, pictures.max_pictures
+        most = None if most is None else max(most, 1)  # 0: rows of padding alone
+        rows, patches = pictures.patch_segments.shape
         layout = packed_layout((rows, patches), pictures.patch_segments, most, causal=False)
-        rope, size = RopeConfig(theta=config.blocks.rotary[0].theta), config.blocks.head_dim // 2
-        by_axis = [rotary_table(rope, size, size, pictures.patch_coordinates[..., axis]) for axis in (0, 1)]
+        if axes is None:
+            return layout
+        rope, size = RopeConfig(theta=blocks.rotary[0].theta), blocks.head_dim // 2
+        by_axis = [rotary_table(rope, size, size, pictures.patch_coordinates[..., axis]) for axis in axes]
         table = tuple(jnp.concatenate(tables, -1) for tables in zip(*by_axis, strict=True))
-        layout = dataclasses.replace(layout, rotary=(table,))
-        states: list[jax.Array] = []
-
-        def keep(x: jax.Array, index: int) -> jax.Array:
-            states.append(x)
-            return x
-
-        ends = tuple(index + 1 for index in config.deep)
-        x, _ = run_in_parts(ends, keep, self.layers, config.blocks.layers, x, layout, plan, dropout_key)
-        return [*states, x]
+        return dataclasses.replace(layout, rotary=(table,))
 
     def __call__(
         self, pictures: Pictures, plan: ResidualPlan | None = None, dropout_key: jax.Array | None = None
     ) -> tuple[jax.Array, ...]:
         """The features, each [B, P / merge^2, out_size]: those that stand at tokens, then those that are added after
-        the text's first layers; of padding they mean nothing. Arguments as for `patch_states`.
+        the text's first layers; of padding they mean nothing.
+
+        pictures: with patches from `inputs`.
+        plan: where each layer's residuals are until the backward; None: all stay in device memory.
+        dropout_key: draws the adapters' dropout masks; None: no dropout.
         """
-        layers_key, *keys = (None,) * (2 + len(self.config.deep))
-        if dropout_key is not None:
-            layers_key, *keys = jax.random.split(dropout_key, 2 + len(self.config.deep))
-        states = self.patch_states(pictures, plan, layers_key)
-        *deep, last = (merger(x, k) for (_, merger), x, k in zip(self.mergers, states, keys, strict=True))
-        return last, *deep
+        raise NotImplementedError

@@ -33,12 +33,13 @@ def implementations(
     seconds.
 
       query: only shape and dtype are read.
-      layout: only max_documents and causal are read; with the GPU and the query's shape they decide the order, what
-        kernels can run, and Mosaic's blocks.
+      layout: only max_documents, causal and whether it has runs is read; with the GPU and the query's shape they decide
+        the order, what kernels can run, and Mosaic's blocks.
       kv_heads: heads of key and value.
       window: keys that a query sees, or None. soft_cap: of the scores, or None. sinks: any array, or None.
     """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
+    layout = layout.of_window(window)
 
     def vendor():
         return cudnn.refusal(query, layout, **options) or first_use.cudnn_refusal(query, kv_heads, layout, window)
@@ -48,7 +49,7 @@ def implementations(
             module = IMPLEMENTATIONS[name]
             blocks = functools.partial(mosaic.blocks_of, query, layout, window) if name == "mosaic" else dict
             return module.refusal(query, layout, **options) or first_use.refusal(
-                name, module, query, kv_heads, soft_cap, blocks()
+                name, module, query, kv_heads, soft_cap, blocks(), layout.runs is not None
             )
 
         return refuse
@@ -78,6 +79,9 @@ def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> A
     check.is_a("layout", layout, PackedLayout, "a PackedLayout: packed_layout((rows, length), segment_ids) makes one")
     check.array("layout.doc_start", layout.doc_start, "B T", jnp.int32)
     check.array("layout.doc_end", layout.doc_end, "B T", jnp.int32)
+    if layout.runs is not None:
+        check.array("layout.runs.start", layout.runs.start, "B T", jnp.int32)
+        check.array("layout.runs.end", layout.runs.end, "B T", jnp.int32)
     _check_features(check, query, key, scale, window, soft_cap, sinks)
     if window is not None and not layout.causal:
         raise ValueError(f"{op}: window = {window}: a layout that is not causal has no window")
@@ -138,6 +142,7 @@ def attention_forward(
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
     module = _pick(query, key, value, layout, implementation, **options)
     function = functools.partial(module.forward, scale=scale, window=window, soft_cap=soft_cap)
+    layout = layout.of_window(window)
     return _by_rows(function, 4, 2)(query, key, value, layout, sinks)
 
 
@@ -175,6 +180,7 @@ def attention_backward(
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
     module = _pick(query, key, value, layout, implementation, **options)
     function = functools.partial(module.backward, scale=scale, window=window, soft_cap=soft_cap)
+    layout = layout.of_window(window)
     return _by_rows(function, 7, 3)(query, key, value, out, lse, dout, layout, sinks)
 
 

@@ -35,6 +35,8 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
         return "soft cap"
     if sinks is not None:
         return "sinks"
+    if layout.runs is not None:
+        return "tokens that see later ones"
     if layout.max_documents is None:
         return "no promise of max_documents in the layout (cuDNN does not see segment ids)"
     if layout.max_documents > MAX_DOCUMENTS:

@@ -27,7 +27,9 @@ _WHOLE_LENGTH = 1024  # a row that is one document is checked with at most this 
 _DOCUMENT_LENGTHS = (90, 1, 160, 7, 110)
 
 
-def refusal(name: str, module, query, kv_heads: int, soft_cap, blocks: Mapping[str, Mapping]) -> str | None:
+def refusal(
+    name: str, module, query, kv_heads: int, soft_cap, blocks: Mapping[str, Mapping], runs: bool = False
+) -> str | None:
     """Why this GPU must not run the kernels of `module` for calls like this one, or None (dispatch.first_use).
 
     Compares forward and gradients of a small packed case (window 100, no sinks) once for each dtype, head dim, even or
@@ -35,7 +37,7 @@ def refusal(name: str, module, query, kv_heads: int, soft_cap, blocks: Mapping[s
 
       query: [B, T, heads, D]; only shape and dtype are read.
       blocks: {name in tuning.py, such as "attention forward": fields of its Blocks}; other blocks are another kernel.
-      kv_heads: heads of key and value. soft_cap: None: none.
+      kv_heads: heads of key and value. soft_cap: None: none. runs: whether the layout has runs.
       name, module: of the implementation, such as "mosaic"; module has forward and backward.
     """
     dim, dtype = query.shape[-1], jnp.dtype(query.dtype)
@@ -43,11 +45,15 @@ def refusal(name: str, module, query, kv_heads: int, soft_cap, blocks: Mapping[s
     call = f"{dtype.name}, head dim {dim}, {'grouped' if group == 2 else 'single'} heads"
     if soft_cap is not None:
         call += ", soft cap"
+    if runs:
+        call += ", runs"
     call = ", ".join([call, *(f"{op} {dict(fields)}" for op, fields in blocks.items())])
 
     def compare():
         segments = np.concatenate([np.repeat(number, tokens) for number, tokens in _RUNS])[None].astype(np.int32)
         layout = packed_layout(segments.shape, jnp.asarray(segments))
+        if runs:  # of 60 tokens, which no window or tile cuts evenly, and of one
+            layout = layout.with_runs(jnp.asarray(np.arange(segments.size) % 67 % 64 < 60)[None])
         real = segments[0] > 0
         arrays = _arrays(segments.shape, 2 * group, 2, dim, dtype)
         options = dict(scale=dim**-0.5, window=_WINDOW, soft_cap=soft_cap)

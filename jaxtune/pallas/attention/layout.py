@@ -18,6 +18,19 @@ from jaxtune.pallas.meshes import on_any_mesh
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Runs:
+    """Runs of neighbouring tokens of a document that see each other both ways, such as those of a picture. A token
+    outside of them is a run of its own; padding has start = end = its own index. Neither bound falls along a row.
+    """
+
+    start: jax.Array  # int32[B, T], index in the row of the first token of this token's run: the first that sees it
+    end: jax.Array  # int32[B, T], index after the last token of this token's run: after the last that it sees
+    # whether only attention with a window has them; other attention is causal
+    windows_only: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class PackedLayout:
     """The document bounds of every token of a batch, and the model's rotary tables, which the model adds. A pytree
     whose guarantees are static: another guarantee is another program.
@@ -37,11 +50,30 @@ class PackedLayout:
     full: bool = dataclasses.field(default=False, metadata=dict(static=True))
     # whether a token sees the tokens of its document up to itself; False: all of them, as the patches of a picture do
     causal: bool = dataclasses.field(default=True, metadata=dict(static=True))
+    runs: Runs | None = (
+        None  # tokens that see later ones, too; a window cuts the backward look alone. None: there are none
+    )
 
     def positions(self) -> jax.Array:
         """int32[B, T]: index of each token within its document; 0 at padding."""
         index = jnp.arange(self.doc_start.shape[1], dtype=jnp.int32)
         return index - self.doc_start
+
+    def of_window(self, window: int | None) -> PackedLayout:
+        """Without runs that attention of this window does not have."""
+        drops = self.runs is not None and self.runs.windows_only and window is None
+        return dataclasses.replace(self, runs=None) if drops else self
+
+    def with_runs(self, inside: jax.Array, windows_only: bool = False) -> PackedLayout:
+        """With a run of each sequence of neighbouring tokens of a document that are inside, bool[B, T]."""
+        rows, length = inside.shape
+        index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), inside.shape)
+        goes_on = inside[:, 1:] & inside[:, :-1] & (self.doc_start[:, 1:] == self.doc_start[:, :-1])
+        edge = jnp.ones((rows, 1), bool)
+        first, last = jnp.concatenate([edge, ~goes_on], 1), jnp.concatenate([~goes_on, edge], 1)
+        start = jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+        end = jax.lax.cummin(jnp.where(last, index + 1, length), axis=1, reverse=True)
+        return dataclasses.replace(self, runs=Runs(start, jnp.minimum(end, self.doc_end), windows_only))
 
 
 @on_any_mesh

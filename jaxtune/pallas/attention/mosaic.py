@@ -106,9 +106,10 @@ def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
     """Why these kernels cannot serve the call, or None.
 
-    query: [B, T, heads, D], array or shape. layout: must be causal. window, soft_cap, sinks: never a reason.
+    query: [B, T, heads, D], array or shape. layout: must be causal, without runs.
+    window, soft_cap, sinks: never a reason.
     """
-    if not layout.causal:
+    if not layout.causal or layout.runs is not None:
         return "tokens that see later ones"
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"

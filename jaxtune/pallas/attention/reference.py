@@ -2,6 +2,7 @@
 
 score[q, k] = scale * query[q] . key[k];  soft cap: cap * tanh(score / cap);  key k is visible to query q iff
 doc_start[q] <= k <= q < doc_end[q] and q - k < window, or if the layout is not causal, doc_start[q] <= k < doc_end[q].
+In layouts with runs k < runs.end[q] takes the place of k <= q.
 A sink is one more logit of its head without a value. lse is the natural logarithm of the softmax denominator, sink
 included.
 """
@@ -38,17 +39,23 @@ def _scores(query, key, scale, soft_cap):
 def _visible(start, end, first, length, window, causal):
     """bool[B, 1, 1, Q, T]: which of the row's T = `length` keys each of the queries first, first + 1, ... sees.
 
-    start, end: int32[B, Q], the bounds of the queries' documents.
+    start, end: int32[B, Q], the bounds of the queries' documents, or of `_ends`.
+    causal: False: a query sees all keys between its bounds, but for a window.
     """
-    if not causal:
-        keys = jnp.arange(length, dtype=jnp.int32)
-        return ((keys >= start[..., None]) & (keys < end[..., None]))[:, None, None]
     queries = first + jnp.arange(start.shape[1], dtype=jnp.int32)
     keys = jnp.arange(length, dtype=jnp.int32)
-    visible = (keys >= start[..., None]) & (keys <= queries[:, None]) & (queries < end)[..., None]
+    if causal:
+        visible = (keys >= start[..., None]) & (keys <= queries[:, None]) & (queries < end)[..., None]
+    else:
+        visible = (keys >= start[..., None]) & (keys < end[..., None])
     if window is not None:
         visible &= queries[:, None] - keys < window
     return visible[:, None, None]
+
+
+def _ends(layout):
+    """(int32[B, T], whether causality bounds keys beside it): after the last key that each query may see."""
+    return (layout.doc_end, layout.causal) if layout.runs is None else (layout.runs.end, False)
 
 
 def _chunked(length, per_query):
@@ -89,10 +96,12 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     chunk, padded = _chunked(length, rows * heads * length)
     sink = None if sinks is None else sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
 
+    ends, causal = _ends(layout)
+
     def attend_chunk(state, chunk_input):
         first, q, start, end = chunk_input
         scores, _ = _scores(q, key, scale, soft_cap)
-        visible = _visible(start, end, first, length, window, layout.causal)
+        visible = _visible(start, end, first, length, window, causal)
         scores = jnp.where(visible, scores, _MASKED)
         top = scores.max(-1)
         if sink is not None:
@@ -116,7 +125,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
         firsts,
         _split(grouped, chunk, padded),
         _split(layout.doc_start, chunk, padded),
-        _split(layout.doc_end, chunk, padded),
+        _split(ends, chunk, padded),
     )
     if len(firsts) == 1:
         _, (out, lse) = attend_chunk(None, jax.tree.map(lambda a: a[0], chunk_inputs))
@@ -148,11 +157,13 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     chunk, padded = _chunked(length, rows * heads * length)
     precision = _precision(query.dtype)
 
+    ends, causal = _ends(layout)
+
     def chunk_gradients(state, chunk_input):
         dkey, dvalue = state
         first, q, do, stat, delt, start, end = chunk_input
         scores, dcap = _scores(q, key, scale, soft_cap)
-        visible = _visible(start, end, first, length, window, layout.causal)
+        visible = _visible(start, end, first, length, window, causal)
         stat, delt = jnp.moveaxis(stat, 1, 3)[..., None], jnp.moveaxis(delt, 1, 3)[..., None]
         weights = jnp.where(visible, jnp.exp(jnp.where(visible, scores, _MASKED) - stat), 0.0)
         dweights = jnp.einsum("bqkgd,btkd->bkgqt", do, value, preferred_element_type=jnp.float32, precision=precision)
@@ -175,7 +186,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
 
     firsts = jnp.arange(0, padded, chunk, dtype=jnp.int32)
     chunk_inputs = (firsts,) + tuple(
-        _split(a, chunk, padded) for a in (fold(query), fold(dout), stats, delta, layout.doc_start, layout.doc_end)
+        _split(a, chunk, padded) for a in (fold(query), fold(dout), stats, delta, layout.doc_start, ends)
     )
     zeros = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
     if len(firsts) == 1:

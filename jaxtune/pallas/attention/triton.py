@@ -87,7 +87,7 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
       query: [B, T, heads, D], array or shape. layout: must be causal; max_documents = 1 means whole rows.
       window, soft_cap, sinks: never a reason.
     """
-    if not layout.causal:
+    if not layout.causal:  # runs are not: they only move the bounds
         return "tokens that see later ones"
     reason = compat.triton_refusal()
     if reason is not None:
@@ -103,7 +103,18 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 
 def _call(
-    kernel, tile: Tile, program_tokens: int, grid_heads: int, arguments, out_types, key, *, scale, window, soft_cap
+    kernel,
+    tile: Tile,
+    program_tokens: int,
+    grid_heads: int,
+    arguments,
+    out_types,
+    key,
+    runs: bool,
+    *,
+    scale,
+    window,
+    soft_cap,
 ):
     """Runs a kernel of triton_kernels.py and returns its outputs. ValueError unless scale is above 0: the forward takes
     the largest product before it multiplies by scale. (`refusal` does not get scale, so nothing else is tried then.)
@@ -111,6 +122,7 @@ def _call(
       program_tokens: tile.queries in the forward and dq, tile.keys in dk and dv.
       grid_heads: query heads in the forward and dq, key heads in dk and dv.
       arguments: input arrays, query first.
+      runs: whether `ends` has bounds of runs behind those of documents (`_ends`).
     """
     if not scale > 0:
         raise ValueError(f"attention: the Triton kernels need scale > 0, not {scale}; pass implementation='reference'")
@@ -132,7 +144,13 @@ def _call(
         WINDOW=int(window or 0),
         QUERIES=tile.queries,
         KEYS=tile.keys,
+        RUNS=runs,
     )
+
+
+def _ends(layout: PackedLayout, bound: str) -> jax.Array:
+    """doc_end, or with runs int32[2, B, T]: doc_end, and this bound of the runs."""
+    return layout.doc_end if layout.runs is None else jnp.stack([layout.doc_end, getattr(layout.runs, bound)])
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
@@ -153,9 +171,10 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
         tile,
         tile.queries,
         heads,
-        (query, key, value, layout.doc_start, layout.doc_end, sinks),
+        (query, key, value, layout.doc_start, _ends(layout, "end"), sinks),
         (jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((rows, heads, length), jnp.float32)),
         key,
+        layout.runs is not None,
         scale=scale,
         window=window,
         soft_cap=soft_cap,
@@ -181,9 +200,10 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
         tile,
         tile.queries,
         heads,
-        (query, key, value, out, dout, lse, layout.doc_start, layout.doc_end),
+        (query, key, value, out, dout, lse, layout.doc_start, _ends(layout, "end")),
         (like_query, jax.ShapeDtypeStruct(lse.shape, jnp.float32)),
         key,
+        layout.runs is not None,
         **options,
     )
     tile = tiles(dim).key
@@ -192,9 +212,10 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
         tile,
         tile.keys,
         key.shape[2],
-        (query, key, value, dout, lse, delta, layout.doc_end),
+        (query, key, value, dout, lse, delta, _ends(layout, "start")),
         (like_key, like_value),
         key,
+        layout.runs is not None,
         **options,
     )
     dsinks = None

@@ -78,6 +78,28 @@ def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _seen(runs, queries, LENGTH: tl.constexpr, RUNS: tl.constexpr):
+    """The last key that each of `queries` (positions in the row, block or scalar) sees, if it is no padding. Never
+    falls along the row. runs: ends of the row's runs, read with RUNS alone.
+    """
+    if RUNS:
+        return tl.maximum(tl.load(runs + queries, mask=queries < LENGTH, other=0) - 1, queries)
+    else:
+        return queries
+
+
+@triton.jit
+def _seen_by(runs, keys, LENGTH: tl.constexpr, RUNS: tl.constexpr):
+    """The first query that sees each of `keys` (positions in the row, block or scalar). Never falls along the row.
+    runs: first tokens of the row's runs, read with RUNS alone.
+    """
+    if RUNS:
+        return tl.load(runs + keys, mask=keys < LENGTH, other=LENGTH)
+    else:
+        return keys
+
+
+@triton.jit
 def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
     """The query after the last that sees each of `keys` (positions in the row, block or scalar). Padding gets its own
     position, so that the result never falls along the row; positions past the row get 0.
@@ -109,7 +131,7 @@ def _attend(
     query,
     key,
     value,
-    rows,
+    seen,
     lower,
     begin,
     end,
@@ -126,7 +148,7 @@ def _attend(
 
     acc: float32[QUERIES, WIDTH], weighted sum of values, not yet divided by the sum of weights.
     top, total: float32[QUERIES], largest score (log2) and sum of weights.
-    rows, lower: the queries' positions and the first keys that they see.
+    seen, lower: the last and the first keys that the queries see.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, KEYS):
@@ -134,7 +156,7 @@ def _attend(
         scores, _ = _capped(tl.dot(query, tl.trans(k)), SCALE, CAP)
         if MASKED:
             columns = first + tl.arange(0, KEYS)
-            visible = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= lower[:, None])
+            visible = (columns[None, :] <= seen[:, None]) & (columns[None, :] >= lower[:, None])
             scores = tl.where(visible, scores, _MASKED)
         new_top = tl.maximum(top, tl.max(scores, 1) * UNIT)
         weights = tl.exp2(scores * UNIT - new_top[:, None])
@@ -170,12 +192,14 @@ def forward_kernel(
     WINDOW: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    RUNS: tl.constexpr,
 ):
     """Writes out and lse (natural logarithm, sink included) of a tile of QUERIES queries of one head; both are 0 at
     padding. Grid: (heads, tiles, B).
 
       query, key, value, out: [B, LENGTH, HEADS or KV_HEADS, DIM]. lse: float32[B, HEADS, LENGTH].
       starts, ends: int32[B, LENGTH], bounds of each token's document; empty at padding.
+      RUNS: whether queries see the keys of their run; its ends follow those of the documents, [2, B, LENGTH].
       sinks: float32[HEADS], a logit without a value; -inf for none.
       WIDTH: DIM as a power of two. KEYS: keys visited at a time.
       SCALE, CAP: factor on scores s, and c of the soft cap c tanh(s / c); 0: none. SCALE must be above 0.
@@ -194,11 +218,14 @@ def forward_kernel(
 
     rows = base + tl.arange(0, QUERIES)
     lower = _lower(starts, ends, rows, LENGTH, WINDOW)
+    runs = ends + tl.num_programs(2).to(tl.int64) * LENGTH
+    seen = _seen(runs, rows, LENGTH, RUNS)
     last = tl.minimum(base + QUERIES, LENGTH) - 1
-    # Keys begin .. last, in blocks from `begin` on. Those between full_begin and full_end no bound crosses.
+    stop = _seen(runs, last, LENGTH, RUNS) + 1
+    # Keys begin .. stop - 1, in blocks from `begin` on. Those between full_begin and full_end no bound crosses.
     begin = _lower(starts, ends, base, LENGTH, WINDOW)
     full_begin = begin + tl.cdiv(_lower(starts, ends, last, LENGTH, WINDOW) - begin, KEYS) * KEYS
-    full_end = begin + tl.maximum(base + 1 - begin, 0) // KEYS * KEYS
+    full_end = begin + tl.maximum(_seen(runs, base, LENGTH, RUNS) + 1 - begin, 0) // KEYS * KEYS
 
     q = _block(query, base, LENGTH, HEADS * DIM, DIM, WIDTH, QUERIES, LENGTH % QUERIES != 0)
     acc = tl.zeros([QUERIES, WIDTH], tl.float32)
@@ -211,10 +238,10 @@ def forward_kernel(
         q,
         key,
         value,
-        rows,
+        seen,
         lower,
         begin,
-        tl.minimum(full_begin, last + 1),
+        tl.minimum(full_begin, stop),
         LENGTH,
         KV_HEADS * DIM,
         DIM,
@@ -224,9 +251,9 @@ def forward_kernel(
         KEYS,
         True,
     )
-    acc, top, total = _attend(acc, top, total, q, key, value, rows, lower, full_begin, full_end,
+    acc, top, total = _attend(acc, top, total, q, key, value, seen, lower, full_begin, full_end,
                               LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, False)  # fmt: skip
-    acc, top, total = _attend(acc, top, total, q, key, value, rows, lower, tl.maximum(full_begin, full_end), last + 1,
+    acc, top, total = _attend(acc, top, total, q, key, value, seen, lower, tl.maximum(full_begin, full_end), stop,
                               LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, True)  # fmt: skip
 
     # A sink is one more term of the sum and has no value; -inf where there is none.
@@ -243,14 +270,14 @@ def forward_kernel(
 
 
 @triton.jit
-def _to_query(acc, query, dout, key, value, stat, delta, rows, lower, begin, end,
+def _to_query(acc, query, dout, key, value, stat, delta, seen, lower, begin, end,
               LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
               CAP: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Adds to acc = dq / SCALE [QUERIES, WIDTH] what the keys begin .. end - 1 contribute.
 
     query, dout: loaded [QUERIES, WIDTH]; key and value point to their head's first row.
     stat, delta: [QUERIES], log-sum-exp in log2 and sum of out * dout.
-    rows, lower: the queries' positions and the first keys that they see.
+    seen, lower: the last and the first keys that the queries see.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, KEYS):
@@ -260,7 +287,7 @@ def _to_query(acc, query, dout, key, value, stat, delta, rows, lower, begin, end
         weights = tl.exp2(scores * UNIT - stat[:, None])
         if MASKED:
             columns = first + tl.arange(0, KEYS)
-            visible = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= lower[:, None])
+            visible = (columns[None, :] <= seen[:, None]) & (columns[None, :] >= lower[:, None])
             weights = tl.where(visible, weights, 0.0)
         dweights = tl.dot(dout, tl.trans(v))
         dscores = weights * (dweights - delta[:, None])
@@ -274,7 +301,7 @@ def _to_query(acc, query, dout, key, value, stat, delta, rows, lower, begin, end
 def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
                  LENGTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
                  WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
-                 QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+                 QUERIES: tl.constexpr, KEYS: tl.constexpr, RUNS: tl.constexpr):  # fmt: skip
     """Writes dquery and delta, the sum of out * dout over a head, of a tile of QUERIES queries of one head. Grid:
     (heads, tiles, B).
 
@@ -284,6 +311,7 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
       WIDTH: DIM as a power of two. KEYS: keys visited at a time.
       SCALE, CAP: factor on scores s, and c of the soft cap c tanh(s / c); 0: none.
       WINDOW: keys that a query sees, itself included; 0: all of its document.
+      RUNS: whether queries see the keys of their run; its ends follow those of the documents, [2, B, LENGTH].
     """
     head = tl.program_id(0)
     base = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
@@ -297,10 +325,13 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
 
     rows = base + tl.arange(0, QUERIES)
     lower = _lower(starts, ends, rows, LENGTH, WINDOW)
+    runs = ends + tl.num_programs(2).to(tl.int64) * LENGTH
+    seen = _seen(runs, rows, LENGTH, RUNS)
     last = tl.minimum(base + QUERIES, LENGTH) - 1
+    stop = _seen(runs, last, LENGTH, RUNS) + 1
     begin = _lower(starts, ends, base, LENGTH, WINDOW)
     full_begin = begin + tl.cdiv(_lower(starts, ends, last, LENGTH, WINDOW) - begin, KEYS) * KEYS
-    full_end = begin + tl.maximum(base + 1 - begin, 0) // KEYS * KEYS
+    full_end = begin + tl.maximum(_seen(runs, base, LENGTH, RUNS) + 1 - begin, 0) // KEYS * KEYS
 
     q = _block(query + offset, base, LENGTH, HEADS * DIM, DIM, WIDTH, QUERIES, LENGTH % QUERIES != 0)
     do = _block(dout + offset, base, LENGTH, HEADS * DIM, DIM, WIDTH, QUERIES, LENGTH % QUERIES != 0)
@@ -310,24 +341,24 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
     d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(delta + row_offset + rows, d, mask=rows < LENGTH)
     acc = tl.zeros([QUERIES, WIDTH], tl.float32)
-    acc = _to_query(acc, q, do, key, value, stat, d, rows, lower, begin, tl.minimum(full_begin, last + 1),
+    acc = _to_query(acc, q, do, key, value, stat, d, seen, lower, begin, tl.minimum(full_begin, stop),
                     LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, True)  # fmt: skip
-    acc = _to_query(acc, q, do, key, value, stat, d, rows, lower, full_begin, full_end,
+    acc = _to_query(acc, q, do, key, value, stat, d, seen, lower, full_begin, full_end,
                     LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, False)  # fmt: skip
-    acc = _to_query(acc, q, do, key, value, stat, d, rows, lower, tl.maximum(full_begin, full_end), last + 1,
+    acc = _to_query(acc, q, do, key, value, stat, d, seen, lower, tl.maximum(full_begin, full_end), stop,
                     LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, True)  # fmt: skip
     _store(dquery + offset, acc * SCALE, base, LENGTH, HEADS * DIM, DIM, WIDTH, QUERIES)
 
 
 @triton.jit
-def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
+def _to_key(dk, dv, query, dout, k, v, lse, delta, seen_by, upper, begin, end,
             LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
             CAP: tl.constexpr, QUERIES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Adds to dk / SCALE and dv, [KEYS, WIDTH] each, what the queries begin .. end - 1 of one head contribute. Scores
     have keys in rows.
 
       k, v: loaded [KEYS, WIDTH]; query, dout, lse (natural logarithm) and delta point to the head's first token.
-      columns, upper: [KEYS], the keys' positions, and the query after the last that sees each.
+      seen_by, upper: [KEYS], the first query that sees each key, and the one after the last.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, QUERIES):
@@ -342,7 +373,7 @@ def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
         scores, slope = _capped(tl.dot(k, tl.trans(q)), SCALE, CAP)
         weights = tl.exp2(scores * UNIT - stat[None, :])
         if MASKED:
-            visible = (rows[None, :] >= columns[:, None]) & (rows[None, :] < upper[:, None])
+            visible = (rows[None, :] >= seen_by[:, None]) & (rows[None, :] < upper[:, None])
             weights = tl.where(visible, weights, 0.0)
         do = _block(dout, first, LENGTH, STRIDE, DIM, WIDTH, QUERIES, MASKED)
         dv = tl.dot(weights.to(do.dtype), do, dv)
@@ -375,6 +406,7 @@ def key_kernel(
     WINDOW: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    RUNS: tl.constexpr,
 ):
     """Writes dkey and dvalue of a tile of KEYS keys: walks the queries that see it, of every query head of its key head
     in turn. Grid: (kv_heads, tiles, B).
@@ -382,6 +414,7 @@ def key_kernel(
       query, key, value, dout, dkey, dvalue: [B, LENGTH, HEADS or KV_HEADS, DIM]; dout: gradient of out.
       lse, delta: float32[B, HEADS, LENGTH], of the forward (natural logarithm) and of query_kernel.
       ends: int32[B, LENGTH], the end of each token's document; its own index at padding.
+      RUNS: whether keys are seen from the first token of their run on; these follow `ends`, [2, B, LENGTH].
       WIDTH: DIM as a power of two. QUERIES: queries visited at a time.
       SCALE, CAP: factor on scores s, and c of the soft cap c tanh(s / c); 0: none.
       WINDOW: keys that a query sees, itself included; 0: all of its document.
@@ -394,11 +427,14 @@ def key_kernel(
 
     columns = base + tl.arange(0, KEYS)
     upper = _upper(ends, columns, LENGTH, WINDOW)
+    runs = ends + tl.num_programs(2).to(tl.int64) * LENGTH
+    seen_by = _seen_by(runs, columns, LENGTH, RUNS)
+    begin = _seen_by(runs, base, LENGTH, RUNS)
     last = tl.minimum(base + KEYS, LENGTH) - 1
-    # Queries base .. end - 1, in blocks from `base` on. Those between full_begin and full_end no bound crosses.
+    # Queries begin .. end - 1, in blocks from `begin` on. Those between full_begin and full_end no bound crosses.
     end = _upper(ends, last, LENGTH, WINDOW)
-    full_begin = base + tl.cdiv(last - base, QUERIES) * QUERIES
-    full_end = base + (_upper(ends, base, LENGTH, WINDOW) - base) // QUERIES * QUERIES
+    full_begin = begin + tl.cdiv(_seen_by(runs, last, LENGTH, RUNS) - begin, QUERIES) * QUERIES
+    full_end = begin + (_upper(ends, base, LENGTH, WINDOW) - begin) // QUERIES * QUERIES
 
     k = _block(key + kv_offset, base, LENGTH, KV_HEADS * DIM, DIM, WIDTH, KEYS, LENGTH % KEYS != 0)
     v = _block(value + kv_offset, base, LENGTH, KV_HEADS * DIM, DIM, WIDTH, KEYS, LENGTH % KEYS != 0)
@@ -411,11 +447,11 @@ def key_kernel(
         do = dout + (batch * LENGTH * HEADS + head) * DIM
         stat = lse + (batch * HEADS + head) * LENGTH
         d = delta + (batch * HEADS + head) * LENGTH
-        dk, dv = _to_key(dk, dv, q, do, k, v, stat, d, columns, upper, base, tl.minimum(full_begin, end),
+        dk, dv = _to_key(dk, dv, q, do, k, v, stat, d, seen_by, upper, begin, tl.minimum(full_begin, end),
                          LENGTH, HEADS * DIM, DIM, WIDTH, SCALE, CAP, QUERIES, True)  # fmt: skip
-        dk, dv = _to_key(dk, dv, q, do, k, v, stat, d, columns, upper, full_begin, full_end,
+        dk, dv = _to_key(dk, dv, q, do, k, v, stat, d, seen_by, upper, full_begin, full_end,
                          LENGTH, HEADS * DIM, DIM, WIDTH, SCALE, CAP, QUERIES, False)  # fmt: skip
-        dk, dv = _to_key(dk, dv, q, do, k, v, stat, d, columns, upper, tl.maximum(full_begin, full_end), end,
+        dk, dv = _to_key(dk, dv, q, do, k, v, stat, d, seen_by, upper, tl.maximum(full_begin, full_end), end,
                          LENGTH, HEADS * DIM, DIM, WIDTH, SCALE, CAP, QUERIES, True)  # fmt: skip
     _store(dkey + kv_offset, dk * SCALE, base, LENGTH, KV_HEADS * DIM, DIM, WIDTH, KEYS)
     _store(dvalue + kv_offset, dv, base, LENGTH, KV_HEADS * DIM, DIM, WIDTH, KEYS)

@@ -18,7 +18,7 @@ def with_trained_parts(model: Decoder, config: ModelConfig, adapter: AdapterConf
         if config.tower not in (None, "frozen") and not adapted:
             raise ConfigError(
                 f"model.tower = {config.tower!r}: adapter.target_modules = {adapter.target_modules!r} names none of "
-                "its linears: add attn.qkv, attn.proj, linear_fc1 or linear_fc2, or set all-linear"
+                f"its linears: add {_examples(model)}, or set all-linear"
             )
         return model
     if model.vision is None or (config.tower is None and config.from_config is not None):
@@ -35,9 +35,14 @@ def left_out(model: Decoder, tower: str | None) -> list[str] | None:
     if model.vision is None:
         return None
     layers, merger = _trained(tower)
-    of_layers = model.vision.config.tensor_name(("layers", ""))
-    names = [name for name, _ in model.vision.linears() if not (layers if name.startswith(of_layers) else merger)]
-    return [*names, model.vision.config.tensor_name(("projection",))]  # a convolution has no adapter
+    names = [name for name, _ in model.vision.linears(not layers, not merger)]
+    return [*names, *model.vision.unadapted]
+
+
+def _examples(model: Decoder) -> str:
+    assert model.vision is not None
+    names = {".".join(name.split(".")[-2:]) for name, _ in model.vision.linears()}
+    return " or ".join(sorted(names)[:3])
 
 
 def _trained(tower: str | None) -> tuple[bool, bool]:

@@ -111,6 +111,7 @@ class Engine:
     ):
         self.program, self.before_qat, self.planner = program, before_qat, planner
         self.tables: Mapping[str, host_table.Array] = {}
+        self.placeholder: int | None = None  # the token whose rows of tables pictures' tokens have; None: their own
         self.batches = batches
         self._early_steps, self.deterministic = early_steps, deterministic
         self._asked_graphs: bool | None = settings.get("whole_graphs")
@@ -192,7 +193,10 @@ class Engine:
         size = batch.tokens.shape[0] // count
         batch = dataclasses.replace(batch, table_rows={})
         batch = jax.tree.map(lambda array: array[index * size : (index + 1) * size], batch)
-        looked_up = {name: table[batch.tokens] for name, table in self.tables.items() if isinstance(table, np.ndarray)}
+        tokens, features = batch.tokens, batch.pictures.get("picture_features")
+        if features is not None and self.placeholder is not None:
+            tokens = np.where(np.asarray(features) >= 0, self.placeholder, tokens)
+        looked_up = {name: table[tokens] for name, table in self.tables.items() if isinstance(table, np.ndarray)}
         batch = dataclasses.replace(batch, table_rows=looked_up)
         return partition.put(batch, self._by_rows)
 

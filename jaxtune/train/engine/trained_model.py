@@ -219,10 +219,10 @@ class TrainedModel:
 
     def _declared(self, engine: Engine) -> nnx.State:
         """The frozen weights as variables whose axes say how the plan places them (empty: whole); no array moves. Sets
-        `engine.tables`.
+        `engine.tables` and `engine.placeholder`.
         """
         plan, frozen, model = engine.planner.plan, self.frozen, self.given
-        engine.tables = {}
+        engine.tables, engine.placeholder = {}, model.vision and model.vision.config.placeholder
         for word, movable in MOVABLES.items():
             engine.tables |= movable.looked_up(model, frozen, plan.level(word))
             frozen = movable.declared(model, frozen, plan.level(word))

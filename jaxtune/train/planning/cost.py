@@ -111,13 +111,13 @@ def step_cost(model: Decoder, spec: StepSpec) -> StepCost:
         given_bytes=_given_bytes(model, dtype),
         dropout_bytes=max(masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
     )
-    tower = None if model.vision is None or not spec.patches else _tower(model.vision, spec, dtype, storage)
+    tower = None if model.vision is None or not spec.patches else _tower(model.vision, spec, shape, dtype, storage)
     pictures, held_out, held_out_bytes = 0.0, None, 0.0
     if model.vision is not None:
         pictures = _picture_bytes(model.vision, spec)
         if spec.held_out_patches:
             of_held_out = dataclasses.replace(spec, patches=spec.held_out_patches)
-            held_out = _tower(model.vision, of_held_out, dtype, storage)
+            held_out = _tower(model.vision, of_held_out, shape, dtype, storage)
             held_out_bytes = _picture_bytes(model.vision, of_held_out)
     fixed = {
         **_frozen_parts(frozen, weight_shards),
@@ -191,8 +191,8 @@ def _layers(
     )
 
 
-def _tower(tower: Tower, spec: StepSpec, dtype: jnp.dtype, storage: str) -> TowerParts:
-    """As if a picture filled each row. storage: "fp32" or "bf16"."""
+def _tower(tower: Tower, spec: StepSpec, text: DecoderConfig, dtype: jnp.dtype, storage: str) -> TowerParts:
+    """As if a picture filled each row. text: the text model's. storage: "fp32" or "bf16"."""
     config, patches, trains = tower.config.blocks, spec.patches, tower.trains
     hidden = float(config.hidden_size * dtype.itemsize)
     step_costs = StepParts(
@@ -211,14 +211,16 @@ def _tower(tower: Tower, spec: StepSpec, dtype: jnp.dtype, storage: str) -> Towe
         divided=Divided(),
         fixed={},
     )
-    merger = (tower.merger.up_proj, tower.merger.down_proj)
-    flops = sum(2.0 * math.prod(linear.sizes) for linear in merger) / tower.config.merge_size**2
+    merger = tower.linears(layers=False)
+    flops = sum(2.0 * math.prod(linear.sizes) for _, linear in merger) / tower.config.merge_size**2
     # Of a tower that trains: each layer's input, and the merger's input, normed, and before and after its activation.
     of_merger = 4 * hidden if trains else 0.0
-    kept_bytes = len(tower.layers) * hidden + of_merger if trains else 0.0
+    kept_bytes = len(tower.layers) * hidden * trains + of_merger
     if not trains and spec.needs.reference_runs:  # its features serve the reference, too
         kept_bytes = len(tower.mergers) * tower.config.out_size * dtype.itemsize / tower.config.merge_size**2
-    return TowerParts(step_costs, trains, flops, kept_bytes, of_merger)
+    kinds = tower.config.both_ways
+    both_ways = sum(kinds == "all" or (kinds == "windows" and layer.window is not None) for layer in text.layers)
+    return TowerParts(step_costs, trains, flops, kept_bytes, of_merger, both_ways)
 
 
 def _picture_bytes(tower: Tower, spec: StepSpec) -> float:

@@ -188,6 +188,7 @@ class Tower:
     merger_flops: float  # of a patch, in the forward
     kept: float  # bytes of a patch that the backward reads, or of a frozen tower the reference
     of_merger: float  # the part of `kept` that only the merger's reads, which comes first
+    both_ways: int = 0  # layers of the text model in which a picture's tokens see each other
 
     @property
     def patches(self) -> int:

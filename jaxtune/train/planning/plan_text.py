@@ -32,10 +32,16 @@ def plan_lines(forecast: Forecast, costs: StepCost, device: Device, budget_bytes
     if costs.tower is not None:
         trained = "trained" if costs.tower.trains else "frozen"
         layers = costs.tower.parts.shape.num_layers
-        text = f"  pictures: room for {costs.tower.patches:,} patches a row, in a {trained} tower of {layers} layers"
+        text = f"  pictures: room for {costs.tower.patches:,} patches a row, in a {trained} "
+        text += f"tower of {layers} layers" if layers else "embedder"
         if device.name != "cpu":
             text += f": {plan.micro_batches * tower_forecast(costs, plan.micro_batches, device).seconds:.3f} s a step"
         lines.append(text)
+        if costs.tower.both_ways:
+            lines.append(
+                f"  in {costs.tower.both_ways} layers a picture's tokens see each other: attention by Triton kernels, "
+                "in fp32 and on a CPU by plain JAX; forecasts count faster kernels"
+            )
     outcome = Outcome(plan.residuals, plan.micro_batches, forecast.recompute_seconds, forecast.wait_seconds)
     for movable in costs.movables.values():
         lines += movable.lines(costs, outcome, device)

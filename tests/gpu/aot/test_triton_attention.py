@@ -18,11 +18,17 @@ CASES = [
     ((8, 0), 512, {}),
     *(((8, 6), dim, {"window": 100, "soft_cap": 30.0}) for dim in (96, 128, 256)),
     ((8, 6), 512, {"window": 100, "soft_cap": 30.0}),
+    *(
+        (capability, dim, {"window": 100, "runs": True})
+        for capability in ((8, 0), (8, 9), (9, 0))
+        for dim in (256, 512)
+    ),
 ]
 
 
-def step(query, key, value, dout, segment_ids, **features):
+def step(query, key, value, dout, segment_ids, runs=False, **features):
     layout = packed_layout(segment_ids.shape, segment_ids)
+    layout = layout.with_runs(segment_ids % 2 == 0) if runs else layout
     options = dict(features, scale=query.shape[-1] ** -0.5, implementation="triton")
     out, lse = attention_forward(query, key, value, layout, **options)
     return attention_backward(query, key, value, out, lse, dout, layout, **options)[:3]

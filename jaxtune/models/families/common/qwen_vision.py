@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from jaxtune.models import values
 from jaxtune.models.config import DecoderConfig, LayerSpec, Part, RopeConfig, in_sequence
-from jaxtune.models.families.common.key import Config, Key, completed, require_allowed
+from jaxtune.models.families.common.key import Config, Key, of_section
 from jaxtune.models.families.common.rope import check_parameters
 from jaxtune.models.families.common.table import ACTIVATIONS, check_activation
 from jaxtune.models.layers.attention import AttentionShape
 from jaxtune.models.layers.plain_mlp import PlainMLPShape
-from jaxtune.models.vision.tower import TowerConfig
+from jaxtune.models.vision.qwen import QwenTowerConfig
 
 _STAGES = in_sequence(Part("mixer", AttentionShape(hf_name="attn")), Part("mlp", PlainMLPShape()))
 # {attribute of the Tower and its modules: its name in checkpoints}
@@ -57,15 +57,11 @@ _KEYS = (
 )
 
 
-def qwen_tower(hf: Config, deep: Sequence[int] = ()) -> TowerConfig:
-    """The TowerConfig of a config.json with vision_config. deep: deepstack_visual_indexes of a file that has none; ():
-    the family has none. Raises ValueError for a value that is not supported.
+def qwen_tower(hf: Config, deep: Sequence[int] = ()) -> QwenTowerConfig:
+    """The tower of a config.json with vision_config. deep: deepstack_visual_indexes of a file that has none; (): the
+    family has none. Raises ValueError for a value that is not supported.
     """
-    values.mapping("config.json: vision_config", hf["vision_config"])
-    named = {f"vision_config.{name}": value for name, value in hf["vision_config"].items()}
-    require_allowed(named, _KEYS)
-    complete = completed(named, _KEYS, {})
-    vision = {key.gives[0]: complete[key.name] for key in _KEYS}
+    vision = of_section(hf, "vision_config", _KEYS)
     hidden, heads = vision["hidden_size"], vision["num_heads"]
     if hidden % heads:
         raise ValueError(f"config.json: vision_config.hidden_size {hidden} is not a multiple of num_heads {heads}")
@@ -109,7 +105,7 @@ def qwen_tower(hf: Config, deep: Sequence[int] = ()) -> TowerConfig:
         fused_qkv=True,
         initializer_range=vision["initializer_range"],
     )
-    return TowerConfig(
+    return QwenTowerConfig(
         blocks=blocks,
         channels=vision["in_channels"],
         frames=vision["temporal_patch_size"],

@@ -1,0 +1,63 @@
+"""Runs of a tiny Gemma with pictures by the command."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxtune import cli
+from tests.train.gemma_runs import write_model
+from tests.train.picture_runs import write_rows
+
+STEPS = 12
+
+
+def run_of(folder, name="gemma4", **changes):
+    """(the base's folder, the run's folder) of a run by the command."""
+    base, data = write_model(folder / "model", name), write_rows(folder / "rows", 24, text=6)
+    settings = {
+        "model": {"path": str(base)},
+        "data": {"train": str(data), "length": 192},
+        "precision": "fp32",
+        "steps": STEPS,
+        "rows_per_step": 2,
+        "optim": {"learning_rate": 5e-3},
+        "schedule": {"name": "constant"},
+        "output": str(folder / "out"),
+    }
+    for key, value in changes.items():
+        section = settings.get(key)
+        settings[key] = section | value if isinstance(section, dict) and isinstance(value, dict) else value
+    (folder / "recipe.yaml").write_text(json.dumps(settings))
+    assert cli.main(["train", str(folder / "recipe.yaml")]) == 0
+    return base, folder / "out"
+
+
+def losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(adapter={"r": 4}, export={"merged": True}),
+        dict(model={"tower": "all"}, export={"merged": True}),
+    ],
+    ids=["adapter", "whole"],
+)
+def test_a_run_learns_packed_rows_with_pictures(tmp_path, changes, capsys):
+    base, run = run_of(tmp_path, **changes)
+    assert "pictures: room for" in capsys.readouterr().err
+    made = losses(run)
+    assert len(made) == STEPS and np.mean(made[-3:]) < 0.7 * made[0]
+    before, after = (load_file(next(folder.glob("*.safetensors"))) for folder in (base, run / "merged"))
+    assert before.keys() == after.keys()
+    changed = {key for key, value in after.items() if (value != before[key]).any()}
+    tower = {key for key in changed if "vision" in key}
+    assert changed - tower
+    assert bool(tower) == ("model" in changes)
+    assert not any(key.endswith(("_min", "_max", "std_bias", "std_scale")) for key in changed)
