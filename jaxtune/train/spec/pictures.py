@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from jaxtune.conversations.messages import shows_pictures
-from jaxtune.conversations.picture_processors import PictureProcessor
 from jaxtune.conversations.pictures import PictureAccess
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.config import Source
 from jaxtune.models.files.model_folder import find_config
+from jaxtune.models.generation.pictures import processor_of
 from jaxtune.models.registry import tower_config
 from jaxtune.train.config import ConfigError, DataConfig, EvaluationConfig, MeshConfig, ModelConfig, QatConfig
 from jaxtune.train.data.rendering.formats import refuse_media
@@ -76,13 +76,7 @@ def picture_options(source: Source | None, tokenizer: Tokenizer, data: DataConfi
     """How pictures of rows are read for a model that was loaded from `source` with its tower. Raises ValueError for a
     model without its image processor's file, or with one that is not supported.
     """
-    published = None if source is None else source.passthrough
-    if source is None or published is None or published.config is None:
-        raise ValueError("pictures: this model was made without a folder, whose image processor says how to read them")
-    processor = PictureProcessor.of_files(
-        published.config, dict(published.processors), tokenizer, data.max_pixels, source.path
-    )
-    return PictureOptions(processor, data.remote_images, data.images)
+    return PictureOptions(processor_of(source, tokenizer, data.max_pixels), data.remote_images, data.images)
 
 
 def _rows_have_pictures(data: DataConfig) -> bool:
