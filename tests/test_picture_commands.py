@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from tiny_models import shaken, tiny_model
 
 import jaxtune
 from jaxtune import cli
+from jaxtune.commands import serve
 from jaxtune.commands.answers import has_pictures
 from tests.test_cli import word_tokenizer
 from tests.train.data.pictures import drawn, file_of
@@ -56,6 +58,19 @@ def test_a_model_without_a_tower_refuses_them_by_name(tmp_path, capsys, monkeypa
     assert cli.main(["chat", model]) == 0
     told = capsys.readouterr().err
     assert why in told and "/what: unknown; there are /reset, /exit" in told and "/image FILE" not in told
+
+
+def test_a_server_reads_pictures_where_its_model_can(tmp_path):
+    folder = write_model(tmp_path / "model")
+    options = dict(model=str(folder), adapter=[], dtype="float32", load_in=None, max_pixels=256, remote_images=True)
+    [served] = serve._models(argparse.Namespace(**options, no_pictures=False))
+    reader = served.readable.pictures
+    assert served.model.vision is not None and reader is not None
+    assert reader.access.remote and not reader.access.files
+    assert reader.processor.features(reader.processor.grid(drawn(40, 40))) == 4
+    [served] = serve._models(argparse.Namespace(**options, no_pictures=True))
+    assert served.model.vision is None and served.readable.pictures is None
+    assert served.readable.why_no_pictures == "the server was started with --no-pictures"
 
 
 def test_what_cannot_be_read_is_told(tmp_path, capsys, monkeypatch):

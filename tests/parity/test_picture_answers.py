@@ -14,9 +14,14 @@ from tiny_models import shaken
 
 import jaxtune
 from jaxtune import cli
+from jaxtune.conversations.picture_processors import PictureReader
+from jaxtune.conversations.pictures import PictureAccess
 from jaxtune.models.files.model_folder import load_tokenizer
+from jaxtune.models.generation.pictures import processor_of
+from jaxtune.serve.served import ServedModel
 from jaxtune.system.terminal import printable
 from tests.parity.test_pictures import load
+from tests.serve.running import ask, engine_of, events, serving
 from tests.train.data.pictures import MARKS, SETTINGS, drawn
 from tests.train.picture_runs import write_model
 
@@ -140,6 +145,35 @@ def test_generate_with_an_adapter_and_a_merged_model(folder, pictures, tmp_path,
         assert cli.main(["generate", str(tmp_path / name), *flags, *images]) == 0
         assert capsys.readouterr().out == f"{printable(want)}\n"
     assert cli.main(["generate", str(tmp_path / "adapter"), *flags]) == 0  # its tower is loaded without being asked for
+
+
+def test_a_server_answers(folder, reference, pictures):
+    images, _ = pictures
+    model, tokenizer = jaxtune.from_pretrained(folder, dtype="float32", pictures=True)
+    reader = PictureReader(processor_of(model.source, tokenizer), PictureAccess(files=False))
+    models = {"eyes": ServedModel("eyes", model, tokenizer, pictures=reader)}
+    engine = engine_of(models)
+    asked = {"model": "eyes", "temperature": 0, "max_tokens": NEW}
+    with serving(models, engine) as (port, _):
+        for count in (2, 1, 0):
+            parts = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images[:count]]
+            items = [{"type": "input_image", "image_url": data_url(image)} for image in images[:count]]
+            turn = {"role": "user", "content": [*parts, {"type": "text", "text": "Which?"}]}
+            want = reference.answer(question("Which?", count), images[:count])
+            tokens = len(reference.ids(question("Which?", count), images[:count])[0])
+            status, whole = ask(port, "/v1/chat/completions", asked | {"messages": [turn], "n": 2})
+            assert status == 200, whole
+            assert [choice["message"]["content"].strip() for choice in whole["choices"]] == [want.strip()] * 2
+            assert whole["usage"]["prompt_tokens"] == tokens
+            streamed = events(port, "/v1/chat/completions", asked | {"messages": [turn]})
+            text = "".join(c["delta"].get("content") or "" for event in streamed for c in event["choices"])
+            assert text.strip() == want.strip()
+            turn = {"role": "user", "content": [*items, {"type": "input_text", "text": "Which?"}]}
+            body = {"model": "eyes", "temperature": 0, "max_output_tokens": NEW, "input": [turn]}
+            status, answer = ask(port, "/v1/responses", body)
+            assert status == 200 and answer["output"][-1]["content"][0]["text"].strip() == want.strip()
+            assert answer["usage"]["input_tokens"] == tokens
+    assert engine.close(60)
 
 
 def test_chat_about_pictures(folder, reference, pictures, monkeypatch, capsys):
