@@ -20,12 +20,15 @@ from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.generation.pictures import processor_of
 from jaxtune.serve.served import ServedModel
 from jaxtune.system.terminal import printable
+from jaxtune.train.data.rendering.pictures import PictureOptions
+from jaxtune.train.evaluation.evaluate import exact_match
 from tests.parity.test_pictures import load
 from tests.serve.running import ask, engine_of, events, serving
 from tests.train.data.pictures import MARKS, SETTINGS, drawn
 from tests.train.picture_runs import write_model
 
 NEW = 8  # tokens of an answer
+ANSWERED = {"role": "assistant", "content": "none of them"}
 SIZES = [(40, 24), (9, 31), (17, 17)]  # pixels; one smaller than the least
 
 
@@ -174,6 +177,22 @@ def test_a_server_answers(folder, reference, pictures):
             assert status == 200 and answer["output"][-1]["content"][0]["text"].strip() == want.strip()
             assert answer["usage"]["input_tokens"] == tokens
     assert engine.close(60)
+
+
+def test_held_out_questions(folder, reference, pictures):
+    images, files = pictures
+    model, tokenizer = jaxtune.from_pretrained(folder, dtype="float32", pictures=True)
+    parts = [[{"type": "image", "image": file} for file in files[:count]] for count in (2, 0, 1)]
+    rows = [
+        {"messages": [{"role": "user", "content": [*shown, {"type": "text", "text": "Which?"}]}, ANSWERED]}
+        for shown in parts
+    ]
+    options = PictureOptions(processor_of(model.source, tokenizer))
+    score, answers = exact_match(model, tokenizer, rows, NEW, pictures=options)
+    want = [reference.answer(question("Which?", len(shown)), images[: len(shown)]).strip() for shown in parts]
+    assert score == 0 and answers == [
+        ("<image>" * len(shown) + "Which?", "none of them", text) for shown, text in zip(parts, want, strict=True)
+    ]
 
 
 def test_chat_about_pictures(folder, reference, pictures, monkeypatch, capsys):

@@ -302,8 +302,12 @@ class RowEncoder:
         return dataclasses.replace(encoded, tokens=tokens, mask=mask, pictures=pictures)
 
     def encode_prompt(self, example: Example) -> np.ndarray:
-        """int32[n]: the prompt of an example's last response: a text alone, a plain prompt, or a conversation without a
-        last assistant message. Raises RowError, SetupError.
+        """int32[n]: as `encode_asked`, without the pictures."""
+        return self.encode_asked(example)[0]
+
+    def encode_asked(self, example: Example) -> tuple[np.ndarray, tuple[PlacedPicture, ...]]:
+        """(int32[n], its pictures) of the prompt of an example's last response: a text alone, a plain prompt, or a
+        conversation without a last assistant message. Raises RowError, SetupError.
         """
         prompt: Any = example.text
         if prompt is None and self._is_raw(example):
@@ -314,10 +318,15 @@ class RowEncoder:
             if prompt and prompt[-1]["role"] == "assistant":
                 prompt.pop()
         try:
-            ids = prompt_tokens(self.tokenizer, prompt, template=template, tools=example.tools)
-        except TemplateError as error:
+            processor = None if self.pictures is None else self.pictures.processor
+            ids = prompt_tokens(self.tokenizer, prompt, template=template, tools=example.tools, processor=processor)
+            tokens, messages = np.array(ids, np.int32), [] if isinstance(prompt, str) else prompt
+            if processor is None:
+                return tokens, ()
+            tokens, _, pictures = placed_pictures(messages, tokens, processor)
+        except (TemplateError, PictureError) as error:
             raise RowError(str(error)) from None
-        return np.array(ids, np.int32)
+        return tokens, pictures
 
     def before_answer(self, example: Example) -> str:
         """What the template writes between generation prompt and last answer, such as an empty thought; "" if nothing
