@@ -104,8 +104,8 @@ def run(arguments: Sequence[str]) -> None:
     settings = sampling.settings(options)
     if options.prompts is None:
         settings = {"max_new_tokens": options.max_new_tokens, **settings}
-        arguments = options.template_arguments
-        answers.show(model, tokenizer, options.prompt, options.raw, settings, arguments, options.image, reader)
+        variables = options.template_arguments
+        answers.show(model, tokenizer, options.prompt, options.raw, settings, variables, options.image, reader)
     else:
         answers.answer_file(
             model,

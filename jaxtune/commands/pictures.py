@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxtune.commands import common
 
@@ -44,7 +44,7 @@ def reader(
     return PictureReader(processor_of(model.source, tokenizer, options.max_pixels), access)
 
 
-def load(options: argparse.Namespace, files: bool = True, why: str = "") -> tuple[Any, Any, PictureReader | None, str]:
+def load(options: argparse.Namespace, files: bool = True, why: str = ""):
     """(Model, tokenizer or None, how it reads pictures or None, why it reads none or ""): with its tower if it has one
     that is supported, and a tokenizer.
 
