@@ -66,20 +66,20 @@ TOOL = {"name": "add", "description": "Adds", "parameters": {"type": "object", "
 @pytest.mark.parametrize("form", [[TOOL], json.dumps([TOOL]), [{"type": "function", "function": TOOL}]])
 def test_an_answer_is_read_with_the_tools_of_its_prompt(monkeypatch, column, form):
     seen, tokenizer = [], word_tokenizer(TEMPLATE)
-    tokens, reader = answers.prompt_tokens, answers.AnswerReader.of
+    prompt, reader = answers.picture_prompt, answers.AnswerReader.of
 
     def asked(*arguments, tools=None, **named):
         seen.append(tools)
-        return tokens(*arguments, tools=tools, **named)
+        return prompt(*arguments, tools=tools, **named)
 
     def of(tokenizer, tools=None):
         seen.append(tools)
         return reader(tokenizer, tools)
 
-    monkeypatch.setattr(answers, "prompt_tokens", asked)
+    monkeypatch.setattr(answers, "picture_prompt", asked)
     monkeypatch.setattr(answers.AnswerReader, "of", of)
     row = {"prompt": "w1", column: form}
-    ids = answers.prompt_ids(row, tokenizer, False, "here")
+    ids = answers.prompt_of(row, tokenizer, False, "here").ids
     answers.read_answer(tokenizer, row, ids, [3], False)
     assert seen == [[{"type": "function", "function": TOOL}]] * 2
 

@@ -11,16 +11,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxtune.commands import file_record
 from jaxtune.conversations.answers import Answer, AnswerReader
-from jaxtune.conversations.messages import Message, read_messages, read_tools, turns_in, with_system
-from jaxtune.conversations.prompts import prompt_tokens
+from jaxtune.conversations.messages import (
+    Message,
+    column_pictures,
+    read_messages,
+    read_tools,
+    shows_pictures,
+    turns_in,
+    with_pictures,
+    with_system,
+)
+from jaxtune.conversations.picture_processors import PictureReader, picture_arrays
+from jaxtune.conversations.pictures import TAG
+from jaxtune.conversations.prompts import picture_prompt, prompt_tokens
 from jaxtune.conversations.templates import TemplateError
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import end_token_ids
-from jaxtune.models.generation.requests import Constraint, text_of
+from jaxtune.models.generation.requests import Constraint, PromptPictures, text_of
 from jaxtune.system import files, terminal
 from jaxtune.system.terminal import fitted, say
 
@@ -31,6 +42,7 @@ type Row = Mapping[str, Any]
 type Tokenizer = Any  # of transformers
 
 CONVERSATIONS = ("messages", "conversations", "prompt")  # the columns of which a row has one
+PICTURES = ("images", "image")  # columns of which a row may have one
 SYSTEM, TOOLS = ("system", "system_prompt"), ("tools", "functions")
 ANSWER, REASON = "answer", "finish_reason"  # columns that are added to a row
 THOUGHTS = "reasoning_content"  # and that of thoughts, if the answer has any
@@ -49,6 +61,7 @@ def answer_file(
     settings: Row,
     template_arguments: Row | None = None,
     grammar: str | None = None,
+    pictures: PictureReader | None = None,
 ) -> None:
     """Writes a line for each answer: the prompt's row with `answer`, `finish_reason` and, with thoughts,
     `reasoning_content`.
@@ -68,19 +81,20 @@ def answer_file(
       settings: keyword arguments of Sampler.submit, "seed" among them.
       template_arguments: further variables of the chat template, such as enable_thinking; None: none.
       grammar: that each answer follows, after its thoughts; of `grammars`; None: any answer.
+      pictures: how those of rows are read, by a model with its tower; None: rows have none.
     """
     from jaxtune.models.generation.sampler import Sampler
 
     rows = read_rows(prompts)
-    prompts_ids = []
+    asked = []
     for number, row in enumerate(rows, 1):
-        ids = prompt_ids(row, tokenizer, raw, f"{prompts}:{number}", template_arguments)
-        if len(ids) + max_new_tokens > model.config.context_length:
+        prompt = prompt_of(row, tokenizer, raw, f"{prompts}:{number}", template_arguments, pictures)
+        if len(prompt.ids) + max_new_tokens > model.config.context_length:
             raise ValueError(
-                f"{prompts}:{number}: the prompt of {len(ids)} tokens and --max-new-tokens {max_new_tokens} are more "
-                f"than the model's {model.config.context_length} positions: shorten one of them"
+                f"{prompts}:{number}: the prompt of {len(prompt.ids)} tokens and --max-new-tokens {max_new_tokens} are "
+                f"more than the model's {model.config.context_length} positions: shorten one of them"
             )
-        prompts_ids.append(ids)
+        asked.append(prompt)
     total = len(rows) * num_answers
     with open(output, "ab+", buffering=0) as file:
         if not files.hold(file.fileno()):
@@ -90,26 +104,26 @@ def answer_file(
             made_by = {"raw": raw, "max_new_tokens": max_new_tokens, "num_answers": num_answers, **settings}
             made_by |= file_record.model_settings(model) | {"end_tokens": end_token_ids(model)}
             made_by |= {} if grammar is None else {"grammar": grammar}
-            file_record.agree(output, made_by, prompts_ids, continues=done_count > 0)
+            file_record.agree(output, made_by, [prompt.identity for prompt in asked], continues=done_count > 0)
         if done_count:
             progress = f"{output} has {done_count} of {total} answers, which are kept as they are"
             say(fitted(f"jaxtune: {progress}", terminal.console(stderr=True)), sys.stderr)
         if done_count == total:
             return
-        sampler = Sampler(model, slots, max(map(len, prompts_ids)) + max_new_tokens)
+        sampler = Sampler(model, slots, max(len(prompt.ids) for prompt in asked) + max_new_tokens)
         seed, tokens, start_time = settings["seed"], 0, time.monotonic()
         indices = range(done_count, total)
         numbers = {}
         constraint = _constraints(model, tokenizer, grammar, raw)
         for index in indices:
-            ids = prompts_ids[index // num_answers]
-            request = dict(settings, seed=seed, index=index, tokenizer=tokenizer)
+            ids, of_prompt = asked[index // num_answers]
+            request = dict(settings, seed=seed, index=index, tokenizer=tokenizer, pictures=of_prompt)
             request["constraint"] = constraint(rows[index // num_answers], ids)
             numbers[sampler.submit(ids, max_new_tokens, **request)] = index
         with terminal.counted("answers", total, done_count) as advance:
             for index, ids, reason in in_order(sampler, numbers, done_count):
                 row = rows[index // num_answers]
-                answer = read_answer(tokenizer, row, prompts_ids[index // num_answers], ids, raw)
+                answer = read_answer(tokenizer, row, asked[index // num_answers].ids, ids, raw)
                 thoughts = {THOUGHTS: answer.reasoning} if answer.reasoning else {}
                 append(file, {**row, ANSWER: answer.content, **thoughts, REASON: reason})
                 tokens += len(ids)
@@ -214,10 +228,33 @@ def tools_of(row: Row) -> list[Message] | None:
     return read_tools(row.get(name), name)
 
 
-def prompt_ids(
-    row: Row, tokenizer: Tokenizer, raw: bool, location: str, template_arguments: Row | None = None
-) -> list[int]:
-    """Token ids of a row's prompt; ValueError, with `location`, if it cannot be asked.
+def has_pictures(row: Row) -> bool:
+    """Whether a row has pictures in its messages or in a column; a single text counts where a tag stands for it."""
+    columns = [row[name] for name in PICTURES if row.get(name)]
+    tagged = any(TAG in json.dumps(row[name], ensure_ascii=False) for name in CONVERSATIONS if name in row)
+    return any(tagged or not isinstance(cell, str) for cell in columns) or any(map(shows_pictures, row.values()))
+
+
+class Prompt(NamedTuple):
+    """With which a model is asked."""
+
+    ids: list[int]
+    pictures: PromptPictures | None = None
+
+    @property
+    def identity(self) -> list[int | str]:
+        return [*self.ids, *([] if self.pictures is None else [self.pictures.key().hex()])]
+
+
+def prompt_of(
+    row: Row,
+    tokenizer: Tokenizer,
+    raw: bool,
+    location: str,
+    template_arguments: Row | None = None,
+    pictures: PictureReader | None = None,
+) -> Prompt:
+    """A row's prompt; ValueError, with `location`, if it cannot be asked.
 
     A conversation loses a last message of the assistant; a text is a user's message. With `raw`, or without a chat
     template, a text is tokenised as it is, and a conversation is an error.
@@ -225,28 +262,36 @@ def prompt_ids(
       tokenizer: of the model.
       location: "FILE:LINE" or "--prompt", for errors.
       template_arguments: further variables of the chat template, such as enable_thinking; None: none.
+      pictures: how they are read; None: rows have none.
     """
     column = next(name for name in CONVERSATIONS if name in row)
     plain = raw or not tokenizer.chat_template
+    processor, access = (None, None) if pictures is None else (pictures.processor, pictures.access)
     try:
         conversation = turns_in(row[column], column) if column == "prompt" else row[column]
+        shown = [] if access is None else [(name, row[name]) for name in PICTURES if row.get(name)]
         if column == "prompt" and isinstance(conversation, str):
-            if plain:
+            if plain and not shown:
                 ids = prompt_tokens(tokenizer, conversation)
                 if not ids:
                     raise ValueError("the prompt is empty")
-                return ids
+                return Prompt(ids)
             conversation = {"role": "user", "content": conversation}
         system = next((text for name in SYSTEM if isinstance(text := row.get(name), str)), "")
-        messages = with_system(read_messages(conversation, column), system)
+        messages = with_system(read_messages(conversation, column, access), system)
+        if access is not None:
+            messages = with_pictures(messages, [p for name, cell in shown for p in column_pictures(cell, access, name)])
         if messages and messages[-1]["role"] == "assistant":
             messages.pop()
         if not messages:
             raise ValueError(f"{column!r} has no message to answer: give a text, or a list of messages")
         if plain:
             refusal = "--raw takes texts only" if raw else "the tokenizer has no chat template"
-            raise ValueError(f"it has messages, and {refusal}: give a text as 'prompt'")
-        return prompt_tokens(tokenizer, messages, tools=tools_of(row), arguments=template_arguments)
+            raise ValueError(f"it has messages{' or pictures' * bool(shown)}, and {refusal}: give a text as 'prompt'")
+        tokens, placed = picture_prompt(
+            tokenizer, messages, processor, tools=tools_of(row), arguments=template_arguments
+        )
+        return Prompt(tokens.tolist(), PromptPictures.of(picture_arrays(len(tokens), placed, processor)))
     except TemplateError as error:
         raise ValueError(f"{location}: the chat template refuses these messages: {error.__cause__ or error}") from error
     except ValueError as error:
@@ -318,6 +363,8 @@ def show(
     raw: bool,
     settings: Row,
     template_arguments: Row | None = None,
+    images: Sequence[str] = (),
+    pictures: PictureReader | None = None,
 ) -> None:
     """Prints the answers to the prompts of --prompt, after all have ended.
 
@@ -327,12 +374,20 @@ def show(
     raw: they are taken without the chat template.
     settings: keyword arguments of jaxtune.generate.
     template_arguments: further variables of the chat template, such as enable_thinking; None: none.
+    images: pictures of each prompt.
+    pictures: how they are read; None: there are none.
     """
     import jaxtune
 
-    prompts_ids = [prompt_ids({"prompt": prompt}, tokenizer, raw, "--prompt", template_arguments) for prompt in prompts]
-    answers = jaxtune.generate(model, prompts_ids, tokenizer=tokenizer, **settings)
-    for prompt, ids, answer in zip(prompts, prompts_ids, answers, strict=True):
+    asked = [
+        prompt_of({"prompt": prompt, "images": images}, tokenizer, raw, "--prompt", template_arguments, pictures)
+        for prompt in prompts
+    ]
+    of_prompts = [prompt.pictures for prompt in asked]
+    answers = jaxtune.generate(
+        model, [prompt.ids for prompt in asked], tokenizer=tokenizer, pictures=of_prompts, **settings
+    )
+    for text, prompt, answer in zip(prompts, asked, answers, strict=True):
         if len(prompts) > 1:
-            say(f"--- {prompt}")
-        say(read_answer(tokenizer, {}, ids, answer, raw).shown)
+            say(f"--- {text}")
+        say(read_answer(tokenizer, {}, prompt.ids, answer, raw).shown)

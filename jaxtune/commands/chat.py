@@ -5,10 +5,15 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from jaxtune.commands import common, sampling
+from jaxtune.commands import common, pictures, sampling
 from jaxtune.system import progress, timing
 from jaxtune.system.terminal import console, fitted, say
+
+if TYPE_CHECKING:
+    from jaxtune.conversations.picture_processors import PictureReader
+    from jaxtune.conversations.pictures import Picture
 
 
 # arguments: the words after `jaxtune chat`: a model folder, hub name or adapter folder, and options such as --system
@@ -18,7 +23,8 @@ from jaxtune.system.terminal import console, fitted, say
 def run(arguments: Sequence[str]) -> None:
     """Talk to a model or an adapter in the terminal.
 
-    /reset starts a new conversation, /adapter turns the adapter off and on, and /exit or the end of the input quits.
+    /reset starts a new conversation, /image FILE attaches a picture to the next question, /adapter turns the adapter
+    off and on, and /exit or the end of the input quits.
     Ctrl-C ends an answer, and at the prompt the conversation.
     """
     parser = common.parser("chat", run.__doc__)
@@ -28,6 +34,7 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--max-new-tokens", type=int, default=512, metavar="N", help="most tokens of an answer (default: 512)"
     )
+    pictures.add_options(parser)
     sampling.add_options(parser, temperature=0.7)
     common.add_timing(parser)
     options = parser.parse_args(arguments)
@@ -37,15 +44,18 @@ def run(arguments: Sequence[str]) -> None:
     from jaxtune.models.generation.chat import Conversation
 
     timing.imported()
-    model, tokenizer = common.load(options)
+    model, tokenizer, reader, why_no_pictures = pictures.load(options)
     model = with_end_tokens(model, tokenizer)
     settings = {"max_new_tokens": options.max_new_tokens, **sampling.settings(options)}
-    conversation = Conversation(model, tokenizer, options.system, options.template_arguments, **settings)
+    processor = None if reader is None else reader.processor
+    conversation = Conversation(model, tokenizer, options.system, options.template_arguments, processor, **settings)
     if options.no_adapter:
         conversation.adapter = False
     prompt = "> " if sys.stdin.isatty() else ""
     switch = ", /adapter turns the adapter off and on" if conversation.has_adapter else ""
-    usage = f"/reset starts a new conversation{switch}, /exit or end of input quits"
+    usage = "/reset starts a new conversation" + ", /image FILE attaches a picture" * (reader is not None)
+    usage += f"{switch}, /exit or end of input quits"
+    attached: list[Picture] = []
     say(fitted(usage, console(stderr=True)), file=sys.stderr)
     while True:
         try:
@@ -58,14 +68,26 @@ def run(arguments: Sequence[str]) -> None:
             break
         if text == "/reset":
             conversation.reset()
+            attached.clear()
+        elif text.startswith("/image ") or text == "/image":
+            try:
+                if reader is None:
+                    raise ValueError(f"/image: {why_no_pictures}")
+                picture, tokens = _attached(text.removeprefix("/image").strip(), reader)
+                attached.append(picture)
+                say(f"of the next question: a picture of {tokens:,} tokens", file=sys.stderr)
+            except ValueError as error:
+                say(error, file=sys.stderr)
         elif text == "/adapter" and conversation.has_adapter:
             conversation.adapter = not conversation.adapter
             say(f"the adapter is {'on' if conversation.adapter else 'off'}", file=sys.stderr)
         elif text.startswith("/"):
-            say(f"{text}: unknown; there are /reset{', /adapter' if switch else ''}, /exit", file=sys.stderr)
+            image = ", /image" * (reader is not None)
+            say(f"{text}: unknown; there are /reset{image}{', /adapter' if switch else ''}, /exit", file=sys.stderr)
         elif text:
             try:
-                conversation.ask(text, functools.partial(say, end="", flush=True))
+                conversation.ask(text, functools.partial(say, end="", flush=True), attached)
+                attached.clear()
             except KeyboardInterrupt:  # ends the answer, not the conversation
                 say(" ...", end="")
             except ValueError as error:  # mostly a conversation that is too long
@@ -73,3 +95,11 @@ def run(arguments: Sequence[str]) -> None:
             say()
     if options.timing:
         progress.show_timing()
+
+
+def _attached(name: str, reader: PictureReader) -> tuple[Picture, int]:
+    """(Picture with its content, tokens). Raises ValueError for one that cannot be read."""
+    from jaxtune.conversations.pictures import Picture, read_picture
+
+    picture = Picture(data=read_picture(name, reader.access).file_bytes())
+    return picture, len(reader.processor.tokens(reader.processor.grid(picture.decoded())))

@@ -76,24 +76,29 @@ def begin_import(runs_code: bool = False) -> None:
     transformers_import.begin(runs_code or not invocation.is_command())
 
 
-def load(options: argparse.Namespace):
+def load(options: argparse.Namespace, pictures: bool = False):
     """(model, tokenizer or None) of `options.model`: a folder, a hub name, or an adapter's folder. Programs compiled
     from then on are kept.
 
-    dtype None is the one that jaxtune recorded when it trained, else bfloat16, never config.json's. load_in None is an
-    adapter's base as in its training, else as the files store it. With an adapter, the tokenizer's EOS and the token
-    that ends a turn are among the model's end tokens. ValueError: there is no such model.
+    pictures: load the tower, which an adapter that adapts it has anyway. dtype None is the one that jaxtune recorded
+    when it trained, else bfloat16, never config.json's. load_in None is an adapter's base as in its training, else as
+    the files store it. With an adapter, the tokenizer's EOS and the token that ends a turn are among the model's end
+    tokens. ValueError: there is no such model.
     """
     import jaxtune
     from jaxtune.models.adapters import trained_over
     from jaxtune.models.adapters.adapter_config import base_of
+    from jaxtune.models.adapters.adapter_files import adapts_tower
     from jaxtune.models.ends import with_end_tokens
 
     jaxtune.use_program_cache()
     dtype, folder = options.dtype, Path(options.model).expanduser()
-    adapter = base_of(folder) is not None
+    base = base_of(folder)
+    adapter, pictures = base is not None, pictures or (base is not None and adapts_tower(folder, base))
     if dtype is None and not adapter:  # a model that a run wrote records its dtype
         dtype = (trained_over.of_run(folder) or trained_over.TrainedOver()).dtype
     with timing.phase("prepare"):
-        model, tokenizer = jaxtune.from_pretrained(options.model, dtype=dtype, load_in=options.load_in)
+        model, tokenizer = jaxtune.from_pretrained(
+            options.model, dtype=dtype, load_in=options.load_in, pictures=pictures
+        )
     return with_end_tokens(model, tokenizer) if adapter else model, tokenizer

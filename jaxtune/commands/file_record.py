@@ -29,13 +29,13 @@ def record_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.settings.json")
 
 
-def agree(output: Path, settings: Mapping[str, object], prompts: Sequence[Sequence[int]], continues: bool) -> None:
+def agree(output: Path, settings: Mapping[str, object], prompts: Sequence[Sequence[object]], continues: bool) -> None:
     """Writes the record of a new file. If `continues`, raises ValueError unless the record has the same settings and
     its prompts are the first of these.
 
       output: the file of answers, beside which the record lies.
       settings: {name: JSON value} of all that the lines depend on, beside the prompts.
-      prompts: token ids.
+      prompts: JSON values of each, such as its token ids.
       continues: the file has answers already.
     """
     path, record = record_path(output), json.loads(json.dumps({"format": _FORMAT, **settings}))
@@ -56,7 +56,7 @@ def agree(output: Path, settings: Mapping[str, object], prompts: Sequence[Sequen
     files.atomic_write(path, json.dumps(record | _prompts(prompts), indent=1) + "\n")
 
 
-def _prompts(prompts: Sequence[Sequence[int]]) -> dict[str, object]:
+def _prompts(prompts: Sequence[Sequence[object]]) -> dict[str, object]:
     return {"prompts": len(prompts), "tokens_crc32": crc32(json.dumps([*ids]).encode() for ids in prompts)}
 
 

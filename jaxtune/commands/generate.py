@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtune.commands import common, sampling
+from jaxtune.commands import common, pictures, sampling
 from jaxtune.system import progress, timing
 from jaxtune.system.terminal import say
 
@@ -25,6 +25,13 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("model", help="model folder, GGUF file, hub name or adapter folder")
     prompt_options = parser.add_mutually_exclusive_group(required=True)
     prompt_options.add_argument("--prompt", action="append", help="may be repeated")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a picture that each --prompt is about; may be repeated, in the order of the prompt's tags <image> if any",
+    )
     prompt_options.add_argument(
         "--prompts", metavar="FILE", help="JSONL: a line is an object with 'messages', or with 'prompt', and any others"
     )
@@ -47,6 +54,7 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--max-new-tokens", type=int, default=64, metavar="N", help="most tokens of an answer (default: 64)"
     )
+    pictures.add_options(parser)
     sampling.add_options(parser, temperature=0.0)
     common.add_timing(parser)
     options = parser.parse_args(arguments)
@@ -61,18 +69,32 @@ def run(arguments: Sequence[str]) -> None:
         parser.error("--json-schema and --regex: give one of them")
     if options.prompts is None and (options.json_schema is not None or options.regex is not None):
         parser.error("--json-schema and --regex are of --prompts and --output")
+    if options.image and (options.prompts is not None or options.raw):
+        parser.error(f"--image and {'--raw' if options.raw else '--prompts'}: pictures are of a --prompt in a chat")
     grammar = _grammar(options)
     common.begin_import()
 
     from jaxtune.commands import answers
     from jaxtune.models.ends import with_end_tokens
+    from jaxtune.models.generation.pictures import why_no_pictures
 
     timing.imported()
-    if options.prompts is not None:
-        answers.read_rows(Path(options.prompts))  # what cannot be read is said before a model is loaded
-    model, tokenizer = common.load(options)
+    # What cannot be read is said before a model is loaded.
+    rows = answers.read_rows(Path(options.prompts)) if options.prompts is not None else []
+    shown = (
+        "--image"
+        if options.image
+        else next(
+            (f"{options.prompts}:{number}" for number, row in enumerate(rows, 1) if answers.has_pictures(row)), ""
+        )
+    )
+    if shown and (why := why_no_pictures(options.model)):
+        raise ValueError(f"{shown} has pictures: {why}")
+    model, tokenizer = common.load(options, pictures=bool(shown))
     if tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer: copy its tokenizer files into the model's folder")
+    folder = None if options.prompts is None else str(Path(options.prompts).parent)
+    reader = pictures.reader(options, model, tokenizer, folder=folder) if shown else None
     model = with_end_tokens(model, tokenizer)
     if not options.raw and not tokenizer.chat_template:
         say(
@@ -82,7 +104,8 @@ def run(arguments: Sequence[str]) -> None:
     settings = sampling.settings(options)
     if options.prompts is None:
         settings = {"max_new_tokens": options.max_new_tokens, **settings}
-        answers.show(model, tokenizer, options.prompt, options.raw, settings, options.template_arguments)
+        variables = options.template_arguments
+        answers.show(model, tokenizer, options.prompt, options.raw, settings, variables, options.image, reader)
     else:
         answers.answer_file(
             model,
@@ -96,6 +119,7 @@ def run(arguments: Sequence[str]) -> None:
             settings=settings,
             template_arguments=options.template_arguments,
             grammar=grammar,
+            pictures=reader,
         )
     if options.timing:
         progress.show_timing()

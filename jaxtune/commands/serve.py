@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtune.commands import common
+from jaxtune.commands import common, pictures
 from jaxtune.system import progress, timing
 from jaxtune.system.extras import install
 from jaxtune.system.files import read_plain
@@ -73,6 +73,10 @@ def _run(arguments: Sequence[str]) -> None:
     )
     parser.add_argument(
         "--grace", type=float, default=10.0, metavar="S", help="seconds for answers after a signal (default: 10)"
+    )
+    pictures.add_options(parser)
+    parser.add_argument(
+        "--no-pictures", action="store_true", help="load no tower, which saves its memory; requests are text alone"
     )
     common.add_numbers(parser)
     common.add_timing(parser)
@@ -166,19 +170,20 @@ def _models(options: argparse.Namespace) -> list[ServedModel]:
     from jaxtune.serve.served import ServedModel
 
     adapters = [_named(text) for text in options.adapter]
-    model, tokenizer = common.load(options)
+    why = "the server was started with --no-pictures" * options.no_pictures
+    model, tokenizer, reader, why = pictures.load(options, files=False, why=why)
     if tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer: copy its tokenizer files into the model's folder")
     path = base_of(Path(options.model).expanduser())
     base, name = (model, options.model) if path is None else (without_adapter(model), path)
-    models = [ServedModel(_name(name), with_end_tokens(base, tokenizer), tokenizer)]
+    reads = {"pictures": reader, "why_no_pictures": why}
+    models = [ServedModel(_name(name), with_end_tokens(base, tokenizer), tokenizer, **reads)]
     if path is not None:
-        models.append(ServedModel(_name(options.model), model, tokenizer, models[0].name))
+        models.append(ServedModel(_name(options.model), model, tokenizer, models[0].name, **reads))
     for name, folder in adapters:
         its_tokenizer: Any = load_tokenizer(folder) or tokenizer
-        models.append(
-            ServedModel(name, with_end_tokens(load_adapter(base, folder), its_tokenizer), its_tokenizer, models[0].name)
-        )
+        adapted = with_end_tokens(load_adapter(base, folder), its_tokenizer)
+        models.append(ServedModel(name, adapted, its_tokenizer, models[0].name, **reads))
     names = [served.name for served in models]
     for name in names:
         if names.count(name) > 1:

@@ -57,6 +57,12 @@ from jaxtune.compat.transformers_names import (
     AutoTokenizer,
     BitsAndBytesConfig,
 )
+from jaxtune.compat.vision import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    FastVisionModel,
+    UnslothVisionDataCollator,
+)
 from jaxtune.compat.vllm_names import SamplingParams
 from jaxtune.system import timing
 
@@ -64,8 +70,10 @@ UnslothTrainer, UnslothTrainingArguments = SFTTrainer, SFTConfig
 
 __all__ = [
     "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
     "AutoModelForSequenceClassification",
     "AutoPeftModelForCausalLM",
+    "AutoProcessor",
     "AutoTokenizer",
     "BitsAndBytesConfig",
     "CompatModel",
@@ -79,6 +87,7 @@ __all__ = [
     "EvalPrediction",
     "FastLanguageModel",
     "FastModel",
+    "FastVisionModel",
     "GKDConfig",
     "GKDTrainer",
     "GRPOConfig",
@@ -108,6 +117,7 @@ __all__ = [
     "TrlParser",
     "UnslothTrainer",
     "UnslothTrainingArguments",
+    "UnslothVisionDataCollator",
     "clone_chat_template",
     "generate_rollout_completions",
     "get_chat_template",
@@ -132,9 +142,6 @@ timing.follow_jax()
 
 # Other names that scripts import, and what to do about them.
 _ELSEWHERE = {
-    "FastVisionModel": "images are not supported; FastLanguageModel loads the text part of Gemma 3, Gemma 4, Qwen3.5, "
-    "Qwen3-VL, Mistral Small 3.1 and 3.2, and Ministral 3",
-    "UnslothVisionDataCollator": "images are not supported",
     "PatchFastRL": "nothing has to be patched: leave the call out",
     "CPOTrainer": "its loss is not here; that of loss_type='simpo' with cpo_alpha=0 is jaxtune.train's objective=simpo",
     "PPOTrainer": "use GRPOTrainer or RLOOTrainer, which need no value model",

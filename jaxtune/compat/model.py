@@ -25,6 +25,8 @@ from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT
 from jaxtune.compat.texts import NumpyTensor, without_torch
 from jaxtune.compat.vllm_names import LoraRequest, RequestOutput, SamplingParams, fast_generate, load_lora
 from jaxtune.compat.wording import worded
+from jaxtune.conversations.picture_processors import PlacedPicture, picture_arrays
+from jaxtune.conversations.pictures import Picture
 from jaxtune.conversations.templates import asking_templates
 from jaxtune.conversations.tokenizing import with_beginning
 from jaxtune.export.api import export_model
@@ -39,6 +41,8 @@ from jaxtune.models.ends import with_end_tokens
 from jaxtune.models.files.model_folder import is_gguf, read_config, resolve_folder
 from jaxtune.models.files.quant import compute_in_fp8, parameter_counts
 from jaxtune.models.files.weights import Weights
+from jaxtune.models.generation.pictures import processor_of
+from jaxtune.models.generation.requests import PromptPictures
 from jaxtune.models.hf import hf_config_of, load_base, save_weights
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.registry import config_from_hf, text_config
@@ -221,6 +225,8 @@ class CompatModel:
         streamer: Any = None,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
+        pixel_values: object = None,
+        image_grid_thw: object = None,
         **others: Any,
     ) -> NumpyTensor:
         """transformers' generate: int32[B, T + new], input_ids and the new tokens, padded on the right.
@@ -231,11 +237,17 @@ class CompatModel:
           input_ids: int[B, T], padded on either side, or a tokenizer's mapping.
           attention_mask: 0 at padding.
           streamer: `put` gets the prompt and each new token.
+          pixel_values, image_grid_thw: of a processor, the pictures of all rows in order.
           max_new_tokens: at most. eos_token_id: one or several ids that end a row; pad_token_id: fills shorter rows.
         """
-        settle("generate", others, GENERATE, CompatModel.generate)
+        others.pop("mm_token_type_ids", None)  # which tokens are pictures' is seen
         if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping since transformers 5
+            pixel_values, image_grid_thw = (
+                input_ids.get(name, value)
+                for name, value in (("pixel_values", pixel_values), ("image_grid_thw", image_grid_thw))
+            )
             attention_mask, input_ids = input_ids.get("attention_mask", attention_mask), input_ids["input_ids"]
+        settle("generate", others, GENERATE, CompatModel.generate)
         ids = np.atleast_2d(np.asarray(input_ids))
         mask = np.ones_like(ids) if attention_mask is None else np.atleast_2d(np.asarray(attention_mask))
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -272,6 +284,7 @@ class CompatModel:
             eos_token_ids=eos_token_id,
             repetition_penalty=penalty,
             streamer=None if streamer is None else lambda _, t: streamer.put(np.array(t)),
+            pictures=self._pictures(prompts, pixel_values, image_grid_thw),
             **limits,
         )
         if streamer is not None:
@@ -281,6 +294,38 @@ class CompatModel:
         width = max(map(len, new))
         tail = np.array([row + [pad] * (width - len(row)) for row in new], np.int32)
         return np.concatenate([ids.astype(np.int32), tail], axis=1).view(NumpyTensor)
+
+    def _pictures(
+        self, prompts: Sequence[Sequence[int]], pixel_values: object, grids: object
+    ) -> list[PromptPictures | None] | None:
+        """Of each prompt. Raises ValueError for pictures that do not fit the prompts' tokens, or a model without its
+        tower.
+        """
+        if pixel_values is None:
+            return None
+        if self.module.vision is None:
+            raise ValueError("generate: pixel_values, and the model has no tower: use FastVisionModel.from_pretrained")
+        patches, waiting = np.asarray(pixel_values, np.float32), np.asarray(grids).reshape(-1, 3)[:, 1:].tolist()
+        processor, begin, pictures = processor_of(self.module.source, self.tokenizer), 0, []
+        for ids in prompts:
+            places = np.flatnonzero(np.asarray(ids) == processor.token)
+            placed: list[PlacedPicture] = []
+            while len(places) and waiting:
+                height, width = waiting.pop(0)
+                grid, number = (height, width), len(placed)
+                placed.append(PlacedPicture(int(places[0]), grid, Picture(), number.to_bytes(16)))
+                places = places[processor.features(grid) :]
+            size = sum(height * width for height, width in (each.grid for each in placed))
+            arrays = picture_arrays(len(ids), placed, processor)
+            if arrays is not None:
+                arrays["patches"] = patches[None, begin : begin + size]
+            pictures.append(PromptPictures.of(arrays))
+            begin += size
+            if len(places):
+                raise ValueError(f"generate: input_ids have {len(places)} tokens of pictures more than image_grid_thw")
+        if waiting or begin != len(patches):
+            raise ValueError(f"generate: pixel_values of {len(patches)} patches, and input_ids have {begin}")
+        return pictures
 
     def save_pretrained(self, save_directory: str | os.PathLike, **others: Any) -> None:
         """Saves the adapter as a PEFT folder, or without one the whole model for transformers; no tokenizer.
@@ -475,6 +520,7 @@ class FastLanguageModel:
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}
         flags |= {fmt.flag: others.pop(fmt.flag) for fmt in FORMATS.values() if fmt.flag in others}
+        pictures = bool(others.pop("pictures", False))  # of FastVisionModel
         settle(where, others, LOAD, FastLanguageModel.from_pretrained)
         keep_programs()
         load_in: str | None = _format(where, load_in_4bit, load_in_16bit, flags, full_finetuning)
@@ -490,7 +536,12 @@ class FastLanguageModel:
         load = jaxtune.from_pretrained if base is None else load_base
         positions = rope_scaling or _linear_positions(base or model_name, base and model_name, max_seq_length)
         module, tokenizer = load(
-            model_name, dtype=name, load_in=load_in, max_length=max_seq_length, rope_scaling=positions
+            model_name,
+            dtype=name,
+            load_in=load_in,
+            max_length=max_seq_length,
+            rope_scaling=positions,
+            pictures=pictures,
         )
         if any(flags.values()) and load_in is not None and FORMATS[load_in].kinds[0].compute is not None:
             module = compute_in_fp8(module)

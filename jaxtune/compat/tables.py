@@ -24,6 +24,7 @@ def _tables() -> dict[str, dict[str, Argument]]:
 
 _TABLES = _tables()
 LOAD, PEFT, SFT, TRAINER = (_TABLES[name] for name in ("load", "peft", "sft", "trainer"))
+COLLATOR = _TABLES["vision_collator"]
 SAVE, GENERATE, RESPONSES, TEMPLATE = (_TABLES[name] for name in ("save", "generate", "responses", "template"))
 REFERENCE_MODEL = _TABLES["reference_model"]
 AUTO, PEFT_MODEL, BITS_AND_BYTES = _TABLES["auto"], _TABLES["peft_model"], _TABLES["bits_and_bytes"]

@@ -44,6 +44,7 @@ from jaxtune.compat.settings import (
 )
 from jaxtune.compat.tables import OPTIMIZERS, PADDING_COLLATORS, RESIDUALS, RESPONSES, TRAINER
 from jaxtune.compat.transformers_names import load_named
+from jaxtune.compat.vision import UnslothVisionDataCollator, has_pictures, plain_tokenizer
 from jaxtune.compat.wording import ScriptWords
 from jaxtune.conversations import dates
 from jaxtune.export.hub import require_login
@@ -75,6 +76,7 @@ from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.optimizer.optim import embedding_tensors
 from jaxtune.train.trainer import Trainer
 
+_LOOKED_AT = 10  # rows, in which pictures are looked for
 _TRL_WINDOW = 1_000  # the rows of a stream that TRL packs at a time
 
 
@@ -175,9 +177,11 @@ class SFTTrainer(ScriptWords):
         if type(collator).__name__ in PADDING_COLLATORS and not getattr(collator, "mlm", False):
             others.pop("data_collator")
             report_idle(type(self).__name__, "data_collator", "rows are packed or padded already")
+        self._vision = others.pop("data_collator") if isinstance(collator, UnslothVisionDataCollator) else None
         settle(type(self).__name__, others, self.table, SFTTrainer)
         if isinstance(model, str | os.PathLike):
-            model = load_named(os.fspath(model), self.args, full=peft_config is None)
+            shows = any(map(has_pictures, _first_rows(train_dataset)))
+            model = load_named(os.fspath(model), self.args, full=peft_config is None, pictures=shows)
         if not isinstance(model, CompatModel):
             raise ValueError(
                 f"SFTTrainer: model is a {type(model).__name__}; give a name or folder, or load it with "
@@ -192,7 +196,10 @@ class SFTTrainer(ScriptWords):
             )
         begin_at(self.args.seed)
         self.model, self.accelerator = model, Accelerator()
-        self.tokenizer = self.processing_class = processing_class or tokenizer or model.tokenizer
+        self.processing_class = processing_class or tokenizer or model.tokenizer
+        self.tokenizer = plain_tokenizer(self.processing_class)
+        if self._vision is not None:
+            formatting_func = None
         self._rows, self._format, self._formatting = {}, "", formatting_func
         for split, dataset in (("train", train_dataset), ("eval", eval_dataset)):
             if dataset is not None:
@@ -203,6 +210,8 @@ class SFTTrainer(ScriptWords):
                     )
                 self._format = form
         self._masking: dict[str, Any] = {"train_on": self._train_on()}
+        if self._vision is not None and self._vision.responses is not None:
+            self._masking = response_masking(self.tokenizer, *self._vision.responses)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.callbacks = [checked_callback(callback) for callback in callbacks or ()]
         self.state, self.control = TrainerState(), TrainerControl()
@@ -213,6 +222,8 @@ class SFTTrainer(ScriptWords):
 
     def _read(self, dataset: Any, formatting_func: Callable[[Any], Any] | None) -> tuple[Any, str]:
         """(rows for jaxtune, the name of their format, such as "messages")."""
+        if self._vision is not None and self._vision.formatting_func is not None:
+            dataset = [self._vision.formatting_func(row) for row in dataset]
         return rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
 
     def _train_on(self) -> str:
@@ -331,6 +342,7 @@ class SFTTrainer(ScriptWords):
                 template=args.chat_template_path,
                 today=self._today,
                 num_workers=args.dataset_num_proc,
+                max_pixels=self._max_pixels(),
                 **self._masking,
             ),
             objective=section,
@@ -366,6 +378,11 @@ class SFTTrainer(ScriptWords):
         config = dataclasses.replace(config, data=data)
         self._today = config.data.today
         return config
+
+    def _max_pixels(self) -> int | None:
+        """Of a picture: the collator's or the processor's, whichever is less."""
+        limits = [getattr(self._vision, "max_pixels", None), getattr(self.processing_class, "max_pixels", None)]
+        return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
     def _strategies(self) -> tuple[str, str]:
         """(save_strategy, eval_strategy), each "steps", "epoch" or "no"; ValueError for contradictions."""
@@ -575,6 +592,10 @@ class SFTTrainer(ScriptWords):
         return run_compute_metrics(self._predicted(held_out), self.compute_metrics)
 
     def _predicted(self, held_out: TokenDataset) -> EvalPrediction:
+        if held_out.documents.pictures is not None:
+            raise ValueError(
+                "SFTTrainer: predictions and compute_metrics over rows with pictures are not supported yet"
+            )
         if not self._packing():
             held_out = dataclasses.replace(held_out, packing=False)
         rows = held_out.batches(1, shuffle=False)
@@ -690,6 +711,24 @@ def _with_adapter(model: CompatModel, where: str, peft_config: object, seed: int
     return with_adapter(model, *add_lora(model.module, "LoraConfig", seed, experts_too=False, **settings))
 
 
+def response_masking(tokenizer, instruction_part: str | None, response_part: str | None, last_response_only: bool):
+    """Values of DataConfig with which only responses are trained on; arguments as in train_on_responses_only."""
+    markers: dict[str, str | None] = {"instruction_part": instruction_part, "response_part": response_part}
+    missing = [name for name, marker in markers.items() if marker is None]
+    if len(missing) == 2:
+        markers = dict(zip(markers, derive_markers(tokenizer), strict=True))
+    elif missing:
+        raise ValueError(f"train_on_responses_only: {missing[0]} = None: give both parts, or neither to derive them")
+    return {"train_on": "turns", **markers, "last_response_only": last_response_only}
+
+
+def _first_rows(dataset) -> list[Mapping[str, object]]:
+    """Of a list or a data set with a length, in which pictures are looked for."""
+    if isinstance(dataset, str | os.PathLike) or is_stream(dataset):
+        return []
+    return [dataset[index] for index in range(min(len(dataset), _LOOKED_AT))]
+
+
 def train_on_responses_only(
     trainer: SFTTrainer,
     instruction_part: str | None = None,
@@ -706,13 +745,8 @@ def train_on_responses_only(
     tokenizer: whose template is read; None: the trainer's.
     """
     settle("train_on_responses_only", others, RESPONSES, train_on_responses_only)
-    markers: dict[str, str | None] = {"instruction_part": instruction_part, "response_part": response_part}
-    missing = [name for name, marker in markers.items() if marker is None]
-    if len(missing) == 2:
-        markers = dict(zip(markers, derive_markers(tokenizer or trainer.tokenizer), strict=True))
-    elif missing:
-        raise ValueError(f"train_on_responses_only: {missing[0]} = None: give both parts, or neither to derive them")
-    trainer._masking = {"train_on": "turns", **markers, "last_response_only": last_response_only}
+    tokenizer = plain_tokenizer(tokenizer or trainer.tokenizer)
+    trainer._masking = response_masking(tokenizer, instruction_part, response_part, last_response_only)
     trainer.__dict__.pop("_prepared", None)
     trainer.config(prepared=False)
     return trainer

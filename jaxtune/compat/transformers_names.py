@@ -92,6 +92,7 @@ def plain_arguments(
     load_in_4bit: bool = False,
     load_in_fp8: bool | str = False,
     rope_scaling: Mapping[str, object] | None = None,
+    pictures: bool = False,
     **others: Any,
 ) -> dict[str, Any]:
     """Arguments of transformers' from_pretrained as those of FastLanguageModel.from_pretrained.
@@ -100,6 +101,7 @@ def plain_arguments(
     dtype: replaces quantization_config's compute dtype; "auto" is None.
     torch_dtype: the older name of dtype.
     num_labels, load_in_fp8, rope_scaling: as in FastLanguageModel.from_pretrained.
+    pictures: load the tower, too.
     load_in_8bit, load_in_4bit: as in transformers 4, instead of quantization_config; `others` may then have
       BitsAndBytesConfig's arguments.
     """
@@ -113,7 +115,12 @@ def plain_arguments(
     loading = quantization_arguments(quantization_config)
     dtype = torch_dtype if dtype is None else dtype
     loading["dtype"] = loading.get("dtype") if dtype in (None, "auto") else dtype
-    return loading | {"num_labels": num_labels, "load_in_fp8": load_in_fp8, "rope_scaling": rope_scaling}
+    return loading | {
+        "num_labels": num_labels,
+        "load_in_fp8": load_in_fp8,
+        "rope_scaling": rope_scaling,
+        "pictures": pictures,
+    }
 
 
 def load_plain(
@@ -142,7 +149,7 @@ def load_plain(
     return model
 
 
-def load_named(name: str, args: SFTConfig, full: bool) -> CompatModel:
+def load_named(name: str, args: SFTConfig, full: bool, pictures: bool = False) -> CompatModel:
     """Loads a model that a trainer got by name, for rows of its config's length; ValueError for an adapter's folder.
 
     full: whether all weights train, unless they are quantised.
@@ -154,7 +161,8 @@ def load_named(name: str, args: SFTConfig, full: bool) -> CompatModel:
             f"model=AutoPeftModelForCausalLM.from_pretrained({name!r}), without peft_config, which trains it further"
         )
     length = args.max_length or args.max_seq_length or DEFAULT_LENGTH
-    return load_plain("SFTConfig.model_init_kwargs", name, length, args.seed, full, args.model_init_kwargs or {})
+    arguments = {**(args.model_init_kwargs or {}), **({"pictures": True} if pictures else {})}
+    return load_plain("SFTConfig.model_init_kwargs", name, length, args.seed, full, arguments)
 
 
 class AutoModelForCausalLM:

@@ -17,12 +17,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import numpy as np
 
 from jaxtune.conversations.messages import Message, pictures_of
-from jaxtune.conversations.pictures import Picture, PictureError
+from jaxtune.conversations.pictures import Picture, PictureAccess, PictureError
 from jaxtune.conversations.tokenizing import Tokenizer, token_id
 
 if TYPE_CHECKING:
@@ -243,6 +243,14 @@ class PictureProcessor:
 
 
 @dataclasses.dataclass(frozen=True)
+class PictureReader:
+    """How a model's pictures are read, and from where they may be."""
+
+    processor: PictureProcessor
+    access: PictureAccess
+
+
+@dataclasses.dataclass(frozen=True)
 class PlacedPicture:
     """A picture among tokens."""
 
@@ -305,6 +313,61 @@ def placed_pictures(
         count, low = count + offset - low + len(tokens), offset + 1
     tokens = np.concatenate([*pieces, ids[low:]]).astype(np.int32)
     return tokens, np.concatenate([*sources, indices[low:]]), tuple(placed)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeferredPatches:
+    """The patches of pictures, which are decoded when they are read by np.asarray, each time anew."""
+
+    processor: PictureProcessor
+    pictures: tuple[PlacedPicture, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return 1, sum(height * width for height, width in (picture.grid for picture in self.pictures))
+
+    @property
+    def digest(self) -> bytes:
+        return b"".join(picture.digest for picture in self.pictures)
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        """float32[1, patches, F]. Raises PictureError."""
+        return np.concatenate([self.processor.patches(placed.picture.decoded()) for placed in self.pictures])[None]
+
+
+class PictureArrays(TypedDict):
+    """What a model gets of one prompt with pictures: positions, and models/vision/pictures.Pictures of one row."""
+
+    positions: np.ndarray
+    """int32[tokens, axes], or int32[tokens] with one axis"""
+    patches: np.ndarray | DeferredPatches
+    patch_segments: np.ndarray
+    patch_grids: np.ndarray
+    patch_coordinates: np.ndarray
+    picture_features: np.ndarray
+
+
+def picture_arrays(
+    count: int, pictures: Sequence[PlacedPicture], processor: PictureProcessor | None
+) -> PictureArrays | None:
+    """Of a prompt of `count` tokens, in which equal pictures have one set of patches; None without any."""
+    if processor is None or not pictures:
+        return None
+    entries = list({picture.digest: picture for picture in pictures}.values())
+    sizes = [height * width for height, width in (entry.grid for entry in entries)]
+    begins = {entry.digest: sum(sizes[:index]) for index, entry in enumerate(entries)}
+    features = np.full((1, count), -1, np.int32)
+    for picture in pictures:
+        tokens = picture.start + np.flatnonzero(processor.tokens(picture.grid) == processor.token)
+        features[0, tokens] = begins[picture.digest] // processor.block + np.arange(len(tokens))
+    return {
+        "positions": processor.positions(count, [each.start for each in pictures], [each.grid for each in pictures]),
+        "patches": DeferredPatches(processor, tuple(entries)),
+        "patch_segments": np.repeat(np.arange(1, len(entries) + 1, dtype=np.int32), sizes)[None],
+        "patch_grids": np.repeat(np.array([entry.grid for entry in entries], np.int32), sizes, 0)[None],
+        "patch_coordinates": np.concatenate([processor.coordinates(entry.grid) for entry in entries])[None],
+        "picture_features": features,
+    }
 
 
 # Keys of the file that say which class reads it.

@@ -49,8 +49,8 @@ class PictureAccess:
     """Gets the paths at which files are looked for."""
     remote: bool = False
     """Whether http and https addresses are fetched."""
-    remote_key: str = "data.remote_images"
-    """The option that allows it, for messages."""
+    remote_option: str = "data.remote_images: true"
+    """What allows it, for messages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +250,7 @@ def _of_text(text: str, access: PictureAccess) -> Picture:
         return Picture(data=_unpacked(body))
     if scheme in ("http", "https"):
         if not access.remote:
-            raise PictureError(f"{_short(text)} is remote, and fetched only with {access.remote_key}: true")
+            raise PictureError(f"{_short(text)} is remote, and fetched only with {access.remote_option}")
         return Picture(url=text)
     if text.startswith(_BASE64) and len(text) > 64:
         return Picture(data=_unpacked(text))

@@ -72,15 +72,19 @@ def prompt_tokens(
 def picture_prompt(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
-    processor: PictureProcessor,
+    processor: PictureProcessor | None,
     *,
     template: str | None = None,
     tools: Sequence[Message] | None = None,
     arguments: Arguments | None = None,
     begins_answer: bool = True,
+    continues: bool = False,
+    max_tokens: int | None = None,
 ) -> tuple[np.ndarray, tuple[PlacedPicture, ...]]:
-    """(Token ids int32[n], pictures) with which a model is asked: as `prompt_tokens`, with all tokens of pictures.
-    Raises also PictureError.
+    """(Token ids int32[n], pictures) with which a model is asked: as `prompt_tokens`, with all tokens of pictures,
+    which are not read if the text alone has `max_tokens`. Raises also PictureError.
+
+      processor: None if the model reads no pictures, and the messages have none.
     """
     ids = prompt_tokens(
         tokenizer,
@@ -89,9 +93,14 @@ def picture_prompt(
         tools=tools,
         arguments=arguments,
         begins_answer=begins_answer,
+        continues=continues,
+        max_tokens=max_tokens,
         processor=processor,
     )
-    tokens, _, pictures = placed_pictures(messages, np.array(ids, np.int32), processor)
+    tokens = np.array(ids, np.int32)
+    if processor is None or (max_tokens is not None and len(ids) >= max_tokens):
+        return tokens, ()
+    tokens, _, pictures = placed_pictures(messages, tokens, processor)
     return tokens, pictures
 
 

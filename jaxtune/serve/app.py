@@ -37,6 +37,7 @@ from jaxtune.system.terminal import say
 
 _MOST_BODY_BYTES = 16 * 2**20
 _MOST_BODIES_BYTES = 16 * _MOST_BODY_BYTES  # of all that arrive or wait to be read
+_MOST_PICTURES_BYTES = 4 << 30  # of patches, of all requests whose answers are made
 _BODY_SECONDS = 30.0  # within which a body must have arrived
 _CLIENT_LEFT = 499  # the status that proxies log for it
 _LAST_WORDS_SECONDS = 1.0  # for the error that ends a stream
@@ -178,7 +179,7 @@ class _Api:
     def __init__(self, models: Mapping[str, ServedModel], engine: Engine, seconds: float, readers: Readers):
         self._models, self._engine, self._seconds, self._readers = models, engine, seconds, readers
         self.numbers = Metrics(engine)
-        self._bodies_bytes = 0
+        self._bodies_bytes = self._picture_bytes = 0
         self._forms = ThreadPoolExecutor(2, "answers")
         self._began = int(time.time())
 
@@ -228,25 +229,38 @@ class _Api:
         served = self._models[request_values.model]
         progress = self.numbers.answer(served.name, request_values.prompt_tokens, arrived)
         answer = answer_to(request_values, served)  # before there are rows that an error would leave behind
-        try:
-            async with asyncio.timeout_at(deadline):
-                host = request.client.host if request.client is not None else ""
-                rows = request_values.rows
-                if any(row.grammar is not None for row in rows):
-                    rows = await self._in_thread(lambda: _constrained(request_values, served))
-                answers = await self._engine.submit(served.name, rows, request_values.client or host)
-        except TimeoutError:
-            raise self._too_late() from None
-        if request_values.stream:
-            frames = self._events(answer, answers, progress)
-            return _Stream(frames, answers, deadline, self._too_late(), answer.error_frame)
-        with contextlib.closing(answers):
+        with contextlib.ExitStack() as held:
+            self._hold_pictures(request_values.picture_bytes, held)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    host = request.client.host if request.client is not None else ""
+                    rows = request_values.rows
+                    if any(row.grammar is not None for row in rows):
+                        rows = await self._in_thread(lambda: _constrained(request_values, served))
+                    answers = await self._engine.submit(served.name, rows, request_values.client or host)
+            except TimeoutError:
+                raise self._too_late() from None
+            held.callback(answers.close)
+            if request_values.stream:
+                frames = self._events(answer, answers, progress)
+                return _Stream(frames, held.pop_all(), deadline, self._too_late(), answer.error_frame)
             try:
                 async with asyncio.timeout_at(deadline):
                     data = await _unless_gone(request.receive, self._whole(answer, answers, progress))
             except TimeoutError:
                 raise self._too_late() from None
         return Response(status_code=_CLIENT_LEFT) if data is None else Response(data, media_type=Json.media_type)
+
+    def _hold_pictures(self, size: int, held: contextlib.ExitStack) -> None:
+        """Counts the bytes of a request's pictures until `held` ends. ApiError (429): there are too many."""
+        if size and self._picture_bytes + size > _MOST_PICTURES_BYTES:
+            raise ApiError(429, "other requests' pictures fill the memory for them: ask again later", code="busy")
+        self._picture_bytes += size
+
+        def end() -> None:
+            self._picture_bytes -= size
+
+        held.callback(end)
 
     async def _read(self, request: Request) -> tuple[Reading, float]:
         """What a request asks for, and when its body had arrived."""
@@ -362,8 +376,8 @@ async def _unless_gone[T](receive: Receive, work: Coroutine[object, object, T]) 
 
 
 class _Stream(Response):
-    """An answer as server-sent events while it is made, an error as the last one. `answers` is
-    closed however the response ends.
+    """An answer as server-sent events while it is made, an error as the last one. `held` is closed however the response
+    ends.
 
       deadline: in seconds of the event loop's clock.
     """
@@ -373,18 +387,18 @@ class _Stream(Response):
     def __init__(
         self,
         frames: AsyncIterator[bytes],
-        answers: Answers,
+        held: contextlib.ExitStack,
         deadline: float,
         too_late: ApiError,
         error_frame: Callable[[ApiError], bytes],
     ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._frames, self._answers, self._deadline, self._too_late = frames, answers, deadline, too_late
+        self._frames, self._held, self._deadline, self._too_late = frames, held, deadline, too_late
         self._error_frame = error_frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.closing(self._answers):
+        with self._held:
             await _unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:

@@ -12,11 +12,22 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxtune.conversations.calls import Schemas, schemas_of
-from jaxtune.conversations.messages import ConversationError, Message, read_messages, read_tools, template_for
-from jaxtune.conversations.prompts import prompt_tokens, text_tokens
+from jaxtune.conversations.messages import (
+    ConversationError,
+    Message,
+    read_messages,
+    read_tools,
+    shows_pictures,
+    template_for,
+    with_pictures,
+)
+from jaxtune.conversations.picture_processors import PictureArrays, picture_arrays
+from jaxtune.conversations.pictures import PictureError, is_picture_part
+from jaxtune.conversations.prompts import picture_prompt, prompt_tokens, text_tokens
 from jaxtune.conversations.templates import Arguments, TemplateError, checked_arguments
 from jaxtune.models.generation import grammars
 from jaxtune.models.generation.limits import MOST_BIASES, MOST_RANKED
@@ -29,6 +40,7 @@ _MOST_STOP = 256  # characters of a stop string, for which each new token is sea
 _MOST_STOP_TOKENS = 64
 _MOST_SHOWN = 80  # characters of a client's value in an error
 _MOST_DIGITS = 9  # of a token id
+_MOST_PATCHES = 65_536  # of a request's pictures: 400 MB in Qwen's
 _MANY_TOKENS = 2**30
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens where it is not a chat
 # What clients may say that changes no answer here.
@@ -233,8 +245,8 @@ def read_chat(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
         message = "continue_final_message = True: set add_generation_prompt to false, or leave it out"
         raise ApiError(400, message, "continue_final_message", "invalid_value")
     begins = not continues and values.add_generation_prompt is not False
-    turns = _read(read_messages, values.messages, "messages")
-    prompt = _conversation(turns, tools, served, arguments, begins, continues, lengths[served.name])
+    turns = _turns(values.messages, served)
+    prompt, pictures = _conversation(turns, tools, served, arguments, begins, continues, lengths[served.name])
     most = values.max_completion_tokens or values.max_tokens
     logprobs = (values.top_logprobs or 0) if values.logprobs else None
     if logprobs is None and values.top_logprobs:
@@ -243,6 +255,10 @@ def read_chat(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
     opening = served.reader(bool(tools)).opening(prompt, continues) if begins or continues else ""
     role = "assistant" if begins else turns[-1]["role"]
     request_values = _parsed_request(values, served, [prompt], most, logprobs, "chat")
+    if pictures is not None:
+        pictures = _decoded(pictures)
+        rows = [dataclasses.replace(row, pictures=pictures) for row in request_values.rows]
+        request_values = dataclasses.replace(request_values, rows=rows)
     many_calls = values.parallel_tool_calls is not False
     if isinstance(values.tool_choice, _NamedTool) or values.tool_choice == "required":
         grammar = _call_grammar(values.tool_choice, schemas or {}, served, many_calls)
@@ -359,8 +375,8 @@ def read_tokenize(body: object, models: Models, lengths: Lengths) -> dict[str, o
     else:
         begins = values.add_generation_prompt is not False
         tools = _read(read_tools, values.tools, "tools")
-        turns = _read(read_messages, values.messages, "messages")
-        ids = _conversation(turns, tools, served, _variables(values.chat_template_kwargs), begins, False, length)
+        turns, arguments = _turns(values.messages, served), _variables(values.chat_template_kwargs)
+        ids, _ = _conversation(turns, tools, served, arguments, begins, False, length)
     texts = {"token_strs": [served.text([token], True) for token in ids]} if values.return_token_strs else {}
     return {"count": len(ids), "max_model_len": length, "tokens": ids, **texts}
 
@@ -460,13 +476,14 @@ def _conversation(
     begins: bool,
     continues: bool,
     length: int,
-) -> list[int]:
-    """Token ids of a chat's prompt; ApiError (400) if the template is missing or refuses the messages, or for more than
-    `length` tokens.
+) -> tuple[list[int], PictureArrays | None]:
+    """(Token ids, pictures) of a chat's prompt; ApiError (400) if the template is missing or refuses the messages, for
+    a picture that cannot be read, or for more than `length` tokens.
 
     begins, continues: it ends with the beginning of an answer, or within the last message.
     """
     tokenizer = served.tokenizer
+    processor = None if served.pictures is None else served.pictures.processor
     if not tokenizer.chat_template:
         message = f"the tokenizer of {served.name} has no chat template: ask /v1/completions with a text as prompt"
         raise ApiError(400, message, "messages")
@@ -474,9 +491,10 @@ def _conversation(
         message = "continue_final_message = True: the last message has no text to continue"
         raise ApiError(400, message, "continue_final_message", "invalid_value")
     try:
-        prompt = prompt_tokens(
+        prompt, pictures = picture_prompt(
             tokenizer,
             turns,
+            processor,
             tools=tools,
             arguments=arguments,
             begins_answer=begins,
@@ -487,7 +505,52 @@ def _conversation(
         raise ApiError(
             400, f"the chat template refuses these messages: {_words(error.__cause__ or error)}", "messages"
         ) from error
-    return _short_enough(prompt, length)
+    except PictureError as error:
+        raise ApiError(400, f"messages: {_words(error)}", "messages", "invalid_value") from None
+    return _short_enough(prompt.tolist(), length), picture_arrays(len(prompt), pictures, processor)
+
+
+def _turns(messages: list[dict[str, object]], served: Readable) -> list[Message]:
+    """The messages of a chat; ApiError (400) for one that cannot be read, or a picture that the model cannot."""
+    for index, message in enumerate(messages):
+        content = message.get("content") if shows_pictures([message]) else None
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if is_picture_part(part):
+                _check_picture(part, f"messages.{index}.content.{number}", served)
+
+    def read(value: object, key: str) -> list[Message]:
+        if served.pictures is None:
+            return read_messages(value, key)
+        return with_pictures(read_messages(value, key, served.pictures.access), ())
+
+    return _read(read, messages, "messages")
+
+
+def _check_picture(part: Mapping[str, object], key: str, served: Readable) -> None:
+    if served.pictures is None:
+        message = f"{key}: {served.name} reads no pictures ({served.why_no_pictures}): send text alone"
+        raise ApiError(400, message, key, "unsupported_parameter")
+    if part.get("file_id") is not None:
+        raise ApiError(400, f"{key}: file_id is not supported: send a data URL as image_url", key, "invalid_value")
+    address = part.get("image_url")
+    detail = address.get("detail") if isinstance(address, Mapping) else None
+    detail = part.get("detail") if detail is None else detail
+    if detail not in (None, "auto", "high"):
+        message = (
+            f"{key}: detail = {_short(detail)}: the server's --max-pixels is the size of all pictures: leave it out"
+        )
+        raise ApiError(400, message, f"{key}.detail", "unsupported_parameter")
+
+
+def _decoded(pictures: PictureArrays) -> PictureArrays:
+    """With their patches; ApiError (400) for too many."""
+    count = pictures["patches"].shape[1]
+    if count > _MOST_PATCHES:
+        message = (
+            f"messages: {count:,} patches of pictures; a request may have {_MOST_PATCHES:,}: send fewer or smaller"
+        )
+        raise ApiError(400, message, "messages", "invalid_value")
+    return {**pictures, "patches": np.asarray(pictures["patches"])}
 
 
 def _words(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 
-from jaxtune.models.generation.requests import Decodes, Piece
+from jaxtune.models.generation.requests import Decodes, Piece, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.requests import Row
@@ -295,6 +295,7 @@ class Engine:
             min_new_tokens=row.min_tokens,
             client=(client, id(answers)),
             constraint=row.constraint,
+            pictures=PromptPictures.of(row.pictures),
         )
         answers.numbers.append(number)
         self._of_request[name, number] = answers, index

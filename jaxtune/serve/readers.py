@@ -117,7 +117,7 @@ class Readers:
             self._restart(reader)
             late = time.monotonic() - began >= _SECONDS
             why = f"took longer than {_SECONDS:g} s" if late else "ended the process that read it"
-            raise ApiError(400, f"reading the request (its JSON, the chat template, tokens) {why}: send less")
+            raise ApiError(400, f"reading the request (its JSON, the chat template, tokens, pictures) {why}: send less")
         self._idle.put(reader)
         parsed = pickle.loads(answer)
         if isinstance(parsed, tuple):

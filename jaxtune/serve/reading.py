@@ -1,4 +1,6 @@
-"""The process that reads requests' bodies: JSON, checks, the chat template, tokens. It has no device and no JAX."""
+"""The process that reads requests' bodies: JSON, checks, the chat template, tokens, pictures. It has no device and no
+JAX.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,11 @@ def serve(descriptor: int, parent: int) -> None:
         if message is None:
             return
         models = pickle.loads(message)
-    for model in models.values():
-        if model.tokenizer.chat_template:
-            model.reader(tools=False)
+        for model in models.values():
+            if model.tokenizer.chat_template:
+                model.reader(tools=False)
+            if model.pictures is not None:
+                _ = model.pictures.processor.size  # which imports the image processor
     _limit_memory()
     children.send(connection, b"")
     while (message := children.receive(connection)) is not None:

@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from jaxtune.conversations.calls import Schemas
+from jaxtune.conversations.picture_processors import PictureArrays
 
 if TYPE_CHECKING:
     from jaxtune.models.generation.requests import Constraint
@@ -36,6 +39,7 @@ class Row:
     stop_token_ids: tuple[int, ...] = ()  # further tokens that end it
     grammar: str | None = None  # that the answer follows after its thoughts; of `grammars`
     constraint: Constraint | None = None  # of the grammar, in the process of the sampler
+    pictures: PictureArrays | None = None  # of the prompt
     scores_prompt: bool = False  # the log-probabilities of the prompt's tokens are returned before the answer
 
 
@@ -69,3 +73,9 @@ class ParsedRequest:
     """What of the request an answer of /v1/responses repeats."""
     echo: tuple[str, ...] = ()
     """Of each row, the text before its answer."""
+
+    @property
+    def picture_bytes(self) -> int:
+        """Of the pictures' patches, which all rows share."""
+        pictures = self.rows[0].pictures
+        return 0 if pictures is None else np.asarray(pictures["patches"]).nbytes

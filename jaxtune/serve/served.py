@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from jaxtune.conversations.answers import AnswerReader
 from jaxtune.conversations.messages import template_for
+from jaxtune.conversations.picture_processors import PictureReader
 
 if TYPE_CHECKING:
     from jaxtune.models.decoder import Decoder
@@ -61,6 +62,8 @@ class Readable:
     name: str
     tokenizer: Tokenizer
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of SETTINGS, where requests have none
+    pictures: PictureReader | None = None  # None: it reads none
+    why_no_pictures: str = "it was loaded without its tower"
 
     @functools.cached_property
     def _readers(self) -> dict[bool, AnswerReader]:
@@ -85,10 +88,12 @@ class ServedModel:
     tokenizer: Tokenizer  # decodes here; `readers` encode
     # for a model with an adapter, the name of its base model, which /v1/models shows as `parent`; None: it is the base
     base: str | None = None
+    pictures: PictureReader | None = None  # how they are read, by a model with its tower
+    why_no_pictures: str = Readable.why_no_pictures
 
     @functools.cached_property
     def readable(self) -> Readable:
-        return Readable(self.name, self.tokenizer, self.defaults)
+        return Readable(self.name, self.tokenizer, self.defaults, self.pictures, self.why_no_pictures)
 
     @functools.cached_property
     def defaults(self) -> dict[str, float]:

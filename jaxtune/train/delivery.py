@@ -18,6 +18,7 @@ from jaxtune.models.hf import save_weights
 from jaxtune.models.lora import has_adapter
 from jaxtune.system import host_memory, processes
 from jaxtune.system.files import atomic_write
+from jaxtune.train.data.rendering.pictures import PictureOptions, picture_options
 from jaxtune.train.evaluation.held_out_answers import AFTER, BEFORE, _show_answers, answer, sampled_by
 from jaxtune.train.folder.record import digest, is_digest_of
 from jaxtune.train.folder.results import holds, require_own, require_replaceable, write_result
@@ -48,9 +49,12 @@ class Delivery:
         self.rows = "" if trainer.eval_data is None else trainer.eval_data.documents.identity
         if self.config.evaluation.exact_match_rows:  # rows that cannot be asked raise now, before training
             positions = trainer.model.given.config.context_length
-            trainer.sampled = sampled_by(
-                trainer.planner, trainer.tokenizer, self.config.evaluation, self.config.data, positions
-            )
+            settings, data = self.config.evaluation, self.config.data
+            trainer.sampled = sampled_by(trainer.planner, trainer.tokenizer, settings, data, positions, self._pictures)
+
+    @property
+    def _pictures(self) -> PictureOptions | None:
+        return picture_options(self.trainer.model.given, self.trainer.tokenizer, self.config.data)
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
         """Compares the folder's results with this run, before its first step; then has the untrained model answer
@@ -86,7 +90,7 @@ class Delivery:
     def _answers(self, model: Decoder, when: str) -> dict[str, Any]:
         assert self.trainer.sampled is not None  # set in __init__, as the config asks for answers
         settings, data, sampled = self.trainer.config.evaluation, self.trainer.config.data, self.trainer.sampled
-        return answer(model, self.trainer.tokenizer, settings, data, self.console, sampled, when)
+        return answer(model, self.trainer.tokenizer, settings, data, self.console, sampled, when, self._pictures)
 
     def _take_numbers(self, run: dict[str, Any]) -> None:
         """Reads an earlier process's results.json; deletes a damaged or foreign one, and ignores one of other held-out

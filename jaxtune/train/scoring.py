@@ -17,6 +17,7 @@ from jaxtune.system.program_cache import use_program_cache
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, ModelConfig, OptimConfig, QatConfig, TrainConfig
 from jaxtune.train.config.precision import REST, Precision
+from jaxtune.train.data.rendering.pictures import picture_options
 from jaxtune.train.display import rows_report
 from jaxtune.train.evaluation.answer_metrics import SAMPLES
 from jaxtune.train.evaluation.held_out_answers import answer, sampled_by
@@ -241,8 +242,9 @@ def evaluate(
         results[SAMPLES] = answers.samples
     if config.evaluation.exact_match_rows:
         settings, positions = config.evaluation, trainer.model.given.config.context_length
-        sampled = sampled_by(trainer.engine.planner, trainer.tokenizer, settings, config.data, positions)
-        results |= answer(model, tokenizer, settings, config.data, console, sampled)
+        pictures = picture_options(trainer.model.given, trainer.tokenizer, config.data)
+        sampled = sampled_by(trainer.engine.planner, trainer.tokenizer, settings, config.data, positions, pictures)
+        results |= answer(model, tokenizer, settings, config.data, console, sampled, pictures=pictures)
     return results
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtune import compat
-from jaxtune.commands.answers import prompt_ids
+from jaxtune.commands import answers
 from jaxtune.conversations.messages import (
     MARKS,
     NEUTRAL,
@@ -181,8 +181,8 @@ def test_every_way_asks_with_the_same_tokens(data):
     text = moved().apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     assert [
         list(prompt_of({"prompt": form}, encoder, 10**6, "").ids),
-        prompt_ids({"messages": form}, tokenizer, False, "here"),
-        prompt_ids({"prompt": form}, tokenizer, False, "here"),
+        answers.prompt_of({"messages": form}, tokenizer, False, "here").ids,
+        answers.prompt_of({"prompt": form}, tokenizer, False, "here").ids,
         list(asked.rows[0].prompt),
         tokenizer(text)["input_ids"],
     ] == [expected] * 5

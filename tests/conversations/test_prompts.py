@@ -108,7 +108,7 @@ def ways(tokenizer, template, messages, tools, monkeypatch):
     encoder = RowEncoder(tokenizer, template=template)
     yield "rewards", lambda: prompt_of(row, encoder, 10**6, "").ids
     yield "a trained tokenizer's rows", lambda: prompt_of(row, RowEncoder(own), 10**6, "").ids
-    yield "generate --prompts", lambda: answers.prompt_ids(row, own, False, "here")
+    yield "generate --prompts", lambda: answers.prompt_of(row, own, False, "here").ids
     yield "serve", lambda: read_chat(copy.deepcopy(body), {"m": served}, LENGTHS).rows[0].prompt
     yield (
         "other programs",
@@ -205,7 +205,7 @@ def test_raw_prompts_begin_with_bos_and_have_no_end(monkeypatch):
     served = served_of(tokenizer)["m"]
     assert prompt_tokens(tokenizer, "Add them") == [bos, *plain]
     assert prompt_tokens(tokenizer, "<|bos|>Add them") == [bos, *plain]
-    assert answers.prompt_ids({"prompt": "Add them"}, tokenizer, True, "here") == [bos, *plain]
+    assert answers.prompt_of({"prompt": "Add them"}, tokenizer, True, "here").ids == [bos, *plain]
     body = {"model": "m", "prompt": ["Add them", "<|bos|><|bos|>Add them"]}
     assert [row.prompt for row in read_completion(body, {"m": served}, LENGTHS).rows] == [[bos, *plain]] * 2
     assert prompt_of({"prompt": "Add them"}, RowEncoder(tokenizer), 99, "").ids == (bos, *plain)
@@ -293,7 +293,7 @@ def test_arguments_of_a_template_reach_it_in_all_ways_and_are_the_saved_ones(mon
     body = {"model": "m", "messages": messages}
     assert read_chat(body | {"chat_template_kwargs": off}, {"m": served}, LENGTHS).rows[0].prompt == without
     assert read_chat(body, {"m": served}, LENGTHS).rows[0].prompt == with_thoughts
-    assert answers.prompt_ids({"messages": messages}, tokenizer, False, "here", off) == without
+    assert answers.prompt_of({"messages": messages}, tokenizer, False, "here", off).ids == without
     saved = trained_tokenizer(tokenizer, None, off | {"style": "it's\n", "depth": None})
     assert prompt_tokens(saved, messages) == without
     assert prompt_tokens(saved, messages, arguments={"enable_thinking": True}) == with_thoughts

@@ -234,7 +234,7 @@ def test_the_examples_have_an_index_of_all_of_them():
     assert sorted(named) == sorted(path.name for path in folder.iterdir() if path.name != "README.md")
 
 
-def test_the_refusal_of_pictures_names_every_family_whose_text_part_loads():
+def test_the_page_names_every_family_whose_text_part_loads():
     names = {
         "gemma3": "Gemma 3",
         "gemma4": "Gemma 4",
@@ -245,11 +245,7 @@ def test_the_refusal_of_pictures_names_every_family_whose_text_part_loads():
         "mistral3": "Mistral Small 3.1 and 3.2, and Ministral 3",
     }
     assert names.keys() == text_parts().keys()
-    with pytest.raises(ImportError) as refused:
-        exec("from jaxtune.compat import FastVisionModel")
     page = " ".join((DOCS / "notebooks.md").read_text(encoding="utf-8").split())
-    for name in names.values():
-        assert name in str(refused.value)
     assert "Gemma 3 and 4, Qwen3.5, Qwen3-VL, Mistral Small 3.1 and 3.2, and Ministral 3" in page
 
 

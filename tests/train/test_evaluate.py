@@ -91,7 +91,7 @@ def sampled_by(monkeypatch, answers) -> None:
         def __init__(self, model, **_):
             pass
 
-        def run(self, prompts, max_new_tokens, *, eos_token_ids):
+        def run(self, prompts, max_new_tokens, *, eos_token_ids, pictures):
             for index, ids in enumerate(answers(prompts, eos_token_ids=eos_token_ids)):
                 yield SimpleNamespace(index=index, ids=ids)
 

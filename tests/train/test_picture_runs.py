@@ -83,17 +83,23 @@ def test_a_run_learns_what_only_pictures_tell_and_goes_on_to_the_same_bits(tmp_p
     """New pictures are named better than any reader of the text can; a run that lost its last step makes it again."""
     saves = {"every_steps": STEPS - 1, "every_minutes": None}
     held_out = {"eval": str(places["held_out"])}
-    run = train(tmp_path, places, checkpoint=saves, data=held_out, export={"merged": True})
+    asked = {"exact_match_rows": 16, "max_new_tokens": 8}
+    run = train(tmp_path, places, checkpoint=saves, data=held_out, evaluation=asked, export={"merged": True})
     said = " ".join("".join(capsys.readouterr()).split())
     assert "48 pictures of 4 to 25 tokens and 16 to 100 patches" in said
     assert "room for 256 patches a row, in a frozen tower of 2 layers" in said
     evaluation = next(line for line in reversed(lines(run)) if "eval_loss" in line)
     by_chance = math.log(len(COLOURS)) * 16 / evaluation["eval_targets"]
     assert evaluation["eval_loss"] < by_chance / 2
+    results = json.loads((run / "results.json").read_text())["after"]
+    assert results["exact_match"] > 0.6 and results["samples"][0]["question"] == "<image>Which?"
+    assert cli.main(["evaluate", str(run / "config.yaml"), "precision=fp32"]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert scores["exact_match"] == results["exact_match"] and scores["samples"] == results["samples"]
     before, first = load_file(run / "merged" / "model.safetensors"), losses(run)
     shutil.rmtree(run / "merged")
     shutil.rmtree(run / "checkpoints" / f"step_{STEPS:08d}")
-    train(tmp_path, places, checkpoint=saves, data=held_out, export={"merged": True})
+    train(tmp_path, places, checkpoint=saves, data=held_out, evaluation=asked, export={"merged": True})
     assert losses(run) == first
     after = load_file(run / "merged" / "model.safetensors")
     assert before.keys() == after.keys()
@@ -326,8 +332,8 @@ REFUSED = {
     "streamed": (dict(data={"streaming": True}), "data.streaming = true: not supported yet in a run with pictures"),
     "rounded": (dict(adapter={"r": 2}, qat="int4"), "qat.format = int4: not supported yet in a run with pictures"),
     "asked": (
-        dict(evaluation={"exact_match_rows": 4}, data={"eval": "HELD_OUT"}),
-        "evaluation.exact_match_rows = 4: not supported yet in a run with pictures",
+        dict(evaluation={"generate": ["exact_number"]}, data={"eval": "HELD_OUT"}),
+        "evaluation.generate = ['exact_number']: not supported yet in a run with pictures",
     ),
     "no pictures wanted": (dict(model={"pictures": False}), "a part of the type image in content; only text can be"),
     "no tower to train": (

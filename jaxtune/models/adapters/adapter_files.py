@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from jaxtune.models.ends import with_end_token_ids
 from jaxtune.models.expressions import matching
 from jaxtune.models.files import headers, shards
 from jaxtune.models.files.folders import new_folder
-from jaxtune.models.files.model_folder import save_companions
+from jaxtune.models.files.model_folder import find_config, save_companions
 from jaxtune.models.files.quant import rounded_by
 from jaxtune.models.heads import head_of_task
 from jaxtune.models.linear import Frozen
@@ -53,7 +53,7 @@ from jaxtune.models.lora import (
     pattern_values,
 )
 from jaxtune.models.placement import partition
-from jaxtune.models.registry import is_passthrough, whole_tensor_name
+from jaxtune.models.registry import is_passthrough, text_config, whole_tensor_name
 from jaxtune.models.reward import with_head
 from jaxtune.system.files import atomic_write
 
@@ -399,10 +399,22 @@ def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> No
         return
 
 
+def adapts_tower(folder: Path, base: str) -> bool:
+    """Whether an adapter's file has tensors of its base's tower; False without a file or base that can be read."""
+    try:
+        family = text_config(find_config(base)).get("model_type")
+        return bool(_beside_text(headers.read_header(folder / WEIGHTS_NAME), str(family)))
+    except (ValueError, OSError):
+        return False
+
+
+def _beside_text(keys: Iterable[str], family: str) -> list[str]:
+    return [name for key in keys if is_passthrough(name := key.removeprefix(_PREFIX), family)]
+
+
 def _refuse_towers(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) -> None:
     """Raises ValueError if the adapter adapts modules beside the text model, which the model lacks."""
-    names = [name for key in arrays if is_passthrough(name := key.removeprefix(_PREFIX), model.config.family)]
-    if names:
+    if names := _beside_text(arrays, model.config.family):
         raise ValueError(
             f"{folder}: this adapter adapts {names[0].removesuffix('.weight')} and {len(names) - 1} more tensors of a "
             "tower, and the model was loaded without it: load it with pictures=True"

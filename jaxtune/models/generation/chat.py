@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtune.conversations.answers import AnswerReader, Pieces
-from jaxtune.conversations.messages import read_messages
-from jaxtune.conversations.prompts import prompt_tokens
+from jaxtune.conversations.messages import read_messages, with_pictures
+from jaxtune.conversations.picture_processors import PictureProcessor, picture_arrays
+from jaxtune.conversations.pictures import Picture
+from jaxtune.conversations.prompts import picture_prompt
 from jaxtune.conversations.templates import TemplateError
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
 from jaxtune.models.generation.generate import generate
+from jaxtune.models.generation.requests import PromptPictures
 from jaxtune.models.lora import has_adapter, without_adapter
 
 _INCOMPLETE = "\ufffd"  # the decoder's text for the first bytes of a character whose other bytes are missing
@@ -23,7 +26,8 @@ class Conversation:
 
     Args:
       template_arguments: variables of the template, such as {"enable_thinking": False}.
-      settings: of `generate`; not eos_token_ids, streamer and tokenizer.
+      processor: of pictures, for a model with its tower; None: text alone.
+      settings: of `generate`; not eos_token_ids, pictures, streamer and tokenizer.
 
     Attributes:
       messages: for the chat template, thoughts as `reasoning_content`.
@@ -36,13 +40,14 @@ class Conversation:
         tokenizer: Tokenizer,
         system: str | None = None,
         template_arguments: Mapping[str, Any] | None = None,
+        processor: PictureProcessor | None = None,
         **settings: Any,
     ):
         if tokenizer is None or not tokenizer.chat_template:
             lacks = "tokenizer: put its files into the model's folder" if tokenizer is None else "chat template"
             raise ValueError(f"chat: the model has no {lacks}")
         self._with, self._without = model, without_adapter(model) if has_adapter(model) else model
-        self._tokenizer, self._settings = tokenizer, settings
+        self._tokenizer, self._processor, self._settings = tokenizer, processor, settings
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._arguments, self._ends = template_arguments, ends_of(model, tokenizer)
         self._reader = AnswerReader.of(tokenizer)
@@ -58,20 +63,22 @@ class Conversation:
         """Removes all messages but the system message; `adapter` stays."""
         self.messages: list[dict[str, Any]] = list(self._system)
 
-    def ask(self, text: str, show: Callable[[str], None] = lambda piece: None) -> str:
+    def ask(self, text: str, show: Callable[[str], None] = lambda piece: None, pictures: Sequence[Picture] = ()) -> str:
         """The model's answer, without thoughts. Question and answer become messages unless an error ends the answer.
         Raises ValueError for messages that the template refuses, too few positions, and as `generate` does.
 
         Args:
           show: gets each piece of the thoughts and, after an empty line, the answer, in whole characters.
+          pictures: of the question, for its tags <image>, or before its text without such tags.
         """
-        messages = read_messages([*self.messages, {"role": "user", "content": text}])
+        question = with_pictures(read_messages({"role": "user", "content": text}), pictures)
+        messages = read_messages([*self.messages, *question])
         try:
-            prompt = prompt_tokens(self._tokenizer, messages, arguments=self._arguments)
+            prompt, placed = picture_prompt(self._tokenizer, messages, self._processor, arguments=self._arguments)
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error.__cause__ or error}") from error
         new: list[int] = []
-        opening, shown_text, last = self._reader.opening(prompt), "", ""
+        opening, shown_text, last = self._reader.opening(prompt.tolist()), "", ""
         stream = self._reader.stream(None, opening)
 
         def tell(pieces: Pieces) -> None:
@@ -91,7 +98,13 @@ class Conversation:
 
         model = self._with if self.adapter else self._without
         [answer] = generate(
-            model, [prompt], eos_token_ids=self._ends, streamer=take, tokenizer=self._tokenizer, **self._settings
+            model,
+            [prompt.tolist()],
+            eos_token_ids=self._ends,
+            streamer=take,
+            tokenizer=self._tokenizer,
+            pictures=[PromptPictures.of(picture_arrays(len(prompt), placed, self._processor))],
+            **self._settings,
         )
         tell(stream.add(self._reader.text(answer, calls=False)[len(shown_text) :]))
         tell(stream.end())

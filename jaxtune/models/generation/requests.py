@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtune.conversations.picture_processors import DeferredPatches, PictureArrays
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.generation.sampling import Sampling
 from jaxtune.models.vision.pictures import Pictures
@@ -118,10 +120,19 @@ class StopStrings:
 
 
 class PromptPictures(NamedTuple):
-    """The pictures of one prompt, numpy arrays of one row without padding tokens."""
+    """The pictures of one prompt, numpy arrays of one row without padding tokens; its patches may be
+    decoded when they are read."""
 
     pictures: Pictures  # with rows = 1 and as many tokens as the prompt has
     positions: np.ndarray  # int32[tokens, axes]
+
+    @classmethod
+    def of(cls, arrays: PictureArrays | None) -> Self | None:
+        """None of a prompt without pictures."""
+        if arrays is None:
+            return None
+        values = jax.tree.map(lambda array: array, dict(arrays))
+        return cls(positions=values.pop("positions"), pictures=Pictures(**values))
 
     @property
     def delta(self) -> int:
@@ -129,7 +140,11 @@ class PromptPictures(NamedTuple):
         return int(self.positions.max()) + 1 - len(self.positions)
 
     def key(self) -> bytes:
-        return b"".join(np.asarray(array).tobytes() for array in (*jax.tree.leaves(self.pictures), self.positions))
+        """16 bytes by which equal ones are known."""
+        content = hashlib.blake2b(digest_size=16)
+        for array in (*jax.tree.leaves(self.pictures), self.positions):
+            content.update(array.digest if isinstance(array, DeferredPatches) else np.asarray(array).tobytes())
+        return content.digest()
 
     def padded(self, tokens: int, patches: int) -> tuple[np.ndarray, Pictures]:
         """(positions int32[1, tokens, axes], pictures) of the prompt's first `tokens` tokens, or with padding up to as
@@ -142,8 +157,9 @@ class PromptPictures(NamedTuple):
         features[0, :count] = np.asarray(pictures.picture_features)[0, :count]
 
         def of_patches(array: jax.Array) -> jax.Array:
-            widths = ((0, 0), (0, patches - array.shape[1]), *((0, 0),) * (array.ndim - 2))
-            return jnp.asarray(np.pad(np.asarray(array), widths))
+            values = np.asarray(array)
+            widths = ((0, 0), (0, patches - values.shape[1]), *((0, 0),) * (values.ndim - 2))
+            return jnp.asarray(np.pad(values, widths))
 
         arrays = pictures.patches, pictures.patch_segments, pictures.patch_grids, pictures.patch_coordinates
         values, segments, grids, coordinates = map(of_patches, arrays)

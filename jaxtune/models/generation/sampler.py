@@ -357,6 +357,7 @@ class Sampler:
         seed: int | Sequence[int] = 0,
         *,
         in_order: bool = True,
+        pictures: Sequence[PromptPictures | None] | None = None,
         **settings: Any,
     ) -> Iterator[Row]:
         """Continues all prompts and yields each row that has ended. It begins with the first `next`; nothing else can
@@ -368,6 +369,7 @@ class Sampler:
           temperature: divides the logits; 0 takes the most likely token.
           seed: for all rows, or one a prompt, which then draws as if alone.
           in_order: whether rows come in the order of the prompts, or as they end.
+          pictures: of each prompt, or None for one without; None: no prompt has any.
           settings: further arguments of `submit`.
 
         Raises ValueError while requests are not done, for a wrong number of limits or seeds, as submit does, and for a
@@ -375,9 +377,11 @@ class Sampler:
         """
         if self._requests:
             raise ValueError(f"Sampler: run while {len(self._requests)} requests are not done; use submit and step")
-        for name in ("constraint", "pictures"):
-            if settings.get(name) is not None and len(prompts) > 1:
-                raise ValueError(f"Sampler: {name} = {settings[name]!r}: is of one prompt; `submit` each with its own")
+        if settings.get("constraint") is not None and len(prompts) > 1:
+            raise ValueError("Sampler: constraint: is of one prompt; `submit` each with its own")
+        pictures = [None] * len(prompts) if pictures is None else pictures
+        if len(pictures) != len(prompts):
+            raise ValueError(f"Sampler: pictures of {len(pictures)} prompts for {len(prompts)} prompts")
         seeds = seeds_of(seed, len(prompts), "Sampler")
         limits = [max_new_tokens] * len(prompts) if not isinstance(max_new_tokens, Sequence) else max_new_tokens
         if len(limits) != len(prompts):
@@ -385,8 +389,9 @@ class Sampler:
         rows: dict[int, Row] = {}
         earlier, self._pieces = self._pieces, []
         try:
-            for index, (prompt, limit, (row_seed, seed_index)) in enumerate(zip(prompts, limits, seeds, strict=True)):
-                number = self.submit(prompt, limit, temperature, row_seed, index=seed_index, **settings)
+            for index, (row_seed, seed_index) in enumerate(seeds):
+                asked = prompts[index], limits[index], temperature, row_seed
+                number = self.submit(*asked, index=seed_index, pictures=pictures[index], **settings)
                 rows[number] = Row(index, [], [], "length")
             self._runs = True
             yield from self._ended(rows, in_order)

@@ -7,11 +7,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxtune.conversations.picture_processors import PictureArrays, picture_arrays
+from jaxtune.conversations.pictures import PICTURE, TAG
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
+from jaxtune.models.generation.requests import PromptPictures
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.data.rendering.formats import Example, normalize
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rendering.templates import RowEncoder, trained_tokenizer
 
 
@@ -23,6 +27,7 @@ def exact_match(
     template: str | None = None,
     batch_size: int = 32,
     today: str | None = None,
+    pictures: PictureOptions | None = None,
 ) -> tuple[float, list[tuple[str, str, str]]]:
     """Generates each row's last assistant message greedily and compares: (share of right answers, [(question, expected,
     answer)]). Prompts are tokenised as in training. White space around an answer is ignored, and all up to the last
@@ -34,6 +39,7 @@ def exact_match(
       template: as data.template; None: the tokenizer's.
       batch_size: prompts at a time; fewer if memory is short.
       today: the day that the template writes; None: now.
+      pictures: how those of rows are read; None: they have none.
 
     ValueError without rows, for a row without an answer, or if a prompt and max_new_tokens exceed the model's
     positions.
@@ -42,12 +48,15 @@ def exact_match(
         raise ValueError("exact_match: there are no rows")
     if batch_size < 1:
         raise ValueError(f"exact_match: batch_size = {batch_size}: must be positive")
-    questions = questions_of(tokenizer, rows, max_new_tokens, template, model.config.context_length, today)
+    positions = model.config.context_length
+    questions = questions_of(tokenizer, rows, max_new_tokens, template, positions, today, pictures)
     ends = set(ends_of(model, trained_tokenizer(tokenizer, template)))
     longest = max(len(question.prompt) for question in questions) + max_new_tokens
     sampler = Sampler(model, length=longest, most_slots=min(batch_size, len(rows)))
     answers = []
-    for row in sampler.run([question.prompt for question in questions], max_new_tokens, eos_token_ids=sorted(ends)):
+    asked = [question.prompt for question in questions]
+    seen = [PromptPictures.of(question.pictures) for question in questions]
+    for row in sampler.run(asked, max_new_tokens, eos_token_ids=sorted(ends), pictures=seen):
         ids = _after(tokenizer, row.ids, questions[row.index].mark)
         ids = list(itertools.takewhile(lambda token: token not in ends, ids))
         answers.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
@@ -69,6 +78,7 @@ class Question(NamedTuple):
     """The last word that the template writes behind the generation prompt, such as </think>, or ""; generated text up
     to its last occurrence is ignored.
     """
+    pictures: PictureArrays | None = None
 
 
 def questions_of(
@@ -78,18 +88,21 @@ def questions_of(
     template: str | None,
     positions: int,
     today: str | None = None,
+    pictures: PictureOptions | None = None,
 ) -> list[Question]:
     """A Question of each row. positions: the most tokens of prompt and answer. Other arguments and ValueError as in
     `exact_match`.
     """
-    encoder = RowEncoder(tokenizer, template=template, today=today)
+    encoder = RowEncoder(tokenizer, template=template, today=today, pictures=pictures)
+    processor = None if pictures is None else pictures.processor
     questions = []
     for index, row in enumerate(rows):
-        example = row if isinstance(row, Example) else normalize(row, "messages")
+        access = None if pictures is None else pictures.access("")
+        example = row if isinstance(row, Example) else normalize(row, "messages", access)
         messages = example.messages or []
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise ValueError(f"exact_match: row {index} does not end with a question and the assistant's answer")
-        prompt = encoder.encode_prompt(example).tolist()
+        prompt, placed = encoder.encode_asked(example)
         if len(prompt) + max_new_tokens > positions:
             raise ValueError(
                 f"exact_match: the {len(prompt)} tokens of question {index} and max_new_tokens = {max_new_tokens} "
@@ -99,7 +112,8 @@ def questions_of(
         mark = "".join(before.split()[-1:])
         answer = messages[-1]["content"]
         expected = (answer.rpartition(mark)[2] if mark else answer).strip()
-        questions.append(Question(prompt, messages[-2]["content"], expected, mark))
+        shown, arrays = messages[-2]["content"].replace(PICTURE, TAG), picture_arrays(len(prompt), placed, processor)
+        questions.append(Question(prompt.tolist(), shown, expected, mark, arrays))
     return questions
 
 

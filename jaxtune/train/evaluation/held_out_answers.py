@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxtune.conversations.pictures import PictureAccess
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train.config import DataConfig, EvaluationConfig
 from jaxtune.train.data.rendering.formats import Example, normalize, refuse_excluded
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rows.reading import open_sources, read_rows
 from jaxtune.train.data.rows.row_errors import Excluded, RowError, attempt
 from jaxtune.train.evaluation.evaluate import exact_match, questions_of
@@ -24,14 +26,16 @@ if TYPE_CHECKING:
 BEFORE, AFTER = "before training", "after training"  # printed before the answers that the model gives then
 
 
-def answered(data: DataConfig, limit: int) -> tuple[list[Example], int]:
+def answered(data: DataConfig, limit: int, pictures: PictureOptions | None = None) -> tuple[list[Example], int]:
     """The first `limit` held-out rows (data.eval) that end with a non-empty answer, and the number of other rows read
-    until then. ValueError if there is none, or a row is bad and data.on_bad_row is "error".
+    until then. ValueError if there is none, or a row is bad and data.on_bad_row is "error". pictures: how they are
+    read; None: rows have none.
     """
     rows, left_out = [], 0
     sources = open_sources(data.eval, columns=data.columns)
     for row in read_rows(sources, data.format):
-        example = RowError(row.error) if row.value is None else attempt(_asked, row.value, row.format)
+        access = None if pictures is None else pictures.access(row.file)
+        example = RowError(row.error) if row.value is None else attempt(_asked, row.value, row.format, access)
         if isinstance(example, RowError) and not isinstance(example, Excluded) and data.on_bad_row == "error":
             raise ValueError(f"{printable(row.place)}: {printable(example)}")
         last = example.messages[-1] if isinstance(example, Example) and example.messages else {}
@@ -46,9 +50,9 @@ def answered(data: DataConfig, limit: int) -> tuple[list[Example], int]:
     return rows, left_out
 
 
-def _asked(value: Mapping[str, Any], format: str) -> Example:
+def _asked(value: Mapping[str, Any], format: str, access: PictureAccess | None) -> Example:
     refuse_excluded(value)
-    return normalize(value, format)
+    return normalize(value, format, access)
 
 
 def sampled_by(
@@ -57,12 +61,14 @@ def sampled_by(
     settings: EvaluationConfig,
     data: DataConfig,
     positions: int,
+    pictures: PictureOptions | None,
 ) -> Sampled:
     """How held-out questions will be answered: how many at a time, and the tokens of the longest prompt and answer.
     Samples nothing; before training, so that rows that cannot be asked raise ValueError then. positions: the model's.
     """
-    rows, _ = answered(data, settings.exact_match_rows)
-    questions = questions_of(tokenizer, rows, settings.max_new_tokens, data.trained_template, positions, data.today)
+    rows, _ = answered(data, settings.exact_match_rows, pictures)
+    template = data.trained_template
+    questions = questions_of(tokenizer, rows, settings.max_new_tokens, template, positions, data.today, pictures)
     longest = max(len(question.prompt) for question in questions)
     return questions_at_a_time(planner.cost, planner.device, planner.budget_bytes, longest, settings.max_new_tokens)
 
@@ -75,6 +81,7 @@ def answer(
     console: Console,
     sampled: Sampled,
     when: str = "",
+    pictures: PictureOptions | None = None,
 ) -> dict[str, Any]:
     """Measures exact match, prints the score and some answers (`answers_to_show`), and returns {"exact_match": 0 to 1,
     "rows": their number, "samples": [{"question", "expected", "given"}]}.
@@ -84,7 +91,7 @@ def answer(
 
     ValueError if rows cannot be asked, or device memory ran out (OutOfDeviceMemory).
     """
-    rows, left_out = answered(data, settings.exact_match_rows)
+    rows, left_out = answered(data, settings.exact_match_rows, pictures)
     with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.exact_match_rows=0"):
         score, answers = exact_match(
             model,
@@ -94,6 +101,7 @@ def answer(
             data.trained_template,
             sampled.rows,
             data.today,
+            pictures,
         )
     samples = [
         dict(zip(("question", "expected", "given"), shown_answer, strict=True))

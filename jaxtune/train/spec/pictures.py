@@ -6,15 +6,11 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from jaxtune.conversations.messages import shows_pictures
-from jaxtune.conversations.picture_processors import PictureProcessor
 from jaxtune.conversations.pictures import PictureAccess
-from jaxtune.conversations.tokenizing import Tokenizer
-from jaxtune.models.config import Source
 from jaxtune.models.files.model_folder import find_config
 from jaxtune.models.registry import tower_config
 from jaxtune.train.config import ConfigError, DataConfig, EvaluationConfig, MeshConfig, ModelConfig, QatConfig
 from jaxtune.train.data.rendering.formats import refuse_media
-from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.row_errors import RowError
 from jaxtune.train.objectives.objective import Objective
@@ -66,23 +62,10 @@ def refusal(
         f"mesh.fsdp = {mesh and mesh.fsdp}": mesh is not None and mesh.fsdp != 1,
         "data.streaming = true": data.streaming,
         f"qat.format = {qat and qat.format}": qat is not None,
-        **{f"{key} = {value}": True for key, value in evaluation.asking},
+        f"evaluation.generate = {list(evaluation.generate)}": bool(evaluation.generate),
     }
     key = next((key for key, holds in refused.items() if holds), None)
     return None if key is None else f"{key}: not supported yet in a run with pictures; {instead}"
-
-
-def picture_options(source: Source | None, tokenizer: Tokenizer, data: DataConfig) -> PictureOptions:
-    """How pictures of rows are read for a model that was loaded from `source` with its tower. Raises ValueError for a
-    model without its image processor's file, or with one that is not supported.
-    """
-    published = None if source is None else source.passthrough
-    if source is None or published is None or published.config is None:
-        raise ValueError("pictures: this model was made without a folder, whose image processor says how to read them")
-    processor = PictureProcessor.of_files(
-        published.config, dict(published.processors), tokenizer, data.max_pixels, source.path
-    )
-    return PictureOptions(processor, data.remote_images, data.images)
 
 
 def _rows_have_pictures(data: DataConfig) -> bool:

@@ -20,6 +20,7 @@ from jaxtune.train.config.sections import Unset, in_steps
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.packing.steps import pack_steps
+from jaxtune.train.data.rendering.pictures import picture_options
 from jaxtune.train.digests import code_of
 from jaxtune.train.engine.trained_model import TrainedModel
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics, answer_metrics
@@ -37,7 +38,7 @@ from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.references.stored_teachers import StoredTeacher
 from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.spec import checks, own_parts
-from jaxtune.train.spec.pictures import picture_options, refusal
+from jaxtune.train.spec.pictures import refusal
 from jaxtune.train.spec.run_rows import Reader, run_rows
 from jaxtune.train.spec.update_rule import UpdateRule, update_rule
 
@@ -136,8 +137,8 @@ def resolve(
     rows_config = dataclasses.replace(config, data=data)
     tower, pictures = model.given.vision, None
     refused = refusal(objective, data, config.mesh, config.evaluation, config.qat)
-    if tower is not None and tokenizer is not None and refused is None:
-        pictures = picture_options(model.given.source, tokenizer, data)
+    if refused is None:
+        pictures = picture_options(model.given, tokenizer, data)
     reader = Reader(objective, tokenizer, rows_config, model.given.config, tuple(ends), pictures)
     held_out_source = config.data.eval if eval_rows is None else eval_rows
     rewards = train_rows.rewards if isinstance(train_rows, SampledAnswers) else None
