@@ -230,8 +230,8 @@ def phases(*names: str, total: int = 0) -> list[timing.Phase]:
 @pytest.mark.parametrize(
     ("stacks", "words"),
     [
-        ([[]], "working"),
-        ([[], phases("compile")], "working, compiling"),
+        ([[]], "working, 7 s"),
+        ([[], phases("compile")], "working, compiling, 7 s"),
         ([phases("else", "input")], ""),
         ([phases("else", "rows")], "preparing rows, 12 s"),
         ([phases("else"), phases("compile")], "else, compiling, 12 s"),
@@ -243,7 +243,7 @@ def phases(*names: str, total: int = 0) -> list[timing.Phase]:
     ],
 )
 def test_what_is_being_done_in_words(stacks, words):
-    assert progress.doing(stacks, 22.4) == words
+    assert progress.doing(stacks, 22.4, 15.0) == words
 
 
 def test_a_silent_process_stays_silent(monkeypatch, capsys):

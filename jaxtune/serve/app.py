@@ -28,6 +28,7 @@ from jaxtune.serve.engine import Answers, Engine, PromptScores
 from jaxtune.serve.errors import ApiError, encoded, panics
 from jaxtune.serve.forms import Answer, ResponsesAnswer, answer_to
 from jaxtune.serve.metrics import Metrics, Progress
+from jaxtune.serve.page import page
 from jaxtune.serve.readers import Readers
 from jaxtune.serve.reading import Reading
 from jaxtune.serve.requests import ParsedRequest, Row
@@ -40,6 +41,7 @@ _MOST_BODIES_BYTES = 16 * _MOST_BODY_BYTES  # of all that arrive or wait to be r
 _MOST_PICTURES_BYTES = 4 << 30  # of patches, of all requests whose answers are made
 _BODY_SECONDS = 30.0  # within which a body must have arrived
 _CLIENT_LEFT = 499  # the status that proxies log for it
+_OPEN = {"/", "/health"}  # answered without the key
 _LAST_WORDS_SECONDS = 1.0  # for the error that ends a stream
 
 
@@ -50,7 +52,7 @@ def make_app(
 
     models: {name in requests: model}.
     engine: decodes the answers to all models' requests.
-    key: the API key of all requests but /health; None: no key.
+    key: the API key of all requests but those for / and /health; None: no key.
     local: the server listens on a loopback address only: Host and Origin are checked, so that no web page in the
       user's browser can ask it.
     seconds: from the arrival of a body until its answer has been made and, if streamed, read; else error 504.
@@ -59,6 +61,7 @@ def make_app(
     api = _Api(models, engine, seconds, readers)
     app = Starlette(
         routes=[
+            Route("/", api.page),
             Route("/health", api.health),
             Route("/v1/models", api.list_models),
             Route("/v1/models/{name:path}", api.one_model),
@@ -152,15 +155,15 @@ class _Guard:
         await self._app(scope, receive, send)
 
     def _refused(self, request: Request) -> ApiError | None:
-        """The error for a request that must not be answered. Host and Origin also count for /health, the key does not.
-        Sets `state.trusted`: the key is right, or there is none.
+        """The error for a request that must not be answered. Host and Origin count for every path, the key for those
+        that are not _OPEN. Sets `state.trusted`: the key is right, or there is none.
         """
         why = refusal(request.headers.get("host"), request.headers.get("origin")) if self._local else None
         if why is not None:
             return ApiError(403, why)
         # Not of `request.url`, which is made of the header Host too.
         trusted = request.state.trusted = self._key is None or _brings(request, self._key)
-        if trusted or request.scope["path"] == "/health":
+        if trusted or request.scope["path"] in _OPEN:
             return None
         return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
@@ -182,6 +185,10 @@ class _Api:
         self._bodies_bytes = self._picture_bytes = 0
         self._forms = ThreadPoolExecutor(2, "answers")
         self._began = int(time.time())
+
+    async def page(self, _: Request) -> Response:
+        """GET /: chats with the models in a browser."""
+        return page()
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200, or 503 from a failed round of the engine until one of any model succeeds; without the key

@@ -47,7 +47,7 @@ class Server(uvicorn.Server):
 
     Args:
       listener: on a loopback address, requests of another Host or Origin are refused; closed at the shutdown.
-      key: the API key of all requests but /health; None: no key.
+      key: the API key of all requests but those for / and /health; None: no key.
       seconds: until an answer has been made and read; else error 504.
     Attributes:
       second: the second signal, or a later one.
@@ -119,7 +119,8 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._listener.listen(_BACKLOG)  # uvicorn's backlog is also what is accepted at once
         host, port = self._listener.getsockname()[:2]
-        say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1  (Ctrl-C ends it)", flush=True)
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        say(f"{address}/v1, and a page to chat: {address}/  (Ctrl-C ends it)", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Waits for the answers; uvicorn cancels what still runs some seconds after `grace`."""

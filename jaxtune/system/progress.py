@@ -34,7 +34,7 @@ def heartbeat(silent_seconds: float = SILENT_SECONDS) -> Iterator[None]:
     def beat() -> None:
         while not ended.wait(silent_seconds / _LOOKS):
             recorder = timing.current()
-            if recorder is not None and (words := doing(recorder.doing(), time.monotonic())):
+            if recorder is not None and (words := doing(recorder.doing(), time.monotonic(), recorder.since)):
                 terminal.say_passing(words, silent_seconds)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
@@ -50,9 +50,9 @@ def heartbeat(silent_seconds: float = SILENT_SECONDS) -> Iterator[None]:
             terminal.end_passing()
 
 
-def doing(stacks: Sequence[Sequence[timing.Phase]], now: float) -> str:
+def doing(stacks: Sequence[Sequence[timing.Phase]], now: float, since: float) -> str:
     """A line about open phases (Recorder.doing), such as "waiting for programs: 1 of 3 programs, compiling accumulate,
-    12 s"; "" while others are waited for.
+    12 s"; "" while others are waited for. since: when the main thread's last phase began or ended.
     """
     *outer, innermost = stacks[0] or [None]
     if innermost is not None and innermost.name in timing.IDLE:
@@ -62,7 +62,7 @@ def doing(stacks: Sequence[Sequence[timing.Phase]], now: float) -> str:
     if innermost is None or innermost.name in ("wait", timing.ELSE):
         others = sorted((stack[-1] for stack in stacks[1:]), key=lambda phase: phase.began)
         words += map(str, others[:2])
-    if innermost is not None and (seconds := now - innermost.began) >= 1:
+    if (seconds := now - (since if innermost is None else innermost.began)) >= 1:
         words.append(f"{seconds:.0f} s")
     return ", ".join(dict.fromkeys(words))
 

@@ -196,6 +196,11 @@ class Recorder:
         thread = self._thread()
         return next((phase for phase in reversed(thread.stack if thread else []) if phase.name in names), None)
 
+    @property
+    def since(self) -> float:
+        """When the main thread's last phase began or ended."""
+        return self._main.mark
+
     def doing(self) -> list[list[Phase]]:
         """The open phases of the main thread, perhaps none, then those of each other thread that has some."""
         main, *others = ([*thread.stack] for thread in (self._main, *list(self._others.values())))

@@ -15,7 +15,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.hf import save_weights
-from jaxtune.models.lora import has_adapter
+from jaxtune.models.lora import has_adapter, without_adapter
 from jaxtune.system import host_memory, processes
 from jaxtune.system.files import atomic_write
 from jaxtune.train.data.rendering.pictures import PictureOptions, picture_options
@@ -57,7 +57,7 @@ class Delivery:
         return picture_options(self.trainer.model.given, self.trainer.tokenizer, self.config.data)
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
-        """Compares the folder's results with this run, before its first step; then has the untrained model answer
+        """Compares the folder's results with this run, before its first step; then has a model that trains whole answer
         questions if the config asks for it, and writes the score at once. A damaged or foreign results.json is deleted.
         run: waits for weights. start: steps done. RunIsComplete if nothing is left to do; ValueError for another run's
         export, or one with files that no run wrote.
@@ -81,11 +81,23 @@ class Delivery:
                 if name != RESULTS:
                     require_replaceable(self.output / name, run(), total)
             self.numbers = {key: value for key, value in self.numbers.items() if key == "before"}
-        if start == 0 and self.config.evaluation.exact_match_rows and self.config.evaluation.at_start:
+        if start == 0 and self._asks_before and not self._base_stays:
             self.trainer.model.take_weights()
             untrained = self.trainer.model.given
             self.numbers = {"before": self._answers(untrained, BEFORE)}
             self._write_numbers(run())  # stored now, because a resumed run no longer has these weights
+
+    @property
+    def _asks_before(self) -> bool:
+        return bool(self.config.evaluation.exact_match_rows and self.config.evaluation.at_start)
+
+    @property
+    def _base_stays(self) -> bool:
+        """Whether the trained model without its adapter is the untrained one, so that it can answer later, and the
+        first step comes sooner.
+        """
+        adapter = self.config.adapter
+        return self.trainer.adapted and adapter is not None and adapter.path is None
 
     def _answers(self, model: Decoder, when: str) -> dict[str, Any]:
         assert self.trainer.sampled is not None  # set in __init__, as the config asks for answers
@@ -147,6 +159,8 @@ class Delivery:
             console.print(f"wrote {folder}")
         if config.export.adapter and has_adapter(model) and qat_spec(model) is not None:
             console.print("  qat: it is the adapter before rounding; the rounded weights are those of the merged model")
+        if self._asks_before and self._base_stays and "before" not in self.numbers:
+            self.numbers["before"] = self._answers(without_adapter(model), BEFORE)
         if config.evaluation.exact_match_rows and config.evaluation.at_end:
             self.numbers["after"] = self._answers(model, AFTER)
         if not processes.first():

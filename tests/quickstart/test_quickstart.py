@@ -22,7 +22,9 @@ from jaxtune import cli
 from jaxtune.train import app
 from jaxtune.train.config.file import load_config
 from jaxtune.train.display.next_commands import next_commands
+from jaxtune.train.evaluation import held_out_answers
 from jaxtune.train.evaluation.evaluate import exact_match
+from jaxtune.train.log.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "jaxtune" / "quickstart"
@@ -204,3 +206,23 @@ def test_what_is_said_after_a_run(tmp_path):
     (tmp_path / "profile").mkdir()
     (_, command) = next_commands(tmp_path, own.data, own.model.path, asked=False)[1]
     assert command.endswith(f"jaxtune profile show {tmp_path / 'profile'}")
+
+
+def test_the_base_answers_after_the_first_step(tmp_path, monkeypatch):
+    """Which comes sooner so; without its adapter the trained model is the base."""
+    held_out = rows("eval")[:8]
+    less = ["steps=2", "export.merged=false", f"evaluation.exact_match_rows={len(held_out)}"]
+    steps = []
+
+    def answer_after(*arguments):
+        steps.append([line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line])
+        return held_out_answers.answer(*arguments)
+
+    monkeypatch.setattr("jaxtune.train.delivery.answer", answer_after)
+    results, printed = train(tmp_path / "run", *less, "evaluation.sample_rows=8", "evaluation.max_new_tokens=6")
+    assert steps == [[1, 2]] * 2 and printed.index("before training: ") < printed.index("after training: ")
+    base, tokenizer = jaxtune.from_pretrained(PACKAGE / "base", dtype="float32")
+    score, answers = exact_match(base, tokenizer, held_out, max_new_tokens=6)
+    assert results["before"]["exact_match"] == score
+    assert [sample["given"] for sample in results["before"]["samples"]] == [given for _, _, given in answers]
+    assert results["after"]["samples"] != results["before"]["samples"]

@@ -38,7 +38,8 @@ class Machine:
         logger = SimpleNamespace(
             log=lambda step, values: self.lines.append({"step": step, **values}), flush=lambda: None
         )
-        progress = SimpleNamespace(update=lambda step, **values: self.shown.append(values), print=lambda text: None)
+        self.printed = []
+        progress = SimpleNamespace(update=lambda step, **values: self.shown.append(values), print=self.printed.append)
         self.monitor = Monitor(self.run, logger, progress, lambda latest: latest["done"], lambda: self.now)
 
     def fetch(self, latest):
@@ -96,6 +97,21 @@ def test_a_step_is_what_the_device_took_whatever_stands_between(monkeypatch, tmp
         (8, {"save_seconds": pytest.approx(1.3)}),
         (8, {"eval_seconds": pytest.approx(3.0)}),
     ]
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.06, 35), (0.7, 4), (9.0, 3)])
+def test_the_plan_is_compared_with_what_seconds_of_steps_have_measured(monkeypatch, tmp_path, seconds, shown):
+    """Of a small model's steps the first ones say little."""
+    machine = Machine(monkeypatch, tmp_path, total_steps=60)
+    machine.run.planner = SimpleNamespace(
+        device=SimpleNamespace(name="H200"), forecast=SimpleNamespace(peak_bytes=2e9, tokens_per_second=90.0, tokens=64)
+    )
+    with machine.monitor:
+        for step in range(1, shown + 5):
+            machine.step(seconds - DISPATCH)
+            machine.monitor.flush()
+            assert len(machine.printed) == (step >= shown)
+    assert machine.printed[0].startswith("plan: peak 2.00 GB predicted")
 
 
 def test_a_pause_after_one_that_raised_is_not_within_it(monkeypatch, tmp_path):

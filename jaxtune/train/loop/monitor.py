@@ -32,6 +32,7 @@ from jaxtune.train.planning.plan_text import measured_lines
 from jaxtune.train.planning.planner import Planner
 
 _SHOWN_STEPS = 10  # the speed on the screen is the mean of this many steps
+_MEASURED_SECONDS = 2.0  # of steps after the first, from which their median is the speed: a run's first ones are slow
 _FIRST_STEPS = 3  # steps with a gradient, by which adapters that get none are found
 _LEARNT = 1e-10  # the square of the gradient of a smaller loss may underflow in float32
 
@@ -131,6 +132,7 @@ class Monitor:
         self._idle = [index for index, name in enumerate(run.trained) if name.endswith("lora.b")]
         self._looked_at = 0  # steps by which _idle was reduced
         self.seconds: list[float] = []  # seconds of each step
+        self._measured = False  # whether the plan's prediction was compared with them
         self._finished, self._clock = finished, clock
         self._stamps = ThreadPoolExecutor(1, "clock")
         self._pausing = self._waiting = False
@@ -288,10 +290,10 @@ class Monitor:
         for text in self.run.batches.remarks(step, line):
             self.progress.print(text)
         self.seconds.append(seconds)
-        if len(self.seconds) == 3:
-            for text in measured_lines(
-                self.run.planner.forecast, self.run.planner.device, self.seconds[1:], line["peak_memory_bytes"]
-            ):
+        if not self._measured and len(self.seconds) >= 3 and sum(self.seconds[1:]) >= _MEASURED_SECONDS:
+            self._measured = True
+            planner = self.run.planner
+            for text in measured_lines(planner.forecast, planner.device, self.seconds[1:], line["peak_memory_bytes"]):
                 self.progress.print(text)
         self._guard(step, loss, norm, values)
         if norms is not None and values["finite"] and norm > 0.0:

@@ -243,6 +243,15 @@ def test_packed_pictures_are_the_processors_own(rows, length, packing, train_on)
     assert data.batches(1).patches == data.rows.patches
 
 
+@pytest.mark.parametrize(("length", "room"), [(128, 256), (128, 128), (600, 128)])
+def test_rows_are_full_of_what_is_scarce(length, room):
+    """Of tokens, of patches, or of both: no other limit leaves documents with rows of their own."""
+    draws = np.random.default_rng(0)
+    tokens, patches = draws.integers(14, 20, 2000), draws.choice([16, 24], 2000)
+    plan = plan_rows(tokens, length, patches=patches, room=room)
+    assert plan.rows <= 1.12 * max(tokens.sum() / length, patches.sum() / room)
+
+
 @settings(deadline=None, database=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5)), max_size=60),

@@ -8,6 +8,7 @@ continues in another row: with overflow="split" each piece is a document. Docume
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -324,26 +325,29 @@ class _OpenRows:
     def __init__(self, capacity: int):
         self._stacks: list[list[int]] = [[] for _ in range(capacity + 1)]
         self._occupied = 0
+        self._refusals: collections.Counter[int] = collections.Counter()
 
     def put(self, row: int, capacity: int) -> None:
         self._stacks[capacity].append(row)
         self._occupied |= 1 << capacity
 
     def fullest(self, needed: int, accepts: Callable[[int], bool] | None = None) -> tuple[int, int] | None:
-        """(Row, its capacity), which is taken out; of at most 32 for which `accepts` is asked, or None."""
-        candidates, asked = self._occupied >> needed << needed, 0
+        """(Row, its capacity), which is taken out, or None. A row that `accepts` refuses for a 32nd time is closed."""
+        candidates = self._occupied >> needed << needed
         while candidates:
             bit = candidates & -candidates
             candidates ^= bit
             stack = self._stacks[capacity := bit.bit_length() - 1]
             for index in range(len(stack) - 1, -1, -1):
-                if accepts is not None and asked == 32:
-                    return None
-                asked += 1
-                if accepts is None or accepts(stack[index]):
-                    row = stack.pop(index)
-                    if not stack:
-                        self._occupied ^= bit
+                row = stack[index]
+                accepted = accepts is None or accepts(row)
+                self._refusals[row] += not accepted
+                if not accepted and self._refusals[row] < 32:
+                    continue
+                stack.pop(index)
+                if not stack:
+                    self._occupied ^= bit
+                if accepted:
                     return row, capacity
         return None
 
