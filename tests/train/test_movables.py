@@ -33,7 +33,7 @@ from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.host_room import places
-from jaxtune.train.planning.movables.streamed import ARRIVING
+from jaxtune.train.planning.parts import ARRIVING
 from jaxtune.train.planning.plan import StepPlan, parse_plan
 from jaxtune.train.planning.plan_text import plan_lines
 from jaxtune.train.planning.step_spec import StepSpec

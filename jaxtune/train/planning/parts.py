@@ -22,6 +22,7 @@ TEACHER = "teacher's weights"
 FROZEN = "frozen weights"
 PICTURES = "pictures of two steps"
 STATES = "optimizer states"
+ARRIVING = "weights of two layers that arrive"  # the compiler counts them among temporaries
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxtune.train.planning.fitting import fitting_settings
 from jaxtune.train.planning.forecasts import Forecast, forecast
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.movables import MOVABLES
-from jaxtune.train.planning.movables.streamed import ARRIVING
+from jaxtune.train.planning.parts import ARRIVING
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.plan_text import plan_lines
 from jaxtune.train.planning.search import Failed, Room, goal, next_plan, short_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,15 +21,14 @@ from jaxtune.models.hf import Pretrained, model_from_config
 from jaxtune.models.placement import partition
 from jaxtune.models.reward import with_head
 from jaxtune.system import timing
-from jaxtune.train.config import AdapterConfig, ModelConfig, TrainConfig
+from jaxtune.train.config import AdapterConfig, MemoryConfig, ModelConfig, TrainConfig
 from jaxtune.train.config.tower import with_trained_parts
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
 from jaxtune.train.planning import cost
 from jaxtune.train.planning.devices import find_device, limit
 from jaxtune.train.planning.meshes import mesh_of
-from jaxtune.train.planning.movables import left_on_host
-from jaxtune.train.planning.movables.streamed import Streamed
+from jaxtune.train.planning.movables import layers_on_host, left_on_host
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.spec.pictures import reads_pictures, refusal
 
@@ -81,14 +80,16 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
         StepSpec.of(shared), lambda: cost.abstract_model(pretrained.config, StepSpec.of(stored, tower=tower).model)
     )
     mesh = None if mesh_config.divides_tensors is None else partition.make_mesh(*mesh_config.sizes)
-    one_device = partition.mesh_shape(*mesh_config.sizes).size == 1
+    alone = partition.mesh_shape(*mesh_config.sizes).size == 1
     cancelled = threading.Event()
     generates = objective.samples or bool(config.evaluation.asking)
+    adapts = trains and alone and config.adapter is not None and config.qat is None and not generates
     tied = pretrained.config.tie_embeddings and objective.head.is_text
 
     def load() -> Decoder:
         stay = left_on_host(config.adapter, generates, tied) if trains and mesh is None else []
-        streams = trains and one_device and not generates and _streams(config, pretrained, stay)
+        crowded = adapts and _is_crowded(config.memory, pretrained.device_bytes(None, stay))
+        streams = adapts and layers_on_host(config.memory.plan, crowded)
         model = adapted(pretrained.load(cancelled, mesh, stay, streams), *changes)
         return with_teacher(model, load_teacher(teacher, cancelled, mesh))
 
@@ -108,16 +109,12 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
             cancelled.set()
 
 
-def _streams(config: TrainConfig, pretrained: Pretrained, stay: Collection[str]) -> bool:
-    """Whether layers are loaded into host memory, from where a plan may stream them."""
-    if config.adapter is None or config.qat is not None:
-        return False
-    if config.memory.plan is not None:
-        return Streamed.word in config.memory.plan
+def _is_crowded(memory: MemoryConfig, weights_bytes: float) -> bool:
+    """Whether weights take most of the memory that a run may have."""
     device = jax.local_devices()[0]
     name = "cpu" if device.platform == "cpu" else device.device_kind
-    most = limit(config.memory, find_device(name, (device.memory_stats() or {}).get("bytes_limit")))
-    return most is not None and pretrained.device_bytes(None, stay) > _MOST_WEIGHTS * most
+    most = limit(memory, find_device(name, (device.memory_stats() or {}).get("bytes_limit")))
+    return most is not None and weights_bytes > _MOST_WEIGHTS * most
 
 
 def _tokenizer(model_config: ModelConfig, folder: Path | None) -> Any:

@@ -143,6 +143,14 @@ class Movable:
         return ()
 
     @classmethod
+    def layers_on_host(cls, plan: str | None, crowded: bool) -> bool:
+        """Whether loading puts the layers' matrices into pinned host memory, from where the plan moves some.
+
+        plan: memory.plan. crowded: whether the weights take most of the device's memory.
+        """
+        return False
+
+    @classmethod
     def program(cls, program: StepProgram, level: int) -> StepProgram:
         """The program of a step at `level`."""
         return program

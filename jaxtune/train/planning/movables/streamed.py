@@ -17,10 +17,8 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition, streams
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.movables.movable import Movable, Outcome
-from jaxtune.train.planning.parts import FROZEN, StepParts
+from jaxtune.train.planning.parts import ARRIVING, FROZEN, StepParts
 from jaxtune.train.planning.step_spec import StepSpec
-
-ARRIVING = "weights of two layers that arrive"  # a name of bytes in StepParts.fixed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +73,10 @@ class Streamed(Movable):
         size = self._bytes(level)
         seconds = f", {size / device.link:.2f} s a pass over the link" if device.link and device.name != "cpu" else ""
         return [f"  weights of {level} layers stream from the host ({size / 1e9:.2f} GB{seconds})"]
+
+    @classmethod
+    def layers_on_host(cls, plan: str | None, crowded: bool) -> bool:
+        return crowded if plan is None else cls.word in plan
 
     @classmethod
     def moved(cls, model: Decoder, frozen: nnx.State, level: int, where: NamedSharding) -> nnx.State:
