@@ -152,7 +152,7 @@ def read_tensors(
     where: Callable[[str, Any], Any] = lambda name, tensor: None,
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
     on_host: Collection[str] = (),
-    pinned: Mapping[str, Callable[[Any], Any]] = types.MappingProxyType({}),
+    pinned: Mapping[str, Callable[[object], object]] = types.MappingProxyType({}),
 ) -> tuple[dict[str, jax.Array | np.ndarray | Stored], Digest]:
     """({name: array or quantised weight}, digest of all as stored). Eight threads read; at most 1 GiB, or one larger
     tensor, is on its way.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import numpy as np
@@ -21,49 +21,48 @@ def streamed_layers(level: int, layers: int) -> list[int]:
     return [index for index in range(layers) if (index + 1) * level // layers > index * level // layers]
 
 
-def declared(variable: nnx.Variable, value: Any, hosted: bool) -> nnx.Variable:
+def declared(variable: nnx.Variable, value: object, hosted: bool) -> nnx.Variable:
     """The variable with another value, which streams from the host or does not."""
     if hosted == _is_hosted(variable):
         return variable.replace(value)
     return variable.replace(value, memory_kind=PINNED if hosted else None)
 
 
-def memory_kinds(variable: Any) -> list[str | None]:
+def memory_kinds(variable: object) -> list[str | None]:
     """Of the arrays of a variable, which may be shapes, or of another leaf; None: the device's."""
-    return (
-        [PINNED if large else None for large in _large(variable)]
-        if _is_hosted(variable)
-        else [None] * len(jax.tree.leaves(variable))
-    )
+    if not _is_hosted(variable):
+        return [None] * len(jax.tree.leaves(variable))
+    return [PINNED if large else None for large in _large(variable)]
 
 
-def streamed_bytes(variable: Any) -> float:
+def streamed_bytes(variable: nnx.Variable) -> float:
     """Bytes of a variable's arrays, or shapes, that are on the host if it streams."""
     arrays = jax.tree.leaves(variable)
     return sum(_nbytes(array) for array, large in zip(arrays, _large(variable), strict=True) if large)
 
 
-def host_shardings(variable: nnx.Variable, value: Any) -> Any:
+def host_shardings(variable: nnx.Variable, value: object) -> object:
     """A tree of shardings, on the default device, of a value that streams in a variable."""
     hosted, device = declared(variable, value, True), jax.local_devices()[0]
     shardings = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in memory_kinds(hosted)]
     return jax.tree.unflatten(jax.tree.structure(value), shardings)
 
 
-def on_device(tree: Any) -> Any:
+def on_device[T](tree: T) -> T:
     """The tree with its pinned arrays copied to their devices."""
     return _of_pinned(lambda array: jax.device_put(array, array.sharding.with_memory_kind("device")), tree)
 
 
-def unpinned(tree: Any) -> Any:
+def unpinned[T](tree: T) -> T:
     """The tree with numpy copies of its pinned arrays, which take part in any computation."""
     return _of_pinned(np.asarray, tree)
 
 
-def _of_pinned(function: Callable[[jax.Array], Any], tree: Any) -> Any:
-    def of(array: Any) -> Any:
-        is_pinned = isinstance(array, jax.Array) and array.sharding.memory_kind == PINNED
-        return function(array) if is_pinned else array
+def _of_pinned[T](function: Callable[[jax.Array], jax.Array | np.ndarray], tree: T) -> T:
+    def of(array: object) -> object:
+        if isinstance(array, jax.Array) and array.sharding.memory_kind == PINNED:
+            return function(array)
+        return array
 
     return jax.tree.map(of, tree)
 
@@ -75,19 +74,19 @@ def _large(variable: nnx.Variable) -> list[bool]:
     return [value.ndim > 1 and size * _SMALL >= max(sizes) for size in sizes]
 
 
-def _nbytes(array: Any) -> float:
+def _nbytes(array: jax.Array | jax.ShapeDtypeStruct) -> float:
     return float(math.prod(array.shape) * array.dtype.itemsize)
 
 
-def _is_variable(leaf: Any) -> bool:
+def _is_variable(leaf: object) -> TypeGuard[nnx.Variable]:
     return isinstance(leaf, nnx.Variable)
 
 
-def _is_hosted(leaf: Any) -> bool:
+def _is_hosted(leaf: object) -> TypeGuard[nnx.Variable]:
     return _is_variable(leaf) and leaf.get_metadata().get("memory_kind") == PINNED
 
 
-def _hosted(weights: Any) -> list[jax.Array]:
+def _hosted(weights: object) -> list[jax.Array]:
     variables = jax.tree.leaves(weights, is_leaf=_is_variable)
     return [
         array
@@ -97,11 +96,11 @@ def _hosted(weights: Any) -> list[jax.Array]:
     ]
 
 
-def with_arrived(weights: Any, arrived: Sequence[jax.Array]) -> Any:
+def with_arrived[T](weights: T, arrived: Sequence[jax.Array]) -> T:
     """The weights with copies on the device in the places of arrays on the host, in the order of leaves."""
     copies = iter(arrived)
 
-    def placed(leaf: Any) -> Any:
+    def placed(leaf: object) -> object:
         if not _is_hosted(leaf):
             return leaf
         arrays, structure = jax.tree.flatten(leaf.get_value())
@@ -120,7 +119,7 @@ class Arrivals:
       first: copies of the first layer's, if they are there already; None: they are made before it.
     """
 
-    def __init__(self, weights: Sequence[Any], first: Sequence[jax.Array] | None = None):
+    def __init__(self, weights: Sequence[object], first: Sequence[jax.Array] | None = None):
         hosted = [_hosted(tree) for tree in weights]
         self._beside: list[list[tuple[int, jax.Array]]] = [[] for _ in weights]
         self._arrived: list[list[jax.Array]] = [[] for _ in weights]

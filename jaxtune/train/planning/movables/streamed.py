@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import optax
@@ -80,7 +79,7 @@ class Streamed(Movable):
 
     @classmethod
     def moved(cls, model: Decoder, frozen: nnx.State, level: int, where: NamedSharding) -> nnx.State:
-        def placed(variable: Any, hosted: bool) -> Any:
+        def placed(variable: nnx.Variable, hosted: bool) -> nnx.Variable:
             declared = streams.declared(variable, variable.get_value(), hosted)
             arrays, structure = jax.tree.flatten(declared)
             for index, kind in enumerate(streams.memory_kinds(declared)):
@@ -93,7 +92,7 @@ class Streamed(Movable):
 
     @classmethod
     def declared(cls, model: Decoder, frozen: nnx.State, level: int) -> nnx.State:
-        def declare(variable: Any, hosted: bool) -> Any:
+        def declare(variable: nnx.Variable, hosted: bool) -> nnx.Variable:
             return streams.declared(variable, variable.get_value(), hosted)
 
         return _of_layers(declare, frozen, level, len(model.layers))
@@ -104,7 +103,9 @@ def _frozen(layer: nnx.Module) -> list[nnx.Variable]:
     return jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
-def _of_layers(function: Callable[[Any, bool], Any], frozen: nnx.State, level: int, layers: int) -> nnx.State:
+def _of_layers(
+    function: Callable[[nnx.Variable, bool], nnx.Variable], frozen: nnx.State, level: int, layers: int
+) -> nnx.State:
     """The state with function(variable, whether it is on the host) in place of the layers' variables."""
     hosted = set(streams.streamed_layers(level, layers))
 
