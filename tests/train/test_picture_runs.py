@@ -125,6 +125,23 @@ def test_preferences_that_only_pictures_tell(tmp_path, places, capsys):
     assert "log-probabilities of the reference: /" in " ".join("".join(capsys.readouterr()).split())
 
 
+@pytest.mark.parametrize(("rows", "objective"), [("rows", "sft"), ("pairs", "dpo")])
+def test_streamed_rows_go_on_to_the_same_bits(tmp_path, places, rows, objective):
+    changes = dict(
+        objective=objective,
+        data={"train": str(places[rows]), "eval": None, "streaming": True, "buffer_size": 16},
+        checkpoint={"every_steps": 5, "every_minutes": None},
+        adapter={"r": 2},
+        steps=6,
+    )
+    run = train(tmp_path, places, **changes)
+    first = losses(run)
+    assert len(set(first)) == 6
+    shutil.rmtree(run / "checkpoints" / "step_00000006")
+    train(tmp_path, places, **changes)
+    assert losses(run) == first
+
+
 @pytest.mark.parametrize("tower", ["frozen", "all"])
 def test_a_reference_of_pairs_is_computed_in_steps_or_before(tmp_path, places, tower):
     runs = []
@@ -329,7 +346,6 @@ REFUSED = {
     ),
     "objective": (dict(objective="reward"), "objective = reward: not supported yet in a run with pictures"),
     "weights divided": (dict(mesh={"fsdp": 2}), "mesh.fsdp = 2: not supported yet in a run with pictures"),
-    "streamed": (dict(data={"streaming": True}), "data.streaming = true: not supported yet in a run with pictures"),
     "rounded": (dict(adapter={"r": 2}, qat="int4"), "qat.format = int4: not supported yet in a run with pictures"),
     "asked": (
         dict(evaluation={"generate": ["exact_number"]}, data={"eval": "HELD_OUT"}),

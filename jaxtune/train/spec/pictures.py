@@ -60,7 +60,6 @@ def refusal(
     refused = {
         f"objective = {objective.label}": not objective.reads_pictures,
         f"mesh.fsdp = {mesh and mesh.fsdp}": mesh is not None and mesh.fsdp != 1,
-        "data.streaming = true": data.streaming,
         f"qat.format = {qat and qat.format}": qat is not None,
         f"evaluation.generate = {list(evaluation.generate)}": bool(evaluation.generate),
     }
