@@ -104,12 +104,14 @@ def tower_forecast(costs: StepParts, micro_batches: int, device: Device) -> Towe
         return TowerForecast()
     step_costs = tower.parts
     patches = step_costs.shape.tokens(micro_batches)
-    keeping, layer = (layer_forecast(step_costs, plan, patches, device) for plan in (KEEP, RECOMPUTE))
     embeddings = costs.shape.tokens(micro_batches) * costs.shape.hidden_size * costs.shape.dtype.itemsize
-    merger = tower.merger_flops * patches / device.gemm
+    merger = tower.merger_flops * patches / device.gemm * (3.0 if tower.trains else 1.0)
+    if not step_costs.shape.num_layers:
+        return TowerForecast(merger, embeddings)
+    keeping, layer = (layer_forecast(step_costs, plan, patches, device) for plan in (KEEP, RECOMPUTE))
     seconds = step_costs.shape.num_layers * (layer.forward + (layer.backward if tower.trains else 0.0))
     return TowerForecast(
-        seconds=seconds + merger * (3.0 if tower.trains else 1.0),
+        seconds=seconds + merger,
         forward=keeping.work_forward + embeddings,
         backward=layer.work - tower.of_merger * patches if tower.trains else 0.0,
     )
