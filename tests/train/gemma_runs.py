@@ -40,7 +40,8 @@ KINDS = {
 def write_model(folder: Path, name: str = "gemma4") -> Path:
     """A folder of a model with random weights."""
     of, settings = KINDS[name]
-    tokenizer = picture_tokenizer(TEMPLATE.replace("".join(MARKS), MARKS[1]))
+    written = MARKS[0 if of["model_type"] == "gemma3" else 1]  # for which the processor writes the others
+    tokenizer = picture_tokenizer(TEMPLATE.replace("".join(MARKS), written))
     before, image, after = map(tokenizer.convert_tokens_to_ids, MARKS)
     end = "index" if of["model_type"] == "gemma3" else "id"
     ids = {f"boi_token_{end}": before, f"image_token_{end}": image, f"eoi_token_{end}": after}

@@ -104,12 +104,15 @@ def tower_forecast(costs: StepParts, micro_batches: int, device: Device) -> Towe
         return TowerForecast()
     step_costs = tower.parts
     patches = step_costs.shape.tokens(micro_batches)
-    keeping, layer = (layer_forecast(step_costs, plan, patches, device) for plan in (KEEP, RECOMPUTE))
     embeddings = costs.shape.tokens(micro_batches) * costs.shape.hidden_size * costs.shape.dtype.itemsize
     merger = tower.merger_flops * patches / device.gemm
-    forward = step_costs.shape.num_layers * layer.forward + merger
-    backward = step_costs.shape.num_layers * layer.backward + 2.0 * merger
+    forward, backward = merger, 2.0 * merger
     again = 0 if costs.teacher else costs.reference_runs  # a reference has the features of a frozen tower
+    if not step_costs.shape.num_layers:
+        return TowerForecast(forward + (backward + again * forward if tower.trains else 0.0), embeddings)
+    keeping, layer = (layer_forecast(step_costs, plan, patches, device) for plan in (KEEP, RECOMPUTE))
+    forward += step_costs.shape.num_layers * layer.forward
+    backward += step_costs.shape.num_layers * layer.backward
     return TowerForecast(
         seconds=forward + (backward + again * forward if tower.trains else 0.0),
         forward=keeping.work_forward + embeddings,
